@@ -22,6 +22,8 @@ from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
+LOG_JOINT, LOG_LIKELIHOOD = "log joint", "log likelihood"
+_OF_LABELS = {LOG_JOINT: LastLayerTarget.log_joint, LOG_LIKELIHOOD: LastLayerTarget.log_likelihood}
 _DRAWN_BYTES = 2**27  # of draws, and of factors, of all that are fitted together
 _FLOAT = 8
 _MOST_AT_ONCE = 100  # simulations: how often people are told how far it is
@@ -34,7 +36,7 @@ class Problem:
     Args:
         features: (N, D) on the device.
         layout: of the head.
-        prior: of the target that is fitted.
+        prior: of the target that is fitted; it does not count where the refit has a prior of its own and no log joint is ranked.
         observed: features (M, D) and labels (M,) or (M, C) that every fit sees too; None where theta comes from the prior.
     """
 
@@ -61,11 +63,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class RankedNumber:
-    """What is ranked: a number of theta, or the log joint of theta and the labels.
+    """What is ranked: a number of theta, or the log joint or the log likelihood of theta and the labels.
 
     Args:
-        name: for people.
-        direction: (P,), the number is theta . direction; None for the log joint.
+        name: for people; LOG_JOINT or LOG_LIKELIHOOD without a direction.
+        direction: (P,), the number is theta . direction; None for what the labels have a part in.
     """
 
     name: str
@@ -73,16 +75,23 @@ class RankedNumber:
 
 
 def quantities(
-    layout: HeadLayout, held_out: Tensor, generator: torch.Generator, *, num_params: int = 4, num_logits: int = 4
+    layout: HeadLayout,
+    held_out: Tensor,
+    generator: torch.Generator,
+    *,
+    of_labels: str = LOG_JOINT,
+    num_params: int = 4,
+    num_logits: int = 4,
 ) -> list[RankedNumber]:
-    """The log joint, held-out logits, and a few weights and biases, chosen at random.
+    """The log joint or the log likelihood, held-out logits, and a few weights and biases, chosen at random.
 
     Args:
         held_out: (R, D), inputs whose logits are ranked; of several classes those less their mean.
+        of_labels: LOG_JOINT, or LOG_LIKELIHOOD, which needs no density of the prior.
         num_params: weights and biases.
         num_logits: of inputs taken from held_out, each of one output.
     """
-    found = [RankedNumber("log joint")]
+    found = [RankedNumber(of_labels)]
     order = torch.randperm(layout.num_params, generator=generator).tolist()
     chosen = order[: max(0, num_params - int(layout.has_bias))]
     if layout.has_bias:
@@ -180,7 +189,8 @@ def _values(quantity: RankedNumber, theta: Tensor, targets: Sequence[LastLayerTa
     """A quantity at theta (m, S, P) of each target, (m, S) float64."""
     if quantity.direction is not None:
         return theta @ quantity.direction.to(theta)
-    return torch.stack([target.log_joint(one) for target, one in zip(targets, theta, strict=True)])
+    of_labels = _OF_LABELS[quantity.name]
+    return torch.stack([of_labels(target, one) for target, one in zip(targets, theta, strict=True)])
 
 
 def _logit(layout: HeadLayout, features: Tensor, output: int) -> Tensor:

@@ -60,6 +60,11 @@ class Factors:
         return Factors(**{name: tensor.detach().to(device) for name, tensor in self.tensors().items()})
 
 
+def rho_of(sd: Tensor) -> Tensor:
+    """rho of a standard deviation: the inverse of softplus."""
+    return sd + torch.log(-torch.expm1(-sd))
+
+
 def initial_factors(
     layout: NetworkLayout,
     num_repeats: int,

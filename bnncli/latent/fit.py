@@ -76,7 +76,9 @@ def fit_latent(
 
     Args:
         model: where to start.
-        features: (N, D), on the model's device, or on the CPU and sent there batch by batch. labels: (N,) int64.
+        features: (N, D), on the model's device, or on the CPU and sent there batch by batch.
+        labels: (N,) int64, or (N, C) where classes do not exclude each other; where each repeat has labels of its own they are
+            (N, R) or (N, R, C), and batches have the same examples.
         plan: how.
         generator: of shuffles and noise; on a GPU one on the CPU seeds another there.
         state, save: to resume, as in bnncli.training.loop.train; there is a state after each epoch.
@@ -100,7 +102,7 @@ class LatentLearner:
 
     Args:
         model: to fit in place.
-        inputs: of the network, (N, D). labels: (N,) int64.
+        inputs: of the network, (N, D). labels: see fit_latent.
         plan: how.
         generator: of shuffles and noise, on the model's device.
 
@@ -119,6 +121,7 @@ class LatentLearner:
         self.model, self.plan, self.generator, self.inputs = model, plan, generator, inputs
         self.expected = model.prior  # before anything of it is learnt
         self.labels = labels.to(model.device)
+        self.labels_differ = labels.ndim > (1 if model.layout.likelihood.is_exclusive else 2)  # from repeat to repeat
         self.batch_size: int | None = plan.batch_size
         self.shuffles = plan.shuffles
         factors, flows = model.factors, model.multiplier_parameters()
@@ -189,7 +192,7 @@ class LatentLearner:
         return ()
 
     def gather(self, rows: slice, num_steps: int) -> tuple[Tensor, ...]:
-        """Inputs (steps, n, D) and labels (steps, n)."""
+        """Inputs (steps, n, D) and labels (steps, n, ...)."""
         wanted = rows if self._order_of_features is None else self._order_of_features[rows]
         labels = self.labels[rows if self._order is None else self._order[rows]]
         sizes = (num_steps, -1)
@@ -199,7 +202,7 @@ class LatentLearner:
         """What the step saw: log likelihood of the batch, then the flows' part by layer, weighed as they are in it."""
         inputs, labels = parts
         share = len(labels) / self.num_examples
-        batch = Minibatch(inputs, labels, share)
+        batch = Minibatch(inputs, labels.movedim(1, 0) if self.labels_differ else labels, share)
         step = differentiate(self.model, batch, self.plan.settings, self.generator, self.workspace)
         self.optimizer.step()
         return torch.cat([step.log_likelihood.double().unsqueeze(1), (step.flow * share).double()], dim=1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bnncli.latent.factors import Factors
+from bnncli.latent.factors import Factors, rho_of
 from bnncli.latent.multiplier import MultiplierModel
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.numerics.seeds import source_of
@@ -27,6 +27,19 @@ class LatentModel:
     factors: Factors
     prior: SpikeAndSlab
     multipliers: tuple[MultiplierModel, ...] = ()
+
+    @classmethod
+    def of_prior(cls, layout: NetworkLayout, prior: SpikeAndSlab) -> LatentModel:
+        """One whose q is the prior of its first repeat: its draws are the prior's. On the prior's device."""
+        like = prior.inclusion.new_ones(1, layout.num_biases, dtype=torch.float64)
+        inclusion, mean, sd = (
+            torch.cat(
+                [part[:1, i].expand(rows * columns) for i, (rows, columns) in enumerate(layout.shapes)]
+            ).unsqueeze(0)
+            for part in prior.tensors().values()
+        )
+        factors = Factors(mean, rho_of(sd), torch.logit(inclusion), 0 * like, rho_of(prior.bias_sd * like))
+        return cls(layout, factors, prior)
 
     @property
     def num_repeats(self) -> int:

@@ -25,7 +25,7 @@ class Minibatch(NamedTuple):
     """Examples of a step.
 
     Args:
-        features: (n, D). labels: (n,) int64.
+        features: (n, D). labels: (n,) int64 or (n, C), those of each repeat before them, (R, n) or (R, n, C), where they differ.
         share: of the whole data, n / N: what weighs the divergence.
     """
 

@@ -15,14 +15,15 @@ class SbcOptions(Checked):
 
     posterior: str = option(
         "laplace",
-        "Posterior whose fit is tried, by name or file: of fit-laplace, refine, hmc, fit-vi, fit-swag or fit-sghmc, over the last layer. Its method, options and prior "
-        "are taken, not its numbers; of hmc not the lengths of its chains; of fit-sghmc as many more chains as give \0draws\0 that are nearly independent.",
+        "Posterior whose fit is tried, by name or file: of fit-laplace, refine, hmc, fit-vi, fit-swag, fit-sghmc or fit-lbbnn, over the last layer. Its method, options and prior "
+        "are taken, not its numbers; of hmc not the lengths of its chains; of fit-sghmc as many more chains as give \0draws\0 that are nearly independent; "
+        "of fit-lbbnn a slab that val chose as well, and epochs that it chose itself anew for as many examples. By default one of those takes a core 0.4 s a simulation of 18 parameters, 1.7 s of 850.",
         metavar="NAME|FILE",
     )
     truth: str = option(
         PRIOR,
         "Where the parameters come from that labels are simulated by: prior, or a posterior of this run, by name or file; then the observed "
-        "labels are kept beside the simulated ones. Its draws must be exact for ranks to be uniform: take hmc.",
+        "labels are kept beside the simulated ones. Its draws must be exact for ranks to be uniform: take hmc. Fits of fit-lbbnn have prior alone.",
         metavar="prior|NAME|FILE",
     )
     simulations: int = option(500, "Data sets simulated and fitted.", minimum=20)

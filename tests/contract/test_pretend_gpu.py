@@ -142,6 +142,7 @@ LINES = (
     "sbc s --simulations 20 --draws 9 --posterior laplace --truth hmc",
     "sbc s --simulations 20 --draws 9 --posterior sghmc",
     "sbc s --simulations 20 --draws 9 --posterior whole-sghmc",
+    "sbc s --simulations 20 --draws 9 --posterior l-mnf",
     "integrals --mean 1,2,0 --variance 1,1,1 --samples 9",
     "integrals --grid-size 2 --samples 9",
 )

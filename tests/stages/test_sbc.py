@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from problems.command_line import Cli
 from problems.long_run import long_but
 
-from bnncli.errors import UsageError
+from bnncli.errors import DataError, UsageError
 from bnncli.inference.refits import GaussianRefit
 from bnncli.inference.sghmc import SghmcPlan
 from bnncli.inference.sghmc_refit import SghmcRefit
-from bnncli.options import SbcOptions
+from bnncli.options import FitLbbnnOptions, SbcOptions
 from bnncli.stages import sbc
 from bnncli.stages.sbc.judged import RankedQuantity, verdict_of
 from bnncli.storage.artifacts import read_header
@@ -112,12 +115,78 @@ def test_the_options_of_chains_are_read_as_they_were_recorded(cli: Cli, small_ru
     )
 
 
+def latent_header(options: FitLbbnnOptions, num_examples: int) -> Header:
+    """Of a fit of five features to three classes, resolved."""
+    meta = {"method": "lbbnn", "sizes": [5, 3], "num_examples": num_examples}
+    params = {**options.resolved(num_examples).params(), "sizes": [5, 3], "seed": 0}
+    return Header(Path("it.safetensors"), "posterior", "1.0", "", {"params": params}, meta)
+
+
+@pytest.mark.parametrize("words", [(), ("--standardize", "--repeats", 2)], ids=str)
+def test_latent_binary_fits_are_tried_under_their_own_prior(
+    cli: Cli, small_run: Path, words: tuple[object, ...]
+) -> None:
+    assert cli("fit-lbbnn", small_run, "--epochs", 20, "--slab-sd", 2, "--prior-inclusion", 0.5, *words).code == 0
+    done = cli("sbc", small_run, "--posterior", "lbbnn", "--simulations", 40, "--draws", 19, "--examples", 60, "--json")
+    assert done.code == 0, done.stdout
+    assert not done.json["verdict"]["is_calibrated"]  # twenty steps are too few, and it says so
+    assert "the fit of lbbnn to 60 simulated labels: 20 steps move an inclusion logit by" in done.stderr
+    assert [one["name"].split()[0] for one in done.json["quantities"]] == [
+        *("log", "weight", "weight", "weight", "bias"),
+        *4 * ["logit"],
+    ]
+    assert done.json["quantities"][0]["name"] == "log likelihood"
+
+
+def test_latent_binary_fits_have_truths_from_their_prior_alone(cli: Cli, small_run: Path) -> None:
+    assert cli("fit-lbbnn", small_run, "--epochs", 1, "--slab-sd", 2).code == 0
+    own = cli("sbc", small_run, "--posterior", "lbbnn", "--truth", "hmc")
+    assert (own.code, own.stderr.count("\n")) == (2, 1)
+    assert "--truth: expected prior; lbbnn is by fit-lbbnn" in own.stderr
+    other = cli("sbc", small_run, "--posterior", "hmc", "--truth", "lbbnn")
+    assert other.code == 2
+    assert "over the last layer by laplace, refine, hmc, vi, swag, sghmc; got lbbnn" in other.stderr
+
+
+def test_a_latent_binary_fit_that_learned_its_prior_is_refused() -> None:
+    learned = latent_header(FitLbbnnOptions(estimator="concrete"), 100)
+    with pytest.raises(UsageError, match="whose prior is learned from labels") as caught:
+        sbc._check_can_be_tried(learned.path, learned)
+    assert "--early-epochs 0" in str(caught.value.hint)
+    kept = latent_header(FitLbbnnOptions(estimator="concrete", early_epochs=0), 100)
+    sbc._check_can_be_tried(kept.path, kept)
+
+
+def test_epochs_that_fit_lbbnn_chose_are_chosen_anew_and_given_ones_kept() -> None:
+    from bnncli.stages.sbc.latent import options_of
+
+    options = FitLbbnnOptions(prior_inclusion=0.2, estimator="mnf", flow_rate=1e-4, repeats=3)
+    assert options_of(latent_header(options, 5000), 200) == options.resolved(200)
+    given = replace(options, epochs=70)
+    assert options_of(latent_header(given, 5000), 200) == given.resolved(200)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda header: header.meta.pop("sizes"),
+        lambda header: header.provenance.pop("params"),
+        lambda header: header.provenance["params"].pop("estimator"),
+    ],
+)
+def test_a_latent_header_that_says_too_little_is_damaged(damage: Callable[[Header], object]) -> None:
+    header = latent_header(FitLbbnnOptions(), 100)
+    damage(header)
+    with pytest.raises(DataError, match="its header is damaged"):
+        sbc._check_can_be_tried(header.path, header)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (
             ("--posterior", "map"),
-            "--posterior: expected a posterior by one of laplace, refine, hmc, vi, swag, sghmc; map is by map: a point",
+            "--posterior: expected a posterior by one of laplace, refine, hmc, vi, swag, sghmc, lbbnn; map is by map: a point",
         ),
         (("--posterior", "beside"), "--posterior: beside is centred on the checkpoint's weights"),
         (("--truth", "map"), "--truth: expected prior, or a posterior over the last layer"),
@@ -138,15 +207,15 @@ def test_what_cannot_be_tried_is_refused(cli: Cli, small_run: Path, words: tuple
     ("meta", "message"),
     [
         ({"method": "ensemble"}, "it is by ensemble: of networks that were trained apart"),
-        ({"method": "lbbnn"}, "it is by lbbnn: under a prior of its own"),
+        ({"method": "lbbnn", "sizes": [5, 4, 6, 3]}, "it has --hidden 4,6"),
         ({"method": "sghmc", "layers": "all"}, "expected a posterior over the last layer.* it is over --layers all"),
         ({"method": "sghmc"}, "it records no prior"),
     ],
 )
-def test_a_fit_that_cannot_be_made_anew_is_refused_with_the_reason(meta: dict[str, str], message: str) -> None:
+def test_a_fit_that_cannot_be_made_anew_is_refused_with_the_reason(meta: dict[str, Any], message: str) -> None:
     path = Path("it.nc")
     with pytest.raises(UsageError, match=message) as caught:
-        sbc._check_can_be_tried(path, Header(path, "samples", "1.0", "", {}, meta))
+        sbc._check_can_be_tried(path, Header(path, "samples", "1.0", "", {"params": {"estimator": "lrt"}}, meta))
     assert "prior" in message or "--posterior laplace" in str(caught.value.hint)
 
 

@@ -167,6 +167,7 @@ def test_what_knows_the_last_layer_is_named(room: str) -> None:
         "local_draws",
         "row_space_draws",
         "predictive_convergence",
+        "latent_refit",
         "refits",
         "sghmc_refit",
         "simulations",

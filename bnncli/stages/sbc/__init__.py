@@ -16,23 +16,26 @@ from bnncli.run.named_posterior import find_named
 from bnncli.run.session import Result, Run, Table, source_json
 from bnncli.stages.sbc.judged import RankedQuantity, p_text, verdict_of
 from bnncli.storage.figures import check_figure_path, write_figure
-from bnncli.storage.headers import Header
+from bnncli.storage.headers import Header, interpreting
 
 COMMAND = Command(
     "Try a fit on simulated labels: are its posteriors what they claim to be?",
     "Simulation-based calibration (Talts et al. 2018) on the run's own features: parameters are drawn from the prior, labels simulated by them, "
-    "the fit is made anew for each set of labels, and the truth ranked among its draws: the log joint, a few weights and biases, logits of "
-    "held-out inputs. Ranks of an exact fit are uniform. All quantities and all ranks are judged together: a fit with nothing wrong is "
+    "the fit is made anew for each set of labels, and the truth ranked among its draws: the log joint (the log likelihood for fit-lbbnn), "
+    "a few weights and biases, logits of held-out inputs. Ranks of an exact fit are uniform. All quantities and all ranks are judged together: a fit with nothing wrong is "
     "called wrong with probability --level at most. Nothing is written but --plot.",
     (SbcOptions, InputOptions, ComputeOptions, *READ),
     (
         "bnncli sbc ckpt.pt --posterior hmc",
         "bnncli sbc ckpt.pt --posterior laplace --truth hmc --strict --plot ranks.png",
+        "bnncli sbc ckpt.pt --posterior lbbnn --simulations 100",
     ),
     place=115,
 )
 
-METHODS = ("laplace", "refine", "hmc", "vi", "swag", "sghmc")
+_LATENT = "lbbnn"
+_OF_GAUSSIAN_PRIORS = ("laplace", "refine", "hmc", "vi", "swag", "sghmc")
+METHODS = (*_OF_GAUSSIAN_PRIORS, _LATENT)
 _ANOTHER = "name one over the last layer that can be fitted anew, as --posterior laplace or --posterior hmc"
 _WHITENED = ("hmc", "sghmc")  # by roots of their own, whatever the structure of the base
 _POINT = "a point, which has no draws to rank a truth among"
@@ -41,7 +44,6 @@ _NO_FIT = {  # by method, why not; it may have another name
     "temperature": _POINT,
     "prune": _POINT,
     "ensemble": "of networks that were trained apart, which labels simulated for the last layer do not train again",
-    "lbbnn": "under a prior of its own, of weights that are out or in, by which no labels are simulated yet",
 }
 
 
@@ -53,6 +55,10 @@ def run(run: Run, options: SbcOptions) -> Result:
     )
     header, source = posterior_source(run, path, "posterior")
     _check_can_be_tried(path, header)
+    if header.meta["method"] == _LATENT and options.truth != PRIOR:
+        raise UsageError(
+            f"--truth: expected prior; {path.stem} is by fit-lbbnn, whose fits are tried on truths from their prior alone; got {options.truth}"
+        )
     sources = [train.source, source]
     truth = None
     if options.truth != PRIOR:
@@ -105,6 +111,9 @@ def _check_can_be_tried(path: Path, header: Header) -> None:
             f"--posterior: expected a posterior by one of {', '.join(METHODS)}; {path.stem} is by {method}{why}",
             hint=_ANOTHER,
         )
+    if method == _LATENT:
+        _check_latent(path, header)
+        return
     if header.meta.get("layers") is not None:
         raise UsageError(
             f"--posterior: expected a posterior over the last layer, whose fit is made anew from features alone; {path.stem} is over "
@@ -118,6 +127,25 @@ def _check_can_be_tried(path: Path, header: Header) -> None:
         )
     if recorded_prior(header) is None:
         raise UsageError(f"--posterior: {path.stem} records no prior")
+
+
+def _check_latent(path: Path, header: Header) -> None:
+    """Raise UsageError for a latent binary network with hidden layers, or whose prior is not what it was told."""
+    with interpreting(path):
+        hidden, params = header.meta["sizes"][1:-1], header.provenance["params"]
+        learns_prior = params["estimator"] == "concrete" and params["early_epochs"] > 0
+    if hidden:
+        raise UsageError(
+            f"--posterior: expected a posterior over the last layer, whose fit is made anew from features alone; {path.stem} has "
+            f"--hidden {','.join(map(str, hidden))}",
+            hint=_ANOTHER,
+        )
+    if learns_prior:
+        raise UsageError(
+            f"--posterior: expected a posterior under a prior that was told; {path.stem} is by --estimator concrete, whose prior is learned "
+            "from labels: each simulation would have another",
+            hint="fit one with --early-epochs 0, which keeps the prior, or another --estimator",
+        )
 
 
 def _require_room(run: Run, options: SbcOptions, train: Split, header: Header) -> None:
@@ -134,9 +162,9 @@ def _require_room(run: Run, options: SbcOptions, train: Split, header: Header) -
 def _check_is_truth(run: Run, path: Path, truth: Header, posterior: tuple[str, Header]) -> None:
     """Raise UsageError where the parameters are of another target; warn where they are no exact draws of it."""
     name, tried = posterior
-    if truth.meta.get("layers") is not None or truth.meta.get("method") not in METHODS:
+    if truth.meta.get("layers") is not None or truth.meta.get("method") not in _OF_GAUSSIAN_PRIORS:
         raise UsageError(
-            f"--truth: expected prior, or a posterior over the last layer by {', '.join(METHODS)}; got {path.stem}"
+            f"--truth: expected prior, or a posterior over the last layer by {', '.join(_OF_GAUSSIAN_PRIORS)}; got {path.stem}"
         )
     if recorded_prior(truth) != recorded_prior(tried):
         raise UsageError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bnncli.errors import NumericError
+from bnncli.errors import DeviceError, NumericError
 from bnncli.evaluation.rank_uniformity import RankLaw
 from bnncli.inference.simulations import Problem, quantities, ranks_of
 from bnncli.options import SbcOptions
@@ -17,29 +17,36 @@ from bnncli.run.inputs import Split, load_split, open_posterior, recorded_prior
 from bnncli.run.session import Run
 from bnncli.stages.sbc.fits import refit_of
 from bnncli.stages.sbc.judged import RankedQuantity
+from bnncli.stages.sbc.latent import latent_trial
+from bnncli.stages.sbc.trial import Trial
 from bnncli.storage.headers import Header
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 
 def ranked(run: Run, options: SbcOptions, train: Split, header: Header, truth: Path | None) -> list[RankedQuantity]:
     """The quantities with their ranks and p-values."""
-    prior, layout = recorded_prior(header), train.layout
-    assert prior is not None  # checked
     generator = run.stream("sbc/simulations")
     features = train.resident(run.device).float()
     rows = torch.randperm(len(features), generator=generator)[: options.examples].sort().values
-    observed = None if truth is None else (features, train.labels(run.device))
-    problem = Problem(features[rows.to(features.device)], layout, prior, observed)
-    if truth is None:
-        normal = torch.randn(options.simulations, layout.num_params, generator=generator, dtype=torch.float64)
-        thetas = normal / prior.diagonal(layout).sqrt()
-    else:
-        thetas = _truths(truth, options.simulations, generator)
-    chosen = quantities(layout, _held_out(run, train, rows), run.stream("sbc/quantities"))
+    some = features[rows.to(features.device)]
     with _named(header):
+        if header.meta["method"] == "lbbnn":
+            trial = latent_trial(run, header, some, of_all=features, num=options.simulations, generator=generator)
+        else:
+            observed = None if truth is None else (features, train.labels(run.device))
+            prior = recorded_prior(header)
+            assert prior is not None  # checked
+            num, layout = options.simulations, train.layout
+            thetas = _from_prior(prior, layout, num, generator) if truth is None else _truths(truth, num, generator)
+            trial = Trial(Problem(some, layout, prior, observed), thetas, refit_of(header))
+        chosen = quantities(
+            trial.problem.layout, _held_out(run, train, rows), run.stream("sbc/quantities"), of_labels=trial.of_labels
+        )
         ranks = ranks_of(
-            problem,
-            thetas,
-            refit_of(header),
+            trial.problem,
+            trial.thetas,
+            trial.refit,
             ranked=chosen,
             num_draws=options.draws,
             generator=generator,
@@ -57,10 +64,16 @@ def _named(header: Header) -> Iterator[None]:
     """A fit inside the block that fails says whose it is: the options that help are those of the posterior."""
     try:
         yield
-    except NumericError as error:
+    except (DeviceError, NumericError) as error:
         error.message = f"the fit of {header.path.stem}, made anew to simulated labels: {error.message}"
         error.hint = "make the posterior with other options" + (f": {error.hint}" if error.hint else "")
         raise
+
+
+def _from_prior(prior: Prior, layout: HeadLayout, num: int, generator: torch.Generator) -> Tensor:
+    """theta (M, P)."""
+    normal = torch.randn(num, layout.num_params, generator=generator, dtype=torch.float64)
+    return normal / prior.diagonal(layout).sqrt()
 
 
 def _truths(path: Path, num: int, generator: torch.Generator) -> Tensor:
