@@ -15,6 +15,7 @@ _PRODUCTS = 3e10  # operations a second of products over the examples, float32
 _FACTORS = 1.2e10  # of float64 factors
 _MODE_SECONDS = 1e-7  # for each example and parameter
 _ELEMENTWISE = 3e9
+_GRADIENTS = 4  # of a transition of a chain, about
 
 
 def fit_seconds(
@@ -35,3 +36,8 @@ def fit_seconds(
     fit = needed.products / _PRODUCTS + needed.elementwise / _ELEMENTWISE + needed.factors / _FACTORS
     modes = num_modes * _MODE_SECONDS * num_examples * layout.num_params
     return (num_fits * fit + modes) / threads
+
+
+def transition_seconds(layout: MatrixLayout, *, num_examples: int) -> float:
+    """Seconds on one CPU core of a transition of one chain of hmc: two products with the features for each gradient."""
+    return _GRADIENTS * 4 * num_examples * layout.num_params / _PRODUCTS

@@ -10,6 +10,7 @@ import bisect
 from typing import Any
 
 from bnncli import registry
+from bnncli.inference.costs import fit_seconds, transition_seconds
 from bnncli.lazy import torch
 from bnncli.machine.memory import budget, require
 from bnncli.posteriors import draws_at_once
@@ -18,6 +19,7 @@ from bnncli.theta.network import NetworkLayout
 
 MAX_FULL_PRECONDITIONER = 2048  # parameters; up to here a full Hessian costs less than the iterations it saves
 _WHITENING = "kron"  # the rough structure of LastLayerTarget, which modes are whitened with
+_WHITENING_SHARE = 0.5  # of the time that draws take, that a closer Gaussian may take before them
 _COPIES = 6  # of a structure's matrices that a fit holds at its peak
 _MODE_VECTORS = 10  # of P numbers that the search for the mode holds
 _BYTES_A_DRAW = 32  # of each parameter: noise, theta in two precisions, and one product on the way
@@ -130,6 +132,32 @@ def automatic_structures(layout: MatrixLayout, budget: int, **sizes: Any) -> lis
     return [name for name in quick if fit_bytes(name, layout, **sizes) <= budget]
 
 
+def whitening_structure(
+    layout: MatrixLayout,
+    budget: int,
+    *,
+    num_examples: int,
+    num_chains: int,
+    num_draws: int,
+    whole: MatrixLayout | None = None,
+) -> str:
+    """The structure of the Gaussian that chains move in the coordinates of.
+
+    The one that fit-laplace takes of itself, or the full one where that costs a small share of the draws: a search for a prior makes ten
+    such Gaussians, chains need one, and every draw is worth the more for it.
+
+    Args:
+        num_draws: of each chain, those of the warm-up with them.
+    """
+    structure = automatic_structure(layout, budget, whole=whole)
+    closest = structures()[0]
+    if whole is not None or structure == closest or sampling_bytes(closest, layout, num_chains=num_chains) > budget:
+        return structure
+    drawing = num_draws * num_chains * transition_seconds(layout, num_examples=num_examples)
+    making = fit_seconds(closest, layout, num_examples=num_examples)
+    return closest if making <= _WHITENING_SHARE * drawing else structure
+
+
 def structures() -> list[str]:
     """All structures, from the one that says most of the posterior to the least."""
     return registry.in_order("curvature")
@@ -151,7 +179,7 @@ def require_sampling(
 ) -> None:
     """Pass when the chains have room. Raises DeviceError, naming how many do, otherwise."""
     there = budget(device)
-    whitening = automatic_structure(layout, there, whole=whole)
+    whitening = automatic_structure(layout, there, whole=whole)  # a closer one is taken only where it has room
     one, more = (sampling_bytes(whitening, layout, num_chains=count, whole=whole) for count in (1, 2))
     most = 1 + (there - one) // (more - one)
     hint = f"use at most \0chains\0 {most}" if most > 0 else "no chain fits: use a head with fewer features"

@@ -40,6 +40,7 @@ class PriorSearch:
         at_edge: whether the best lies at an end of the grid, where a wider one might do better.
         criterion: val or marglik.
         compared_at: the candidates' centres: mode, or checkpoint.
+        structure: of the candidates.
         fit: the Gaussian at the best precision.
         judge: the criterion as a function of Gaussians, to compare others with those of the search.
     """
@@ -49,6 +50,7 @@ class PriorSearch:
     at_edge: bool
     criterion: str
     compared_at: str
+    structure: str
     fit: LaplaceFit
     judge: Criterion
 
@@ -117,6 +119,7 @@ def search(
         at_edge=best - grid[0] < 1e-9 or grid[-1] - best < 1e-9,
         criterion=criterion,
         compared_at=candidates.center,
+        structure=structure,
         fit=fit,
         judge=candidates.criterion,
     )

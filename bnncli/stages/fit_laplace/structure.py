@@ -45,6 +45,21 @@ def structure_to_fit(
     return chosen
 
 
+def structure_to_search(run: Run, structure: str, layout: MatrixLayout) -> str:
+    """The structure by which the prior precision is searched for: the one to fit, or a quicker one, which is said.
+
+    A search makes ten Gaussians or more: where the one to fit is none that fit-laplace would take of itself for its time, the
+    precision is that which val prefers for the closest that is, and the structure asked for is made once, there.
+    """
+    quick = memory.automatic_structures(layout, budget(run.device), num_draws=NUM_DRAWS)
+    if structure in quick or not quick or structure not in memory.structures()[: memory.structures().index(quick[0])]:
+        return structure
+    run.console.info(
+        f"the prior precision is searched for by {quick[0]}: ten {structure} covariances of {layout.num_params:,} parameters would take long"
+    )
+    return quick[0]
+
+
 def structure_by_val(
     run: Run,
     target: CurvedTarget,

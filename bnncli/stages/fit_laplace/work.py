@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,14 @@ from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_precision import PriorSearch, search
 from bnncli.inference.row_space_lift import RowLift, lift_fit
 from bnncli.options import FitLaplaceOptions
+from bnncli.progress import Progress
 from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.row_space import row_space, span_metrics
 from bnncli.run.session import Run
 from bnncli.run.val_report import measure_on_val
-from bnncli.stages.fit_laplace.structure import structure_by_val
+from bnncli.stages.fit_laplace.structure import structure_by_val, structure_to_search
 from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.passes import counted_passes
@@ -59,6 +61,8 @@ def fit(
     warn_of_jitter(run, fit.gaussian)
     metrics = fit_metrics(run, fit, found, criterion, train, val)
     metrics |= {"center": options.own_center, "structure_nll": compared}
+    if found is not None and found.structure != structure and options.structure != "auto":
+        metrics["prior_precision_structure"] = found.structure
     metrics |= Cost.of_fit(tally.passes, is_last_layer=True).to_metrics()
     tensors, meta = fit.gaussian.to_tensors()
     # float32 holds all digits that float32 products gave the Hessian, in half the file.
@@ -105,11 +109,28 @@ def _fitted(
         progress=run.console,
     )
     compared: dict[str, float] | None = None
-    found = search_at(structure=structure, start=start, generator=run.stream("fit-laplace/val"))
+    quick = structure_to_search(run, structure, target.layout) if criterion == "val" and rows is None else structure
+    found = search_at(structure=quick, start=start, generator=run.stream("fit-laplace/val"))
+    if quick != structure:
+        found = replace(found, fit=_fit_of(found, target, structure, options.own_center, start, run.console))
     if options.structure == "auto" and criterion == "val":
         whole = None if rows is None else rows.layout
         found, compared = structure_by_val(run, target, found, search_at, layout=target.layout, whole=whole)
     return found.fit, found, compared
+
+
+def _fit_of(
+    found: PriorSearch, target: LastLayerTarget, structure: str, center: str, start: Tensor, progress: Progress
+) -> LaplaceFit:
+    """The fit of another structure at the precision that was found."""
+    gaussian = found.fit.gaussian
+    return fit_gaussian(
+        target.with_prior(gaussian.require_prior()),
+        structure=structure,
+        center=center,
+        start=gaussian.mean if center == "mode" else start,
+        progress=progress,
+    )
 
 
 def fit_metrics(

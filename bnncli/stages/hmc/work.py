@@ -87,7 +87,14 @@ def last_layer(
     """
     target = train.target(prior, run.device)
     whole = train.layout if span else None
-    structure = memory.automatic_structure(span or train.layout, budget(run.device), whole=whole)
+    structure = memory.whitening_structure(
+        span or train.layout,
+        budget(run.device),
+        num_examples=len(train.content.features),
+        num_chains=options.chains,
+        num_draws=options.warmup + options.draws,
+        whole=whole,
+    )
     start = train.start().to(run.device)
     rows = row_space(target) if span else None
     if rows is not None:

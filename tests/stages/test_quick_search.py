@@ -1,0 +1,64 @@
+"""fit-laplace with a structure that is dear to search by: the prior precision is that of a quicker one, and it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from problems.command_line import Cli, new_run
+
+from bnncli.inference import memory
+from bnncli.theta.head import HeadLayout
+
+
+def arrays() -> dict[str, np.ndarray]:
+    """Features of three classes."""
+    generator = np.random.default_rng(0)
+    weight = generator.normal(size=(3, 5))
+    found = {"head_weight": (2 * weight).astype(np.float32), "head_bias": np.zeros(3, np.float32)}
+    for split, count in (("train", 120), ("val", 300)):
+        features = generator.normal(size=(count, 5)).astype(np.float32)
+        found[f"features_{split}"] = features
+        found[f"labels_{split}"] = (features @ weight.T + generator.gumbel(size=(count, 3))).argmax(axis=1)
+    return found
+
+
+def test_the_precision_of_a_dear_structure_is_that_of_a_quick_one(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(cli, tmp_path / "run", arrays())
+    by_kron = cli("fit-laplace", run, "--structure", "kron", "--name", "kron", "--json").json["metrics"]
+    by_full = cli("fit-laplace", run, "--structure", "full", "--name", "full", "--json").json["metrics"]
+    assert "prior_precision_structure" not in by_full
+    assert by_full["prior_precision"] != by_kron["prior_precision"]
+    monkeypatch.setattr(memory, "automatic_structures", lambda layout, budget, **sizes: ["kron", "diag"])
+    done = cli("fit-laplace", run, "--structure", "full", "--name", "quick", "--json")
+    metrics = done.json["metrics"]
+    assert (metrics["structure"], metrics["prior_precision_structure"]) == ("full", "kron")
+    assert metrics["prior_precision"] == by_kron["prior_precision"]
+    assert "the prior precision is searched for by kron" in done.stderr
+    given = cli("fit-laplace", run, "--prior-precision", by_kron["prior_precision"], "--structure", "full", "--json")
+    assert metrics["log_marginal_likelihood"] == pytest.approx(
+        given.json["metrics"]["log_marginal_likelihood"], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "num_features", "num_examples", "num_draws", "structure"),
+    [
+        (20, 384, 10_000, 320, "full"),
+        (20, 384, 10_000, 5, "block"),
+        (10, 84, 60_000, 5, "full"),
+        (100, 500, 50_000, 320, "kron"),
+    ],
+)
+def test_chains_are_whitened_by_all_of_the_covariance_where_draws_cost_more(
+    num_outputs: int, num_features: int, num_examples: int, num_draws: int, structure: str
+) -> None:
+    layout = HeadLayout(num_outputs, num_features)
+    there = 200 << 30
+    found = memory.whitening_structure(layout, there, num_examples=num_examples, num_chains=16, num_draws=num_draws)
+    assert found == structure
+    own = memory.automatic_structure(layout, 2 << 30)
+    assert memory.whitening_structure(layout, 2 << 30, num_examples=9, num_chains=16, num_draws=320) == own
