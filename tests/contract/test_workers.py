@@ -99,7 +99,7 @@ def test_a_command_whose_work_is_not_shared_is_done_by_the_first_worker(cli: Cli
 @pytest.mark.long
 @pytest.mark.parametrize("size", [3])
 def test_an_interrupted_sampler_goes_on_with_another_number_of_workers(cli: Cli, tmp_path: Path, size: int) -> None:
-    words = ("--chains", 4, "--warmup", 20, "--draws", 300, "--save-every", 0)
+    words = ("--chains", 4, "--warmup", 20, "--draws", 150, "--save-every", 0)
     runs = [new_run(cli, tmp_path / name, problem(211)) for name in ("whole", "parts")]
     for run in runs:
         assert cli("fit-laplace", run, "--prior-precision", 3).code == 0
