@@ -57,6 +57,8 @@ def workers_joined(command: str, options: ComputeOptions, console: Console) -> I
             console.warn(f"{command} is not shared out among workers: the first of {size} does all of it")
         yield rank == 0
         return
+    if size > 1:
+        console.info(f"the first of {size} workers, as torchrun has it (unset WORLD_SIZE to work alone)")
     team.join(team.Team(rank, size, options.shards or NUM_SHARDS), torch.device(device_name(options.device)))
     try:
         yield True

@@ -210,6 +210,7 @@ def test_large_heads_are_sampled_with_both_precisions(
         monkeypatch.setattr(
             f"bnncli.curvature.{structure}.MAX_AUTO_FULL", 0
         )  # so that the chains are whitened by a Kronecker-factored Gaussian
+    monkeypatch.setattr("bnncli.inference.memory._WHITENING_SHARE", 0.0)
     shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
     words = ("--base", "two", "--chains", 8, "--warmup", 40, "--draws", 60, "--name", "large")
     assert cli("hmc", tmp_path / "small", *words).code == 0
