@@ -1,0 +1,122 @@
+"""TOML files of ours: read with bounds, and their values as the options have them that they stand for."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import Field
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import ConfigError, UsageError
+from bnncli.machine.input_files import read_error
+from bnncli.options.declaration import check_value
+
+MAX_BYTES = 1 << 20
+
+
+def read_toml(path: Path, *, what: str) -> tuple[bytes, dict[str, Any]]:
+    """The bytes and the tables of a TOML file.
+
+    Raises:
+        MissingInput: it does not exist, or cannot be read.
+        ConfigError: not TOML, or too large.
+    """
+    try:
+        with open(path, "rb") as stream:  # a pipe of the shell too, but never without end
+            raw = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise read_error(error, path, what=what) from None
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"{path}: expected at most {MAX_BYTES} bytes; got more", path=path)
+    try:
+        return raw, tomllib.loads(raw.decode("utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", path=path) from None
+
+
+@contextmanager
+def faults_of(path: Path) -> Iterator[None]:
+    """Within, a wrong option is a fault of this file. Raises ConfigError in the place of UsageError."""
+    try:
+        yield
+    except UsageError as error:
+        raise ConfigError(error.message, hint=error.hint, path=path) from None
+
+
+def option_value(spec: Field[Any], hint: Any, value: Any, where: str) -> Any:
+    """A TOML value as the option takes it. Raises UsageError, naming `where`, for one of another type, or that it does not take."""
+    value = _from_toml(value, hint)
+    if not _has_type(value, hint):
+        raise UsageError(f"{where}: expected {type_name(hint)}; got {value!r}")
+    check_value(spec, value, where)
+    return value
+
+
+def _from_toml(value: Any, hint: Any) -> Any:
+    """A TOML value as the option has it: a number where it takes text, or a list of texts, as it is typed after a flag."""
+    base = base_type(hint)
+    if base is list and isinstance(value, list):
+        return [_typed(item) for item in value]
+    if base is float and _is_number(value):
+        return float(value)
+    return _typed(value) if base is str else value
+
+
+def _typed(value: Any) -> Any:
+    """A number as it is typed, the shortest text that gives it back; anything else as it is."""
+    return repr(value).removesuffix(".0") if _is_number(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def base_type(hint: Any) -> Any:
+    """int for `int | None`, list for `list[str]`, the type itself otherwise."""
+    arguments = [item for item in typing.get_args(hint) if item is not type(None)]
+    if typing.get_origin(hint) is list:
+        return list
+    return arguments[0] if arguments else hint
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    base = base_type(hint)
+    if base is list:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if base is float:
+        return _is_number(value)
+    if base is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, base)
+
+
+def type_name(hint: Any) -> str:
+    names = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        list: "a list of texts",
+    }
+    return names[base_type(hint)]
+
+
+def closest(word: str, choices: list[str]) -> str:
+    """The end of a line about an unknown word: the choice that was meant, or all of them."""
+    near = difflib.get_close_matches(word.replace("_", "-"), choices, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; expected one of {', '.join(sorted(choices))}"
+
+
+def line_of(raw: bytes, word: str, after: int = 0) -> str:
+    """`:7` when the key or the table first stands on line 7, below line `after`; nothing where it does not."""
+    name = rf"[\"']?{re.escape(word)}[\"']?"
+    begins = re.compile(rf"\s*(\[\s*{name}\s*\]|{name}\s*[=.])")
+    for number, line in enumerate(raw.decode("utf-8-sig", "replace").split("\n"), start=1):
+        if number > after and begins.match(line):
+            return f":{number}"
+    return ""

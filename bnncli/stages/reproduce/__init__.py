@@ -1,0 +1,129 @@
+"""reproduce: the published experiments as recipes over the public commands, each number beside ours with a verdict."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import CheckFailed, UsageError
+from bnncli.machine import team
+from bnncli.names import counted
+from bnncli.options import CommonOptions, ComputeOptions, ReproduceOptions
+from bnncli.options.command import Argument, Command
+from bnncli.run.session import Result, Run, Table
+from bnncli.stages.reproduce.places import Places
+from bnncli.stages.reproduce.reader import read_recipe, recipe_names
+from bnncli.storage.atomic import check_writable
+from bnncli.storage.locks import artifact_lock
+
+COMMAND = Command(
+    "List the published experiments as recipes, and run them: every number beside ours, with a verdict.",
+    "RECIPE is one of the list, a work (refinement), or a pattern ('refinement/table-*'); without it the recipes are listed, with what "
+    "each needs and whether it can run. A recipe runs commands of bnncli on its own checkpoints and data into --out, and compares what they measure with "
+    "what was published: reproduced, differs (a result, no error), or not runnable here and why; tolerances stand in the recipe, beforehand. Claims of the text hold, do not hold, or are open where "
+    "chance may decide. Killed and run again it goes on. Writes results.json, results.md and figures for each recipe.",
+    (ReproduceOptions, ComputeOptions, CommonOptions),
+    (
+        "bnncli reproduce",
+        "bnncli reproduce refinement/figure-2",
+        "bnncli reproduce refinement/table-3 --data DIR --checkpoints DIR --scale paper",
+        "bnncli reproduce --all",
+    ),
+    (Argument("recipe", "A recipe, a work or a pattern; none lists them.", is_optional=True),),
+    place=190,
+)
+_WAIT = 1.0  # seconds: of one that was killed just now a step may hold the lock a moment longer
+_HELD = ("another bnncli reproduces into this folder", "wait until it has ended, or choose another --out")
+
+
+def run(run: Run, options: ReproduceOptions) -> Result:
+    """The list, or the results of the recipes that were named."""
+    asked = run.arguments["recipe"]
+    places = Places.of(options)
+    if asked is None and not options.all:
+        from bnncli.stages.reproduce.listing import listed, table_of
+
+        entries = listed(places, options.scale)
+        return Result(extra={"scale": options.scale, "recipes": entries}, tables=[table_of(entries, options.scale)])
+    if asked is not None and options.all:
+        raise UsageError(f"--all runs every recipe, and {asked!r} names some: give one of them")
+    workers = team.rank_and_size()
+    if workers is not None and workers[1] > 1:
+        raise UsageError(
+            f"reproduce runs one command after the other, and torchrun has started {workers[1]} of it: start one, without torchrun",
+            hint="bnncli grid runs the grid.toml of a study, in --out, on several devices",
+        )
+    names = recipe_names() if asked is None else chosen(asked)
+    folder = Path(options.out)
+    check_writable(folder, hint="choose another place with --out")
+    run.require_device()
+    with artifact_lock(folder / ".lock", wait=_WAIT, poll=run.console.poll, held=_HELD):
+        return _reproduced(run, options, places, names)
+
+
+def chosen(asked: str) -> list[str]:
+    """The recipes that a name, a work or a pattern means. Raises UsageError where it means none."""
+    names = recipe_names()
+    found = [name for name in names if asked in (name, name.partition("/")[0]) or fnmatchcase(name, asked)]
+    return found or [read_recipe(asked).name]
+
+
+def _reproduced(run: Run, options: ReproduceOptions, places: Places, names: list[str]) -> Result:
+    """Run the recipes; each is written as soon as it is there."""
+    from bnncli.stages.reproduce.outcome import Reproduction
+    from bnncli.stages.reproduce.written import write_index, write_outcome
+
+    folder = Path(options.out) / options.scale
+    reproduction = Reproduction(run, options, places, folder)
+    task = run.console.task("reproduce", len(names))
+    outcomes, documents, paths = [], [], []
+    for name in names:
+        outcome = reproduction.outcome(read_recipe(name))
+        line = _line(run, name)
+        document, files = write_outcome(run, outcome, folder / name, scale=options.scale, line=line)
+        outcomes.append(outcome)
+        documents.append(document)
+        paths += files
+        task.advance(note=name)
+    if len(names) > 1:
+        write_index(documents, folder / "results.md", scale=options.scale, line=run.line.pasted())
+        paths.insert(0, folder / "results.md")
+    return _result(options, outcomes, documents, paths)
+
+
+def _line(run: Run, name: str) -> str:
+    """The command that makes one recipe, as this one was given otherwise."""
+    parts = tuple(part for part in run.line.having("all", False).parts if part[0] is not None)
+    return type(run.line)(run.line.command, run.line.groups, ((None, name), *parts)).pasted()
+
+
+def _result(
+    options: ReproduceOptions, outcomes: list[Any], documents: list[dict[str, Any]], paths: list[Path]
+) -> Result:
+    from bnncli.stages.reproduce.shown import tables_of
+
+    tables = tables_of(outcomes)
+    tables[-1] = Table(
+        tables[-1].columns, tables[-1].rows, tables[-1].title, [*tables[-1].notes, f"written: {paths[0]}"]
+    )
+    differ = [f"{one.recipe.name}: {name}" for one in outcomes for name in one.differs]
+    failed = [text for one in outcomes for text in one.failed]
+    lacking = [
+        f"{one.recipe.name}: nothing of it can run here: {one.lacking}"
+        for one in outcomes
+        if not one.did_run and one.lacking
+    ]
+    result = Result(
+        action="computed",
+        outputs=[{"role": "reproduce.results", "path": str(path)} for path in paths],
+        extra={"scale": options.scale, "recipes": documents},
+        tables=tables,
+        summary=[*lacking, *([f"{counted(len(failed), 'line')} failed; results say which"] if failed else [])],
+    )
+    if options.strict and differ:
+        said = f"{counted(len(differ), 'number or claim') if len(differ) == 1 else f'{len(differ)} numbers and claims'} differ from what was published"
+        result.failure = CheckFailed(
+            f"--strict: {said}: {', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}", code="differs"
+        )
+    return result

@@ -1,0 +1,60 @@
+"""The files that recipes need: where they are, and what to give where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bnncli.errors import BnnError, MissingInput
+from bnncli.options import ReproduceOptions
+from bnncli.stages.demo.fixtures import fixture_path
+from bnncli.stages.reproduce.reader import known_files
+from bnncli.stages.reproduce.recipe import Needs
+
+_FIXTURES = "fixtures"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Folders by the names that files of recipes begin with; None where it was not given."""
+
+    folders: Mapping[str, Path | None]
+
+    @classmethod
+    def of(cls, options: ReproduceOptions) -> Places:
+        """Those that the options name. Raises MissingInput where one of these is no folder."""
+        found = {}
+        for place, given in (("data", options.data), ("checkpoints", options.checkpoints)):
+            found[place] = None if given is None else Path(given)
+            if given is not None and not Path(given).is_dir():
+                raise MissingInput(f"--{place}: expected a folder; {given} is none", path=given)
+        return cls(found)
+
+    def find(self, file: str) -> Path | None:
+        """The file, as `data/fmnist-train.npz`; None where it is not there."""
+        place, _, name = file.partition("/")
+        if place == _FIXTURES:
+            try:
+                return fixture_path(name)
+            except BnnError:
+                return None
+        folder = self.folders[place]
+        return folder / name if folder is not None and (folder / name).exists() else None
+
+    def found(self, needs: Needs) -> dict[str, Path]:
+        """Those that are there, by the names that recipes have for them."""
+        every = {**needs.required, **needs.optional}
+        return {name: path for name, file in every.items() if (path := self.find(file)) is not None}
+
+    def missing(self, files: Iterable[str]) -> str:
+        """What to give for those that are not there, in words; empty where all are."""
+        return "; ".join(self._missing(file) for file in files if self.find(file) is None)
+
+    def _missing(self, file: str) -> str:
+        place, _, name = file.partition("/")
+        what = f"needs {name} ({known_files()[file]})"
+        if place == _FIXTURES:
+            return f"{what}, which this installation lacks"
+        folder = self.folders[place]
+        return f"{what}: give --{place} DIR" if folder is None else f"{what}, which is not in {folder}"

@@ -1,0 +1,52 @@
+"""Results of recipes as tables for people: of one its numbers and claims, of several a line for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from bnncli.evaluation.agreement import LEVEL
+from bnncli.names import counted
+from bnncli.run.session import Table
+from bnncli.stages.reproduce.judged import NOT_RUN, JudgedCell, counts_said
+from bnncli.stages.reproduce.outcome import Outcome
+from bnncli.stages.reproduce.written import CLAIM_RULE, reason, said
+
+
+def tables_of(outcomes: Sequence[Outcome]) -> list[Table]:
+    """At least one table."""
+    if len(outcomes) == 1:
+        return _of_one(outcomes[0])
+    rows = []
+    for one in outcomes:
+        counts = one.counts()
+        told = [counts_said(counts[kind]) or "-" for kind in ("cells", "claims")]
+        rows.append([one.recipe.name, *told, f"{one.seconds:.1f}"])
+    return [Table(["recipe", "numbers", "claims", "seconds"], rows)]
+
+
+def _of_one(outcome: Outcome) -> list[Table]:
+    recipe = outcome.recipe
+    found = []
+    if outcome.cells:
+        notes = [
+            f"k: two estimates of one number are further apart than the tolerance and k standard errors with probability {LEVEL:g}"
+        ]
+        columns = ["row", "column", "published", "ours", "tolerance", "k", "verdict"]
+        title = f"{recipe.title} ({recipe.where})"
+        shown = [one for one in outcome.cells if one.ours is not None]
+        reasons = Counter(one.why for one in outcome.cells if one.ours is None)
+        notes += [f"{NOT_RUN}, {counted(count, 'number')}: {why}" for why, count in reasons.items()]
+        found.append(Table(columns, [_row(one) for one in shown], title, notes))
+    if outcome.claims:
+        rows = [[one.verdict, one.claim.text, reason(one)] for one in outcome.claims]
+        found.append(Table(["claim", "what the text says", "by"], rows, notes=[CLAIM_RULE]))
+    return found or [Table(["recipe"], [[recipe.name]], notes=["it has neither numbers nor claims"])]
+
+
+def _row(one: JudgedCell) -> list[str]:
+    column = f"{one.cell.column}, {one.definition}" if one.definition else one.cell.column
+    assert one.ours is not None
+    factor = "-" if one.judged is None else f"{one.judged.factor:.2f}"
+    verdict = f"{one.status}: {one.why}" if one.why else one.status
+    return [one.cell.row, column, said(one.cell.published), said(one.ours), f"{one.cell.tolerance:g}", factor, verdict]

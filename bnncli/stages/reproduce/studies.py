@@ -1,0 +1,111 @@
+"""Studies: the lines of a grid, made from a recipe's steps, run where their files are there; what each step has said, by checkpoint."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnncli import registry
+from bnncli.evaluation.agreement import Estimate
+from bnncli.run.session import Run
+from bnncli.stages.grid.apart import check_apart
+from bnncli.stages.grid.plan import Job, plan_jobs
+from bnncli.stages.grid.reader import read_grid
+from bnncli.stages.reproduce.filled import filled_settings, filled_steps, grid_text
+from bnncli.stages.reproduce.formulas import Replicates, Unmeasured
+from bnncli.stages.reproduce.lines import Done, run_lines
+from bnncli.stages.reproduce.paths import number_at
+from bnncli.stages.reproduce.places import Places
+from bnncli.stages.reproduce.recipe import Reading, Study
+from bnncli.storage.atomic import publish_bytes
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """What came of a study.
+
+    Args:
+        lines: how each ended, by checkpoint and name.
+        why: nothing ran; None where it ran.
+    """
+
+    study: Study
+    lines: Mapping[str, Mapping[str, Done]]
+    why: str | None
+
+    def replicates(self, measure: Reading) -> Replicates:
+        """A number, of each checkpoint. Raises Unmeasured where one has none."""
+        if self.why is not None:
+            raise Unmeasured(self.why)
+        return tuple(self._of_one(measure, lines) for lines in self.lines.values())
+
+    def _of_one(self, measure: Reading, lines: Mapping[str, Done]) -> Estimate:
+        done = lines.get(measure.step)
+        if done is None:
+            raise Unmeasured(f"no step {measure.step!r}; there are {', '.join(lines)}")
+        if done.document is None:
+            raise Unmeasured(f"{measure.step} failed: {done.why}")
+        paths = (measure.value, measure.error, measure.count)
+        value, error, count = (None if path is None else number_at(done.document, path) for path in paths)
+        assert value is not None
+        return Estimate(value, error, 0 if count is None else int(count))
+
+    @property
+    def ended(self) -> list[Done]:
+        """Every line."""
+        return [done for lines in self.lines.values() for done in lines.values()]
+
+
+def run_study(run: Run, study: Study, scale: str, places: Places, *, folder: Path) -> StudyRun:
+    """Run the steps on every checkpoint; what is there already is up to date.
+
+    Args:
+        folder: of the study at this scale.
+
+    Raises:
+        ConfigError: a step that its command refuses.
+        WriteError, OutputExists: the folder cannot be written.
+    """
+    needs = study.needs[scale]
+    if why := places.missing(needs.required.values()):
+        return StudyRun(study, {}, why)
+    jobs = _planned(study, scale, places, folder)
+    ended = run_lines(run, jobs, folder / "documents", what=study.name)
+    by_checkpoint: dict[str, dict[str, Done]] = {}
+    for job in jobs:
+        by_checkpoint.setdefault(job.called, {})[job.name] = ended[job.number]
+    return StudyRun(study, by_checkpoint, None)
+
+
+def _planned(study: Study, scale: str, places: Places, folder: Path) -> list[Job]:
+    """The lines, after the grid that says them was written, which `bnncli grid` runs as well."""
+    needs = study.needs[scale]
+    files = places.found(needs)
+    absent = [name for name in needs.optional if name not in files]
+    (folder / "documents").mkdir(parents=True, exist_ok=True)
+    settings = filled_settings(study.settings[scale], files, absent=absent)
+    for one in study.prepared:
+        prepare = registry.load_module("experiments", one.experiment).prepare
+        settings[one.name] = str(_prepared(folder / f"{one.name}.npz", prepare(files, settings)))
+    steps = filled_steps(study.steps, settings, scale, absent=absent)
+    said = f"{study.name}, {scale}: {study.title}. Written by reproduce; bnncli grid runs it on several devices."
+    text = grid_text(settings["checkpoints"], steps, run_dir=f"{folder}/runs/{{checkpoint}}", said=said)
+    publish_bytes(folder / "grid.toml", text.encode(), may_replace=True)
+    grid = read_grid(folder / "grid.toml")
+    jobs = plan_jobs(grid)
+    check_apart(grid, jobs)
+    return jobs
+
+
+def _prepared(target: Path, arrays: Mapping[str, Any]) -> Path:
+    """The NPZ file of these arrays; the same ones leave it as it is."""
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    if not target.is_file() or target.read_bytes() != content.getvalue():
+        publish_bytes(target, content.getvalue(), may_replace=True)
+    return target

@@ -1,0 +1,135 @@
+"""Results of recipes as files: a JSON document, a page of Markdown and figures for each, and a page of all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bnncli.evaluation.agreement import LEVEL, Estimate
+from bnncli.figures import render
+from bnncli.run.session import Run
+from bnncli.stages.reproduce.drawn import file_name
+from bnncli.stages.reproduce.judged import NOT_RUN, JudgedCell, JudgedClaim, counts_said
+from bnncli.stages.reproduce.outcome import Outcome
+from bnncli.storage.atomic import publish_bytes
+from bnncli.storage.figures import write_figure
+
+SCHEMA = "bnncli.reproduce/1"
+RULE = (
+    "reproduced where |ours - published| is at most the tolerance plus k times the combined standard error; k is the quantile of "
+    f"Student's t that two estimates of one number exceed with probability {LEVEL:g}"
+)
+CLAIM_RULE = (
+    f"holds, or does not hold, where chance alone would say so with a probability of at most {LEVEL / 2:g}, and open otherwise; numbers without a "
+    "standard error are taken as they are, and one of 0 leaves what rests on it open"
+)
+
+
+def write_outcome(
+    run: Run, outcome: Outcome, folder: Path, *, scale: str, line: str
+) -> tuple[dict[str, Any], list[Path]]:
+    """The document of a recipe, and the files: figures, results.md, results.json last.
+
+    Args:
+        folder: of the recipe at this scale. line: the command that makes it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = []
+    for name, figure in outcome.figures().items():
+        figures.append(folder / f"{file_name(name)}.png")
+        write_figure(figures[-1], render(figure, "png"))
+    document = _document(run, outcome, scale, line) | {"figures": [path.name for path in figures]}
+    page = markdown(outcome, scale=scale, line=line, figures=[path.name for path in figures])
+    publish_bytes(folder / "results.md", page.encode(), may_replace=True)
+    publish_bytes(folder / "results.json", (json.dumps(document, indent=1) + "\n").encode(), may_replace=True)
+    times = {one.study.name: [done.seconds for done in one.ended] for one in outcome.studies}
+    document |= {
+        "seconds": outcome.seconds,
+        "line_seconds": times,
+    }  # not in the file, which is the same when it is made again
+    return document, [folder / "results.json", folder / "results.md", *figures]
+
+
+def _document(run: Run, outcome: Outcome, scale: str, line: str) -> dict[str, Any]:
+    recipe = outcome.recipe
+    return {
+        "schema": SCHEMA,
+        "recipe": recipe.name,
+        "title": recipe.title,
+        "source": {"work": recipe.work, "where": recipe.where},
+        "note": recipe.note or None,
+        "scale": scale,
+        "command": line,
+        "rule": RULE,
+        "claim_rule": CLAIM_RULE,
+        "level": LEVEL,
+        "counts": outcome.counts(),
+        "cells": [one.to_json() for one in outcome.cells],
+        "claims": [one.to_json() for one in outcome.claims],
+        "measured": {
+            name: [{"value": one.value, "standard_error": one.standard_error} for one in found]
+            for name, found in outcome.numbers.found.items()
+        },
+        "settings": dict(outcome.settings),
+        "studies": {
+            one.study.name: {"not_run": one.why, "lines": [done.to_json() for done in one.ended]}
+            for one in outcome.studies
+        },
+        "environment": run.environment(),
+    }
+
+
+def markdown(outcome: Outcome, *, scale: str, line: str, figures: Sequence[str]) -> str:
+    """The page of a recipe."""
+    recipe = outcome.recipe
+    parts = [f"# {recipe.title}", f"{recipe.work}, {recipe.where}. Scale: {scale}.", f"    {line}"]
+    parts += [recipe.note] if recipe.note else []
+    if outcome.cells:
+        rows = ["| row | column | published | ours | tolerance | k | verdict |", "|---|---|---|---|---|---|---|"]
+        parts += ["\n".join([*rows, *map(_cell_line, outcome.cells)]), f"Verdicts: {RULE}."]
+        reasons = dict.fromkeys(one.cell.because for one in outcome.cells if one.status != NOT_RUN)
+        parts.append("Tolerances: " + "; ".join(reasons) + ".") if reasons else None
+    if outcome.claims:
+        parts += ["## Claims", "\n".join(map(_claim_line, outcome.claims)), f"Verdicts: {CLAIM_RULE}."]
+    if outcome.failed:
+        parts += ["## What failed", "\n".join(f"- `{one}`" for one in outcome.failed)]
+    parts += [f"![{name.removesuffix('.png')}]({name})" for name in figures]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell_line(one: JudgedCell) -> str:
+    column = f"{one.cell.column} ({one.definition})" if one.definition else one.cell.column
+    factor = "" if one.judged is None else f"{one.judged.factor:.2f}"
+    verdict = f"{one.status}: {one.why}" if one.why else one.status
+    ours = "" if one.ours is None else said(one.ours)
+    return f"| {one.cell.row} | {column} | {said(one.cell.published)} | {ours} | {one.cell.tolerance:g} | {factor} | {verdict} |"
+
+
+def _claim_line(one: JudgedClaim) -> str:
+    return f"- **{one.verdict}**: {one.claim.text} ({one.claim.where}; {reason(one)})"
+
+
+def reason(one: JudgedClaim) -> str:
+    """The numbers that decided, and why they did not."""
+    numbers = ", ".join(f"{name} {said(value)}" for name, value in one.numbers.items())
+    return "; ".join(part for part in (numbers, one.why) if part)
+
+
+def said(one: Estimate) -> str:
+    """A number with its standard error, for people."""
+    value = f"{one.value:.4g}"
+    return value if one.standard_error is None else f"{value} ± {one.standard_error:.2g}"
+
+
+def write_index(documents: Sequence[dict[str, Any]], target: Path, *, scale: str, line: str) -> None:
+    """A page of all recipes: how many cells and claims have which verdict, and the command of each."""
+    head = [f"# Published results, reproduced: {scale}", f"    {line}"]
+    rows = ["| recipe | cells | claims | command |", "|---|---|---|---|"]
+    for one in documents:
+        told = [counts_said(one["counts"][kind]) for kind in ("cells", "claims")]
+        rows.append(
+            f"| [{one['title']}]({one['recipe']}/results.md) | {told[0] or '-'} | {told[1] or '-'} | `{one['command']}` |"
+        )
+    publish_bytes(target, ("\n\n".join([*head, "\n".join(rows)]) + "\n").encode(), may_replace=True)

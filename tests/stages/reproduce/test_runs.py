@@ -1,0 +1,214 @@
+"""Recipes run: what they measure and say of it, what they leave, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from problems.arrays import make_arrays
+from problems.command_line import Cli
+from problems.recipes import RECIPE, STUDY
+
+from bnncli.figures import MARK
+
+Recipes = Callable[..., Path]
+TABLE = "test/table-1"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    np.savez(tmp_path / "data" / "features.npz", **make_arrays())
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def results(out: Path) -> dict[str, Any]:
+    return json.loads((out / "quick" / TABLE / "results.json").read_text())
+
+
+def cells(document: dict[str, Any]) -> dict[tuple[str, str | None], dict[str, Any]]:
+    return {(cell["row"], cell["definition"]): cell for cell in document["cells"]}
+
+
+def test_every_cell_and_claim_is_judged(recipes: Recipes, data: Path, out: Path, cli: Cli) -> None:
+    recipes()
+    done = cli("reproduce", TABLE, "--data", data, "--out", out)
+    assert done.code == 0, done.stderr
+    document = results(out)
+    found = cells(document)
+    assert {key: cell["status"] for key, cell in found.items()} == {
+        ("network", None): "differs",
+        ("both", "published"): "reproduced",
+        ("both", "right"): "differs",
+        ("elsewhere", None): "not runnable here",
+        ("more", None): "not runnable here",
+        ("not at quick", None): "not runnable here",
+    }
+    assert found["elsewhere", None]["why"] == "it takes a telescope"
+    assert found["more", None]["why"] == f"needs more.npz (more features), which is not in {data}"
+    assert (found["not at quick", None]["ours"] is None, found["not at quick", None]["why"]) == (False, "other units")
+    assert [claim["verdict"] for claim in document["claims"]] == ["holds", "does not hold"]
+    assert document["counts"]["cells"] == {"differs": 2, "reproduced": 1, "not runnable here": 3}
+
+
+def test_a_number_is_the_mean_of_what_evaluate_said_of_each_checkpoint(
+    recipes: Recipes, data: Path, out: Path, cli: Cli
+) -> None:
+    recipes()
+    assert cli("reproduce", TABLE, "--data", data, "--out", out).code == 0
+    ours = cells(results(out))["network", None]["ours"]
+    said = []
+    for name in ("one", "two"):
+        run = out / "quick/studies/small/runs" / name
+        rows = cli("evaluate", name, "--run-dir", run, "--bootstrap", 50, "--json").json["rows"]
+        row = next(row for row in rows if row["name"] == "map.plug-in")
+        said.append(next(metric["value"] for metric in row["metrics"] if metric["name"] == "nll"))
+    assert ours["value"] == pytest.approx(np.mean(said), rel=1e-12)
+    assert ours["count"] == 2
+
+
+def test_the_pages_tell_the_same_and_show_every_figure(recipes: Recipes, data: Path, out: Path, cli: Cli) -> None:
+    recipes()
+    assert cli("reproduce", TABLE, "--data", data, "--out", out).code == 0
+    folder, document = out / "quick" / TABLE, results(out)
+    page = (folder / "results.md").read_text()
+    assert page.count("| not runnable here") == 3
+    assert "- **does not hold**: NLL is below minus one." in page
+    assert "with a probability of at most 0.005, and open otherwise" in page
+    assert document["figures"] == ["numbers.png", "lines.png"]
+    for name in document["figures"]:
+        assert MARK.encode() in (folder / name).read_bytes()
+        assert f"]({name})" in page
+
+
+def test_definitions_choose_the_rows(recipes: Recipes, data: Path, out: Path, cli: Cli) -> None:
+    recipes()
+    words = ("reproduce", TABLE, "--data", data, "--out", out, "--json")
+    for wanted, rows in (("published", [None, "published"]), ("right", [None, "right"])):
+        document = cli(*words, "--definitions", wanted).json["recipes"][0]
+        assert sorted({cell["definition"] for cell in document["cells"]}, key=str) == sorted(rows, key=str)
+
+
+def test_strict_ends_with_3_after_everything_is_written(recipes: Recipes, data: Path, out: Path, cli: Cli) -> None:
+    recipes()
+    done = cli("reproduce", TABLE, "--data", data, "--out", out, "--strict")
+    assert done.code == 3
+    assert "3 numbers and claims differ from what was published: test/table-1: network / NLL" in done.stderr
+    assert results(out)["counts"]["cells"]["differs"] == 2
+
+
+def test_run_again_nothing_is_fitted_again_and_the_numbers_are_the_same(
+    recipes: Recipes, data: Path, out: Path, cli: Cli
+) -> None:
+    recipes()
+    words = ("reproduce", TABLE, "--data", data, "--out", out)
+    assert cli(*words).code == 0
+    before, made = results(out), (out / "quick/studies/small/runs/one/posteriors/g.safetensors").stat().st_mtime_ns
+    assert cli(*words).code == 0
+    assert (out / "quick/studies/small/runs/one/posteriors/g.safetensors").stat().st_mtime_ns == made
+    assert results(out)["measured"] == before["measured"]
+
+
+def test_the_seed_goes_to_every_step_that_takes_one(recipes: Recipes, data: Path, out: Path, cli: Cli) -> None:
+    recipes()
+    assert cli("reproduce", TABLE, "--data", data, "--out", out, "--seed", 5).code == 0
+    lines = [one["line"] for one in results(out)["studies"]["small"]["lines"]]
+    assert len(lines) == 8
+    assert all("--seed 5" in line for line in lines)
+
+
+def test_the_grid_that_it_leaves_is_one_that_grid_takes(recipes: Recipes, data: Path, out: Path, cli: Cli) -> None:
+    recipes()
+    assert cli("reproduce", TABLE, "--data", data, "--out", out).code == 0
+    path = out / "quick/studies/small/grid.toml"
+    done = cli("grid", path, "--dry-run", "--json")
+    ran = [one["line"] for one in results(out)["studies"]["small"]["lines"]]
+    assert done.json["lines"] == ran
+    assert tomllib.loads(path.read_text())["checkpoints"] == ["one", "two"]
+
+
+def test_a_step_that_fails_says_why_in_each_cell_that_needs_it(
+    recipes: Recipes, data: Path, out: Path, cli: Cli
+) -> None:
+    recipes(study=STUDY.replace('["map", "{g}"]', '["map", "{g}", "lost"]'))
+    done = cli("reproduce", TABLE, "--data", data, "--out", out)
+    assert done.code == 0, done.stderr
+    found = cells(results(out))
+    assert found["network", None]["status"] == "not runnable here"
+    assert "it waits for predict" in found["network", None]["why"]
+    assert "lost" in found["network", None]["why"]
+    assert "4 lines failed; results say which" in done.stderr
+
+
+def test_a_recipe_whose_files_are_not_there_has_results_that_say_what_to_give(
+    recipes: Recipes, out: Path, cli: Cli
+) -> None:
+    recipes()
+    done = cli("reproduce", TABLE, "--out", out)
+    assert done.code == 0, done.stderr
+    needs = "needs features.npz (features of a small head): give --data DIR"
+    assert f"{TABLE}: nothing of it can run here: {needs}" in done.stderr
+    document = results(out)
+    assert {one["status"] for one in document["cells"]} == {"not runnable here"}
+    assert [(one["verdict"], one["why"]) for one in document["claims"]] == [("not runnable here", needs)] * 2
+    assert needs in (out / "quick" / TABLE / "results.md").read_text()
+    assert document["studies"]["small"] == {"not_run": needs, "lines": []}
+
+
+def test_the_list_says_what_can_run(recipes: Recipes, data: Path, cli: Cli) -> None:
+    recipes()
+    (entry,) = cli("reproduce", "--json").json["recipes"]
+    assert (entry["recipe"], entry["can_run"], entry["needs"]) == (TABLE, False, ["data/features.npz"])
+    (entry,) = cli("reproduce", "--json", "--data", data).json["recipes"]
+    assert (entry["can_run"], entry["missing"], entry["seconds"]) == (True, [], 1)
+    assert cli("reproduce", "--data", data, "--scale", "paper").stdout.splitlines()[2].endswith("no     ")
+
+
+def test_all_has_a_page_of_every_recipe(recipes: Recipes, data: Path, out: Path, cli: Cli) -> None:
+    folder = recipes()
+    (folder / "test/table-2.toml").write_text(RECIPE.replace("a table", "another table"))
+    done = cli("reproduce", "--all", "--data", data, "--out", out, "--json")
+    assert [one["recipe"] for one in done.json["recipes"]] == [TABLE, "test/table-2"]
+    page = (out / "quick/results.md").read_text()
+    assert (
+        "[another table](test/table-2/results.md) | 2 differ, 1 reproduced, 3 not runnable here | 1 holds, 1 does not hold |"
+        in page
+    )
+    assert f"bnncli reproduce {TABLE} --data {data} --out {out}" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "match"),
+    [
+        (["nothing"], 2, "no recipe is called 'nothing'"),
+        ([TABLE, "--all"], 2, "give one of them"),
+        ([TABLE, "--data", "absent"], 66, "--data: expected a folder; absent is none"),
+        ([TABLE, "--scale", "huge"], 2, "scale"),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(recipes: Recipes, cli: Cli, words: list[str], code: int, match: str) -> None:
+    recipes()
+    done = cli("reproduce", *words)
+    assert done.code == code
+    assert match in done.stderr
+
+
+def test_under_torchrun_it_is_refused(recipes: Recipes, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes()
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "x")):
+        monkeypatch.setenv(name, value)
+    from bnncli.machine import team
+
+    assert team.rank_and_size() == (0, 2)
+    done = cli("reproduce", TABLE)
+    assert (done.code, "start one, without torchrun" in done.stderr) == (2, True)
