@@ -7,13 +7,15 @@ posteriors are resampled alike, so that the difference of two scores is resample
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.machine.together import Parts
 from bnncli.numerics.seeds import stream_seed
 
 BLOCK_WEIGHTS = 1 << 20  # weights held at once: 4 MB stay in a cache
@@ -39,17 +41,37 @@ class Bootstrap:
         if self.num_replicates < 1 or not 0 < self.level < 1:
             raise ValueError(f"expected a replicate and a level in (0, 1), got {self.num_replicates} and {self.level}")
 
-    def weights(self, *splits: tuple[str, int]) -> Iterator[tuple[NDArray[np.float32], ...]]:
-        """Blocks (b, N) of how often each example is drawn, one array for each (name, N >= 1); each row sums to N."""
-        streams = [np.random.default_rng(stream_seed(self.seed, f"bootstrap/{name}/{size}")) for name, size in splits]
+    def blocks(self, *splits: tuple[str, int]) -> list[range]:
+        """The replicates whose weights, of these splits (name, N), are held at once."""
         most = max(1, BLOCK_WEIGHTS // max(1, sum(size for _, size in splits)))
-        for start in range(0, self.num_replicates, most):
-            count = min(most, self.num_replicates - start)
-            yield tuple(_counts(stream, count, size) for stream, (_, size) in zip(streams, splits, strict=True))
+        every = range(self.num_replicates)
+        return [every[start : start + most] for start in range(0, self.num_replicates, most)]
+
+    def weights(
+        self, *splits: tuple[str, int], only: Container[int] | None = None
+    ) -> Iterator[tuple[NDArray[np.float32], ...]]:
+        """Blocks (b, N) of how often each example is drawn, one array for each (name, N >= 1); each row sums to N.
+
+        Args:
+            only: numbers of the blocks that are wanted; all by default.
+        """
+        streams = [np.random.default_rng(stream_seed(self.seed, f"bootstrap/{name}/{size}")) for name, size in splits]
+        for number, block in enumerate(self.blocks(*splits)):
+            if only is None or number in only:
+                yield tuple(_counts(one, len(block), size) for one, (_, size) in zip(streams, splits, strict=True))
+            else:
+                for stream, (_, size) in zip(streams, splits, strict=True):
+                    deque(_drawn(stream, len(block), size), maxlen=0)
 
     def replicates(self, statistic: Callable[..., NDArray], *splits: tuple[str, int]) -> NDArray[np.float64]:
-        """The statistic of every replicate, (R, ...): a function of weights (b, N), one for each split, to (b, ...)."""
-        return np.concatenate([np.asarray(statistic(*block), dtype=np.float64) for block in self.weights(*splits)])
+        """The statistic of every replicate, (R, ...): a function of weights (b, N), one for each split, to (b, ...).
+
+        Processes that share a command share out the blocks.
+        """
+        blocks = self.blocks(*splits)
+        parts = Parts(len(blocks))
+        own = [np.asarray(statistic(*block), dtype=np.float64) for block in self.weights(*splits, only=parts.own)]
+        return parts.of_all(np.concatenate(own), [len(block) for block in blocks])
 
     def describe(
         self,
@@ -101,10 +123,17 @@ def interval(
 def _counts(stream: np.random.Generator, num_replicates: int, size: int) -> NDArray[np.float32]:
     """Counts (b, N) of N draws with replacement from N examples: multinomial, and faster than binomial draws."""
     out = np.empty((num_replicates, size), dtype=np.float32)
-    at_once = max(1, _COUNTED // size)
-    for start in range(0, num_replicates, at_once):
-        rows = out[start : start + at_once]
-        drawn = stream.integers(size, size=rows.shape)
+    start = 0
+    for drawn in _drawn(stream, num_replicates, size):
+        rows = out[start : start + len(drawn)]
         drawn += size * np.arange(len(rows))[:, None]
         rows[:] = np.bincount(drawn.ravel(), minlength=rows.size).reshape(rows.shape)
+        start += len(rows)
     return out
+
+
+def _drawn(stream: np.random.Generator, num_replicates: int, size: int) -> Iterator[NDArray[np.int64]]:
+    """The draws (b, N) of so many replicates, a few at a time."""
+    at_once = max(1, _COUNTED // size)
+    for start in range(0, num_replicates, at_once):
+        yield stream.integers(size, size=(min(at_once, num_replicates - start), size))

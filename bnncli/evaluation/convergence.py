@@ -124,6 +124,25 @@ def convergence_of(
     return Convergence(float(r_hat.max()), int(r_hat.argmax()), *smallest)
 
 
+def parameter_statistics(draws: NDArray, *, device: torch.device | None = None) -> RankStatistics | None:
+    """R-hat, bulk and tail ESS of every parameter, (P,) each, as `convergence` judges them; None where some are stuck or draws too few.
+
+    Args:
+        draws: (C, T, P); may be memory-mapped.
+    """
+    if draws.shape[1] < MIN_DRAWS or 0 in draws.shape:
+        return None
+
+    def quantities(block: slice, where: torch.device) -> Tensor:
+        return torch.from_numpy(np.array(draws[:, :, block])).to(where)
+
+    looks = [look for _, look in _looks(quantities, draws.shape, device or torch.device("cpu"))]
+    if any(look.stuck for look in looks):
+        return None
+    parts = [one for look in looks for one in look.statistics]
+    return RankStatistics(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
 class _Look(NamedTuple):
     """What a block of quantities is like: how many there are, which are stuck, and the statistics where none is."""
 

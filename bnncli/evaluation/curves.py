@@ -60,7 +60,7 @@ def risk_coverage_curve(confidence: NDArray, is_right: NDArray) -> Curve:
     last = np.append(np.diff(confidence[order]) != 0, True)
     count = np.arange(1, len(order) + 1)[last]
     wrong = np.cumsum(~is_right[order].astype(bool))[last]
-    return _thinned({"coverage": count / len(order), "risk": wrong / count})
+    return thinned({"coverage": count / len(order), "risk": wrong / count})
 
 
 def roc_curve(scores_in: NDArray, scores_out: NDArray) -> Curve:
@@ -70,15 +70,16 @@ def roc_curve(scores_in: NDArray, scores_out: NDArray) -> Curve:
     order = np.argsort(-scores, kind="stable")
     last = np.append(np.diff(scores[order]) != 0, True)
     accepted_in, accepted_out = (np.append(0, np.cumsum(side[order])[last]) for side in (is_in, ~is_in))
-    return _thinned({"fpr": accepted_out / len(scores_out), "tpr": accepted_in / len(scores_in)})
+    return thinned({"fpr": accepted_out / len(scores_out), "tpr": accepted_in / len(scores_in)})
 
 
-def _thinned(curve: dict[str, NDArray]) -> Curve:
-    """At most MAX_POINTS of the points, evenly along the way the curve goes; the first and the last are kept."""
+def thinned(curve: dict[str, NDArray], most: int | None = None) -> Curve:
+    """At most so many of the points, MAX_POINTS unless told, evenly along the way the curve goes; the first and the last are kept."""
+    most = MAX_POINTS if most is None else most
     points = np.stack(list(curve.values()), axis=1)
-    if len(points) > MAX_POINTS:
+    if len(points) > most:
         way = np.append(0, np.cumsum(np.abs(np.diff(points, axis=0)).sum(axis=1)))
-        wanted = np.linspace(0, way[-1], MAX_POINTS)
+        wanted = np.linspace(0, way[-1], most)
         places = np.unique(np.append(np.searchsorted(way, wanted[:-1]), len(points) - 1))
         points = points[places]
     return {name: np.round(points[:, column], _DIGITS).tolist() for column, name in enumerate(curve)}

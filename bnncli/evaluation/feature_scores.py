@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import DataError
+from bnncli.machine.together import Parts
 from bnncli.shapes import check_shapes
 from bnncli.targets.stream import FeatureBlocks, slices
 
@@ -164,7 +165,8 @@ class Neighbors:
     def scores(self, features: Tensor) -> Tensor:
         """`knn` (n,) float64, on the CPU: negative distance of each row of features (n, D), at unit length, to the k-th nearest.
 
-        Products of float32 find the neighbour; its distance is computed in float64.
+        Products of float32 find the neighbour; its distance is computed in float64. Processes that share a command share out the
+        blocks of rows.
         """
         known, device = self.features, self.features.device
         size = max(1, _SIMILARITIES.get(device.type, 2**23) // len(known))
@@ -173,10 +175,12 @@ class Neighbors:
         closeness = known.new_empty(
             min(size, len(features)), len(known)
         )  # made once: new pages cost more than products
-        found = []
-        for rows in slices(0, len(features), size):
+        blocks = list(slices(0, len(features), size))
+        parts, found = Parts(len(blocks)), [known.new_empty(0, dtype=torch.float64)]
+        for rows in (blocks[place] for place in parts.own):
             block = torch.nn.functional.normalize(features[rows].to(device=device, dtype=torch.float32))
             torch.addmm(offset, block, known.T, out=closeness[: len(block)])
             place = closeness[: len(block)].topk(self.num_neighbors, dim=1).indices[:, -1]
             found.append((block.double() - known[place].double()).square().sum(dim=1).sqrt())
-        return -torch.cat(found).cpu()
+        found_by_all = parts.of_all(torch.cat(found).cpu().numpy(), [rows.stop - rows.start for rows in blocks])
+        return -torch.from_numpy(found_by_all)

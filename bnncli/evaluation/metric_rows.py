@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.weighted_scores import ScoreForm, ScoreGroup
+from bnncli.machine.together import Parts
 from bnncli.numerics.seeds import stream_seed
 
 Row = dict[str, Any]
@@ -76,20 +77,29 @@ def _estimate(group: ScoreGroup, size: int) -> NDArray | None:
 def _replicates(
     scores: Sequence[ScoreGroup], values: Sequence[NDArray | None], split: tuple[str, int], bootstrap: Bootstrap | None
 ) -> list[NDArray | None]:
-    """The replicates (R, m) of each group; the weights are drawn once for all, and dear groups take the first of them."""
-    parts: list[list[NDArray]] = [[] for _ in scores]
-    if bootstrap is not None and split[1] > 1:
-        wanted = [
-            _affordable(group, split[1], bootstrap) if v is not None else 0
-            for group, v in zip(scores, values, strict=True)
-        ]
-        done = 0
-        for (weights,) in replace(bootstrap, num_replicates=max([1, *wanted])).weights(split):
-            for group, part, count in zip(scores, parts, wanted, strict=True):
-                if group.statistic is not None and done < count:
-                    part.append(group.statistic(weights[: count - done]))
-            done += len(weights)
-    return [np.concatenate(part) if part else None for part in parts]
+    """The replicates (R, m) of each group; the weights are drawn once for all, and dear groups take the first of them.
+
+    Processes that share a command share out the blocks of weights.
+    """
+    if bootstrap is None or split[1] <= 1:
+        return [None for _ in scores]
+    wanted = [
+        _affordable(group, split[1], bootstrap) if v is not None else 0 for group, v in zip(scores, values, strict=True)
+    ]
+    drawn = replace(bootstrap, num_replicates=max([1, *wanted]))
+    blocks = drawn.blocks(split)
+    # Of each group, how many replicates of each block it takes.
+    taken = [[max(0, min(len(block), count - block.start)) for block in blocks] for count in wanted]
+    found = [[np.empty((0, 0 if v is None else len(v)))] for v in values]
+    parts = Parts(len(blocks))
+    for place, (weights,) in zip(parts.own, drawn.weights(split, only=parts.own), strict=True):
+        for group, own, counts in zip(scores, found, taken, strict=True):
+            if group.statistic is not None and counts[place]:
+                own.append(group.statistic(weights[: counts[place]]))
+    return [
+        parts.of_all(np.concatenate(own), counts) if any(counts) else None
+        for own, counts in zip(found, taken, strict=True)
+    ]
 
 
 def _affordable(group: ScoreGroup, size: int, bootstrap: Bootstrap) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from bnncli.figures.inks import BLUE, GREEN, GREY, INK, PALE, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's colours that are dark enough on white, from dark to light, so that they differ in grey as well.
-_COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_COLORS = (INK, BLUE, VERMILION, GREEN, "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 1.5, 1.5, 1.5)), (0, (1, 1)))
 _LEGEND_LINE = 0.18  # inches, in small type
-GREY, PALE = "#5b5b5b", "#dddddd"
+__all__ = ["GREY", "PALE", "legend_of", "line_style", "plain_axes"]
 
 
 def line_style(place: int) -> dict[str, Any]:
@@ -26,11 +28,17 @@ def plain_axes(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def legend_of(axes: Axes, num_curves: int, title: str) -> None:
-    """A legend inside the axes, where it covers least; beside them, in room of its own, where it would be too long for that."""
+def legend_of(axes: Axes, num_curves: int, title: str, loc: Literal["best", "lower right"] = "best") -> None:
+    """A legend inside the axes, at `loc`, by default where it covers least; beside them, in room of its own, where it would be too long for that."""
     if num_curves <= 8:
         axes.legend(
-            frameon=True, framealpha=0.9, edgecolor="none", fontsize="small", title=title, title_fontsize="small"
+            frameon=True,
+            framealpha=0.9,
+            edgecolor="none",
+            fontsize="small",
+            title=title,
+            title_fontsize="small",
+            loc=loc,
         )
         return
     figure = axes.get_figure(root=True)

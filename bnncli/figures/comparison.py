@@ -43,25 +43,28 @@ def draw(
     names: Sequence[str],
     *,
     title: str,
-    marked: str,
+    marked: str | None,
     plain: str,
     tests: str,
     zero: str | None = None,
+    most_columns: int = _MOST_COLUMNS,
+    panel_width: float = 2.8,
 ) -> Figure:
     """The panels with a common list of posteriors, from the top down, and what the two marks mean.
 
     Args:
         names: of the posteriors, one for each line of every panel.
-        marked, plain: what filled diamonds and hollow circles say of a posterior.
+        marked, plain: what filled diamonds and hollow circles say of a posterior; without, all are diamonds that say nothing.
         tests: by what the marks are told apart.
         zero: what the line at 0 is, where values are differences; without, there is no such line.
+        panel_width: inches.
     """
     from matplotlib.figure import Figure
 
-    rows = math.ceil(len(panels) / _MOST_COLUMNS)
+    rows = math.ceil(len(panels) / most_columns)
     columns = math.ceil(len(panels) / rows)
     height = 0.9 + 0.3 * len(names)
-    figure = Figure(figsize=(1.6 + 2.8 * columns, rows * height + 0.7), layout="constrained")
+    figure = Figure(figsize=(1.6 + panel_width * columns, rows * height + 0.7), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
     for place, axes in enumerate(grid.flatten()):
         if place >= len(panels):
@@ -81,7 +84,8 @@ def draw(
     grid[0, 0].set_yticks(range(len(names)), names)
     grid[0, 0].set_ylim(len(names) - 0.5, -0.5)
     figure.suptitle(title, fontsize="large")
-    _legend(figure, tests, [marked, plain], zero)
+    if marked is not None:
+        _legend(figure, tests, [marked, plain], zero)
     return figure
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from bnncli.figures.shown import FigureNumbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,12 +23,61 @@ _NEAR = math.sqrt(10) * 1.001  # a factor of the best: what the halved steps aro
 _CURVE, _CHOSEN, _NETWORK = "#1f4e79", "#c44601", "#5b5b5b"  # told apart by lightness as well
 
 
+@dataclass(frozen=True)
+class PriorPrecisionCurve:
+    """What the search for the prior precision of a posterior saw.
+
+    Args:
+        posterior: its name.
+        curve, criterion, at_edge, network: as draw takes them.
+        key: what its name begins with, where a page has several of its kind.
+    """
+
+    posterior: str
+    curve: Sequence[tuple[float, float]]
+    criterion: str
+    at_edge: bool
+    network: float | None = None
+    key: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.key}prior-precision-{self.posterior}"
+
+    @property
+    def title(self) -> str:
+        """In a few words."""
+        return f"Search for the prior precision of {self.posterior}"
+
+    @property
+    def description(self) -> str:
+        """How it is read."""
+        best = min(self.curve, key=lambda point: point[1])
+        return (
+            f"Each point is a prior precision that was tried (logarithmic axis), its height the {LABELS[self.criterion]}: the lowest was "
+            f"chosen, {best[0]:.4g}. To the left weights are nearly free, to the right they are held at zero. "
+            "Below, the same near the best, where there are enough points."
+            + (f" {EDGE_TEXT.capitalize()}." if self.at_edge else "")
+        )
+
+    @property
+    def numbers(self) -> FigureNumbers:
+        """A row for each candidate."""
+        return FigureNumbers(["prior precision", LABELS[self.criterion]], [list(point) for point in self.curve])
+
+    def draw(self) -> Figure:
+        """The whole range above what lies near the best."""
+        return draw(self.curve, criterion=self.criterion, at_edge=self.at_edge, network=self.network, is_stacked=True)
+
+
 def draw(
     curve: Sequence[tuple[float, float]],
     *,
     criterion: str,
     at_edge: bool,
     network: float | None = None,
+    is_stacked: bool = False,
 ) -> Figure:
     """Every candidate as a point, the lowest marked: the whole range beside what lies within half a decade of the best.
 
@@ -34,23 +86,26 @@ def draw(
         criterion: val or marglik.
         at_edge: whether to warn that the best lies at the edge.
         network: validation nll of the network as trained, nats per example; drawn as a line where there is one.
+        is_stacked: whether the two are above each other, in the width of one.
     """
     from matplotlib.figure import Figure
 
     best = min(curve, key=lambda point: point[1])
     near = [point for point in curve if best[0] / _NEAR <= point[0] <= best[0] * _NEAR]
     panels = [list(curve), near] if 3 <= len(near) < len(curve) else [list(curve)]
-    figure = Figure(figsize=(4.8 * len(panels), 3.8), layout="constrained")
+    rows, columns = (len(panels), 1) if is_stacked else (1, len(panels))
+    figure = Figure(figsize=(4.8 * columns, (3.2 if is_stacked else 3.8) * rows), layout="constrained")
     for place, points in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), place + 1)
+        axes = figure.add_subplot(rows, columns, place + 1)
         _draw_points(axes, points, best)
         if network is not None:
             _draw_network(axes, network, is_labeled=place == 0)
         axes.set_xlabel("prior precision (1 / variance)" + ("" if place == 0 else ", near the best"))
         if place == 1:
             _label_plainly(axes)
-        else:
+        if place == 0 or is_stacked:
             axes.set_ylabel(LABELS[criterion])
+        if place == 0:
             axes.legend(frameon=False, fontsize="small", loc="best")
     if at_edge:
         figure.supxlabel(f"Warning: {EDGE_TEXT}", color=_CHOSEN, fontsize="small")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bnncli.figures._lines import GREY, plain_axes
+from bnncli.figures.shown import Cell, FigureNumbers
 from bnncli.names import printable
 
 if TYPE_CHECKING:
@@ -23,19 +25,74 @@ _MOST_COLUMNS = 4
 _MOST_LETTERS = 32  # of a name: about as wide as its panel
 
 
-def draw(panels: Mapping[str, Mapping[str, Sequence[Any]]], *, split: str, errors: Mapping[str, float]) -> Figure:
+@dataclass(frozen=True)
+class ReliabilityDiagrams:
+    """Accuracy against confidence of every posterior on a split.
+
+    Args:
+        panels, errors: as draw takes them.
+        key: what its name begins with, where a page has several of its kind.
+    """
+
+    panels: Mapping[str, Mapping[str, Sequence[Any]]]
+    split: str
+    errors: Mapping[str, float | None]
+    key: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.key}reliability-{self.split}"
+
+    @property
+    def title(self) -> str:
+        """In a few words."""
+        return f"Reliability on {self.split}"
+
+    @property
+    def description(self) -> str:
+        """How it is read."""
+        return (
+            "Examples are put into bins by their confidence, the probability of the predicted class. Bars: the share of each bin that is "
+            "right. Hatched: the gap from there to the bin's mean confidence; without gaps all bars end on the dashed diagonal. Below: how "
+            "many examples each bin holds, on a logarithmic axis."
+        )
+
+    @property
+    def numbers(self) -> FigureNumbers:
+        """A row for each bin that holds examples."""
+        rows: list[list[Cell]] = []
+        for name, curve in self.panels.items():
+            bins = zip(pairwise(curve["edges"]), curve["count"], curve["confidence"], curve["accuracy"], strict=True)
+            rows += [[name, low, high, count, mean, right] for (low, high), count, mean, right in bins if count]
+        return FigureNumbers(["posterior", "from", "to", "examples", "mean confidence", "accuracy"], rows)
+
+    def draw(self) -> Figure:
+        """The diagrams, two beside each other."""
+        return draw(self.panels, split=self.split, errors=self.errors, most_columns=2, panel_width=2.1)
+
+
+def draw(
+    panels: Mapping[str, Mapping[str, Sequence[Any]]],
+    *,
+    split: str,
+    errors: Mapping[str, float | None],
+    most_columns: int = _MOST_COLUMNS,
+    panel_width: float = 2.6,
+) -> Figure:
     """A diagram for each panel, with its ECE in the title.
 
     Args:
         panels: name to edges (B + 1,), count, confidence and accuracy (B,), None in empty bins.
         split: the split's name.
-        errors: name to the ECE, a fraction.
+        errors: name to the ECE, a fraction; None where it is not known.
+        panel_width: inches.
     """
     from matplotlib.figure import Figure
 
-    rows = math.ceil(len(panels) / _MOST_COLUMNS)
+    rows = math.ceil(len(panels) / most_columns)
     columns = math.ceil(len(panels) / rows)
-    figure = Figure(figsize=(2.6 * columns + 0.6, 3.5 * rows + 0.4), layout="constrained")
+    figure = Figure(figsize=(panel_width * columns + 0.6, (panel_width + 0.9) * rows + 0.4), layout="constrained")
     heights = [3, 1] * rows
     grid = figure.add_gridspec(2 * rows, columns, height_ratios=heights)
     for place, (name, curve) in enumerate(panels.items()):
@@ -45,14 +102,16 @@ def draw(panels: Mapping[str, Mapping[str, Sequence[Any]]], *, split: str, error
         _draw_accuracy(upper, curve)
         _draw_counts(lower, curve)
         shown = name if len(name) <= _MOST_LETTERS else f"{name[: _MOST_LETTERS - 1]}…"
-        upper.set_title(f"{printable(shown)}\nECE {errors[name]:.4f}", fontsize="medium", parse_math=False)
+        error = "" if errors[name] is None else f"\nECE {errors[name]:.4f}"
+        upper.set_title(f"{printable(shown)}{error}", fontsize="medium", parse_math=False)
         lower.set_xlabel("confidence")
         if column == 0:
             upper.set_ylabel("accuracy")
             lower.set_ylabel("examples")
         if place == 0:
-            upper.legend(frameon=False, fontsize="small", loc="upper left")
+            handles = upper.get_legend_handles_labels()
     figure.suptitle(f"Reliability on {split}", fontsize="large")
+    figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     return figure
 
 
@@ -76,6 +135,7 @@ def _draw_accuracy(axes: Axes, curve: Mapping[str, Sequence[Any]]) -> None:
     )
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
     axes.set_xlim(0, 1)
+    axes.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
     axes.set_ylim(0, 1)
     plain_axes(axes)
     axes.tick_params(labelbottom=False)

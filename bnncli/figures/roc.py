@@ -3,31 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bnncli.figures._lines import GREY, legend_of, line_style, plain_axes
+from bnncli.figures.shown import PAGE_WIDTH, Cell, FigureNumbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@dataclass(frozen=True)
+class Roc:
+    """How well the confidence of every posterior tells a split from an out-of-distribution one.
+
+    Args:
+        curves, areas: as draw takes them.
+        key: what its name begins with, where a page has several of its kind.
+    """
+
+    curves: Mapping[str, Mapping[str, Sequence[float]]]
+    split: str
+    ood: str
+    areas: Mapping[str, float | None]
+    key: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.key}roc-{self.split}-{self.ood}"
+
+    @property
+    def title(self) -> str:
+        """In a few words."""
+        return f"Detection of {self.ood} by maximum probability"
+
+    @property
+    def description(self) -> str:
+        """How it is read."""
+        return (
+            f"An example is accepted where its confidence is above a threshold. Each curve goes through all thresholds: to the right the share "
+            f"of {self.ood} that is accepted, which should not be; upwards the share of {self.split} that is. Along the dotted diagonal "
+            "confidence tells nothing; AUROC is the area below, 1 at best."
+        )
+
+    @property
+    def numbers(self) -> FigureNumbers:
+        """A row for each point of each curve."""
+        rows: list[list[Cell]] = [
+            [name, *point]
+            for name, curve in self.curves.items()
+            for point in zip(curve["fpr"], curve["tpr"], strict=True)
+        ]
+        return FigureNumbers(["posterior", f"{self.ood} accepted", f"{self.split} accepted"], rows)
+
+    def draw(self) -> Figure:
+        """All curves in one plot."""
+        return draw(self.curves, split=self.split, ood=self.ood, areas=self.areas, width=PAGE_WIDTH)
+
+
 def draw(
-    curves: Mapping[str, Mapping[str, Sequence[float]]], *, split: str, ood: str, areas: Mapping[str, float]
+    curves: Mapping[str, Mapping[str, Sequence[float]]],
+    *,
+    split: str,
+    ood: str,
+    areas: Mapping[str, float | None],
+    width: float = 5.0,
 ) -> Figure:
     """All curves in one plot, each with the area under it in the legend.
 
     Args:
         curves: label to fpr and tpr, fractions, ascending.
         split, ood: names of the in-distribution split, whose examples are the positives, and of the other one.
-        areas: label to AUROC.
+        areas: label to AUROC; None where it is not known.
+        width: inches, of up to eight curves.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.0, 4.8) if len(curves) <= 8 else (7.4, 4.8), layout="constrained")
+    figure = Figure(figsize=(width, 0.96 * width) if len(curves) <= 8 else (7.4, 4.8), layout="constrained")
     axes = figure.add_subplot()
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=":")
     for place, (name, curve) in enumerate(curves.items()):
-        axes.plot(curve["fpr"], curve["tpr"], label=f"{name}  {areas[name]:.3f}", **line_style(place))
+        area = "" if areas[name] is None else f"  {areas[name]:.3f}"
+        axes.plot(curve["fpr"], curve["tpr"], label=f"{name}{area}", **line_style(place))
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1)
     axes.set_aspect("equal")
@@ -35,5 +93,5 @@ def draw(
     axes.set_ylabel(f"true positive rate: share of {split} accepted")
     axes.set_title(f"Detection of {ood} by maximum probability", fontsize="large")
     plain_axes(axes)
-    legend_of(axes, len(curves), "AUROC")
+    legend_of(axes, len(curves), "AUROC", "lower right")
     return figure

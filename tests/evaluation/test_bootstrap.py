@@ -49,6 +49,20 @@ def test_weights_depend_on_seed_name_and_size_alone(monkeypatch: pytest.MonkeyPa
     assert (alone != seeded).any()
 
 
+@pytest.mark.parametrize("only", [range(0, 4, 2), range(1, 4, 2), range(0)])
+def test_blocks_that_are_left_out_change_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch, only: range) -> None:
+    monkeypatch.setattr(bootstrap, "BLOCK_WEIGHTS", 800)
+    monkeypatch.setattr(bootstrap, "_COUNTED", 150)
+    splits = ("test", 50), ("far", 30)
+    every = list(Bootstrap(40).weights(*splits))
+    assert [len(block) for block in Bootstrap(40).blocks(*splits)] == [len(one) for one, _ in every] == [10] * 4
+    some = list(Bootstrap(40).weights(*splits, only=only))
+    assert len(some) == len(only)
+    for place, block in zip(only, some, strict=True):
+        for one, other in zip(block, every[place], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_the_standard_error_of_a_mean_is_the_textbook_one() -> None:
     values = np.random.default_rng(0).gamma(2.0, size=400)
     resampling = Bootstrap(4000)

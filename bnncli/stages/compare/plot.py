@@ -15,7 +15,7 @@ from bnncli.storage.figures import check_figure_path, write_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from bnncli.figures.comparison import Line
+    from bnncli.figures.comparison import Line, ScorePanel
 
 _SIZE = 1 << 17  # of a figure, about
 _BETTER = {True: ", higher is better", False: ", lower is better", None: ""}
@@ -73,19 +73,27 @@ def _draw(comparison: Comparison) -> Figure:
     )
     shown = "means" if many else "values"
     subject = f"{shown} of scores" if zero is None else f"differences from {zero}"
-    panels = [
-        figure.ScorePanel(
+    title = f"{subject[0].upper()}{subject[1:]} on {comparison.split} ({what}) with {level:g} % intervals"
+    tests = f"marks by paired tests at level {comparison.alpha:g}, all of a panel together; intervals of each alone"
+    return figure.draw(
+        score_panels(comparison), labels(comparison), title=title, marked=marked, plain=plain, tests=tests, zero=zero
+    )
+
+
+def score_panels(comparison: Comparison) -> list[ScorePanel]:
+    """A panel for each score, a line for each posterior."""
+    from bnncli.figures.comparison import ScorePanel
+
+    return [
+        ScorePanel(
             title + _BETTER[column.row["higher_is_better"]],
             [_line(comparison, column, place, row) for row in range(len(comparison.names))],
         )
         for place, (title, column) in enumerate(zip(score_titles(comparison), comparison.columns, strict=True))
     ]
-    title = f"{subject[0].upper()}{subject[1:]} on {comparison.split} ({what}) with {level:g} % intervals"
-    tests = f"marks by paired tests at level {comparison.alpha:g}, all of a panel together; intervals of each alone"
-    return figure.draw(panels, _labels(comparison), title=title, marked=marked, plain=plain, tests=tests, zero=zero)
 
 
-def _labels(comparison: Comparison) -> list[str]:
+def labels(comparison: Comparison) -> list[str]:
     """Posteriors by name, with the integrator where one has several."""
     times = Counter(name.cells[0] for name in comparison.names)
     return [

@@ -9,6 +9,10 @@ from bnncli.posteriors import LATENT_BINARY
 from bnncli.run.session import Table
 
 MAX_PAIRS = 15
+DENSITY_NOTES = (  # a sentence, on two lines
+    "nats, +- one standard error; log w: log importance weights; k: their Pareto k; an ELBO is on the",
+    "target of its own prior precision: compare it only with ELBOs of the same prior",
+)
 _DENSITY_COLUMNS = ["posterior", "prior", "ELBO", "sd log w", "k", "log evidence", "val NLL", "good"]
 _CHAIN_COLUMNS = [
     "posterior",
@@ -35,8 +39,7 @@ def diagnosis_tables(entries: Mapping[str, dict[str, Any]], pairs: list[dict[str
                 _DENSITY_COLUMNS,
                 [_density_row(name, entry) for name, entry in densities.items()],
                 notes=[
-                    "nats, +- one standard error; log w: log importance weights; k: their Pareto k; an ELBO is on the",
-                    "target of its own prior precision: compare it only with ELBOs of the same prior",
+                    *DENSITY_NOTES,
                     _draws_note(densities),
                     *_other_targets(densities),
                 ],

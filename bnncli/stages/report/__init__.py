@@ -1,0 +1,43 @@
+"""report: one self-contained HTML file of all that is known of a run, or of several, the verdict first."""
+
+from __future__ import annotations
+
+from bnncli.names import counted
+from bnncli.options import ComputeOptions, InputOptions, ReportOptions, WriteOptions
+from bnncli.options.command import READ, Argument, Command
+from bnncli.run.each_checkpoint import each_checkpoint
+from bnncli.run.session import Result, Run
+from bnncli.stages.report.files import check_page, figure_paths, planned, write_files
+
+COMMAND = Command(
+    "Write one HTML file of a run: the verdict in words, scores, figures, inputs to look at.",
+    "It opens from the disk, asks for nothing outside, and is the same bytes for the same artifacts. What diagnose judges is judged; scores "
+    "with their intervals are those of evaluate, so run that first; what is not there is said in a sentence, with the command that makes it. "
+    "Figures are drawn from aggregates, each with its numbers as a table. Several checkpoints are compared, and each has its own part.",
+    (ReportOptions, InputOptions, ComputeOptions, WriteOptions, *READ),
+    (
+        "bnncli report ckpt.pt",
+        "bnncli report ckpt.pt --out report.html --figures figures --figure-format pdf",
+        "bnncli report seed-1.pt seed-2.pt seed-3.pt",
+    ),
+    (Argument("ckpt", "Checkpoints that are reported on; several are compared.", is_many=True),),
+    place=112,
+)
+
+
+def run(run: Run, options: ReportOptions) -> Result:
+    """Gather, draw and write."""
+    runs = each_checkpoint(run)
+    path = check_page(run, runs, options)
+    if run.write.dry_run:
+        return planned(path, options)
+    from bnncli.stages.report import whole  # the work: slow to import
+
+    sections, summaries = whole.sections_of(runs, options)
+    figures = [figure for section in sections for figure in section.figures]
+    paths = figure_paths(run, figures, path, options)
+    content = whole.page_of(runs, sections)
+    result = write_files(run, (path, content), figures, paths)
+    result.summary = [*summaries, counted(len(figures), "figure")]
+    result.extra = {"verdicts": summaries, "figures": [figure.name for figure in figures]}
+    return result

@@ -1,0 +1,88 @@
+"""The files that report writes: the page, and a file for each figure; the page and the folder of figures are checked before any work."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import WriteError
+from bnncli.figures.shown import Shown, figure_file
+from bnncli.machine.input_files import reading
+from bnncli.options import ReportOptions
+from bnncli.run.session import Result, Run
+from bnncli.storage.atomic import check_writable
+from bnncli.storage.figures import check_figure_path, write_figure
+from bnncli.storage.pages import check_page_path, write_page
+
+_NAMES = ("report.html", "comparison.html")  # of one checkpoint, of several
+_SIZE = 1 << 20
+
+
+def page_path(runs: Sequence[Run], options: ReportOptions) -> Path:
+    """Where the page goes: what was named, or a file in the run folder of the first checkpoint."""
+    if options.out is not None:
+        return Path(options.out)
+    return runs[0].folder.root / _NAMES[len(runs) > 1]
+
+
+def check_page(run: Run, runs: Sequence[Run], options: ReportOptions) -> Path:
+    """The same, once it is known to be free and the folder of figures to be one. Raises UsageError or OutputExists as check_page_path does."""
+    path = page_path(runs, options)
+    check_page_path(path, "--out", force=run.write.force, others=[one.checkpoint_path for one in runs])
+    if options.figures is not None:  # their names are known only after the work
+        check_writable(Path(options.figures), hint="choose another place with --figures")
+    return path
+
+
+def planned(path: Path, options: ReportOptions) -> Result:
+    """What --dry-run says."""
+    output = {"role": "report", "path": str(path), "planned": "compute", "estimated_bytes": _SIZE}
+    lines = [f"write: {path}"]
+    if options.figures is not None:
+        lines.append(f"draw: figures into {options.figures}, as {', '.join(options.forms)}")
+    return Result("planned", [output], lines=lines)
+
+
+def figure_paths(run: Run, figures: Sequence[Shown], page: Path, options: ReportOptions) -> list[Path]:
+    """Where the figures go, form by form, once it is known to be free. Raises OutputExists, UsageError."""
+    if options.figures is None:
+        return []
+    paths = [Path(options.figures) / f"{figure.name}.{form}" for form in options.forms for figure in figures]
+    for path in paths:
+        check_figure_path(path, "--figures", force=run.write.force, others=[page])
+    return paths
+
+
+def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[Shown], paths: Sequence[Path]) -> Result:
+    """Publish the page and the figures; what is there already, to the byte, is left as it is.
+
+    Raises:
+        WriteError: one could not be written; those before it are there.
+    """
+    path, content = page
+    result = _published("report", path, content, write_page)
+    result.outputs[0]["bytes"] = len(content)
+    names = {figure.name: figure for figure in figures}
+    for target in paths:
+        run.console.poll(f"draw {target.name}")
+        drawn = figure_file(names[target.stem], target.suffix[1:])
+        try:
+            result.add(_published(f"figure.{target.stem}", target, drawn, write_figure))
+        except WriteError as error:
+            raise WriteError(
+                f"--figures: {target} could not be written; the report is complete", hint=error.hint, path=target
+            ) from None
+    return result
+
+
+def _published(role: str, path: Path, content: bytes, write: Callable[[Path, bytes], str]) -> Result:
+    """One file, once it is there with this content."""
+    with reading(path):
+        there = path.read_bytes() if path.is_file() else None
+    output: dict[str, Any] = {"role": role, "path": str(path)}
+    if there == content:
+        return Result("up_to_date", [output | {"content_digest": f"sha256:{hashlib.sha256(content).hexdigest()}"}])
+    digest = write(path, content)
+    return Result("computed" if there is None else "replaced", [output | {"content_digest": digest}])

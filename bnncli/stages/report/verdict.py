@@ -1,0 +1,147 @@
+"""The verdict: which posterior to use, whether it pays, how far its confidence can be trusted, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bnncli.evaluation.paired import holm
+from bnncli.names import percent
+from bnncli.options.assertions import Quantity
+from bnncli.pages.blocks import Block, Missing
+from bnncli.pages.markup import Markup, bullets, code, element, joined, paragraph, strong
+from bnncli.run.prediction_groups import PredictionGroup
+from bnncli.stages.diagnose.judgement import Judgement
+from bnncli.stages.report.calibration import score_metric, score_value
+from bnncli.stages.report.gain import Payoff, pays
+from bnncli.stages.report.subject import Subject
+from bnncli.stages.report.words import listed_in_words
+
+_MOST_DOUBTED = 3  # posteriors whose doubts are told
+_CHANCE = 0.05  # of saying of any that are calibrated that they are not
+_KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian bent by a flow", "samples": "draws by Monte Carlo"}
+
+
+def verdict(subject: Subject) -> list[Block]:
+    """The section."""
+    judgement = subject.judgement
+    if isinstance(judgement, Missing):
+        first, is_good = "There is no verdict on the posteriors of this run.", False
+        fit: list[Markup] = [joined(judgement.sentence, *_to_run(judgement.command))]
+    else:
+        payoff = pays(subject, judgement)
+        first, is_good = _first(judgement, payoff), judgement.verdict.is_good
+        fit = [joined(strong("Fit. "), _fit(judgement)), joined(strong("Does it pay? "), payoff.text)]
+    words = [*fit, *_calibration(subject), *_outside(subject)]
+    box = element("div", paragraph(first), bullets(words), class_="verdict" if is_good else "verdict doubt")
+    blocks: list[Block] = [box]
+    if not isinstance(judgement, Missing):
+        blocks.append(paragraph("In the words of diagnose: ", element("q", judgement.verdict.sentence), kind="note"))
+        blocks += [paragraph(gain.sentence) for gain in judgement.gains]
+    return blocks
+
+
+def _to_run(command: str | None) -> list[str]:
+    return [] if command is None else [" Run ", code(command)]
+
+
+def _first(judgement: Judgement, payoff: Payoff) -> str:
+    """The sentence that a person remembers."""
+    use = judgement.verdict.use
+    if use is None:
+        return "No posterior of this run can be relied on yet."
+    kind = _KINDS.get(judgement.entries[use]["type"], "a posterior")
+    if judgement.verdict.is_worse:
+        best = judgement.verdict.predicts_best
+        return f"{use} ({kind}) is true to its target, but {best} predicts better: predict with {best}."
+    if payoff.is_worse:
+        return f"{use} ({kind}) is true to its target, but on data like val one temperature predicts better."
+    if judgement.entries[use]["type"] == "samples" and _has_densities(judgement):
+        return f"Use {use} ({kind}): no approximation of this run is close enough to its target."
+    return f"Use {use} ({kind}): it is true to its target."
+
+
+def _has_densities(judgement: Judgement) -> bool:
+    return any(entry["type"] in ("gaussian", "flow") for entry in judgement.entries.values())
+
+
+def _fit(judgement: Judgement) -> Markup:
+    """Which posteriors are good for their target, and which are not; why, the tables say."""
+    good = [name for name, entry in judgement.entries.items() if entry["is_good"]]
+    bad = [name for name, entry in judgement.entries.items() if entry["is_good"] is False]
+    parts = []
+    if good:
+        parts.append(
+            f"{listed_in_words(good)} {'are' if len(good) > 1 else 'is'} as close to the target as can be asked."
+        )
+    if bad:
+        shown = [f"{name} ({_why(judgement, name)})" for name in bad[:_MOST_DOUBTED]]
+        rest = [f"{len(bad) - len(shown)} more"] if len(bad) > len(shown) else []
+        verb = "is" if len(bad) == 1 else "are"
+        parts.append(f"{listed_in_words([*shown, *rest])} {verb} not{'' if good else ' close enough to the target'}.")
+    if not parts:
+        parts = ["There is no posterior with a target that could be judged."]
+    command = judgement.verdict.run
+    return joined(" ".join(parts), *([" Next: ", code(command), "."] if command.startswith("bnncli ") else []))
+
+
+def _why(judgement: Judgement, name: str) -> str:
+    """Why a posterior is not good, by the first of its doubts."""
+    doubts = judgement.entries[name]["doubts"]
+    return doubts[0] + (" and more" if len(doubts) > 1 else "")
+
+
+def _calibration(subject: Subject) -> list[Markup]:
+    """How far confidences can be taken at their word, of the posterior that the words are about and of the network."""
+    found = [(subject.titles[group.name], score_metric(subject, group, Quantity("ece"))) for group in _told(subject)]
+    known = [(title, metric) for title, metric in found if metric is not None and metric["value"] is not None]
+    return [joined(strong("Calibration. "), calibration_in_words(subject.split, known))] if known else []
+
+
+def calibration_in_words(split: str, known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """How far confidences are off, and of which predictions that is more than chance, by Holm over all of them.
+
+    Args:
+        known: the title of each, and its calibration error as evaluate has stored it.
+    """
+    values = listed_in_words([f"{percent(metric['value'])} for {title}" for title, metric in known])
+    text = f"On {split} stated confidences are off by {values}, on average."
+    judged = [(title, metric) for title, metric in known if metric.get("p_calibrated") is not None]
+    if judged:
+        floors = [metric["floor"] for _, metric in judged]
+        adjusted = holm([metric["p_calibrated"] for _, metric in judged])
+        real = [title for (title, _), p in zip(judged, adjusted, strict=True) if p is not None and p <= _CHANCE]
+        low, high = percent(min(floors)), percent(max(floors))
+        text += f" Calibrated ones would be off by {low if low == high else f'{low} to {high}'} on so many examples, by chance alone; "
+        text += f"more than chance is the error of {listed_in_words(real)}." if real else "none shows more than that."
+    return text
+
+
+def _outside(subject: Subject) -> list[Markup]:
+    """How well confidence tells what is out of distribution."""
+    sentences = []
+    for ood in subject.outside:
+        found = [(subject.titles[g.name], score_value(subject, g, Quantity("auroc", (ood,)))) for g in _told(subject)]
+        shares = [f"{100 * value:.0f} % of pairs with {ood} for {title}" for title, value in found if value is not None]
+        if shares:
+            sentences.append(
+                listed_in_words([shares[0], *(one.replace(f"of pairs with {ood} ", "") for one in shares[1:])])
+            )
+    if not sentences:
+        return []
+    text = f"Shown one example of {subject.split} and one from elsewhere, the first gets the higher confidence in {'; in '.join(sentences)}. Guessing gives 50 %."
+    return [joined(strong("Out of distribution. "), text)]
+
+
+def _told(subject: Subject) -> list[PredictionGroup]:
+    """The predictions that words are about, and those of the network as trained and at one temperature."""
+    if subject.focus is None or isinstance(subject.groups, Missing):
+        return []
+    plain = [group for group in subject.groups if group.posterior in ("map", "temperature")]
+    return [subject.focus, *(group for group in plain if group is not subject.focus)]
+
+
+def summary_of(subject: Subject) -> str:
+    """One line for a terminal."""
+    judgement = subject.judgement
+    return judgement.sentence if isinstance(judgement, Missing) else judgement.verdict.sentence

@@ -1,0 +1,76 @@
+"""Agreement of two estimates: the factor, the degrees of freedom, and that the level holds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from bnncli.evaluation.agreement import LEVEL, Estimate, agreement, factor_of, quantile, sign
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 4.5, 30, math.inf])
+def test_the_factor_is_the_two_sided_quantile_of_student(degrees: float) -> None:
+    expected = stats.norm.isf(LEVEL / 2) if math.isinf(degrees) else stats.t.isf(LEVEL / 2, degrees)
+    assert quantile(degrees) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_factor_is_between_those_of_both_sides_by_their_variances() -> None:
+    found = factor_of(Estimate(0.0, 1.0, 3), Estimate(0.0, 2.0, 5))
+    assert found == pytest.approx((stats.t.isf(LEVEL / 2, 2) + 4 * stats.t.isf(LEVEL / 2, 4)) / 5)
+    assert factor_of(Estimate(0.0, 1.0, 3), Estimate(0.0)) == pytest.approx(stats.t.isf(LEVEL / 2, 2))
+
+
+def test_what_is_known_exactly_may_differ_by_the_tolerance_alone() -> None:
+    assert agreement(Estimate(1.1), Estimate(1.0), 0.11).is_within
+    assert not agreement(Estimate(1.1), Estimate(1.0), 0.09).is_within
+
+
+def test_the_distance_that_is_allowed_grows_with_both_standard_errors() -> None:
+    found = agreement(Estimate(1.0, 0.3), Estimate(2.0, 0.4), 0.1)
+    assert found.allowed == pytest.approx(0.1 + stats.norm.isf(LEVEL / 2) * 0.5)
+    assert found.is_within
+
+
+def test_the_standard_error_of_a_mean_is_that_of_scipy_and_of_one_value_unknown() -> None:
+    values = [1.0, 4.0, 2.5, 0.5]
+    found = Estimate.of_repeats(values)
+    assert (found.value, found.standard_error, found.count) == (2.0, pytest.approx(stats.sem(values)), 4)
+    assert Estimate.of_repeats([3.0]) == Estimate(3.0)
+
+
+PAIRS = [(3, 5, 1.0), (3, 5, 4.0), (2, 5, 3.0), (10, 5, 0.3), (3, 0, 1.0), (3, 0, 4.0), (0, 5, 1.0), (0, 0, 1.0)]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "ratio"), PAIRS)
+def test_two_estimates_of_one_number_differ_no_more_often_than_the_level(ours: int, theirs: int, ratio: float) -> None:
+    """Seeds of both (0: the standard error is known), and the ratio of their standard deviations."""
+    generator, trials = np.random.default_rng(0), 20_000
+    pairs = ((_drawn(generator, ours, ratio), _drawn(generator, theirs, 1.0)) for _ in range(trials))
+    wrong = sum(not agreement(*pair, 0.0).is_within for pair in pairs) / trials
+    assert wrong <= LEVEL + 3 * math.sqrt(LEVEL / trials)
+    assert wrong >= LEVEL / 10  # nor is it never said
+
+
+@pytest.mark.parametrize("count", [3, 0])
+def test_a_number_that_is_zero_has_a_sign_no_more_often_than_the_level(count: int) -> None:
+    generator, trials = np.random.default_rng(1), 20_000
+    signs = [sign(_drawn(generator, count, 1.0)) for _ in range(trials)]
+    for one in (1, -1):
+        assert abs(signs.count(one) / trials - LEVEL / 2) <= 4 * math.sqrt(LEVEL / 2 / trials)
+
+
+def _drawn(generator: np.random.Generator, count: int, scale: float) -> Estimate:
+    """The mean of so many normal numbers about 0 with their standard error."""
+    if count == 0:
+        return Estimate(scale * generator.standard_normal(), scale)
+    values = scale * generator.standard_normal(count)
+    return Estimate(float(values.mean()), float(values.std(ddof=1) / math.sqrt(count)), count)
+
+
+@pytest.mark.parametrize("wrong", [(math.nan,), (1.0, -0.1), (1.0, math.inf), (1.0, 0.1, 1)])
+def test_an_estimate_is_finite_and_has_several_values_behind_its_error(wrong: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Estimate(*wrong)  # type: ignore[arg-type]

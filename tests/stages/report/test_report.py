@@ -1,0 +1,354 @@
+"""report: what the page holds, that it is one file which asks for nothing, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from problems.command_line import Cli, new_run
+from problems.pages import Node, check_is_self_contained, check_names, read_page
+
+from bnncli.cli.execute import run_command_line
+from bnncli.names import percent
+from bnncli.pages.page import MOST_BYTES
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.predictions import read_predictions
+
+SECTIONS = (
+    "verdict", "origins", "scores", "calibration", "confidence", "posteriors", "chains", "fits", "fidelity", "inputs",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with its report; nothing changes it."""
+    name = tmp_path_factory.mktemp("reported") / "small"
+    shutil.copytree(finished_run.with_name("small.bnn"), name.with_name("small.bnn"))
+    assert run_command_line(["report", str(name), "-q"], io.StringIO()) == 0
+    return name
+
+
+@pytest.fixture(scope="module")
+def report(run: Path) -> Path:
+    return run.with_name("small.bnn") / "report.html"
+
+
+@pytest.fixture(scope="module")
+def page(report: Path) -> Node:
+    return read_page(report)
+
+
+def test_the_page_is_one_small_file_that_asks_for_nothing(report: Path, page: Node) -> None:
+    check_is_self_contained(page, report.read_text())
+    check_names(page)
+    assert report.stat().st_size < MOST_BYTES // 2
+    policy = page.all("meta", http_equiv="Content-Security-Policy")[0].attributes["content"] or ""
+    assert policy.startswith("default-src 'none';")
+    assert page.all("html")[0].attributes["lang"] == "en"
+
+
+def test_sections_stand_in_the_order_that_they_are_read_in_the_verdict_first(page: Node) -> None:
+    found = [node.attributes["id"] for node in page.all("section")]
+    assert tuple(found) == SECTIONS
+    assert [link.attributes["href"] for link in page.all("nav")[0].all("a")] == [f"#{name}" for name in SECTIONS]
+
+
+def test_the_verdict_is_that_of_diagnose(cli: Cli, run: Path, page: Node) -> None:
+    sentence = cli("diagnose", run, "--json").json["verdict"]["sentence"]
+    (quoted,) = page.one("verdict").all("q")
+    assert quoted.text == sentence
+
+
+def test_whether_it_pays_is_told_by_the_numbers_that_fits_have_recorded(run: Path, page: Node) -> None:
+    val = read_header(run.with_name("small.bnn") / "posteriors/laplace.safetensors").meta["metrics"]["val"]
+    text = page.one("verdict").text
+    told = re.search(
+        r"on 80 examples of val the network divided by one temperature has NLL ([0-9.]+), (\w+) ([0-9.]+)", text
+    )
+    assert told is not None
+    assert float(told[1]) == pytest.approx(val["temperature"]["nll"], abs=6e-5)
+    gap = float(told[3]) - float(told[1])
+    assert f"(difference {gap:.4f}".replace("-", "−")[:-1] in text
+
+
+def test_the_numbers_of_the_verdict_are_those_of_evaluate_and_diagnose(cli: Cli, run: Path, page: Node) -> None:
+    verdict = cli("diagnose", run, "--json").json["verdict"]
+    text = page.one("verdict").text
+    focus = verdict["predicts_best"] if verdict["predicts_worse"] else verdict["use"]
+    assert text.startswith(f"Verdict{verdict['use']} (")
+    for row in cli("evaluate", run, "--split", "test", "--json").json["rows"]:
+        if row["posterior"] in (focus, "map"):
+            (error,) = [m for m in row["metrics"] if m["name"] == "ece"][:1]
+            assert f"{percent(error['value'])} for {row['posterior']}" in text
+            (area,) = [m for m in row["metrics"] if m["name"] == "auroc" and m["score"] == "max_prob"]
+            assert re.search(rf"{100 * area['value']:.0f} %( of pairs with far)? for {row['posterior']}", text)
+
+
+def test_distances_and_weights_are_those_of_diagnose(cli: Cli, run: Path, page: Node) -> None:
+    found = cli("diagnose", run, "--json").json
+    for row, pair in zip(page.one("mmd").rows(), found["pairs"], strict=True):
+        assert [row["posterior"], row["other"]] == pair["posteriors"]
+        assert row["MMD²"] == ("–" if pair["unbiased"] is None else f"{pair['unbiased']:.4g}")
+    for row in page.one("pareto-k").rows():
+        assert row["Pareto k"] == f"{found['posteriors'][row['posterior']]['pareto_k']['value']:.4g}"
+
+
+def test_another_split_is_shown_where_it_is_named(cli: Cli, run: Path, tmp_path: Path) -> None:
+    assert cli("report", run, "--split", "val", "--out", tmp_path / "val.html").code == 0
+    rows = read_page(tmp_path / "val.html").one("reliability-val").rows()
+    file = read_predictions(run.with_name("small.bnn") / "predictions/laplace.mc/val.h5")
+    assert sum(int(row["examples"]) for row in rows if row["posterior"] == "laplace") == len(file.probs)
+
+
+def test_the_table_has_the_scores_of_evaluate_and_needs_no_script(cli: Cli, run: Path, page: Node) -> None:
+    rows = cli("evaluate", run, "--split", "test", "--json").json["rows"]
+    shown = {row["posterior"]: row for row in page.one("score-table").rows()}
+    assert shown.keys() == {row["posterior"] for row in rows}
+    for row in rows:
+        (nll,) = [metric for metric in row["metrics"] if metric["name"] == "nll"]
+        cell = shown[row["posterior"]]["NLL"]
+        ends = nll["interval"]
+        assert cell == f"{nll['value']:.4f}[{ends['low']:.4f}, {ends['high']:.4f}]"
+    assert all(node.attributes["scope"] for node in page.one("score-table").all("th"))
+
+
+def test_every_figure_has_a_title_a_description_and_its_numbers(page: Node) -> None:
+    figures = page.all("figure")
+    assert {str(one.attributes["id"]) for one in figures} >= {
+        "reliability-test", "risk-coverage-test", "confidence-test", "roc-test-far", "scores-test", "pareto-k", "mmd", "marginals",
+        "traces-hmc",
+    }  # fmt: skip
+    for one in figures:
+        (svg,) = one.all("svg")
+        assert svg.attributes["role"] == "img"
+        named = [one.one(name).text for name in str(svg.attributes["aria-labelledby"]).split()]
+        assert all(named)
+        assert one.all("figcaption")[0].text == " ".join(named)
+        assert one.all("details")[0].rows()
+
+
+def test_reliability_is_what_the_predictions_say(run: Path, page: Node) -> None:
+    file = read_predictions(run.with_name("small.bnn") / "predictions/laplace.mc/test.h5")
+    assert file.labels is not None
+    confidence, right = file.probs.max(axis=1), file.probs.argmax(axis=1) == file.labels
+    rows = [row for row in page.one("reliability-test").rows() if row["posterior"] == "laplace"]
+    assert sum(int(row["examples"]) for row in rows) == len(confidence)
+    for row in rows:
+        low, high = float(row["from"]), float(row["to"])
+        inside = (confidence > low + 1e-5) & (confidence <= high + 1e-5)
+        assert int(row["examples"]) == inside.sum()
+        assert float(row["accuracy"]) == pytest.approx(right[inside].mean(), rel=1e-3)
+        assert float(row["mean confidence"]) == pytest.approx(confidence[inside].mean(), rel=1e-3)
+
+
+def test_the_same_artifacts_give_the_same_bytes(cli: Cli, run: Path, tmp_path: Path) -> None:
+    assert cli("report", run, "--out", tmp_path / "first.html").code == 0
+    first = (tmp_path / "first.html").read_bytes()
+    again = cli("report", run, "--out", tmp_path / "again.html", "--json").json
+    assert (tmp_path / "again.html").read_bytes() == first
+    (output,) = again["outputs"]
+    assert (output["role"], output["bytes"], output["path"]) == ("report", len(first), str(tmp_path / "again.html"))
+    third = cli("report", run, "--out", tmp_path / "again.html", "--json").json
+    assert (again["action"], third["action"], third["outputs"]) == ("computed", "up_to_date", again["outputs"])
+    other = cli("report", run, "--out", tmp_path / "again.html", "--examples", 1, "--json").json
+    assert other["action"] == "replaced"
+
+
+def test_figures_go_into_a_folder_as_files_by_the_names_that_the_page_has(
+    cli: Cli, run: Path, tmp_path: Path, page: Node
+) -> None:
+    words = ("--figures", tmp_path / "f", "--figure-format", "svg", "--out", tmp_path / "out.html")
+    done = cli("report", run, *words, "--json").json
+    names = {str(one.attributes["id"]) for one in page.all("figure")}
+    assert {path.name for path in (tmp_path / "f").iterdir()} == {f"{name}.svg" for name in names}
+    assert set(done["figures"]) == names
+    assert {output["role"] for output in done["outputs"]} == {"report", *(f"figure.{name}" for name in names)}
+
+
+def test_a_bare_run_says_what_is_missing_and_the_command_that_makes_it(cli: Cli, small_run: Path) -> None:
+    folder = small_run.with_name("small.bnn")
+    for name in ("predictions", "metrics", "posteriors"):
+        shutil.rmtree(folder / name)
+    assert cli("report", small_run).code == 0
+    page = read_page(folder / "report.html")
+    check_names(page)
+    told = {section.attributes["id"]: section.text for section in page.all("section")}
+    assert f"bnncli predict {small_run}" in told["calibration"]
+    assert f"bnncli fit-laplace {small_run}" in told["verdict"]
+    assert f"bnncli hmc {small_run}" in told["chains"]
+    assert f"bnncli evaluate {small_run}" in told["scores"]
+    assert "There is no verdict" in told["verdict"]
+
+
+@pytest.mark.parametrize("gone", ["hmc.nc", "laplace.safetensors", "map.safetensors"])
+def test_a_run_without_one_of_its_posteriors_is_reported_on(cli: Cli, small_run: Path, gone: str) -> None:
+    folder = small_run.with_name("small.bnn")
+    (folder / "posteriors" / gone).unlink()
+    done = cli("report", small_run)
+    assert done.code == 0, done.stderr
+    check_names(read_page(folder / "report.html"))
+
+
+def test_posteriors_whose_names_begin_alike_have_figures_of_their_own(cli: Cli, small_run: Path) -> None:
+    folder = small_run.with_name("small.bnn") / "posteriors"
+    shutil.copy(folder / "hmc.nc", folder / "hmc-1.nc")
+    assert cli("report", small_run).code == 0
+    page = read_page(folder.with_name("report.html"))
+    check_names(page)
+    assert {"traces-hmc", "traces-hmc-1"} <= {one.attributes["id"] for one in page.all("figure")}
+
+
+def test_a_damaged_file_is_told_and_the_rest_is_shown(cli: Cli, small_run: Path) -> None:
+    folder = small_run.with_name("small.bnn")
+    path = folder / "posteriors" / "hmc.nc"
+    path.write_bytes(path.read_bytes()[:3000])
+    assert cli("report", small_run).code == 0
+    page = read_page(folder / "report.html")
+    assert "truncated" in page.one("origins").text
+    assert page.one("reliability-test")
+
+
+def test_damaged_predictions_are_told_where_they_would_be_shown(cli: Cli, small_run: Path) -> None:
+    folder = small_run.with_name("small.bnn")
+    path = folder / "predictions" / "laplace.mc" / "test.h5"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    done = cli("report", small_run)
+    assert done.code == 0, done.stderr
+    page = read_page(folder / "report.html")
+    assert "test.h5" in page.one("calibration").text
+    assert page.one("pareto-k")
+
+
+def test_only_the_posteriors_that_are_named_are_shown(cli: Cli, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "some.html"
+    assert cli("report", run, "--posterior", "map", "--posterior", "laplace", "--out", out).code == 0
+    page = read_page(out)
+    assert {row["posterior"] for row in page.one("reliability-test").rows()} == {"map", "laplace"}
+    assert {row["posterior"] for row in page.one("score-table").rows()} == {"map", "laplace"}
+
+
+def test_several_checkpoints_are_compared_and_have_a_part_each(cli: Cli, small_run: Path) -> None:
+    shutil.copytree(small_run.with_name("small.bnn"), small_run.with_name("other.bnn"))
+    done = cli("report", small_run, small_run.with_name("other"))
+    assert done.code == 0, done.stderr
+    path = small_run.with_name("small.bnn") / "comparison.html"
+    page = read_page(path)
+    check_is_self_contained(page, path.read_text())
+    check_names(page)
+    assert page.all("section")[0].attributes["id"] == "comparison"
+    assert {"c1-verdict", "c2-verdict", "c2-calibration"} <= {node.attributes["id"] for node in page.all("section")}
+    shown = {row["posterior"]: row for row in page.one("comparison-table").rows()}
+    rows = cli("compare", small_run, small_run.with_name("other"), "--json").json["rows"]
+    for row in rows:
+        (nll,) = [score for score in row["scores"] if score["name"] == "nll"]
+        assert f"{nll['value']:.4f}" in shown[row["posterior"]]["NLL"]
+        best = page.one("comparison").all("p")[0].text
+        assert (row["posterior"] in re.findall(r"[\w-]+", best)) == nll["is_close"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--figure-format", "svg"], 2, "--figures"),
+        (["--figure-format", "gif"], 2, "gif"),
+        (["--out", ".."], 2, "--out"),
+        (["--examples", "99"], 2, "--examples"),
+        (["--split", "nowhere"], 66, "nowhere"),
+        (["--posterior", "nobody"], 66, "nobody"),
+    ],
+)
+def test_wrong_options_are_told_in_a_line(cli: Cli, small_run: Path, words: list[str], code: int, said: str) -> None:
+    done = cli("report", small_run, *words)
+    assert (done.code, done.stdout) == (code, "")
+    assert said in done.stderr.splitlines()[0]
+    assert not small_run.with_name("small.bnn").joinpath("report.html").exists()
+
+
+def test_what_is_no_report_is_not_replaced_without_force(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "letter.html"
+    path.write_text("<html>a letter")
+    done = cli("report", small_run, "--out", path)
+    assert (done.code, path.read_text()) == (73, "<html>a letter")
+    assert "add --force" in done.stderr
+    assert cli("report", small_run, "--out", path, "--force").code == 0
+    assert cli("report", small_run, "--out", path).code == 0
+    assert cli("report", small_run, "--out", small_run.with_name("small.bnn") / "features" / "test.h5").code == 73
+
+
+def test_a_dry_run_says_where_and_writes_nothing(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    done = cli("report", small_run, "--dry-run", "--figures", tmp_path / "f", "--json").json
+    path = small_run.with_name("small.bnn") / "report.html"
+    assert (done["action"], done["outputs"][0]["path"]) == ("planned", str(path))
+    assert not path.exists()
+    assert not (tmp_path / "f").exists()
+
+
+def test_figures_go_into_no_file_which_is_told_before_any_work(cli: Cli, small_run: Path) -> None:
+    done = cli("report", small_run, "--figures", small_run.with_name("features.npz"), "--dry-run")
+    assert (done.code, done.stdout) == (73, "")
+    assert "features.npz is not a folder" in done.stderr
+
+
+def test_names_that_look_like_markup_are_texts(cli: Cli, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    hostile = ["<script>alert(1)</script>", "'><img src=x onerror=y>", "a&amp;b $x$ \\frac"]
+    for split in ("train", "test"):
+        lines = [f"{a},{b},{hostile[row % 3]}" for row, (a, b) in enumerate(rng.normal(size=(60, 2)))]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["a,b,label", *lines]))
+    run = tmp_path / "<b>run&amp;"
+    data = [word for split in ("train", "test") for word in ("--data", f"{split}=csv:{tmp_path / split}.csv:x=a+b")]
+    chains = ("--chains", 2, "--warmup", 8, "--draws", 30, "--prior-precision", 1)
+    for words in (
+        ("extract-features", "--model", "flatten", *data),
+        ("hmc", *chains),
+        ("predict",),
+        ("evaluate",),
+        ("report",),
+    ):
+        done = cli(words[0], run, *words[1:])
+        assert done.code == 0, done.stderr
+    path = run.with_name(f"{run.name}.bnn") / "report.html"
+    page = read_page(path)
+    check_is_self_contained(page, path.read_text())
+    assert len(page.all("script")) == 1
+    assert not page.all("b")
+    assert page.all("h1")[0].text == "Report on <b>run&amp;"
+    assert "<script>alert(1)" in page.one("inputs").text
+    assert "a&amp;b $x$" in page.one("inputs").text
+
+
+def test_the_page_does_not_grow_with_the_examples(cli: Cli, tmp_path: Path) -> None:
+    rng, sizes = np.random.default_rng(0), []
+    head = rng.normal(size=(3, 2)).astype(np.float32)
+    for count in (3000, 300_000):
+        run = tmp_path / f"rows-{count}"
+        arrays = {f"features_{split}": rng.normal(size=(count, 2)).astype(np.float32) for split in ("test", "far")}
+        arrays |= {"labels_test": (arrays["features_test"] @ head.T).argmax(axis=1), "head_weight": head}
+        assert new_run(cli, run, {**arrays, "head_bias": np.zeros(3, np.float32)}, "--ood", "far")
+        for words in (("predict", run), ("report", run)):
+            done = cli(*words)
+            assert done.code == 0, done.stderr
+        path = run.with_name(f"{run.name}.bnn") / "report.html"
+        check_names(read_page(path))
+        sizes.append(path.stat().st_size)
+    assert sizes[1] < 1.15 * sizes[0]
+
+
+@pytest.mark.long
+def test_the_largest_page_stays_below_a_megabyte(cli: Cli, small_run: Path) -> None:
+    for name in "abcdefg":
+        assert cli("fit-laplace", small_run, "--name", name).code == 0
+    for seed in (1, 2):
+        words = ("--chains", 20, "--warmup", 8, "--draws", 40, "--seed", seed, "--name", f"hmc-{seed}")
+        assert cli("hmc", small_run, *words).code == 0
+    assert cli("predict", small_run, "--posterior", "all").code == 0
+    assert cli("evaluate", small_run, "--bootstrap", 20, "--reference", "hmc-1", "--force").code == 0
+    done = cli("report", small_run, "--examples", 24, "--json").json
+    assert done["outputs"][0]["bytes"] < MOST_BYTES
+    assert done["warnings"] == []

@@ -1,0 +1,136 @@
+"""What report calls things, and how it says numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, ReadError
+from bnncli.evaluation.excess import Scored
+from bnncli.pages.blocks import Missing
+from bnncli.pages.compact import with_classes
+from bnncli.pages.markup import Markup, element, joined, paragraph
+from bnncli.stages.report.gain import payoff_of
+from bnncli.stages.report.parameters import class_name, parameter_name
+from bnncli.stages.report.subject import missing, tried
+from bnncli.stages.report.verdict import calibration_in_words
+from bnncli.stages.report.words import listed_in_words, with_error
+
+HEAD = [
+    {"name": "head.weight", "offset": 0, "shape": [3, 4]},
+    {"name": "head.bias", "offset": 12, "shape": [3]},
+]
+
+
+@pytest.mark.parametrize(
+    ("index", "classes", "name"),
+    [
+        (6, ["cat", "dog", "7"], "dog: weight of feature 2"),
+        (11, ["cat", "dog", "7"], "class 7: weight of feature 3"),
+        (13, ["cat", "dog", "7"], "dog: bias"),
+        (6, ["no", "yes"], "head.weight[1, 2]"),  # outputs that are no classes
+        (99, ["cat", "dog", "7"], "parameter 99"),
+    ],
+)
+def test_parameters_of_a_head_have_the_names_of_their_class_and_feature(
+    index: int, classes: list[str], name: str
+) -> None:
+    assert parameter_name({"param_layout": HEAD, "classes": classes}, index) == name
+
+
+def test_long_names_of_classes_are_cut_and_what_cannot_be_shown_is_written_out() -> None:
+    assert class_name(["x" * 90], 0) == "x" * 24 + "..."
+    assert [class_name([name], 0) for name in ("'a\n\udcff", "\\" * 30)] == ["'a\\n\\udcff", "\\" * 24 + "..."]
+    layout = [{"name": "w\x01", "offset": 0, "shape": [2]}]
+    assert parameter_name({"param_layout": layout}, 1) == "w\\x01[1]"
+
+
+def test_an_error_becomes_a_sentence_with_the_command_that_helps() -> None:
+    command = missing(DataError("no features", hint="bnncli extract-features c.pt"))
+    assert command == Missing("No features.", "bnncli extract-features c.pt")
+    assert missing(DataError("x.h5 is damaged", hint="add \0force\0")) == Missing("x.h5 is damaged; add --force.")
+
+
+def raising(error: BnnError) -> Callable[[], None]:
+    def find() -> None:
+        raise error
+
+    return find
+
+
+@pytest.mark.parametrize("error", [ReadError("I/O error"), DeviceError("no such device"), Interrupted(2, "stopped")])
+def test_what_the_machine_or_the_user_did_ends_the_report(error: BnnError) -> None:
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        tried(raising(error))
+
+
+def test_what_is_wrong_with_artifacts_or_has_no_room_is_told_in_its_place() -> None:
+    assert tried(raising(DataError("x.h5 is damaged"))) == Missing("x.h5 is damaged.")
+    assert tried(raising(DeviceError("Too large", code="out_of_memory"))) == Missing("Too large.")
+    assert tried(lambda: 3) == 3
+
+
+def test_lists_and_differences_in_words() -> None:
+    assert [listed_in_words(list("abc"[:n])) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+    assert (with_error(-0.015, 0.0073), with_error(1.0, None, 1)) == ("−0.0150 ± 0.0073", "1.0")
+
+
+@pytest.mark.parametrize(
+    ("p_values", "told"),
+    [
+        ((0.03, 0.04, 0.5), "none shows more than that"),  # of three together neither is below 0.05
+        ((0.01, 0.04, 0.5), "more than chance is the error of a."),
+        ((0.01, 0.02, 0.5), "more than chance is the error of a and b."),
+    ],
+)
+def test_calibration_errors_are_more_than_chance_at_one_level_for_all_of_them(
+    p_values: tuple[float, ...], told: str
+) -> None:
+    known = [(name, {"value": 0.1, "floor": 0.02, "p_calibrated": p}) for name, p in zip("abc", p_values, strict=True)]
+    text = calibration_in_words("test", known)
+    assert text.startswith("On test stated confidences are off by 10.0 % for a, 10.0 % for b and 10.0 % for c, on")
+    assert "would be off by 2.0 % on so many examples" in text
+    assert told in text
+
+
+@pytest.mark.parametrize(
+    ("gap", "spread", "first", "is_worse"),
+    [
+        (0.1, 0.1, "Not on data like val: ", True),
+        (-0.1, 0.1, "Yes: ", False),
+        (0.002, 0.001, "Hardly either way: ", False),  # sure, and less than 1 % of the NLL
+        (-0.002, 0.001, "Hardly either way: ", False),
+        (0.1, 20.0, "Nothing can be shown either way: ", False),
+    ],
+)
+def test_whether_a_posterior_pays_is_told_by_what_its_losses_show(
+    gap: float, spread: float, first: str, is_worse: bool
+) -> None:
+    noise = np.random.default_rng(0).normal(size=400)
+    own = Scored("laplace", 0.5 + gap + spread * (noise - noise.mean()))
+    found = payoff_of(own, Scored("temperature", np.full(400, 0.5)), "bnncli predict")
+    assert (found.text.startswith(first), found.is_worse) == (True, is_worse)
+    assert f"has NLL 0.5000, laplace {0.5 + gap:.4f} (difference {with_error(gap, spread / 20)[:5]}" in found.text
+
+
+def test_texts_are_escaped_and_markup_is_not() -> None:
+    assert paragraph("a<b", element("b", "c&d"), "\n\udcff") == "<p>a&lt;b<b>c&amp;d</b>\\n\\udcff</p>"
+    assert element("img", src='"x"', alt="", hidden=True, class_=None) == '<img src="&quot;x&quot;" alt="" hidden>'
+    assert isinstance(joined("a", Markup("<hr>"), by=", "), Markup)
+
+
+def test_styles_that_come_again_become_classes() -> None:
+    text = Markup(
+        '<a style="x: 1"></a><b style="y: 2"></b><c style="x: 1"></c><d style="y: 2"></d><e style="z: 3"></e>'
+    )
+    found, rules = with_classes(text)
+    assert found == '<a class="s0"></a><b class="s1"></b><c class="s0"></c><d class="s1"></d><e style="z: 3"></e>'
+    assert rules.splitlines() == [".s0 { x: 1 }", ".s1 { y: 2 }"]
+
+
+def test_a_text_that_reads_like_a_style_stays_a_text() -> None:
+    text = Markup('<p title="a &lt; b">x style="} * { all: unset"</p>' * 2)
+    assert with_classes(text) == (text, "")
