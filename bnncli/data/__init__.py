@@ -11,8 +11,9 @@ from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
 from bnncli.data._known import Memory
 from bnncli.data._labels import common_task, shows_several
 from bnncli.data._preprocess import Preprocess
+from bnncli.data._shift import Shift
 from bnncli.data._sound import Sound, at_rate, clip_of, is_clip
-from bnncli.data._spec import load_split, parse_split
+from bnncli.data._spec import load_split, open_stored, parse_split
 from bnncli.data._split import Batch, Inputs, InputSplit
 from bnncli.data._transform import Transform, Transformed
 
@@ -26,6 +27,7 @@ __all__ = [
     "Inputs",
     "Memory",
     "Preprocess",
+    "Shift",
     "Sound",
     "Transform",
     "Transformed",
@@ -41,6 +43,7 @@ __all__ = [
     "load_split",
     "magic_of",
     "matched_to",
+    "open_stored",
     "parse_hold_out",
     "parse_split",
     "read_feature_arrays",

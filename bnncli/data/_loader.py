@@ -47,13 +47,17 @@ def read_ahead(
     num_workers: int,
     transform: Transform | None = None,
     where: str = "",
+    turns: slice = slice(None),
 ) -> Iterator[Chunk]:
     """The rows (N,) in their order, as stored, or as the transform makes them.
+
+    Args:
+        turns: which of the batches, by their place; no other is read.
 
     Raises:
         BnnError: as the data set's `read`; the transform cannot take what it gives; a process that reads died.
     """
-    chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)[turns]]
     loader = torch_data.DataLoader(
         _Chunks(dataset, chunks, transform, where),
         batch_size=None,

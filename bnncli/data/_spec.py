@@ -11,7 +11,7 @@ from bnncli import registry
 from bnncli.data._known import Memory, known_or_opened
 from bnncli.data._labels import common_task
 from bnncli.data._preprocess import Preprocess
-from bnncli.data._split import InputSplit
+from bnncli.data._split import Dataset, InputSplit
 from bnncli.data._transform import check_fits
 from bnncli.errors import DataError, UsageError
 from bnncli.machine.input_files import reading
@@ -45,6 +45,11 @@ def _perhaps(place: str) -> str | None:
     return f"perhaps {kinds[-1]}:{place}" if kinds else None
 
 
+def open_stored(spec: str) -> Dataset:
+    """The data set that `KIND:PLACE[@N]` names, all of its rows, as stored: for no model. Raises as `load_split` does."""
+    return _opened(spec, Preprocess(), None)[2]
+
+
 def load_split(
     spec: str,
     *,
@@ -67,17 +72,8 @@ def load_split(
         DataError: a file is damaged, labels break a rule, or there are fewer than N rows.
         Untrusted: reading it would unpickle.
     """
-    kind, colon, place = spec.partition(":")
-    if not colon or not place or not registry.has_name(_FAMILY, kind):
-        raise UsageError(f"\0data\0: expected {_forms()}; got {spec!r}", hint=_perhaps(place or kind))
-    module = registry.load_module(_FAMILY, kind)
-    match = re.fullmatch(r"(.+)@(\d+)", place)
-    count = None
     preprocess = preprocess or Preprocess()
-    with reading(Path(place)):  # a name too long, a folder that may not be entered
-        if match and not module.exists(place):
-            place, count = match[1], int(match[2])
-        dataset = known_or_opened(kind, module, place, preprocess, memory)
+    kind, place, dataset, count = _opened(spec, preprocess, memory)
     check_fits(dataset, preprocess.transform, spec)
     if count is not None and not 1 <= count <= len(dataset):
         raise DataError(f"{spec}: {count} rows asked for, there are {len(dataset)}", code="too_few_rows")
@@ -86,3 +82,18 @@ def load_split(
     if not takes_any_labels:
         common_task({f"{kind}:{place}": split.shown_labels}, None)
     return split
+
+
+def _opened(spec: str, preprocess: Preprocess, memory: Memory | None) -> tuple[str, str, Dataset, int | None]:
+    """Kind, place, data set and the N of @N. Raises as `load_split` does."""
+    kind, colon, place = spec.partition(":")
+    if not colon or not place or not registry.has_name(_FAMILY, kind):
+        raise UsageError(f"\0data\0: expected {_forms()}; got {spec!r}", hint=_perhaps(place or kind))
+    module = registry.load_module(_FAMILY, kind)
+    match = re.fullmatch(r"(.+)@(\d+)", place)
+    count = None
+    with reading(Path(place)):  # a name too long, a folder that may not be entered
+        if match and not module.exists(place):
+            place, count = match[1], int(match[2])
+        dataset = known_or_opened(kind, module, place, preprocess, memory)
+    return kind, place, dataset, count

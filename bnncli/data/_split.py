@@ -12,6 +12,7 @@ import numpy as np
 from bnncli.data._classes import Numbering
 from bnncli.data._known import KnownDataset
 from bnncli.data._preprocess import Preprocess
+from bnncli.data._shift import Shift, ShiftedDataset
 from bnncli.data._transform import items_of
 from bnncli.errors import DataError
 from bnncli.numerics.digests import json_sha256, tensor_digest
@@ -92,6 +93,7 @@ class InputSplit:
         is_ood: whether it is out-of-distribution.
         held_out: the `NEW=OLD:N` that made it or took rows from it, or None.
         numbering: what the labels of the data are renumbered by, see `matched_to`; None leaves them.
+        shift: what is done to its images; digests are those of the data as they are.
     """
 
     spec: str
@@ -104,6 +106,7 @@ class InputSplit:
     is_ood: bool = False
     held_out: str | None = None
     numbering: Numbering | None = None
+    shift: Shift | None = None
 
     def __post_init__(self) -> None:
         if len(self.rows) == 0:
@@ -175,21 +178,40 @@ class InputSplit:
         """Identity of the examples and their order, as far as it can be told without running user code."""
         return self.content_digest() or json_sha256([self.spec, self.rows.tolist()])
 
-    def batches(self, batch_size: int, *, device: torch.device | str = "cpu", num_workers: int = 0) -> Iterator[Batch]:
+    @cached_property
+    def outline_digest(self) -> str:
+        """Identity of what is known of the examples before any is read: which rows, their labels, names and classes."""
+        known = {"rows": self.rows, "labels": self.labels}
+        found = {name: array for name, array in known.items() if array is not None}
+        return json_sha256([self.spec, tensor_digest(found), self.names, self.classes])
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        num_workers: int = 0,
+        turns: slice = slice(None),
+    ) -> Iterator[Batch]:
         """Batches in order, preprocessed on the device; `num_workers` processes read and decode ahead.
+
+        Args:
+            turns: which of them, by their place; no other is read.
 
         Raises:
             DataError: an example cannot be read, or has another shape than the others.
         """
         from bnncli.data._loader import read_ahead  # here, for torch
 
+        dataset = self.dataset.opened if isinstance(self.dataset, KnownDataset) else self.dataset
         chunks = read_ahead(
-            self.dataset.opened if isinstance(self.dataset, KnownDataset) else self.dataset,
+            dataset if self.shift is None else ShiftedDataset(dataset, self.shift, self.spec),
             self.rows,
             batch_size,
             num_workers=num_workers,
             transform=self.preprocess.transform,
             where=self.spec,
+            turns=turns,
         )
         for chunk in chunks:
             labels = chunk.labels if self.is_labeled else None

@@ -1,0 +1,118 @@
+"""Corruptions of small images by name, each at severities 1 to 5: noise, blur, light, and loss of detail.
+
+The kinds are eight of those of Hendrycks and Dietterich (2019, arXiv:1903.12261); how strong each severity is, is ours,
+chosen for images of about 32 pixels. What they make is generated, and is not their released data (CIFAR-10-C).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Corrupted = Callable[["NDArray[np.float64]", float, "np.random.Generator"], "NDArray[np.float64]"]
+
+NUM_SEVERITIES = 5
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """One kind.
+
+    Attributes:
+        amounts: of severities 1 to 5.
+        apply: from an image (H, W) or (H, W, C) in [0, 1], an amount and a stream of random numbers to the corrupted image,
+            which may leave [0, 1].
+        is_random: whether it draws from the stream.
+    """
+
+    amounts: tuple[float, float, float, float, float]
+    apply: Corrupted
+    is_random: bool = False
+
+
+def _gaussian_noise(image: NDArray, standard_deviation: float, stream: np.random.Generator) -> NDArray:
+    return image + stream.normal(0.0, standard_deviation, image.shape)
+
+
+def _shot_noise(image: NDArray, photons: float, stream: np.random.Generator) -> NDArray:
+    """Poisson counts; white is so many photons."""
+    return stream.poisson(image * photons) / photons
+
+
+def _impulse_noise(image: NDArray, share: float, stream: np.random.Generator) -> NDArray:
+    """A share of the values becomes 0 or 1, both as often."""
+    drawn = stream.random(image.shape)
+    is_hit, is_white = drawn < share, drawn < share / 2
+    return image * ~is_hit + is_white
+
+
+def _gaussian_blur(image: NDArray, standard_deviation: float, stream: np.random.Generator) -> NDArray:
+    """By a kernel of so many pixels; edges go on as they are."""
+    from scipy.ndimage import gaussian_filter  # here, for its time
+
+    blurred: NDArray = gaussian_filter(image, standard_deviation, mode="nearest", axes=(0, 1))
+    return blurred
+
+
+def _brightness(image: NDArray, added: float, stream: np.random.Generator) -> NDArray:
+    return image + added
+
+
+def _contrast(image: NDArray, kept: float, stream: np.random.Generator) -> NDArray:
+    """The share of each channel's distance to its mean that is kept."""
+    mean: NDArray = image.mean((0, 1))
+    return mean + (image - mean) * kept
+
+
+def _pixelate(image: NDArray, scale: float, stream: np.random.Generator) -> NDArray:
+    """Averaged to so much of each side, and back without smoothing."""
+    from PIL import Image  # here, for its time
+
+    height, width = image.shape[:2]
+    small = (max(1, round(width * scale)), max(1, round(height * scale)))
+    return _by_channels(
+        image, lambda one: one.resize(small, Image.Resampling.BOX).resize((width, height), Image.Resampling.NEAREST)
+    )
+
+
+def _jpeg(image: NDArray, quality: float, stream: np.random.Generator) -> NDArray:
+    """Compressed and decoded by Pillow; colours together, other numbers of channels each by itself."""
+    from PIL import Image  # here, for its time
+
+    def coded(one: Image.Image) -> Image.Image:
+        buffer = BytesIO()
+        one.save(buffer, "JPEG", quality=int(quality))
+        return Image.open(buffer).convert(one.mode)
+
+    return _by_channels(image, coded, keeps_colours=True)
+
+
+def _by_channels(image: NDArray, change: Callable, *, keeps_colours: bool = False) -> NDArray:
+    """An image (H, W) or (H, W, C) after what Pillow does to grey images, or to a colour one, of 8 bits."""
+    import numpy as np  # here, for its time
+    from PIL import Image
+
+    pixels = np.rint(image * 255).astype(np.uint8)
+    if pixels.ndim == 2 or (keeps_colours and pixels.shape[2] == 3):
+        return np.asarray(change(Image.fromarray(pixels))) / 255
+    channels = [np.asarray(change(Image.fromarray(pixels[..., place].copy()))) for place in range(pixels.shape[2])]
+    return np.stack(channels, axis=2) / 255
+
+
+# Gaussian noise in units of white, shot noise in photons of white, blur in pixels, brightness in units of white.
+CORRUPTIONS: Mapping[str, Corruption] = {
+    "gaussian-noise": Corruption((0.04, 0.08, 0.12, 0.16, 0.2), _gaussian_noise, is_random=True),
+    "shot-noise": Corruption((200, 100, 60, 40, 25), _shot_noise, is_random=True),
+    "impulse-noise": Corruption((0.02, 0.04, 0.08, 0.12, 0.2), _impulse_noise, is_random=True),
+    "gaussian-blur": Corruption((0.5, 0.75, 1.0, 1.5, 2.0), _gaussian_blur),
+    "brightness": Corruption((0.1, 0.2, 0.3, 0.4, 0.5), _brightness),
+    "contrast": Corruption((0.75, 0.5, 0.4, 0.3, 0.2), _contrast),
+    "pixelate": Corruption((0.8, 0.65, 0.5, 0.4, 0.3), _pixelate),
+    "jpeg": Corruption((60, 40, 25, 15, 8), _jpeg),
+}
