@@ -5,6 +5,7 @@ must do at both sizes. Small points are ruled by overheads, so that exponents ar
 
     python benchmarks/scaling.py --base 2000,64,10 --from disk --out scaling.json
     python benchmarks/scaling.py --point 1280000,2048,1000 --jobs gradient,kron,mode
+    python benchmarks/scaling.py --imagenet 0.025,0.05,0.1
 """
 
 from __future__ import annotations
@@ -15,85 +16,28 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bnncli.machine.memory import SHARE, budget
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command sets it, before torch is imported
 
+import imagenet
 import machine
 import torch
 from machine import Work
+from scaling_jobs import JOBS, NUM_CHAINS, PRIOR_PRECISION, Point, Sizes
 from synthetic import open_target, write_split
 
-from bnncli.curvature import ggn
 from bnncli.errors import BnnError
 from bnncli.inference import memory
-from bnncli.inference.dynamics import WhitenedPotential, transition
-from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.mode import find_mode
-from bnncli.inference.refine import fit_flow
 from bnncli.machine.devices import available_memory, configure_torch, resolve_device
-from bnncli.numerics.seeds import stream
-from bnncli.posteriors.gaussian import Gaussian
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
 
 SCHEMA = "bnncli.benchmark.scaling/1"
-PRIOR_PRECISION = 100.0
-NUM_DRAWS = 8  # of a value and gradient, and of a refine step
-NUM_CHAINS = 16
-REFINE_STEPS = 4
-STEP_SIZE = 1.0  # of hmc, in posterior standard deviations: two gradients a transition or so
 Row = dict[str, Any]
-
-
-class Sizes(NamedTuple):
-    """Of one point."""
-
-    N: int
-    D: int
-    K: int
-
-    @property
-    def layout(self) -> HeadLayout:
-        """Of its head."""
-        return HeadLayout(self.K, self.D)
-
-    @property
-    def bytes(self) -> int:
-        """Of its features, float32."""
-        return 4 * self.N * self.D
-
-
-@dataclass(frozen=True)
-class Point:
-    """A target, and what its jobs start from."""
-
-    target: LastLayerTarget
-
-    @property
-    def zeros(self) -> torch.Tensor:
-        """Where all jobs start, (P,)."""
-        return torch.zeros(self.target.layout.num_params, dtype=torch.float64, device=self.target.device)
-
-    @cached_property
-    def base(self) -> Gaussian:
-        """The Kronecker Gaussian at zero, made once: it is not what hmc and refine are timed for."""
-        covariance = covariance_at(self.target, self.zeros, "kron").covariance
-        return Gaussian(self.zeros, covariance, self.target.layout, self.target.prior)
-
-
-class Job(NamedTuple):
-    """What is timed, and the work it must do; `count` is what the run returned: how often it did it."""
-
-    run: Callable[[Point], float]
-    work: Callable[[Sizes], Work]
-    structure: str
 
 
 def main() -> None:
@@ -103,8 +47,14 @@ def main() -> None:
     try:
         device = resolve_device(arguments.device)
         rates = machine.measure_rates(device, size=256 if arguments.quick else None)
-        rows = list(_measure(arguments, device, rates))
-        summary = _summary(rows)
+        if arguments.imagenet:
+            rows = imagenet.measure(
+                arguments.imagenet, rates, device=device, folder=arguments.dir, skip=arguments.skip,
+                num_features=arguments.features, num_held_out=arguments.held_out,
+            )  # fmt: skip
+        else:
+            rows = list(_measure(arguments, device, rates))
+        summary = [] if arguments.imagenet else _summary(rows)
     except BnnError as error:
         sys.exit(f"scaling.py: {error}")
     report = {"schema": SCHEMA, "machine": machine.describe(device), "rates": rates._asdict(), "from": arguments.source,
@@ -245,75 +195,21 @@ def _line(row: Row) -> str:
     )
 
 
-def _run_gradient(point: Point) -> float:
-    target = point.target
-    theta = 0.1 * torch.randn(NUM_DRAWS, target.layout.num_params, generator=stream(0, "bench/theta"))
-    target.log_joint_and_grad(theta.to(target.device))
-    return 1.0
-
-
-def _run_curvature(structure: str) -> Callable[[Point], float]:
-    def run(point: Point) -> float:
-        ggn(point.target, point.zeros, structure)
-        return 1.0
-
-    return run
-
-
-def _run_mode(point: Point) -> float:
-    """A Newton step counts as one; how many conjugate gradients it takes is the problem's, not the size's."""
-    return float(max(1, find_mode(point.target, point.zeros).num_iterations))
-
-
-def _run_hmc(point: Point) -> float:
-    """Steps of one transition, after a covariance that is made once a target."""
-    target = point.target
-    potential = WhitenedPotential(target, point.zeros, point.base.covariance)
-    generator = stream(0, "bench/hmc")
-    z = torch.randn(NUM_CHAINS, target.layout.num_params, generator=generator, dtype=torch.float64).to(target.device)
-    state = potential.state(z)
-    return 1.0 + transition(potential, state, generator, STEP_SIZE, "split").num_steps
-
-
-def _run_refine(point: Point) -> float:
-    target = point.target
-    fit_flow(
-        target, point.base, flow="radial", length=5, space="weight", epochs=REFINE_STEPS, learning_rate=0.01,
-        batch_size=target.num_examples, num_draws=NUM_DRAWS, generator=stream(0, "bench/refine"),
-    )  # fmt: skip
-    return float(REFINE_STEPS)
-
-
-def _gradients(draws: int, *, roots: int = 0, is_double: bool = False) -> Callable[[Sizes], Work]:
-    """A value and gradient of some draws, and products of a Kronecker root."""
-
-    def work(sizes: Sizes) -> Work:
-        roots_work = machine.root_product_work("kron", sizes.layout, draws=roots, is_double=is_double)
-        return machine.gradient_work(sizes.N, sizes.layout, draws=draws).plus(roots_work)
-
-    return work
-
-
-def _mode_work(sizes: Sizes) -> Work:
-    """A value and gradient in float64, and a product with the Hessian."""
-    gradient = machine.gradient_work(sizes.N, sizes.layout, is_double=True)
-    return gradient.plus(machine.gradient_work(sizes.N, sizes.layout))
-
-
-JOBS = {
-    "gradient": Job(_run_gradient, _gradients(NUM_DRAWS), "diag"),
-    "kron": Job(_run_curvature("kron"), lambda sizes: machine.curvature_work("kron", sizes.N, sizes.layout), "kron"),
-    "full": Job(_run_curvature("full"), lambda sizes: machine.curvature_work("full", sizes.N, sizes.layout), "full"),
-    "mode": Job(_run_mode, _mode_work, "kron"),
-    "hmc": Job(_run_hmc, _gradients(NUM_CHAINS, roots=2 * NUM_CHAINS, is_double=True), "kron"),
-    "refine": Job(_run_refine, _gradients(NUM_DRAWS, roots=NUM_DRAWS), "kron"),
-}
-
-
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=_sizes, default=Sizes(2000, 64, 10), metavar="N,D,K", help="the first point")
     parser.add_argument("--point", type=_sizes, metavar="N,D,K", help="measure this point alone")
+    parser.add_argument(
+        "--imagenet",
+        type=_numbers,
+        metavar="FRACTIONS",
+        help="a head of these parts of ImageNet's N and K, 1 for all, step by step",
+    )
+    parser.add_argument("--features", type=int, default=imagenet.D, help="D of --imagenet")
+    parser.add_argument("--held-out", type=int, help="examples of val, and of test, of --imagenet")
+    parser.add_argument(
+        "--skip", type=lambda text: tuple(text.split(",")), default=(), help="steps of --imagenet to leave out"
+    )
     parser.add_argument("--doublings", type=int, default=12, help="of each axis, at most")
     parser.add_argument("--max-seconds", type=float, default=20.0, help="a job expected to take longer is left out")
     parser.add_argument(
@@ -330,6 +226,13 @@ def _parse() -> argparse.Namespace:
     if unknown:
         parser.error(f"--jobs: expected some of {', '.join(JOBS)}; got {', '.join(unknown)}")
     return arguments
+
+
+def _numbers(text: str) -> list[float]:
+    numbers = [float(part) for part in text.split(",")]
+    if not all(0 < number <= 1 for number in numbers):
+        raise argparse.ArgumentTypeError(f"expected fractions above 0 up to 1; got {text!r}")
+    return numbers
 
 
 def _sizes(text: str) -> Sizes:

@@ -163,6 +163,20 @@ class Interrupted(BnnError):
         super().__init__(message)
         self.exit = 128 + signum
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """How it travels to other processes."""
+        return type(self), (self.exit - 128, self.message), self.__dict__
+
+
+def bug(error: BaseException) -> BnnError:
+    """The error for an exception that nobody expected."""
+    return BnnError(f"{type(error).__name__}: {error}", hint="this is a bug in bnncli; please report it")
+
+
+def left_by(error: SystemExit) -> UsageError:
+    """The error for code of the user's that ends the process."""
+    return UsageError(f"the code that was named called exit({error.code!r})")
+
 
 # What came of the machine or of the user while a file was read: it says nothing of what is in the file.
 NOT_OF_CONTENT = (ReadError, DeviceError, Interrupted)

@@ -206,7 +206,7 @@ class CLASS:
         return Operations(elementwise=2 * num_examples * layout.num_params)
 
     @staticmethod
-    def most_elements(layout, *, in_span):
+    def most_elements(layout, *, largest_full, in_span):
         return 0  # never unasked
 '''
 

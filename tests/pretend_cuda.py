@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
@@ -791,6 +792,7 @@ def _install(pretend_: Pretend, stack: ExitStack) -> None:
         "set_device": lambda device: setattr(pretend_, "current_device", _index(device, pretend_.current_device)),
         "get_device_name": lambda device=None: "a pretend GPU",
         "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
         "mem_get_info": lambda device=None: (pretend_.free_memory, _TOTAL_MEMORY),
         "synchronize": lambda device=None: pretend_.sync("synchronize"),
         "empty_cache": lambda: None,

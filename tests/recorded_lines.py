@@ -63,7 +63,9 @@ COMPUTING = {
     "diagnose",
     "integrals",
     "sbc",
+    "report",
     "auto",
+    "merge",
 }
 
 
@@ -224,6 +226,9 @@ LINES = (
     Line("fit-vi small --epochs 4 --elbo-draws 32 --json", TRAINED),
     Line("fit-vi small --epochs 4 --batch-size 60 --estimator flipout --elbo-draws 32 --name flipout", TRAINED),
     Line("fit-vi small --epochs 4 --optimizer ivon --kl-weight 0.5 --elbo-draws 32 --name ivon", TRAINED),
+    Line("hmc small --chains 4 --warmup 10 --draws 20 --seed 1 --name one", SOLVED),
+    Line("hmc small --chains 4 --warmup 10 --draws 20 --seed 2 --name two", SOLVED),
+    Line("merge small --posterior one --posterior two --json", SOLVED),
     Line("fit-vi tiny.pt --layers all --epochs 2 --elbo-draws 8", TRAINED),
     # Latent binary networks: every estimator, variance and prior.
     Line(LBBNN, TRAINED),
@@ -304,6 +309,7 @@ LINES = (
     ),
     Line("diagnose small --posterior laplace --posterior refine --posterior hmc --posterior map --draws 128", TRAINED),
     Line("diagnose small --posterior laplace --posterior lbbnn --draws 128 --strict --json", TRAINED),
+    Line("report small --posterior laplace --posterior hmc --examples 2 --figures drawn --figure-format svg", TRAINED),
     Line("auto wide", TRAINED),
     Line("predict wide --split test", TRAINED),
     Line("sbc small --posterior laplace --simulations 20 --draws 9", SOLVED),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from gpu_parts.commands import command_of
 # Sums of float32 differ by their order; a weaker prior leaves Hessians near enough to singular for that to be seen.
 _PRIOR = "--prior-precision 100"
 ESTIMATORS = ("lrt", "mnf", "concrete")
+COMPUTES_NOTHING = ("grid", "reproduce")  # their lines are other commands
 SLOW_HEADS = ("single-logit", "wide")  # of the heads' shapes, where work is slow
 
 
@@ -32,9 +34,10 @@ class Case:
     arrays: dict[str, np.ndarray]
 
     def thinned(self) -> Case:
-        """Each command once, as its first line has it, and no demo."""
-        firsts = {command_of(line): line for line in reversed(self.lines)}
-        lines = [line for line in self.lines if line == firsts[command_of(line)] and command_of(line) != "demo"]
+        """Each command once, as its first line has it, with the posteriors that these lines name, and no demo."""
+        firsts = {command_of(line): line for line in reversed(self.lines) if command_of(line) != "demo"}
+        named = {name for line in firsts.values() for name in _values(line, "--posterior")}
+        lines = [line for line in self.lines if line in firsts.values() or named & set(_values(line, "--name"))]
         return replace(self, lines=tuple(lines))
 
     def prepare(self, folder: Path) -> None:
@@ -68,7 +71,13 @@ def cases(*, is_slow: bool = False) -> list[Case]:
 def without_line(all_cases: list[Case]) -> list[str]:
     """Commands that no line of any case runs."""
     there = {command_of(line) for case in all_cases for line in case.lines}
-    return sorted({command.name for command in COMMANDS} - there)
+    return sorted({command.name for command in COMMANDS} - there - {*COMPUTES_NOTHING})
+
+
+def _values(line: str, flag: str) -> list[str]:
+    """What stands after a flag."""
+    words = line.split()
+    return [value for word, value in pairwise(words) if word == flag]
 
 
 def head_arrays(
@@ -124,8 +133,11 @@ def _lines(extract: str) -> list[str]:
         "hmc FOLDER/run --dynamics leapfrog --name leapfrog",
         "hmc FOLDER/run --gradients tf32 --name tf32",
         "hmc FOLDER/run --gradients bfloat16 --name bfloat16",
+        "hmc FOLDER/run --seed 1 --name again",
+        "merge FOLDER/run --posterior hmc --posterior again",
         *(f"fit-lbbnn FOLDER/run --estimator {name} --repeats 4 --epochs 60 --name {name}" for name in ESTIMATORS),
         "fit-lbbnn FOLDER/run --hidden 20 --standardize --epochs 20 --name hidden",
+        "fit-lbbnn FOLDER/run --repeats 2 --estimator mnf --epochs 20 --shards 64 --name apart",
         "prune FOLDER/run --posterior lrt",
         "prune FOLDER/run --posterior mnf --rule density --density 0.2",
         "predict FOLDER/run --integrator all --samples 100",
@@ -164,6 +176,8 @@ def _quick_lines() -> list[str]:
         "fit-temperature FOLDER/run",
         "refine FOLDER/run --epochs 30 --length 1 --elbo-draws 32",
         "hmc FOLDER/run --chains 8 --warmup 10 --draws 20",
+        "hmc FOLDER/run --chains 8 --warmup 10 --draws 20 --seed 1 --name again",
+        "merge FOLDER/run --posterior hmc --posterior again",
         "fit-lbbnn FOLDER/run --slab-sd 1 --repeats 2 --epochs 3",
         "prune FOLDER/run",
         f"predict FOLDER/run --integrator mc --integrator plug-in --samples 20 {test}",
@@ -204,6 +218,7 @@ def _readers(diagnosed: str = "") -> list[str]:
     return [
         f"diagnose FOLDER/run {diagnosed}",
         "compare FOLDER/run",
+        "report FOLDER/run",
         "status FOLDER/run",
         "verify FOLDER/run.bnn",
         "inspect FOLDER/run.bnn/posteriors/laplace.safetensors",

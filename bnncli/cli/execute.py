@@ -18,8 +18,9 @@ from bnncli.cli.memory_advice import memory_advice
 from bnncli.cli.option_values import OptionValue, config_path, read_config, resolve, resolve_named, unknown_variables
 from bnncli.cli.tables import print_table
 from bnncli.console import Console
-from bnncli.errors import BnnError, Exit, UsageError, WriteError, machine_error
+from bnncli.errors import BnnError, Exit, UsageError, WriteError, bug, left_by, machine_error
 from bnncli.machine import signals
+from bnncli.machine.last_words import LOST
 from bnncli.names import printable
 from bnncli.options import (
     CommonOptions,
@@ -82,7 +83,7 @@ class _Invocation:
             except Exception as error:
                 self._fail(error)
             except SystemExit as error:
-                self._fail(UsageError(f"the code that was named called exit({error.code!r})"))
+                self._fail(left_by(error))
             self.results.flush()
         finally:
             self.console.close()
@@ -145,12 +146,11 @@ class _Invocation:
             record=options.get(RecordOptions, RecordOptions()),
             makers={one.name: one.groups for one in (*COMMANDS, command) if RecordOptions in one.groups},
         )
-        sys.stdout = sys.stderr  # a print in a library or in a user's factory must not mix with the result
-        try:
-            with spread.workers_joined(command.name, compute, self.console) as has_work:
-                result = registry.load_module("stages", command.name).run(run, own) if has_work else None
-        finally:
-            sys.stdout = self.results
+        with (
+            spread.printed_aside(),
+            spread.workers_joined(command.name, own, compute, self.console) as has_work,
+        ):
+            result = registry.load_module("stages", command.name).run(run, own) if has_work else None
         self.console.stop_bar()
         if result is not None and not spread.is_follower():
             self._print(run, result)
@@ -211,7 +211,7 @@ class _Invocation:
                 self.code = Exit.USAGE
                 print(getattr(error, "message", ""), file=sys.stderr)
                 return
-            known = BnnError(f"{type(error).__name__}: {error}", hint="this is a bug in bnncli; please report it")
+            known = bug(error)
             self.console.stop_bar()
             self.console.traceback(error)
         elif self.console.options.verbose:
@@ -221,7 +221,7 @@ class _Invocation:
         self.console.stop_bar()
         self.code = known.exit
         if spread.is_follower():
-            if known.code == "worker_lost" or known.exit not in (Exit.BUG, Exit.DEVICE, Exit.IO):
+            if known.code == LOST or known.exit not in (Exit.BUG, Exit.DEVICE, Exit.IO):
                 return  # who has ended says why, and of what was asked and given the first says the same
             known.message = f"worker {os.environ['RANK']}: {known.message}"
         elif self.is_json:

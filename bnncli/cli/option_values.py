@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import tomllib
 import typing
 from dataclasses import MISSING, Field, dataclass
 from pathlib import Path
@@ -15,11 +14,9 @@ from typing import Any
 
 from bnncli.cli.commands import all_commands
 from bnncli.errors import ConfigError, UsageError
-from bnncli.machine.input_files import read_error
 from bnncli.options.command import Command
 from bnncli.options.declaration import check_value, declared, flag_of
-
-MAX_CONFIG_BYTES = 1 << 20
+from bnncli.options.toml_values import base_type, closest, faults_of, line_of, option_value, read_toml, type_name
 
 
 @dataclass(frozen=True)
@@ -61,17 +58,7 @@ def read_config(path: Path | None) -> dict[str, dict[str, Any]]:
     """
     if path is None:
         return {}
-    try:
-        with open(path, "rb") as stream:  # a pipe of the shell too, but never without end
-            raw = stream.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise read_error(error, path, what="the configuration file ") from None
-    if len(raw) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path}: expected at most {MAX_CONFIG_BYTES} bytes; got more", path=path)
-    try:
-        tables = tomllib.loads(raw.decode("utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}", path=path) from None
+    raw, tables = read_toml(path, what="the configuration file ")
     known = {command.name: option_fields(command) for command in all_commands()}
     known["common"] = {name: entry for options in known.values() for name, entry in options.items()}
     return {table: _check_table(path, raw, table, keys, known) for table, keys in tables.items()}
@@ -82,7 +69,7 @@ def _check_table(
 ) -> dict[str, Any]:
     if table not in known or not isinstance(keys, dict):
         raise ConfigError(
-            f"{path}{_line_of(raw, table)}: unknown table [{table}]{_closest(table, list(known))}", path=path
+            f"{path}{line_of(raw, table)}: unknown table [{table}]{closest(table, list(known))}", path=path
         )
     checked = {}
     for key, value in keys.items():
@@ -92,19 +79,11 @@ def _check_table(
         )  # assert_, where a keyword of Python is the option's name
         if name not in known[table]:
             choices = [flag_of(entry)[2:] for entry in known[table]]
-            message = f"{path}{_line_of(raw, key)}: unknown key {key!r} in [{table}]{_closest(key, choices)}"
+            message = f"{path}{line_of(raw, key)}: unknown key {key!r} in [{table}]{closest(key, choices)}"
             raise ConfigError(message, path=path)
         spec, hint = known[table][name]
-        value = _from_toml(value, hint)
-        if not _has_type(value, hint):
-            wanted = _type_name(hint)
-            message = f"{path}{_line_of(raw, key)}: [{table}] {key}: expected {wanted}; got {value!r}"
-            raise ConfigError(message, path=path)
-        try:
-            check_value(spec, value, f"{path}{_line_of(raw, key)}: [{table}] {key}")
-        except UsageError as error:
-            raise ConfigError(error.message, path=path) from None
-        checked[name] = value
+        with faults_of(path):
+            checked[name] = option_value(spec, hint, value, f"{path}{line_of(raw, key)}: [{table}] {key}")
     return checked
 
 
@@ -162,7 +141,7 @@ def resolve_named(name: str | None, config_file: str | None) -> dict[str, dict[s
 
 def _from_text(text: str, hint: Any, variable: str) -> Any:
     """The value an environment variable says; lists are separated by semicolons."""
-    base = _base_type(hint)
+    base = base_type(hint)
     if base is bool:
         word = text.strip().lower()
         if word in ("1", "true", "yes", "on"):
@@ -175,66 +154,4 @@ def _from_text(text: str, hint: Any, variable: str) -> Any:
     try:
         return base(text)
     except ValueError:
-        raise UsageError(f"{variable}: expected {_type_name(hint)}; got {text!r}") from None
-
-
-def _from_toml(value: Any, hint: Any) -> Any:
-    """A TOML value as the option has it: a number where it takes text, or a list of texts, as it is typed after a flag."""
-    base = _base_type(hint)
-    if base is list and isinstance(value, list):
-        return [_typed(item) for item in value]
-    if base is float and _is_number(value):
-        return float(value)
-    return _typed(value) if base is str else value
-
-
-def _typed(value: Any) -> Any:
-    """A number as it is typed, the shortest text that gives it back; anything else as it is."""
-    return repr(value).removesuffix(".0") if _is_number(value) else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _base_type(hint: Any) -> Any:
-    """int for `int | None`, list for `list[str]`, the type itself otherwise."""
-    arguments = [item for item in typing.get_args(hint) if item is not type(None)]
-    if typing.get_origin(hint) is list:
-        return list
-    return arguments[0] if arguments else hint
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    base = _base_type(hint)
-    if base is list:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if base is float:
-        return _is_number(value)
-    if base is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, base)
-
-
-def _type_name(hint: Any) -> str:
-    names = {
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        bool: "true or false",
-        list: "a list of texts",
-    }
-    return names[_base_type(hint)]
-
-
-def _closest(word: str, choices: list[str]) -> str:
-    near = difflib.get_close_matches(word.replace("_", "-"), choices, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; expected one of {', '.join(sorted(choices))}"
-
-
-def _line_of(raw: bytes, word: str) -> str:
-    """`:7` when the word first stands on line 7."""
-    for number, line in enumerate(raw.decode("utf-8", "replace").splitlines(), start=1):
-        if line.strip().startswith((word, f"[{word}]", f'"{word}"')):
-            return f":{number}"
-    return ""
+        raise UsageError(f"{variable}: expected {type_name(hint)}; got {text!r}") from None

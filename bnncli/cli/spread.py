@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from bnncli.console import Console
-from bnncli.errors import UsageError
+from bnncli.errors import BnnError, DeviceError, Exit, Interrupted, UsageError, bug, left_by, machine_error
 from bnncli.lazy import torch
-from bnncli.machine import team
+from bnncli.machine import signals, team
 from bnncli.machine.devices import device_name
-from bnncli.options import CommonOptions, ComputeOptions
+from bnncli.machine.last_words import LOST
+from bnncli.options import CommonOptions, ComputeOptions, ExtractFeaturesOptions
 
-SPREAD = ("fit-laplace", "refine", "hmc", "fit-vi", "fit-swag", "fit-sghmc", "fit-temperature")
+SPREAD = (
+    "fit-laplace",
+    "refine",
+    "hmc",
+    "fit-vi",
+    "fit-swag",
+    "fit-sghmc",
+    "fit-temperature",
+    "fit-lbbnn",
+    "train",
+    "predict",
+    "evaluate",
+)
 NUM_SHARDS = 64
 
 
@@ -30,44 +46,103 @@ def own_device(options: ComputeOptions) -> ComputeOptions:
     if found is None or options.device not in ("auto", "cuda") or device_name(options.device) == "cpu":
         return options
     local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if local >= count:
+    here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if here > count:  # all workers know it, and the first says it
         raise UsageError(
-            f"torchrun: {local + 1} workers or more on this machine, and {count} GPUs",
+            f"torchrun: {here} workers on this machine, and {count} GPUs",
             hint=f"start {count} with --nproc-per-node {count}, or use \0device\0 cpu",
         )
     return replace(options, device=f"cuda:{local}")
 
 
 @contextmanager
-def workers_joined(command: str, options: ComputeOptions, console: Console) -> Iterator[bool]:
+def workers_joined(command: str, own: object, options: ComputeOptions, console: Console) -> Iterator[bool]:
     """Inside, this process works with the others; gives whether it has work at all.
 
-    A command whose work is not shared out is done by the first worker alone.
+    A command whose work is not shared out is done by the first worker alone. What ends one of them is told to the first,
+    which says it.
+
+    Args:
+        own: the command's own options.
 
     Raises:
-        DeviceError: the others do not come.
+        DeviceError: the others do not come; one of them was killed; or, of a worker that has told the first what ends it,
+            that it has.
     """
     started = team.rank_and_size()
     rank, size = started or (0, 1)
     if started is None and options.shards is None:
         yield True
         return
-    if size > 1 and command not in SPREAD:
+    is_in_step = command in SPREAD or size == 1
+    extraction = own if isinstance(own, ExtractFeaturesOptions) else None
+    if not is_in_step and (extraction is None or not extraction.has_network):
+        what = command if extraction is None else f"{command} without a network"
         if rank == 0:
-            console.warn(f"{command} is not shared out among workers: the first of {size} does all of it")
+            console.warn(f"{what} is not shared out among workers: the first of {size} does all of it")
         yield rank == 0
         return
     if size > 1:
         console.info(f"the first of {size} workers, as torchrun has it (unset WORLD_SIZE to work alone)")
-    team.join(team.Team(rank, size, options.shards or NUM_SHARDS), torch.device(device_name(options.device)))
+    joined = team.Team(rank, size, options.shards or NUM_SHARDS, is_in_step)
+    team.join(joined, torch.device(device_name(options.device)))
     try:
         yield True
+        team.meet()
+        team.part()
+    except (Exception, SystemExit) as error:
+        _part(error, joined, console)
+        raise
     finally:
         if size > 1:
-            console.debug(f"sent {team.bytes_sent()} bytes to other workers")
+            console.debug(
+                f"sent {team.bytes_sent()} bytes to other workers, received {team.bytes_received()} of messages"
+            )
         team.leave()
 
 
+def _part(error: BaseException, joined: team.Team, console: Console) -> None:
+    """Tell the others what ends this process. Raises DeviceError where that is one that was killed, or the first says it.
+
+    torchrun ends all when any has gone: none goes before the first, which would be ended in the midst of what it says.
+    """
+    known = left_by(error) if isinstance(error, SystemExit) else error if isinstance(error, BnnError) else None
+    known = known or machine_error(error) or bug(error)  # type: ignore[arg-type]
+    killed = team.killed() if isinstance(known, Interrupted) else None
+    if killed is not None:  # torchrun ends this process for it
+        killed.hint, known = known.hint, killed
+    team.part(known)
+    if killed is not None:
+        raise killed from error
+    if joined.is_leader:
+        return
+    if known.exit == Exit.BUG:
+        console.traceback(error)
+    while not team.first_has_ended() and not signals.has_come():
+        time.sleep(0.05)
+    if known.code == LOST:
+        known = team.heard() or known
+    told: BnnError = DeviceError("the first worker says why", code=LOST)
+    told.exit = known.exit
+    raise told from error
+
+
+@contextmanager
+def printed_aside() -> Iterator[None]:
+    """What a library or a user's factory prints inside goes to stderr: it must not mix with the result. Of a worker that is not the first it goes nowhere."""
+    results = sys.stdout
+    try:
+        if not is_follower():
+            sys.stdout = sys.stderr
+            yield
+            return
+        with open(os.devnull, "w", encoding="utf-8") as sys.stdout, warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        sys.stdout = results
+
+
 def quiet(options: CommonOptions) -> CommonOptions:
-    """The options of a worker whose lines nobody wants: the first says the same."""
+    """The options of a worker whose lines nobody wants: the first says the same. PyTorch's own, where the first has gone, are less wanted still."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when it is imported
     return replace(options, quiet=True, verbose=0, progress="none", log_file=None)

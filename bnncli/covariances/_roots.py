@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -9,10 +10,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from bnncli.covariances._panels import panelled_root
 from bnncli.errors import NumericError
 from bnncli.machine.interruptible import interruptible
+from bnncli.machine.panels import is_large
+from bnncli.machine.team import Team, team
 
 Result = TypeVar("Result")
+Rows = Callable[[int, int], Tensor]  # of a symmetric matrix (F, F) the rows start..stop, (stop - start, F)
+
+_LOOK = 256  # rows that are looked at together
 
 # Relative to the mean diagonal of the precision; beyond the last step the matrix is wrong, not rounded.
 JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6)
@@ -22,24 +29,63 @@ def inverse_root(precision: Tensor) -> tuple[Tensor, float]:
     """L (..., F, F), lower triangular with L L^T = (precision + jitter I)^{-1}, and the jitter, 0 nearly always.
 
     Args:
-        precision: (..., F, F), symmetric, one matrix or a batch; its diagonal is overwritten when jitter is needed.
+        precision: (..., F, F), float64, symmetric, one matrix or a batch; its diagonal is overwritten when jitter is needed.
 
     Raises:
         NumericError: when even the largest jitter leaves a matrix without a Cholesky factor, or it is not finite.
     """
+    if precision.ndim == 2 and is_large(len(precision)):
+        zero = precision.new_zeros(len(precision))
+        return root_of_sum(lambda start, stop: precision[start:stop], zero, mean=float(precision.diagonal().mean()))
     diagonal = precision.diagonal(dim1=-2, dim2=-1)
-    size, added = float(diagonal.mean()), 0.0
-    for step in JITTERS:
-        diagonal += step * size - added
-        added = step * size
+    size, before = float(diagonal.mean()), [0.0]
+
+    def root(added: float) -> Tensor | None:
+        diagonal.add_(added - before[0])
+        before[0] = added
         # With the order of the parameters reversed, the inverse of the factor is lower triangular again.
         root, failed = _long(precision, 1 / 3, lambda: torch.linalg.cholesky_ex(precision.flip(-2, -1)))
-        if not failed.any():
-            root = root.flip(-2, -1)
-            root = _long(precision, 1, partial(_inverse_transposed, root))
-            if torch.isfinite(root).all():
-                return root, added
-    if not torch.isfinite(precision).all():
+        return None if failed.any() else _long(precision, 1, partial(_inverse_transposed, root.flip(-2, -1)))
+
+    return _jittered(root, size, is_finite=lambda: bool(torch.isfinite(precision).all()))
+
+
+def root_of_sum(rows: Rows, diagonal: Tensor, *, mean: float) -> tuple[Tensor, float]:
+    """The same of one large matrix plus a diagonal (F,): panel by panel, shared out among the workers where there are several.
+
+    Args:
+        rows: of the matrix.
+        mean: of the sum's diagonal.
+    """
+    size, workers = len(diagonal), team() or Team(0, 1)
+
+    def root(added: float) -> Tensor | None:
+        def columns(start: int, stop: int) -> Tensor:
+            part = rows(size - stop, size - start)[:, : size - start].flip(0, 1).T.contiguous()
+            part.diagonal().add_(diagonal[size - stop : size - start].flip(0) + added)
+            return part
+
+        return panelled_root(columns, size, workers, device=diagonal.device)
+
+    return _jittered(
+        root, mean, is_finite=lambda: all(_is_finite(rows, start, size) for start in range(0, size, _LOOK))
+    )
+
+
+def _is_finite(rows: Rows, start: int, size: int) -> bool:
+    return bool(torch.isfinite(rows(start, min(start + _LOOK, size))).all())
+
+
+def _jittered(
+    root: Callable[[float], Tensor | None], size: float, *, is_finite: Callable[[], bool]
+) -> tuple[Tensor, float]:
+    """The first root that is there, and what was added to the diagonal. Raises NumericError without one."""
+    if math.isfinite(size):  # infinite numbers can have a root of zeros
+        for step in JITTERS:
+            found = root(step * size)
+            if found is not None and torch.isfinite(found).all():
+                return found, step * size
+    if not math.isfinite(size) or not is_finite():
         raise NumericError("the posterior precision is not finite", hint="check the inputs")
     raise NumericError(
         "the posterior precision is not positive definite",

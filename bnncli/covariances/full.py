@@ -8,9 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.covariances._roots import inverse_root
+from bnncli.covariances._roots import Rows, inverse_root, root_of_sum
+from bnncli.machine.panels import is_large
 from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
+
+# Parameters: of 7,700 (float32, 16 chains, two threads) products with all of L take 60 ms, with what is not zero 13 to 16.
+_LARGE, _PRODUCT_WIDTH = 2048, 1024
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,21 @@ class Full:
         Raises:
             NumericError: when even the largest jitter leaves the precision without a Cholesky factor.
         """
-        precision = hessian["hessian.full"].double().clone()
-        precision.diagonal().add_(prior.diagonal(layout, device=precision.device))
+        matrix = hessian["hessian.full"].double()
+        precisions = prior.diagonal(layout, device=matrix.device).double()
+        if is_large(len(matrix)):
+            mean = float(matrix.diagonal().mean() + precisions.mean())
+            return from_rows(lambda start, stop: matrix[start:stop], precisions, mean=mean)
+        precision = matrix.clone()
+        precision.diagonal().add_(precisions)
         return inverse(precision)
 
     def unwhiten(self, z: Tensor) -> Tensor:
         """z L^T, (S, P)."""
-        return z.to(self.scale_tril) @ self.scale_tril.T
+        z, root = z.to(self.scale_tril), self.scale_tril
+        if self.num_params <= _LARGE:
+            return z @ root.T
+        return torch.cat([z[:, :stop] @ root[start:stop, :stop].T for start, stop in self._panels()], dim=1)
 
     def whiten(self, x: Tensor) -> Tensor:
         """L^{-1} x, (S, P)."""
@@ -52,7 +64,15 @@ class Full:
 
     def pull_back(self, gradient: Tensor) -> Tensor:
         """gradient L, (S, P)."""
-        return gradient.to(self.scale_tril) @ self.scale_tril
+        gradient, root = gradient.to(self.scale_tril), self.scale_tril
+        if self.num_params <= _LARGE:
+            return gradient @ root
+        return torch.cat([gradient[:, start:] @ root[start:, start:stop] for start, stop in self._panels()], dim=1)
+
+    def _panels(self) -> list[tuple[int, int]]:
+        """Rows and columns of L in parts, whose products leave out what is zero."""
+        size = self.num_params
+        return [(start, min(start + _PRODUCT_WIDTH, size)) for start in range(0, size, _PRODUCT_WIDTH)]
 
     def log_det_scale(self) -> float:
         """log|det L|."""
@@ -79,5 +99,18 @@ class Full:
 
 def inverse(precision: Tensor) -> Full:
     """The covariance of a precision (P, P), float64, that may be changed. Raises NumericError as from_hessian does."""
-    scale, jitter = inverse_root(precision)
-    return Full(scale, jitter=jitter)
+    return Full(*inverse_root(precision))
+
+
+def from_rows(rows: Rows, precisions: Tensor, *, mean: float) -> Full:
+    """(H + Lambda)^{-1} of a large matrix, panel by panel, shared out among workers where there are several.
+
+    Args:
+        rows: gives those of H from start to stop.
+        precisions: Lambda's diagonal (P,), where the root shall be.
+        mean: of the diagonal of H + Lambda.
+
+    Raises:
+        NumericError: as from_hessian.
+    """
+    return Full(*root_of_sum(rows, precisions, mean=mean))

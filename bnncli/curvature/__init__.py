@@ -16,8 +16,6 @@ from bnncli.theta.layout import MatrixLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_AUTO_FULL = 6000  # parameters; beyond, the Cholesky factors of a prior search take minutes on two cores
-
 
 class Operations(NamedTuple):
     """What a Hessian and its covariance take.
@@ -54,7 +52,7 @@ class StructuredCurvature(Curvature, Protocol):
         """Of H and its covariance, as in Golub and Van Loan (2013), Matrix Computations, 4.2 and 8.3."""
 
     @staticmethod
-    def most_elements(layout: MatrixLayout, *, in_span: bool) -> float:
+    def most_elements(layout: MatrixLayout, *, largest_full: int, in_span: bool) -> float:
         """Elements up to which it is quick enough to be taken unasked, over all of theta or in the span of the features."""
 
 
@@ -71,9 +69,13 @@ def ggn(
     """
     kind = target.curvature(structure)
     kept: dict[str, Any] = {"before": before} if kind.fixed and before is not None else {}
-    # Through a network a curvature pass takes a backward pass for each logit; the concave target is the head's.
-    count_passes(1.0 if target.is_concave else getattr(getattr(target, "likelihood", None), "num_outputs", 1))
+    count_pass(target)
     return kind.hessian(target, theta, **kept)
+
+
+def count_pass(target: CurvedTarget) -> None:
+    """Count what one Hessian takes: through a network a backward pass for each logit; the concave target is the head's."""
+    count_passes(1.0 if target.is_concave else getattr(getattr(target, "likelihood", None), "num_outputs", 1))
 
 
 def structure_of(hessian: dict[str, Tensor]) -> str:

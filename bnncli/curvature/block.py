@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from bnncli.curvature import MAX_AUTO_FULL, Operations
+from bnncli.curvature import Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
 from bnncli.likelihoods import Likelihood
 from bnncli.targets.grams import weighted_grams
@@ -46,14 +46,14 @@ class Block:
         return Operations(products=2 * num_examples * num_outputs * size**2, factors=factors)
 
     @staticmethod
-    def most_elements(layout: MatrixLayout, *, in_span: bool) -> float:
+    def most_elements(layout: MatrixLayout, *, largest_full: int, in_span: bool) -> float:
         """What makes its sums as many operations as those of the largest full one, which needs a quarter of its products.
 
         In the span, whose examples are few, its factors.
         """
         if in_span:
-            return MAX_AUTO_FULL**3 // (3 * (layout.num_features + layout.has_bias))
-        return MAX_AUTO_FULL**2 // 4
+            return largest_full**3 // (3 * (layout.num_features + layout.has_bias))
+        return largest_full**2 // 4
 
 
 def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:

@@ -44,7 +44,7 @@ class Diag:
         return Operations(elementwise=2 * num_examples * layout.num_params, factors=float(layout.num_params))
 
     @staticmethod
-    def most_elements(layout: ParamLayout, *, in_span: bool) -> float:
+    def most_elements(layout: ParamLayout, *, largest_full: int, in_span: bool) -> float:
         """Any number."""
         return math.inf
 

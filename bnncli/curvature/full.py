@@ -7,13 +7,15 @@ matrix is the Hessian.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from bnncli.curvature import MAX_AUTO_FULL, Operations
+from bnncli.curvature import Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
+from bnncli.machine.panels import is_large
 from bnncli.targets.grams import is_packed, packed_grams, packed_places, unpack_symmetric, weighted_grams
 from bnncli.theta.head import HeadLayout
 
@@ -36,8 +38,12 @@ class Full:
     @staticmethod
     def hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
         """`hessian.full`, (P, P) float64."""
-        (pairs,) = sum_over_examples(target, theta, partial(_sums, target.layout.likelihood))
-        return {"hessian.full": scaled(whole_of_pairs(pairs, target.layout), target)}
+        return {"hessian.full": whole_of_pairs(_pairs(target, theta), target.layout)}
+
+    @staticmethod
+    def rows(target: LastLayerTarget, theta: Tensor) -> Callable[[int, int], Tensor]:
+        """What gives rows start..stop of `hessian.full`, which need not be made whole: of a quarter to half of its numbers."""
+        return rows_of_pairs(_pairs(target, theta), target.layout)
 
     @staticmethod
     def num_elements(layout: HeadLayout) -> int:
@@ -46,15 +52,21 @@ class Full:
 
     @staticmethod
     def operations(layout: HeadLayout, num_examples: int) -> Operations:
-        """2 N F^2 of products for each pair of outputs, and a Cholesky factor and its inverse."""
+        """2 N F^2 of products for each pair of outputs, and a Cholesky factor and its inverse, which panels make in half of the work."""
         size = layout.num_features + layout.has_bias
-        factors = 4 / 3 * float(layout.num_params) ** 3
+        factors = (2 if is_large(layout.num_params) else 4) / 3 * float(layout.num_params) ** 3
         return Operations(products=2 * num_examples * layout.likelihood.num_pairs * size**2, factors=factors)
 
     @staticmethod
-    def most_elements(layout: HeadLayout, *, in_span: bool) -> float:
-        """Those of MAX_AUTO_FULL parameters."""
-        return MAX_AUTO_FULL**2
+    def most_elements(layout: HeadLayout, *, largest_full: int, in_span: bool) -> float:
+        """Those of the largest that is quick."""
+        return largest_full**2
+
+
+def _pairs(target: LastLayerTarget, theta: Tensor) -> Tensor:
+    """The sums of each pair of outputs, as `_sums` has them, over all examples."""
+    (pairs,) = sum_over_examples(target, theta, partial(_sums, target.layout.likelihood))
+    return scaled(pairs, target)
 
 
 def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
@@ -71,22 +83,58 @@ def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tu
 
 def whole_of_pairs(pairs: Tensor, layout: HeadLayout) -> Tensor:
     """H, (P, P) float64, of the sums of each pair of outputs; written in place, one output's rows at a time."""
-    outputs = layout.num_outputs
+    places = layout.places(pairs.device)
+    matrix = pairs.new_empty(layout.num_params, layout.num_params)
+    for k, rows in enumerate(_rows_of_outputs(pairs, layout)):
+        matrix[places[k]] = rows(slice(None))
+    return matrix
+
+
+def rows_of_pairs(pairs: Tensor, layout: HeadLayout) -> Callable[[int, int], Tensor]:
+    """What gives rows start..stop of H, (stop - start, P) float64, of the sums of each pair of outputs."""
+    num_features, num_weights = layout.num_features, layout.num_outputs * layout.num_features
+    outputs = _rows_of_outputs(pairs, layout)
+
+    def rows(start: int, stop: int) -> Tensor:
+        parts = []
+        for k in range(start // num_features, layout.num_outputs):
+            first, last = (min(max(end - k * num_features, 0), num_features) for end in (start, stop))
+            if last <= first:
+                break
+            parts.append(outputs[k](slice(first, last)))
+        biases = range(max(start, num_weights), max(stop, num_weights))
+        parts += [outputs[place - num_weights](slice(num_features, None)) for place in biases]
+        return torch.cat(parts)
+
+    return rows
+
+
+def _rows_of_outputs(pairs: Tensor, layout: HeadLayout) -> list[Callable[[slice], Tensor]]:
+    """For each output what gives rows of H, (n, P), of some of its parameters, the bias last."""
     places = layout.places(pairs.device)
     packed = packed_places(places.shape[1], pairs.device)[0] if pairs.ndim == 2 else None
-    matrix = pairs.new_empty(layout.num_params, layout.num_params)
     if not layout.likelihood.is_shift_invariant:
-        matrix.zero_()
-        for k in range(outputs):
-            matrix[places[k, :, None], places[k]] = _symmetric(pairs[k], packed)
-        return matrix
-    number = _pair_numbers(outputs, pairs.device)
-    for k in range(outputs):
-        blocks = _symmetric(pairs[number[k]], packed).neg_()
-        blocks[k] = 0
-        blocks[k] = -blocks.sum(dim=0)
-        matrix[places[k]] = layout.flatten(blocks.transpose(0, 1))  # all columns of theta in their order
-    return matrix
+        return [partial(_own_rows, pairs[k], packed, places[k], layout.num_params) for k in range(layout.num_outputs)]
+    number = _pair_numbers(layout.num_outputs, pairs.device)
+    return [partial(_softmax_rows, pairs, packed, layout, number[k], k) for k in range(layout.num_outputs)]
+
+
+def _own_rows(sums: Tensor, packed: Tensor | None, places: Tensor, num_params: int, some: slice) -> Tensor:
+    """Rows of an output whose parameters meet its own alone."""
+    block = _symmetric(sums, packed, some)
+    rows = block.new_zeros(len(block), num_params)
+    rows[:, places] = block
+    return rows
+
+
+def _softmax_rows(
+    pairs: Tensor, packed: Tensor | None, layout: HeadLayout, numbers: Tensor, k: int, some: slice
+) -> Tensor:
+    """Rows of output k, whose parameters meet those of every output: less all others with its own."""
+    blocks = _symmetric(pairs[numbers], packed, some).neg_()
+    blocks[k] = 0
+    blocks[k] = -blocks.permute(1, 2, 0).contiguous().sum(dim=2)  # in one order, however many rows there are
+    return layout.flatten(blocks.transpose(0, 1))  # all columns of theta in their order
 
 
 def _pair_numbers(outputs: int, device: torch.device) -> Tensor:
@@ -97,6 +145,8 @@ def _pair_numbers(outputs: int, device: torch.device) -> Tensor:
     return number
 
 
-def _symmetric(sums: Tensor, packed: Tensor | None) -> Tensor:
-    """Matrices (M, F, F), exactly symmetric, of the pairs' sums: unpacked where they are packed, by packed_places."""
-    return (sums + sums.mT).mul_(0.5) if packed is None else unpack_symmetric(sums, packed)
+def _symmetric(sums: Tensor, packed: Tensor | None, some: slice) -> Tensor:
+    """Some rows of matrices (..., F, F), exactly symmetric, of the pairs' sums: unpacked where they are packed, by packed_places."""
+    if packed is not None:
+        return unpack_symmetric(sums, packed[some])
+    return (sums[..., some, :] + sums[..., :, some].mT).mul_(0.5)

@@ -53,7 +53,7 @@ class Kron:
         return Operations(products=2 * num_examples * size**2, factors=10 * float(size) ** 3)
 
     @staticmethod
-    def most_elements(layout: MatrixLayout, *, in_span: bool) -> float:
+    def most_elements(layout: MatrixLayout, *, largest_full: int, in_span: bool) -> float:
         """Any number."""
         return math.inf
 

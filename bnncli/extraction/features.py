@@ -6,7 +6,7 @@ give the network's output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,10 +31,11 @@ from bnncli.extraction.head import (
     run_network,
 )
 from bnncli.extraction.padding import padding_effect, unpadded
+from bnncli.extraction.parts import InParts
 from bnncli.options.extract_features import IDENTITY
 from bnncli.progress import SILENT, Progress
 
-__all__ = ["Extracted", "Head", "collect", "extract", "head_of", "prove_head"]
+__all__ = ["Extracted", "Head", "collect", "counted", "extract", "head_of", "prove_head"]
 
 
 class Extracted(NamedTuple):
@@ -61,7 +62,7 @@ def extract(
     first_row: int = 0,
     num_logits: int | None = None,
     autocast: str | None = None,
-    progress: Progress = SILENT,
+    turns: slice = slice(None),
 ) -> Iterator[Extracted]:
     """Features, logits and labels of a split, batch by batch in the split's order, on the CPU.
 
@@ -77,6 +78,7 @@ def extract(
             neither made where the network returns something else, nor copied.
         autocast: of AUTOCAST, what the network may compute in; the head is proved in float32, and logits are features
             times head. None for float32.
+        turns: which of the batches from first_row on, by their place; no other is read. Each is what it is among all.
 
     Raises:
         DataError: features that are not finite or not (n, D), a head that is not the last step, labels that are not
@@ -85,16 +87,16 @@ def extract(
         DeviceError: not enough memory for a batch.
     """
     model = model.to(device).eval()
-    label = split.name or split.spec
-    where = f"split {label}"
-    passes = _Passes(_reader(model, head), model, head, torch.device(device), autocast, where)
-    task = progress.task(f"extract {label}".strip(), len(split))
-    if first_row:
-        task.advance(first_row)
+    where = f"split {split.name or split.spec}"
+    read = InParts(_reader(model, head), torch.device(device))
+    passes = _Passes(read, model, head, torch.device(device), autocast, where)
     if first_row == len(split):
         return
-    start, rest = first_row, split.take(np.arange(first_row, len(split))) if first_row else split
-    for number, batch in enumerate(rest.batches(batch_size, device=device, num_workers=num_workers)):
+    rest = split.take(np.arange(first_row, len(split))) if first_row else split
+    batches = rest.batches(batch_size, device=device, num_workers=num_workers, turns=turns)
+    starts = range(first_row, len(split), batch_size)
+    for batch, number in zip(batches, range(len(starts))[turns], strict=True):
+        start = starts[number]
         num_wanted = (len(split) if num_logits is None else num_logits) - start
         found = passes.over(batch, number=number, first_row=start, wants_logits=num_wanted > 0)
         if head is not None:
@@ -102,8 +104,18 @@ def extract(
         stored = _store(found.features, dtype, where)
         kept = None if found.logits is None or num_wanted <= 0 else plain_copy(found.logits[:num_wanted])
         yield Extracted(stored, kept, batch.labels, batch.num_truncated, found.loss, found.padding, batch.num_converted)
-        start += len(stored)
-        task.advance(len(stored))
+
+
+def counted(
+    batches: Iterable[Extracted], split: InputSplit, *, first_row: int = 0, progress: Progress = SILENT
+) -> Iterator[Extracted]:
+    """The batches of a split from first_row on; tells progress of each when the next is asked for."""
+    task = progress.task(f"extract {split.name or split.spec}".strip(), len(split))
+    if first_row:
+        task.advance(first_row)
+    for batch in batches:
+        yield batch
+        task.advance(len(batch.features))
 
 
 class _Passed(NamedTuple):
@@ -169,7 +181,7 @@ class _Passes(NamedTuple):
         return features
 
 
-def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
+def collect(batches: Iterable[Extracted], num_rows: int) -> Extracted:
     """All batches as one, each array allocated once; logits as far as there are."""
     whole: dict[str, Tensor] = {}
     num_logits = 0

@@ -1,8 +1,9 @@
 """Hamiltonian motion of many chains in whitened coordinates: the potential, trajectories, one transition.
 
 Neal (2011), arXiv:1206.1901; the split of the Hamiltonian into a Gaussian and the rest: Shahbaba, Lan, Johnson and Neal
-(2014), arXiv:1106.5941, section 3.1. On a GPU nothing here waits for it: steps are counted on the CPU, and random numbers
-made there, or on the GPU where they are many (posteriors.standard_normal).
+(2014), arXiv:1106.5941, section 3.1; steps of several stages: Blanes, Casas and Sanz-Serna (2014), arXiv:1405.3153. On a GPU
+nothing here waits for it: steps are counted on the CPU, and random numbers made there, or on the GPU where they are many
+(posteriors.standard_normal).
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,9 +69,9 @@ class WhitenedPotential:
         displacement = self.covariance.unwhiten(z)
         if self.coarse is not None:
             unknown = torch.full_like(z[:, 0], math.nan)
-            return State(z, unknown, -self.covariance.pull_back(self.coarse(displacement)))
+            return State(z, unknown, -self.covariance.pull_back(self.coarse(displacement)).double())
         log_joint, gradient = self.target.log_joint_and_grad(self.mode + displacement)
-        return State(z, -log_joint, -self.covariance.pull_back(gradient))
+        return State(z, -log_joint, -self.covariance.pull_back(gradient).double())
 
     def with_energy(self, state: State) -> State:
         """What `moving` gave, with the target's own potential."""
@@ -80,37 +80,69 @@ class WhitenedPotential:
         return state._replace(potential=-self.target.log_joint(self.theta(state.z)))
 
 
+# Parts of a step: a kick, a move, a kick, as shares of the step, for each gradient that it takes. Kicks in the middle are in halves.
+# Coefficients of Blanes, Casas and Sanz-Serna, equations (6.4) and (6.7); of three gradients and more the energy errors at the end of a
+# trajectory are about half of leapfrog's at as many (measured: heads of 850 and 7,700 parameters), of two about the same.
+_TWO = (3 - math.sqrt(3)) / 6
+_THREE, _MOVE_OF_THREE = 0.11888010966548, 0.29619504261126
+_STAGES = {
+    1: ((0.5, 1.0, 0.5),),
+    2: ((_TWO, 0.5, 0.5 - _TWO), (0.5 - _TWO, 0.5, _TWO)),
+    3: (
+        (_THREE, _MOVE_OF_THREE, 0.25 - _THREE / 2),
+        (0.25 - _THREE / 2, 1 - 2 * _MOVE_OF_THREE, 0.25 - _THREE / 2),
+        (0.25 - _THREE / 2, _MOVE_OF_THREE, _THREE),
+    ),
+}
+
+
 class StepFactors(NamedTuple):
-    """What one integrator step multiplies by: numbers, or () float64 each on the device.
+    """What one part of an integrator step multiplies by: numbers, or () float64 each on the device.
 
     Args:
-        whole, half: the step size, and half of it, which a kick takes.
-        cosine, sine: of the step size as an angle.
+        before, after: what the kicks take of the force.
+        whole: how long the move is.
+        cosine, sine: of that as an angle.
     """
 
+    before: float | Tensor
+    after: float | Tensor
     whole: float | Tensor
-    half: float | Tensor
     cosine: float | Tensor
     sine: float | Tensor
 
-    @classmethod
-    def of(cls, step_size: float) -> StepFactors:
-        """As numbers."""
-        return cls(step_size, 0.5 * step_size, math.cos(step_size), math.sin(step_size))
+
+def num_gradients_of(length: float, step_size: float, *, dynamics: str, most: int = MAX_STEPS) -> int:
+    """Gradients that a trajectory of that length takes at steps of at most step_size each; a whole number of steps of `parts`."""
+    count = max(1, math.ceil(length / step_size - 1e-9))
+    return min(most, count + (dynamics == "split" and count > 3 and count % 2))
+
+
+def parts(num_steps: int, step_size: float, *, dynamics: str) -> list[StepFactors]:
+    """The parts of a trajectory of so many gradients, step_size each: the same list backwards, with kicks exchanged, is the way back.
+
+    split: steps of two stages, or of three where three gradients are all. leapfrog: of one, the control.
+    """
+    stages = 1 if dynamics == "leapfrog" else 3 if num_steps == 3 else 2 - num_steps % 2
+    found, size = [], stages * step_size
+    for before, share, after in _STAGES[stages]:
+        angle = share * size
+        found.append(StepFactors(before * size, after * size, angle, math.cos(angle), math.sin(angle)))
+    return found * (num_steps // stages)
 
 
 def integrate(
     potential: WhitenedPotential, state: State, momentum: Tensor, factors: StepFactors, *, is_split: bool
 ) -> tuple[State, Tensor]:
-    """The chains and their momenta (C, P) one step later: half a kick, a rotation or a straight move, half a kick."""
-    momentum = momentum - factors.half * _force(state, is_split)
+    """The chains and their momenta (C, P) one part of a step later: a kick, a rotation or a straight move, a kick."""
+    momentum = momentum - factors.before * _force(state, is_split)
     if is_split:
         z = factors.cosine * state.z + factors.sine * momentum
         momentum = factors.cosine * momentum - factors.sine * state.z
     else:
         z = state.z + factors.whole * momentum
     state = potential.moving(z)
-    return state, momentum - factors.half * _force(state, is_split)
+    return state, momentum - factors.after * _force(state, is_split)
 
 
 def trajectory(
@@ -122,15 +154,14 @@ def trajectory(
     num_steps: int,
     dynamics: str,
 ) -> tuple[State, Tensor]:
-    """The chains, their energy as `moving` has it, and their momenta (C, P) after num_steps steps.
+    """The chains, their energy as `moving` has it, and their momenta (C, P) after num_steps gradients, step_size each.
 
     Reversible and volume-preserving.
-    split: half a kick by the gradient of potential - |z|^2 / 2, a rotation of (z, momentum) by step_size, half a kick.
+    split: kicks by the gradient of potential - |z|^2 / 2, rotations of (z, momentum) between them.
     leapfrog: half a kick by the gradient of the potential, a straight move, half a kick.
     """
-    factors, is_split = StepFactors.of(step_size), dynamics == "split"
-    for _ in range(num_steps):
-        state, momentum = integrate(potential, state, momentum, factors, is_split=is_split)
+    for factors in parts(num_steps, step_size, dynamics=dynamics):
+        state, momentum = integrate(potential, state, momentum, factors, is_split=dynamics == "split")
     return state, momentum
 
 
@@ -141,8 +172,26 @@ def _force(state: State, is_split: bool) -> Tensor:
 class Mover(Protocol):
     """What makes trajectories as `trajectory` does, of a potential and dynamics of its own."""
 
+    has_energy: ClassVar[bool]
+    """Whether the chains come with the target's own potential, as `WhitenedPotential.with_energy` has it."""
+
     def __call__(self, state: State, momentum: Tensor, *, step_size: float, num_steps: int) -> tuple[State, Tensor]:
-        """The chains and their momenta (C, P) after num_steps steps; the next call may overwrite them."""
+        """The chains and their momenta (C, P) after num_steps gradients; the next call may overwrite them."""
+
+
+@dataclass(frozen=True)
+class PlainMover:
+    """`trajectory` of a potential and dynamics."""
+
+    has_energy: ClassVar[bool] = False
+    potential: WhitenedPotential
+    dynamics: str
+
+    def __call__(self, state: State, momentum: Tensor, *, step_size: float, num_steps: int) -> tuple[State, Tensor]:
+        """The chains and their momenta (C, P) after num_steps gradients."""
+        return trajectory(
+            self.potential, state, momentum, step_size=step_size, num_steps=num_steps, dynamics=self.dynamics
+        )
 
 
 class Transition(NamedTuple):
@@ -176,10 +225,11 @@ def transition(
     momentum = standard_normal(num_chains, dim, generator, state.z.device)
     unit = torch.rand(num_chains + 1, generator=generator, device=generator.device, dtype=torch.float64)
     length = TURN * (JITTER[0] + (JITTER[1] - JITTER[0]) * float(unit[0]))
-    num_steps = min(max_steps, max(1, math.ceil(length / step_size - 1e-9)))
-    mover = mover or partial(trajectory, potential, dynamics=dynamics)
+    num_steps = num_gradients_of(length, step_size, dynamics=dynamics, most=max_steps)
+    mover = mover or PlainMover(potential, dynamics)
     proposal, new_momentum = mover(state, momentum, step_size=min(length / num_steps, step_size), num_steps=num_steps)
-    proposal = potential.with_energy(proposal)
+    if not mover.has_energy:
+        proposal = potential.with_energy(proposal)
     energy = state.potential + 0.5 * momentum.square().sum(dim=1)
     new_energy = proposal.potential + 0.5 * new_momentum.square().sum(dim=1)
     error = (new_energy - energy).nan_to_num(nan=math.inf)

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from bnncli.covariances import Covariance
 from bnncli.errors import Interrupted, NumericError
+from bnncli.inference.chain_groups import Workers
 from bnncli.inference.draw_stores import DrawStore, MemoryDraws, NoResume, ResumeStore
 from bnncli.inference.dynamics import DYNAMICS, MAX_STEPS, TURN, Mover, State, Transition, WhitenedPotential, transition
 from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
@@ -32,6 +34,7 @@ SETTLING_STEPS = 16
 # All of theta (C, P), for draws (C, P') of a part of it, and the log density of what is added, (C,); the generator draws that.
 Completion = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
 OVERDISPERSION = 2.0  # standard deviation of the starts, in posterior standard deviations
+_LARGE = 2048  # parameters
 _STATISTICS = ("log_joint", "energy", "acceptance_rate", "diverging")
 
 
@@ -78,6 +81,7 @@ def sample_hmc(
     complete: Completion | None = None,
     store: DrawStore | None = None,
     resume: ResumeStore | None = None,
+    workers: Workers | None = None,
     progress: Progress = SILENT,
 ) -> HmcRun:
     """Draws from target, num_chains * num_draws of them after warm-up, or as many as it takes.
@@ -100,6 +104,7 @@ def sample_hmc(
             the whole, energies of what moves.
         store: where draws are kept; in memory by default.
         resume: where the run is kept while it is unfinished; nowhere by default.
+        workers: that share out the chains; by default each moves all of them, and what the target shares out is its own affair.
         progress: advanced once a transition; an Interrupted that it raises stores the state first.
 
     Raises:
@@ -108,9 +113,13 @@ def sample_hmc(
     if dynamics not in DYNAMICS:
         raise ValueError(f"dynamics: expected one of {', '.join(DYNAMICS)}; got {dynamics!r}")
     mode = mode.to(target.device).double()
-    potential = WhitenedPotential(target, mode, covariance.to(device=target.device), coarse)
+    # Of many parameters whitening in float64 would cost more than the gradients, whose products have float32's digits.
+    is_large = target.dtype != torch.float64 and len(mode) > _LARGE
+    whitening = covariance.to(device=target.device, dtype=torch.float32 if is_large else None)
+    potential = WhitenedPotential(target, mode, whitening, coarse)
     settings = SamplerSettings(num_warmup, target_accept, dynamics)
-    mover = GraphMover.where_possible(potential, dynamics, warn=progress.warn)
+    new_mover = partial(GraphMover.where_possible, potential, dynamics, warn=progress.warn)
+    mover = new_mover() if workers is None else workers.mover(potential, dynamics, num_chains, new_mover)
     resume = resume or NoResume()
     kept = KeptDraws(store or MemoryDraws())
     walk = _restored_walk(resume, kept, generator, device=target.device)

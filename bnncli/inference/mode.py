@@ -31,6 +31,10 @@ _EXACT_WHITENING = "full"
 _MAX_CG_ITERATIONS = 200
 _MAX_HALVINGS = 30
 _STALE_ITERATIONS = {"full": 40, "kron": -1}  # more than this, and a new Hessian pays (measured: LeNet-5, P = 850)
+_TOLERANCE = 1e-3  # posterior standard deviations, all parameters together
+_FEW, _MANY = 10_000, 100_000  # parameters
+_FAR, _ROUGHEST = 10.0, 0.5  # standard deviations, of all together; accuracy of a Newton step further away
+_TOLERANCE_OF_MANY = 0.1  # five thousandths of a nat, where a draw is hundreds of standard deviations away
 _SUFFICIENT_INCREASE = 1e-4  # Armijo constant, as usual
 
 
@@ -61,13 +65,23 @@ class Mode:
     shortfall: str | None = None
 
 
+def tolerance_factor(num_params: int) -> float:
+    """By how much a tolerance for all parameters together may be larger of so many than of _FEW, each being as exact."""
+    return max(1.0, math.sqrt(num_params / _FEW))
+
+
+def default_tolerance(num_params: int) -> float:
+    """Of the Newton decrement of so many parameters together, in posterior standard deviations."""
+    return _TOLERANCE_OF_MANY if num_params > _MANY else _TOLERANCE * tolerance_factor(num_params)
+
+
 def find_mode(
     target: CurvedTarget,
     start: Tensor,
     *,
     hessian: dict[str, Tensor] | None = None,
     before: LocalCovariance | None = None,
-    tolerance: float = 1e-3,
+    tolerance: float | None = None,
     polish: bool = False,
     max_iterations: int = 100,
     progress: Progress = SILENT,
@@ -79,15 +93,17 @@ def find_mode(
         start: (P,), where to start; any finite theta will do.
         hessian: from near the mode, saves making it.
         before: of the same examples, saves what no theta changes.
-        tolerance: bound on the Newton decrement, sqrt(g^T H^{-1} g).
+        tolerance: bound on the Newton decrement, sqrt(g^T H^{-1} g); by default `default_tolerance`.
         polish: end with a step after which the decrement is expected to meet the tolerance, from how fast it has fallen, and
-            take the log joint there from the quadratic model: saves the last pass in float64, which only confirms.
+            take the log joint there from the quadratic model: saves the last pass in float64, which only confirms. Of more than
+            _MANY parameters always.
         max_iterations: Newton steps before giving up.
         progress: advanced once a step.
 
     Raises:
         NumericError: when the steps end before the tolerance is met.
     """
+    tolerance = default_tolerance(target.layout.num_params) if tolerance is None else tolerance
     task = progress.task("mode", 0)
     theta = start.detach().to(target.device).double().clone()
     value, gradient = _evaluate(target, theta)
@@ -95,13 +111,15 @@ def find_mode(
     whitening = covariance_at(target, theta, structure, hessian=hessian, before=before)
     before = whitening if whitening.saves_work else before
     previous = math.nan
-    accuracy = partial(_accuracy, tolerance=tolerance, polish=polish)
+    accuracy = _Forcing(len(theta), partial(_accuracy, tolerance=tolerance, polish=polish))
+    is_brief = polish or len(theta) > _MANY
     for iteration in range(max_iterations):
         step, num_products = _newton_step(target, theta, gradient, whitening=whitening.covariance, accuracy=accuracy)
         decrement = math.sqrt(max(float(gradient @ step), 0.0))
         if decrement < tolerance:
             return Mode(theta, iteration, decrement, float(gradient.norm()), value, whitening.hessian, before)
-        if polish and (expected := _after_step(decrement, previous)) < tolerance:
+        left = accuracy.given if len(theta) > _MANY else _accuracy(decrement, polish=True)
+        if is_brief and (expected := _after_step(decrement, previous, left)) < tolerance:
             polished = value + 0.5 * decrement**2
             return Mode(
                 theta + step, iteration + 1, expected, float(gradient.norm()), polished, whitening.hessian, before
@@ -118,13 +136,13 @@ def find_mode(
     )
 
 
-def _after_step(decrement: float, previous: float) -> float:
-    """The decrement expected after the next step: quadratic convergence, and what conjugate gradients leave.
+def _after_step(decrement: float, previous: float, left: float) -> float:
+    """The decrement expected after the next step: quadratic convergence, and what conjugate gradients leave, a share `left` of it.
 
     The last two decrements say how fast it is, once they are small; before that, a unit factor errs on the safe side.
     """
     factor = max(decrement / previous**2, 1e-2) if decrement < 0.5 and previous < 10 else 1.0
-    return factor * decrement**2 + _accuracy(decrement, polish=True) * decrement
+    return factor * decrement**2 + left * decrement
 
 
 def _structure_for(target: CurvedTarget) -> str:
@@ -151,8 +169,12 @@ def _newton_step(
     """H^{-1} gradient (P,), and how many products with H it took."""
     multiply = target.hessian_operator(theta)
     white_gradient = whitening.pull_back(gradient.unsqueeze(0))
+    # Of large heads these are a third of the work in float64; the products between them have float32's digits.
+    inner = whitening
+    if target.dtype != torch.float64 and target.layout.num_params > MAX_FULL_PRECONDITIONER:
+        inner = whitening.to(dtype=torch.float32)
     white_step, num_products = _conjugate_gradients(
-        lambda v: whitening.pull_back(multiply(whitening.unwhiten(v))),
+        lambda v: inner.pull_back(multiply(inner.unwhiten(v))).double(),
         white_gradient,
         accuracy(float(white_gradient.norm())),
     )
@@ -173,6 +195,32 @@ def _accuracy(distance: float, *, polish: bool, tolerance: float = 0.0) -> float
     if polish:
         return min(1e-2, max(1e-3, distance))
     return min(0.1, max(1e-3, distance, 0.3 * tolerance / max(distance, 1e-300)))
+
+
+@dataclass
+class _Forcing:
+    """How exactly each Newton step is solved, in turn: of many parameters far from the mode only as well as the last step has gone.
+
+    There the quadratic model itself is wrong by more (Eisenstat and Walker 1996, SIAM J. Sci. Comput. 17, choice 2).
+
+    Args:
+        near: by the distance, as of few parameters.
+        previous: distance of the step before.
+        given: what the last step was to be solved to.
+    """
+
+    num_params: int
+    near: Callable[[float], float]
+    previous: float = math.inf
+    given: float = math.nan
+
+    def __call__(self, distance: float) -> float:
+        fallen = min(1.0, distance / self.previous) if math.isfinite(self.previous) else 1.0
+        self.previous = distance
+        self.given = self.near(distance)
+        if self.num_params > _MANY and distance > _FAR:
+            self.given = max(self.given, min(_ROUGHEST, 0.9 * fallen**2))
+        return self.given
 
 
 def _conjugate_gradients(multiply: Callable[[Tensor], Tensor], right: Tensor, accuracy: float) -> tuple[Tensor, int]:

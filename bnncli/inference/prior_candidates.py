@@ -12,92 +12,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from bnncli.covariances import Covariance, num_varying
+from bnncli.covariances import Covariance
 from bnncli.errors import NumericError
-from bnncli.inference.laplace import LaplaceFit, fit_gaussian, fixed_log_prior, laplace_evidence
-from bnncli.inference.linearised import linearised_losses, shared_by
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
+from bnncli.inference.mode import tolerance_factor
 from bnncli.inference.modes import mode_of
+from bnncli.inference.prior_criterion import Criterion
 from bnncli.progress import Task
-from bnncli.targets.target import CurvedTarget, HeldOut
-from bnncli.theta.layout import ParamLayout
-from bnncli.theta.prior import Prior
+from bnncli.targets.target import CurvedTarget
+
+if TYPE_CHECKING:
+    pass
 
 _MODE_TOLERANCE = 5e-3  # posterior standard deviations: about 1e-5 nats of val nll, 0.05 nats of log determinant
 _EXACT_MODE_TOLERANCE = 1e-5  # where nothing is interpolated either
 _SAME = 1e-9  # log precisions closer than this are one candidate
-
-
-class Lift(Protocol):
-    """How a posterior over a part of theta says what it is over all of it."""
-
-    @property
-    def layout(self) -> ParamLayout:
-        """Of all of theta."""
-
-    def theta(self, theta: Tensor) -> Tensor:
-        """All of theta (..., P), of a centre."""
-
-    def covariance(self, covariance: Covariance, prior: Prior) -> Covariance:
-        """The covariance of all of theta, under the target's prior."""
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """What is minimised, in two parts: at the centre alone, and what the covariance adds to it.
-
-    Args:
-        noise: (S, P), standard normal, common to all candidates: its noise cancels in comparisons; (S, K) where logits are
-            drawn, see `inference.linearised`.
-        held_out: the examples of the validation nll; None for minus the log marginal likelihood.
-        lift: from the candidates' theta to all of it, where they lie in a part; noise and held_out are of all of theta.
-    """
-
-    noise: Tensor
-    held_out: HeldOut | None
-    lift: Lift | None = None
-
-    def at_center(self, target: CurvedTarget, theta: Tensor, log_joint: float) -> float:
-        """The part of theta (P,) and the log joint there."""
-        if self.held_out is None:
-            return -log_joint - 0.5 * target.layout.num_params * math.log(2 * math.pi)
-        losses = self.held_out.losses(self._whole(theta).unsqueeze(0))
-        return float(losses.sum()) / len(losses)
-
-    def of(self, target: CurvedTarget, theta: Tensor, log_joint: float, covariance: Covariance) -> float:
-        """The whole criterion of N(theta, covariance)."""
-        if self.held_out is None:
-            return -laplace_evidence(log_joint - fixed_log_prior(target, theta, covariance), covariance)
-        return float(self.losses(target, theta, covariance).mean())
-
-    def losses(self, target: CurvedTarget, theta: Tensor, covariance: Covariance) -> Tensor:
-        """The validation nll of each example under N(theta, covariance), (M,) float64, where there is validation data."""
-        assert self.held_out is not None
-        if self.lift is not None:
-            covariance = self.lift.covariance(covariance, target.prior)
-        if self.held_out.is_linearised:
-            return linearised_losses(self.held_out, target, theta, [covariance], noise=self.noise)[0]
-        return self.held_out.losses(self._whole(theta) + covariance.unwhiten(self.noise[:, : num_varying(covariance)]))
-
-    def together(self, target: CurvedTarget, theta: Tensor, covariances: Sequence[Covariance]) -> list[float]:
-        """`of` for covariances about one centre whose predictions share their work."""
-        assert self.held_out is not None
-        return linearised_losses(self.held_out, target, theta, covariances, noise=self.noise).mean(dim=1).tolist()
-
-    def shared_by(self, target: CurvedTarget, structure: str) -> int:
-        """How many covariances about one centre `together` takes, 0 for none."""
-        if self.held_out is None or not self.held_out.is_linearised or self.lift is not None:
-            return 0
-        return shared_by(target.layout, structure, len(self.noise))
-
-    def _whole(self, theta: Tensor) -> Tensor:
-        """All of theta (P,), of a centre."""
-        return theta if self.lift is None else self.lift.theta(theta)
 
 
 @dataclass(frozen=True)
@@ -128,6 +63,7 @@ class Candidates:
     Args:
         start: (P,), the checkpoint's.
         tolerance: estimated error up to which an interpolated criterion is accepted; 0 fits all exactly.
+        mode_slack: by how much modes may be less exact than is usual.
     """
 
     target: CurvedTarget
@@ -137,6 +73,7 @@ class Candidates:
     start: Tensor
     tolerance: float
     task: Task
+    mode_slack: float = 1.0
     known: dict[float, Candidate] = field(default_factory=dict)
     failed: set[float] = field(default_factory=set)
     before: LocalCovariance | None = None  # the last that saves work: the examples are those of all candidates
@@ -147,6 +84,15 @@ class Candidates:
     def values(self) -> dict[float, float]:
         """The criterion by log precision."""
         return {key: candidate.value for key, candidate in self.known.items()}
+
+    @property
+    def own_log_precision(self) -> float:
+        """The logarithm of the precision under which the start is nearest to a mode: where pull and gradient are one."""
+        start = self.start.to(self.target.device).double()
+        _, gradient = self.target.log_joint_and_grad(start.unsqueeze(0))
+        of_prior = self.target.prior.gradient(start, self.target.layout)
+        precision = float((gradient[0] - of_prior) @ start) / max(float(start @ start), 1e-300)
+        return math.log(precision) if precision > 0 else 0.0
 
     @property
     def best(self) -> float:
@@ -281,7 +227,9 @@ class Candidates:
             self._keep(found)
             hessian = found.hessian
         tolerance = _MODE_TOLERANCE if self.tolerance > 0 else _EXACT_MODE_TOLERANCE
-        mode = mode_of(target, theta, hessian=hessian, before=self.before, tolerance=tolerance, polish=True)
+        tolerance *= tolerance_factor(target.layout.num_params) * self.mode_slack
+        polish = self.mode_slack == 1  # steps that end at the tolerance as they are need not be solved so well
+        mode = mode_of(target, theta, hessian=hessian, before=self.before, tolerance=tolerance, polish=polish)
         self._keep(mode.before)
         return mode.theta, mode.log_joint, mode.hessian
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -17,14 +18,20 @@ from bnncli.inference.costs import NUM_DRAWS
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.linearised import noise_size
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
-from bnncli.inference.prior_candidates import Candidates, Criterion, Lift
+from bnncli.inference.prior_candidates import Candidates
+from bnncli.inference.prior_criterion import Criterion, Lift
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget, HeldOut
 
+if TYPE_CHECKING:
+    from bnncli.theta.layout import LogitLayout
+
 CRITERIA = ("val", "marglik")
 # Of the criterion where it is interpolated: nats per example, nats. The choice moves by a percent or so.
 TOLERANCES = {"val": 5e-5, "marglik": 0.1}
+# By how much the tolerance of a large head's modes is larger: of one val example's loss, 1e-4 nats or so.
+_LARGE_SLACK = 10.0
 _HALVINGS = 3  # the last step is an eighth of a decade; the parabola does the rest
 
 
@@ -67,6 +74,7 @@ def search(
     bounds: tuple[float, float] = (1e-2, 1e5),
     tolerance: float | None = None,
     lift: Lift | None = None,
+    is_large: bool = False,
     progress: Progress = SILENT,
 ) -> PriorSearch:
     """The prior precision within bounds that minimises the criterion, to about 5 %.
@@ -86,6 +94,8 @@ def search(
         bounds: lowest and highest precision of the grid.
         tolerance: of the criterion, in its unit, where it is interpolated; TOLERANCES by default, 0 for none of that.
         lift: to all of theta, where the target knows a part of it: validation data may ask for more.
+        is_large: of a head whose draws of theta would take long: draws are of val's logits, modes are found as
+            nearly as val tells, and of the grid only precisions about the checkpoint's own are tried, until the criterion rises.
         progress: advanced once a candidate.
 
     Raises:
@@ -104,12 +114,13 @@ def search(
         target,
         structure,
         _compared_at(target, criterion, center),
-        _criterion(target, structure, held_out if criterion == "val" else None, lift, generator),
+        _criterion(target, structure, held_out if criterion == "val" else None, lift, generator, by_logits=is_large),
         start,
         TOLERANCES[criterion] if tolerance is None else tolerance,
         progress.task("prior precision", len(grid) + 2 * _HALVINGS + 2),
+        mode_slack=_LARGE_SLACK if is_large else 1.0,
     )
-    fit = _descend(candidates, grid)
+    fit = _descend(candidates, grid, is_brief=is_large)
     best = candidates.best
     if center != candidates.center:
         fit = _fit_at(candidates, best, center, progress)
@@ -126,13 +137,23 @@ def search(
 
 
 def _criterion(
-    target: CurvedTarget, structure: str, held_out: HeldOut | None, lift: Lift | None, generator: torch.Generator
+    target: CurvedTarget,
+    structure: str,
+    held_out: HeldOut | None,
+    lift: Lift | None,
+    generator: torch.Generator,
+    *,
+    by_logits: bool,
 ) -> Criterion:
     """That of the validation data, or the marginal likelihood where there are none; its draws have the same noise for all."""
     layout = target.layout if lift is None else lift.layout
-    is_linearised = held_out is not None and held_out.is_linearised
-    size = noise_size(layout, structure, NUM_DRAWS) if is_linearised else layout.num_params
-    return Criterion(standard_normal(NUM_DRAWS, size, generator, target.device), held_out, lift)
+    by_logits = by_logits and held_out is not None and lift is None
+    size = layout.num_params
+    if by_logits:
+        size = cast("LogitLayout", layout).num_outputs
+    elif held_out is not None and held_out.is_linearised:
+        size = noise_size(layout, structure, NUM_DRAWS)
+    return Criterion(standard_normal(NUM_DRAWS, size, generator, target.device), held_out, lift, by_logits)
 
 
 def _compared_at(target: CurvedTarget, criterion: str, center: str) -> str:
@@ -142,9 +163,12 @@ def _compared_at(target: CurvedTarget, criterion: str, center: str) -> str:
     return center if target.layout.num_params <= MAX_FULL_PRECONDITIONER else "checkpoint"
 
 
-def _descend(candidates: Candidates, grid: list[float]) -> LaplaceFit:
+def _descend(candidates: Candidates, grid: list[float], *, is_brief: bool) -> LaplaceFit:
     """The exact fit at the lowest point: the whole grid, then ever smaller steps around its lowest."""
-    candidates.judge_all(list(reversed(grid)))
+    if is_brief:
+        _bracket(candidates, grid)
+    else:
+        candidates.judge_all(list(reversed(grid)))
     step = grid[1] - grid[0] if len(grid) > 1 else 0.0
     for _ in range(_HALVINGS if step else 0):
         step /= 2
@@ -157,6 +181,23 @@ def _descend(candidates: Candidates, grid: list[float]) -> LaplaceFit:
         fit = candidates.fit(best)
         if fit is not None and candidates.best == best:
             return fit
+
+
+def _bracket(candidates: Candidates, grid: list[float]) -> None:
+    """Judges points of the grid from the checkpoint's own on, stronger ones and weaker ones, until the criterion rises."""
+    own = candidates.own_log_precision
+    first = min(range(len(grid)), key=lambda i: abs(grid[i] - own))
+    candidates.judge(grid[first])
+    for step in (1, -1):  # a stronger prior's mode is found sooner
+        lowest = candidates.values.get(grid[first], math.inf)
+        for key in grid[first + step :: step] if first + step >= 0 else []:
+            candidates.judge(key)
+            value = candidates.values.get(key, math.inf)
+            if value >= lowest and candidates.values:
+                break
+            lowest = value
+        if lowest < candidates.values.get(grid[first], math.inf):
+            return
 
 
 def _fit_at(candidates: Candidates, key: float, center: str, progress: Progress) -> LaplaceFit:

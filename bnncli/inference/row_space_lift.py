@@ -21,7 +21,7 @@ from bnncli.theta.prior import Prior
 
 @dataclass(frozen=True)
 class RowLift:
-    """From theta inside the span to all of theta, for prior_candidates.Lift.
+    """From theta inside the span to all of theta, for prior_criterion.Lift.
 
     Args:
         rows: the span.

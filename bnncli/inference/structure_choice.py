@@ -18,7 +18,7 @@ from bnncli.errors import NumericError
 from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.inference.laplace import LaplaceFit
 from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.prior_candidates import Criterion
+from bnncli.inference.prior_criterion import Criterion
 from bnncli.targets.target import CurvedTarget
 
 

@@ -1,17 +1,18 @@
-"""Trajectories on a GPU whose integrator step is one captured graph: no Python runs between its kernels.
+"""Trajectories on a GPU of which a part of a step, with its gradient, is one captured graph: no Python runs between its kernels.
 
-Chains, momenta and the step's factors lie in tensors that stay where they are; each trajectory writes its own into them and
-replays the graph. A step rounds as it does in `trajectory`: the same kernels on the same numbers.
+Chains, momenta and the part's factors lie in tensors that stay where they are; each trajectory writes its own into them and
+replays the graph. A part rounds as it does in `trajectory`: the same kernels on the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from bnncli.inference.dynamics import State, StepFactors, WhitenedPotential, integrate
+from bnncli.inference.dynamics import State, StepFactors, WhitenedPotential, integrate, parts
 from bnncli.training.step_graph import StepGraph
 
 
@@ -28,17 +29,23 @@ class _Phase:
         self.potential, self.is_split = potential, is_split
         self.state, self.momentum = State(*(torch.empty_like(part) for part in state)), torch.empty_like(momentum)
         self.numbers = torch.zeros(len(StepFactors._fields), dtype=torch.float64, device=momentum.device).unbind()
+        self._written: tuple[float | Tensor, ...] = (0.0,) * len(self.numbers)
         self.count = torch.zeros((), dtype=torch.int64, device=momentum.device)
 
-    def write(self, state: State, momentum: Tensor, factors: StepFactors) -> None:
-        """Where a trajectory starts, and how it goes: numbers reach the device with their kernels, without a wait."""
+    def write(self, state: State, momentum: Tensor) -> None:
+        """Where a trajectory starts."""
         for own, given in zip((*self.state, self.momentum), (*state, momentum), strict=True):
             own.copy_(given)
-        for place, number in zip(self.numbers, factors, strict=True):
-            place.fill_(number)
+
+    def set(self, factors: StepFactors) -> None:
+        """How the next part goes: numbers that are others than before reach the device with their kernels, without a wait."""
+        for place, number, old in zip(self.numbers, factors, self._written, strict=True):
+            if number != old:
+                place.fill_(number)
+        self._written = tuple(factors)
 
     def step(self) -> None:
-        """One integrator step, which is counted."""
+        """One part of an integrator step, which is counted."""
         state, momentum = integrate(
             self.potential, self.state, self.momentum, StepFactors(*self.numbers), is_split=self.is_split
         )
@@ -60,8 +67,10 @@ class GraphMover:
         warn: told once where the step cannot be captured.
     """
 
+    has_energy: ClassVar[bool] = False
+
     def __init__(self, potential: WhitenedPotential, dynamics: str, *, warn: Callable[[str], None]) -> None:
-        self.potential, self.is_split, self.warn = potential, dynamics == "split", warn
+        self.potential, self.dynamics, self.warn = potential, dynamics, warn
         self._moving: tuple[_Phase, StepGraph[None]] | None = None
 
     @classmethod
@@ -73,16 +82,17 @@ class GraphMover:
         return cls(potential, dynamics, warn=warn) if target.device.type == "cuda" and target.is_resident else None
 
     def __call__(self, state: State, momentum: Tensor, *, step_size: float, num_steps: int) -> tuple[State, Tensor]:
-        """The chains and their momenta (C, P) after num_steps steps.
+        """The chains and their momenta (C, P) after num_steps gradients.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for the graph.
         """
         if self._moving is None:
-            phase = _Phase(self.potential, state, momentum, is_split=self.is_split)
+            phase = _Phase(self.potential, state, momentum, is_split=self.dynamics == "split")
             self._moving = phase, StepGraph(phase.step, phase.num_done, momentum.device, warn=self.warn)
         phase, step = self._moving
-        phase.write(state, momentum, StepFactors.of(step_size))
-        for _ in range(num_steps):
+        phase.write(state, momentum)
+        for factors in parts(num_steps, step_size, dynamics=self.dynamics):
+            phase.set(factors)
             step()
         return phase.state, phase.momentum

@@ -48,6 +48,7 @@ class ViPlan:
         kl_weight: w.
         patience: rounds in which the objective may stand still before the training ends early; 0 never ends it.
         hessian_decay: beta_2 of IVON.
+        stiffness: the largest curvature of the target at the start, with which IVON's first steps are stable; 0 where it is not known.
     """
 
     epochs: int
@@ -59,6 +60,7 @@ class ViPlan:
     kl_weight: float = 1.0
     patience: int = 0
     hessian_decay: float = 0.9995
+    stiffness: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,9 @@ class _MeanField(TargetLearner):
         self.precisions = self.precisions.to(target.dtype)
         self.scale = plan.kl_weight / target.num_examples  # of the divergence beside the mean loss
         if plan.optimizer == "ivon":
-            curvature = self.scale * (torch.exp(-2 * self.log_sd.detach()) - self.precisions)
+            # A step divides by these: under a weak prior, whose spread they come of, the first ones would run away.
+            least = plan.learning_rate * plan.stiffness / target.num_examples
+            curvature = (self.scale * (torch.exp(-2 * self.log_sd.detach()) - self.precisions)).clamp(min=least)
             for part, own in (
                 (self.mean, {"momentum": torch.zeros_like(self.mean), "curvature": curvature}),
                 (self.log_sd, {}),

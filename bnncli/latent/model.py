@@ -108,6 +108,21 @@ class LatentModel:
             means.append(model.draw(noise)[0].mean(dim=1))
         return means
 
+    def of_repeats(self, rows: slice) -> LatentModel:
+        """That of some repeats, to be fitted apart from the others: nothing but masks is shared with them."""
+        factors = Factors(**{name: part[rows].clone() for name, part in self.factors.tensors().items()})
+        prior = {name: part[rows] if len(part) > 1 else part for name, part in self.prior.tensors().items()}
+        multipliers = [
+            {name: part if name.endswith("mask") else part.clone() for name, part in one.of_repeats(rows).tensors()}
+            for one in self.multipliers
+        ]
+        return LatentModel(
+            self.layout,
+            factors,
+            SpikeAndSlab.from_tensors(prior, self.prior.bias_sd),
+            tuple(MultiplierModel.from_tensors(one) for one in multipliers),
+        )
+
     def with_prior(self, prior: SpikeAndSlab) -> LatentModel:
         """The same under another prior."""
         return replace(self, prior=prior)

@@ -135,8 +135,11 @@ class MultiplierModel(NamedTuple):
 
     def at(self, repeat: int) -> MultiplierModel:
         """That of one repeat, R = 1; views."""
-        parts = {name: part if name.endswith("mask") else part[repeat : repeat + 1] for name, part in self.tensors()}
-        return self.from_tensors(parts)
+        return self.of_repeats(slice(repeat, repeat + 1))
+
+    def of_repeats(self, rows: slice) -> MultiplierModel:
+        """That of some repeats; views."""
+        return self.from_tensors({name: part if name.endswith("mask") else part[rows] for name, part in self.tensors()})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by name, masks included."""

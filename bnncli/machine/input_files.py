@@ -60,7 +60,7 @@ def read_error(error: OSError, path: Path, what: str = "") -> BnnError:
     if (resource := resource_error(error, shown)) is not None:
         return resource
     if isinstance(error, FileNotFoundError):
-        return MissingInput(f"no file {shown}", path=path)
+        return MissingInput(f"{shown} does not exist" if what else f"no file {shown}", path=path)
     if error.errno in _CANNOT_BE_HAD:
         return MissingInput(f"cannot read {shown}: {reason}", path=path)
     return ReadError(

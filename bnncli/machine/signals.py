@@ -40,12 +40,23 @@ def _handle(signum: int, frame: FrameType | None) -> None:
     _received.append(signum)
 
 
+def has_come() -> bool:
+    """Whether a signal has asked the command to stop."""
+    return bool(_received)
+
+
 def raise_if_interrupted(where: str = "") -> None:
     """Raise Interrupted when a signal has come; `where` says how far the work was.
 
     Of workers that share a command the first alone stops: the others follow it to where that is, and end with it.
     """
-    if _received and is_leader():
+    if is_leader():
+        raise_if_received(where)
+
+
+def raise_if_received(where: str = "") -> None:
+    """The same of any worker: for what tells the others that it stops."""
+    if _received:
         name = signal.Signals(_received[0]).name
         raise Interrupted(_received[0], f"interrupted by {name}" + (f" at {where}" if where else ""))
 

@@ -42,11 +42,15 @@ from bnncli.options.fit_sghmc import FitSghmcOptions as FitSghmcOptions
 from bnncli.options.fit_swag import FitSwagOptions as FitSwagOptions
 from bnncli.options.fit_temperature import FitTemperatureOptions as FitTemperatureOptions
 from bnncli.options.fit_vi import FitViOptions as FitViOptions
+from bnncli.options.grid import GridOptions as GridOptions
 from bnncli.options.hmc import HmcOptions as HmcOptions
 from bnncli.options.integrals import IntegralsOptions as IntegralsOptions
+from bnncli.options.merge import MergeOptions as MergeOptions
 from bnncli.options.predict import PredictOptions as PredictOptions
 from bnncli.options.prune import PruneOptions as PruneOptions
 from bnncli.options.refine import RefineOptions as RefineOptions
+from bnncli.options.report import ReportOptions as ReportOptions
+from bnncli.options.reproduce import ReproduceOptions as ReproduceOptions
 from bnncli.options.sbc import SbcOptions as SbcOptions
 from bnncli.options.score import ScoreOptions as ScoreOptions
 from bnncli.options.status import StatusOptions as StatusOptions

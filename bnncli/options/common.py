@@ -83,8 +83,8 @@ class ComputeOptions(Checked):
     deterministic: bool = option(False, "Use deterministic kernels only.", env_common=True)
     shards: int | None = option(
         None,
-        "Parts of the examples whose sums are added in a fixed order: results are then the same for any number of workers. "
-        "64 under torchrun; otherwise one, unless asked.",
+        "Parts of the examples whose sums are added in a fixed order, and networks (of fit-lbbnn and train) in batches of a "
+        "fixed size: results are then the same for any number of workers. 64 under torchrun; otherwise one, unless asked.",
         minimum=1,
         maximum=4096,
         env_common=True,

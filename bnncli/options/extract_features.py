@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli.errors import UsageError
+from bnncli.numerics.corruptions import CORRUPTIONS, NUM_SEVERITIES
 from bnncli.options import network_inputs
 from bnncli.options.declaration import Checked, option
 from bnncli.options.parts import declaration, forms
+from bnncli.options.shift import check_corruption
 from bnncli.registry import check_name, has_name, names
 
 NO_NETWORK = "flatten"
@@ -22,6 +24,13 @@ def _model_help() -> str:
         f"name), a saved model ({', '.join(forms('models'))}), package.module:factory or file.py:factory. A factory is "
         "your code and is run; so is a TorchScript program (jit), as far as it calls PyTorch's operators on tensors. "
         "With a model that has weights of its own, CKPT is just the run's name."
+    )
+
+
+def _corrupt_help() -> str:
+    return (
+        f"Corrupt the images of the splits given here: {', '.join(CORRUPTIONS)}, at severities 1 to {NUM_SEVERITIES}, which "
+        "are this tool's own (not CIFAR-10-C's); noise is seeded for each row."
     )
 
 
@@ -79,6 +88,15 @@ class ExtractFeaturesOptions(Checked):
     std: str | None = network_inputs.std()
     resize: int | None = network_inputs.resize()
     crop: int | None = network_inputs.crop()
+    rotate: float | None = option(
+        None,
+        "Turn the images of the splits given here by so many degrees, counter-clockwise, black outside: shifted copies of a "
+        "split may stand beside it, as rot30=npz:test.npz.",
+        minimum=-360,
+        maximum=360,
+        metavar="DEGREES",
+    )
+    corrupt: str | None = option(None, _corrupt_help, metavar="KIND:SEVERITY", check=check_corruption)
     dtype: str = option("float32", "Type the features are stored in.", choices=("float32", "float16"))
     autocast: str | None = option(
         None,
@@ -96,6 +114,11 @@ class ExtractFeaturesOptions(Checked):
         minimum=0,
         numeric=False,
     )
+
+    @property
+    def has_network(self) -> bool:
+        """Whether features come out of a network, and are not ready."""
+        return self.from_npz is None and self.model != NO_NETWORK
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -49,6 +49,12 @@ class HmcOptions(TargetOptions):
         minimum=1.0,
         numeric=False,
     )
+    spread: str | None = option(
+        None,
+        "What workers share out (torchrun): chains, in groups of four, each over all data; or examples, of which each worker reads its part. By default chains, unless the data do not fit each worker's GPU; over other layers than the last always chains, one a group.",
+        choices=("chains", "examples"),
+        numeric=False,
+    )
     resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
     save_every: float = option(
         60.0,
@@ -67,6 +73,10 @@ class HmcOptions(TargetOptions):
             raise UsageError("\0gradients\0 is for the last layer; with \0layers\0 all or a pattern it is float32")
         if self.sampler == "nuts" and (self.until is not None or self.resume):
             raise UsageError("\0until\0 and \0resume\0 are for \0sampler\0 hmc; nuts runs one chain after the other")
+        if self.sampler == "nuts" and self.spread == "chains":
+            raise UsageError("\0spread\0 chains is for \0sampler\0 hmc; workers of nuts share out the examples")
+        if not self.is_last_layer and self.spread == "examples":
+            raise UsageError("\0spread\0 examples is for the last layer; with \0layers\0 all or a pattern it is chains")
         if self.max_draws is not None and self.max_draws < self.draws:
             raise UsageError(f"\0max_draws\0: expected at least \0draws\0 ({self.draws}); got {self.max_draws}")
         if any(condition.name == "rhat" for condition in self.conditions) and self.chains == 1:

@@ -97,6 +97,12 @@ class LatentBinary:
         """The same, and where each round of the repeats begins: rounds are alike, draws of different repeats are not."""
         return self.sample(num_samples, generator), range(0, num_samples or 1, self.model.num_repeats)
 
+    def of_best(self) -> LatentBinary:
+        """The best repeat alone."""
+        rows = slice(self.best, self.best + 1)
+        means = tuple(part[rows] for part in self.multiplier_means)
+        return replace(self, model=self.model.of_repeats(rows), multiplier_means=means, best=0)
+
     def to(self, device: torch.device | str) -> LatentBinary:
         """A copy on another device."""
         model = self.model

@@ -84,9 +84,9 @@ class Split:
         """(N, D) as the file has them, in its pages."""
         return torch.from_numpy(self.content.features)
 
-    def feature_blocks(self, device: torch.device) -> Iterator[Tensor]:
-        """The features (n, D) float32 on the device, block by block; most splits are one block."""
-        return feature_blocks(torch.from_numpy(self.content.features), device)
+    def feature_blocks(self, device: torch.device, rows: slice = slice(None)) -> Iterator[Tensor]:
+        """The features (n, D) float32 of all rows, or of some, on the device, block by block; most splits are one block."""
+        return feature_blocks(torch.from_numpy(self.content.features)[rows], device)
 
     def logits(self, point: Point, device: torch.device) -> Tensor:
         """Logits (N, K) under a point, on the device; float32, as predict has them."""
@@ -138,9 +138,19 @@ class Split:
 
 def feature_blocks(features: Tensor, device: torch.device) -> Iterator[Tensor]:
     """Features (N, ...), wherever they lie, float32 on the device, block by block; most are one block."""
-    rows = max(1, PREDICTION_BYTES // (4 * features[:1].numel() or 1))
-    dtype = torch.float32 if features.is_floating_point() else features.dtype  # token ids stay what they are
-    return (block.to(device=device, dtype=dtype) for block in features.split(rows))
+    return (on_device(features[rows], device) for rows in block_rows(features, slice(0, len(features))))
+
+
+def block_rows(features: Tensor, rows: slice) -> list[slice]:
+    """The blocks of some rows of features (N, ...); an empty one where there are none."""
+    size = max(1, PREDICTION_BYTES // (4 * features[:1].numel() or 1))
+    starts = range(rows.start, max(rows.stop, rows.start + 1), size)
+    return [slice(start, min(start + size, rows.stop)) for start in starts]
+
+
+def on_device(features: Tensor, device: torch.device) -> Tensor:
+    """Features (n, ...) on the device: float32, but token ids stay what they are."""
+    return features.to(device=device, dtype=torch.float32 if features.is_floating_point() else features.dtype)
 
 
 def head_theta(weight: np.ndarray | None, bias: np.ndarray | None) -> Tensor | None:

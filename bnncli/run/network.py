@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ import torch
 from bnncli import data
 from bnncli.checkpoints.load import Checkpoint, load_checkpoint
 from bnncli.errors import DataError, UsageError
-from bnncli.extraction.features import Extracted, Head, collect, extract
+from bnncli.extraction.features import Extracted, Head, collect, counted, extract
 from bnncli.extraction.search import find_head
+from bnncli.machine.team import crew
 from bnncli.models import SavedModel
 from bnncli.networks import load_network, notes_on_names
 from bnncli.numerics.digests import tensor_digest
@@ -23,6 +24,7 @@ from bnncli.run.checkpoint_record import record_of, record_of_files
 from bnncli.run.model_files import arguments_by_name, own_files
 from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
+from bnncli.run.turns import Order, in_turns
 from bnncli.storage.features import CHECK_ROWS
 
 
@@ -152,12 +154,46 @@ class Network:
     ) -> Extracted:
         """Features and labels of a whole split, and the logits that a store keeps, on the CPU; raises as `extract` does.
 
+        The first of a crew has the others compute their turns of the batches.
+
         Args:
             dtype: what features are stored in, float32 or float16.
             store: where they are collected, and what is there of an interrupted run; none keeps all in memory.
         """
         first_row = 0 if store is None else store.restore()
-        batches = extract(
+        num_logits = 0 if store is None else CHECK_ROWS
+        own = partial(
+            self.batches,
+            split,
+            head,
+            batch_size=batch_size,
+            dtype=dtype,
+            num_workers=num_workers,
+            first_row=first_row,
+            num_logits=num_logits,
+        )
+        if (others := crew()) is None:
+            found = own()
+        else:
+            order = Order.of(split, self.record, first_row=first_row, num_logits=num_logits)
+            found = in_turns(own, others, order, len(range(first_row, len(split), batch_size)))
+        found = counted(found, split, first_row=first_row, progress=self.run.console)
+        return collect(found, len(split)) if store is None else store.collect(found)
+
+    def batches(
+        self,
+        split: data.InputSplit,
+        head: Head | None,
+        *,
+        batch_size: int,
+        dtype: str,
+        num_workers: int,
+        first_row: int,
+        num_logits: int,
+        turns: slice = slice(None),
+    ) -> Iterator[Extracted]:
+        """Features and labels of the batches from first_row on, or of some; arguments and errors as those of `extract`."""
+        return extract(
             self.module,
             head,
             split,
@@ -166,8 +202,7 @@ class Network:
             device=self.run.device,
             dtype=getattr(torch, dtype),
             first_row=first_row,
-            num_logits=0 if store is None else CHECK_ROWS,
+            num_logits=num_logits,
             autocast=self.autocast,
-            progress=self.run.console,
+            turns=turns,
         )
-        return collect(batches, len(split)) if store is None else store.collect(batches)

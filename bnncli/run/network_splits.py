@@ -32,6 +32,7 @@ from bnncli.run.network_checks import (
 from bnncli.run.network_inputs import has_tokens, near, read_inputs
 from bnncli.run.recorded_network import RecordedNetwork, network_header, open_recorded
 from bnncli.run.session import Run
+from bnncli.run.user_splits import shift_of
 from bnncli.storage.features import CHECK_ROWS
 from bnncli.storage.headers import Header
 from bnncli.targets.network import NetworkTarget
@@ -98,9 +99,9 @@ class NetworkSplit(Split):
         """The inputs, where they are: blocks of them travel."""
         return self.inputs
 
-    def feature_blocks(self, device: torch.device) -> Iterator[Tensor]:
-        """The inputs (n, D) on the device, block by block."""
-        return (block.to(device) for block in self.inputs.split(rows_of_inputs(self.layout)))
+    def feature_blocks(self, device: torch.device, rows: slice = slice(None)) -> Iterator[Tensor]:
+        """The inputs (n, D) of all examples, or of some, on the device, block by block."""
+        return (block.to(device) for block in self.inputs[rows].split(rows_of_inputs(self.layout)))
 
     def logits(self, point: Point, device: torch.device) -> Tensor:
         """Logits (N, K) under a point, on the device."""
@@ -296,7 +297,7 @@ class NetworkReader:
         rows = np.asarray(split.content.sample_id)
         if len(rows) and int(rows.max()) >= len(opened.dataset):
             raise DataError(f"{spec} has fewer examples than when the features were made", code="stale_input")
-        chosen = replace(opened, rows=rows, is_labeled=False)
+        chosen = replace(opened, rows=rows, is_labeled=False, shift=shift_of(header.provenance.get("params", {})))
         recorded = header.meta.get("order_digest")
         if recorded is not None and chosen.order_digest != recorded:
             message = f"{place} is not as it was when {header.path} was made from it"

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DataError
-from bnncli.integrators import Prediction, Ready, join
+from bnncli.integrators import Ready
 from bnncli.integrators._groups import DrawPartition, kept_rows
 from bnncli.integrators._mean_logits import drawn_theta, energy_and_max_logit, mean_theta
 from bnncli.lazy import torch
-from bnncli.run.inputs import Split, feature_blocks, load_split, open_posterior, posterior_prior, require_draws
+from bnncli.machine.together import brought_to_leader
+from bnncli.run.inputs import Split, block_rows, load_split, on_device, open_posterior, posterior_prior, require_draws
 from bnncli.run.integrator_choice import IntegratorChoice, default_integrator, is_of_draws, num_stored
+from bnncli.run.predicted_rows import PartProgress, Predicted, Rows, joined, own_rows, rows_of
 from bnncli.run.session import Run
 from bnncli.run.val_report import note_on_default
 from bnncli.storage.headers import Header
@@ -72,26 +74,6 @@ class TrainData:
         if layers not in self._targets:
             self._targets[layers] = self.seen_by(header, self.split).target(Prior(1.0), self.run.device)
         return self._targets[layers].with_prior(prior)
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """What one posterior predicts by one integrator for N examples, on the CPU.
-
-    Attributes:
-        prediction: probabilities and what belongs to them, with group means at `group_rows` where the draws have groups.
-        energy: (N,) float32, -log sum exp of the mean logits. max_logit: (N,) float32, the largest of those.
-        group_rows: (R,) int64 ascending; None without groups.
-        probs_samples: (S, N, C) float16, of every draw, where they were to be kept.
-        integrator: what predicted: its number of draws, the level of its intervals, what it says of itself.
-    """
-
-    prediction: Prediction
-    energy: Tensor
-    max_logit: Tensor
-    group_rows: Tensor | None
-    probs_samples: Tensor | None
-    integrator: Ready
 
 
 @dataclass
@@ -167,23 +149,39 @@ class Predictor:
         require_draws(self.run, self.header, num_used=num_used, option=option)
 
     def predict(self, choice: IntegratorChoice, features: Tensor, *, keep_samples: bool = False) -> Predicted:
-        """The predictions for features (N, D), wherever they lie, of the posterior's own D."""
-        integrator, parts, kept, logit_scores = self.ready(choice), [], [], []
-        groups, num_classes, start = _groups_of(integrator), self.posterior.layout.num_classes, 0
-        group_rows = None if groups is None else kept_rows(len(features), num_classes, len(groups))
-        for block in feature_blocks(features, self.run.device):
+        """The predictions for features (N, D), wherever they lie, of the posterior's own D, by a process that works alone."""
+        found = self.predict_together(choice, features, keep_samples=keep_samples)
+        assert found is not None
+        return found
+
+    def predict_together(
+        self, choice: IntegratorChoice, features: Tensor, *, keep_samples: bool = False
+    ) -> Predicted | None:
+        """The same, by all processes that share the command, each for rows of its own; None on all but the first of them.
+
+        Raises:
+            NumericError: rows of any of them have no probabilities.
+        """
+        integrator, layout = self.ready(choice), self.posterior.layout
+        groups = _groups_of(integrator)
+        group_rows = None if groups is None else kept_rows(len(features), layout.num_classes, len(groups))
+        blocks = [block for rows in own_rows(len(features), layout) for block in block_rows(features, rows)]
+        task = self.run.console.task("predict", sum(rows.stop - rows.start for rows in blocks))
+
+        def predicted(rows: slice) -> Rows:
+            block = on_device(features[rows], self.run.device)
             draws: dict[str, Any] = {"num_samples": choice.samples}  # of one stream: the same draws for every block
             draws["generator"] = self.run.stream("predict/draws")
             if group_rows is not None:
-                draws["group_rows"] = _rows_within(group_rows, slice(start, start + len(block)))
-            start += len(block)
-            parts.append(integrator.predict(self.posterior, block, progress=self.run.console, **draws))
-            logit_scores.append(energy_and_max_logit(block, self.scored_theta, self.posterior.layout))
-            if keep_samples:
-                kept.append(integrator.probs_of_draws(self.posterior, block))
-        energy, max_logit = (torch.cat(scores).cpu() for scores in zip(*logit_scores, strict=True))
-        probs_samples = torch.cat(kept, dim=1) if kept else None
-        return Predicted(join(parts), energy, max_logit, group_rows, probs_samples, integrator)
+                draws["group_rows"] = _rows_within(group_rows, rows)
+            progress = PartProgress(self.run.console, task, len(block))
+            prediction = integrator.predict(self.posterior, block, progress=progress, **draws)
+            energy, max_logit = energy_and_max_logit(block, self.scored_theta, layout)
+            kept = {"probs_samples": integrator.probs_of_draws(self.posterior, block)} if keep_samples else {}
+            return rows_of(prediction, energy=energy, max_logit=max_logit, **kept)
+
+        parts = brought_to_leader([predicted(rows) for rows in blocks])
+        return None if parts is None else joined(parts, group_rows, integrator)
 
 
 def _groups_of(integrator: Ready) -> DrawPartition | None:

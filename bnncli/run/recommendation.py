@@ -27,9 +27,9 @@ def judged_before(run: Run) -> dict[str, bool]:
     try:
         header = read_metrics(path)
         made_alike = header.provenance["algo_rev"] == AUTO and header.provenance["params"]["seed"] == run.compute.seed
-        judged = header.meta["rows"][-1]["judged"] if made_alike else {}
+        judged = dict(header.meta["rows"][-1]["judged"]) if made_alike else {}
         return {str(digest): bool(is_good) for digest, is_good in judged.items()}
-    except (DataError, MissingInput, KeyError, IndexError, TypeError, AttributeError):
+    except (DataError, MissingInput, KeyError, IndexError, TypeError, ValueError):
         return {}
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from bnncli.errors import Interrupted, WriteError
 from bnncli.lazy import torch
+from bnncli.machine.team import rank_and_size, team
 from bnncli.run.produce import Request
 from bnncli.run.session import Run
 from bnncli.storage.draw_file import DrawFile
@@ -75,9 +76,13 @@ class Resumable:
 
     def offer(self, state: Callable[[], State], *, is_last: bool = False) -> None:
         """Make the state and store it when it is due, or when the work is about to end early."""
-        if is_last or self._clock.is_due():
+        if is_last or self.is_due():
             write_state(self._path, state(), self._identity)
             self._is_ours = True
+
+    def is_due(self) -> bool:
+        """Whether a state is to be stored now; the clock starts again where it is."""
+        return self._clock.is_due()
 
     def save(self, state: State, is_last: bool) -> None:
         """The same for a state that is made already."""
@@ -101,13 +106,22 @@ class Resumable:
         except (Interrupted, WriteError) as error:
             if self._is_ours and self.is_stored:
                 first = f"{error.hint}, then " if error.hint else ""
-                error.hint = f"{first}continue with: {self._run.line.having('resume', True).pasted()}"
+                error.hint = f"{first}continue with: {_started()}{self._run.line.having('resume', True).pasted()}"
             raise
 
 
-def resumable_training(run: Run, request: Request, *, resume: bool, save_every: float) -> Resumable:
+def _started() -> str:
+    """What starts a command that torchrun has started again."""
+    others = team()
+    return "" if others is None or rank_and_size() is None else f"torchrun --nproc-per-node {others.num_here} -m "
+
+
+def resumable_training(
+    run: Run, request: Request, *, resume: bool, save_every: float, also: Mapping[str, str] | None = None
+) -> Resumable:
     """The state of a training (bnncli.training.loop), which goes on where its random state is of one kind: on a CPU or a GPU."""
-    return Resumable(run, request, resume=resume, save_every=save_every, also={"device": run.device.type})
+    also = {"device": run.device.type, **(also or {})}
+    return Resumable(run, request, resume=resume, save_every=save_every, also=also)
 
 
 class ResumableDraws:

@@ -16,7 +16,8 @@ from bnncli.storage.run_folder import RECOMMENDED
 
 EXTRACT_FEATURES = 1
 FIT_TEMPERATURE = 1
-HMC_OF_LAYERS = 1  # other than the last
+HMC_OF_LAYERS = 2  # other than the last. 2: steps of two and three stages
+MERGE = 1
 PRUNE = 1
 TRAIN = 1
 FIT_ENSEMBLE = 2  # 2: its worth on val beside the network's
@@ -30,13 +31,18 @@ AUTO = 1
 
 
 def of_laplace(*, in_span: bool) -> int:
-    """3: fits in the row space of the features, which were made over all of theta before."""
-    return 3 if in_span else 2
+    """5: fits in the row space of the features, which were made over all of theta before. 4 and 5 are of modes and searches that are
+    shorter where heads are large, 2 and 3 were not.
+    """
+    return 5 if in_span else 4
 
 
 def of_hmc(*, in_span: bool, num_params: int) -> int:
-    """2: chains in the row space of the features, which moved over all of theta before. 3 and 4: the same of long draws."""
-    return (2 if in_span else 1) + (2 if _is_long(num_params) else 0)
+    """6: chains in the row space of the features, which moved over all of theta before. 7 and 8: the same of long draws.
+
+    5 to 8 are steps of two and three stages, 1 to 4 were of one.
+    """
+    return (6 if in_span else 5) + (2 if _is_long(num_params) else 0)
 
 
 def of_predict(num_drawn: int) -> int:
@@ -113,6 +119,7 @@ _OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
     "laplace": _laplace_today,
     "refine": _refine_today,
     "hmc": _hmc_today,
+    "merge": lambda header: {MERGE},
     "lbbnn": lambda header: {FIT_LBBNN},
     "temperature": lambda header: {FIT_TEMPERATURE},
     "prune": lambda header: {PRUNE},

@@ -34,7 +34,9 @@ def span_to_fit(run: Run, train: Split, *, structure: str = "auto", **sizes: Any
         return None
     span = reduced_layout(train.layout, num_examples)
     if structure == "auto":
-        structure = memory.automatic_structure(span, budget(run.device_name), whole=train.layout, **sizes)
+        structure = memory.automatic_structure(
+            span, budget(run.device_name), device=run.device_name, whole=train.layout, **sizes
+        )
     return span if registry.declared("curvature", structure, "is_fitted_in_span") else None
 
 

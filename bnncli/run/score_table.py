@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bnncli.likelihoods import recorded_name
 from bnncli.names import posterior_title
@@ -36,14 +36,7 @@ def score_table(
         head: what stands in them; None: the names of a run's predictions.
     """
     ordered = sorted(rows, key=lambda row: (row["split"] != "test", row["split"]))
-    shown = [
-        {
-            _form(metric): metric
-            for metric in row["metrics"]
-            if _is_shown(metric, chosen, scores, has_labels=recorded_name(row) is not None)
-        }
-        for row in ordered
-    ]
+    shown = [_shown(row, chosen, scores) for row in ordered]
     forms = _columns(shown)
     cells = [
         [*(head or run_head)(row), *(_cell(found.get(form), intervals) for form in forms)]
@@ -53,9 +46,39 @@ def score_table(
     return Table(columns, cells, notes=notes, narrow=_turned(columns, cells))
 
 
+class ShownScore(NamedTuple):
+    """One column of the table: its title, which way is better, and its metric in each row, None where it has none."""
+
+    title: str
+    higher_is_better: bool | None
+    metrics: list[Mapping[str, Any] | None]
+
+
+def shown_scores(rows: Sequence[Mapping[str, Any]], scores: Sequence[str] = ("max_prob",)) -> list[ShownScore]:
+    """The usual scores of rows of evaluate, in the order and by the titles of the table.
+
+    Args:
+        scores: by which detection is shown.
+    """
+    shown = [_shown(row, (), scores) for row in rows]
+    forms = _columns(shown)
+    found = []
+    for form, title in zip(forms, _titles(forms, shown), strict=True):
+        metrics = [own.get(form) for own in shown]
+        first = next(metric for metric in metrics if metric is not None)
+        found.append(ShownScore(title, first["higher_is_better"], metrics))
+    return found
+
+
 def score_title(metric: Mapping[str, Any]) -> str:
     """What a score is called in a table, without the choices that tell it from its like."""
     return declared()[metric["name"]].title.format(**metric)
+
+
+def _shown(row: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str]) -> dict[Form, Mapping[str, Any]]:
+    """The scores of a row that are shown, by their forms."""
+    has_labels = recorded_name(row) is not None
+    return {_form(m): m for m in row["metrics"] if _is_shown(m, chosen, scores, has_labels=has_labels)}
 
 
 def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str], *, has_labels: bool) -> bool:

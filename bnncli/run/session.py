@@ -15,7 +15,7 @@ from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.lazy import torch
 from bnncli.machine.devices import configure_torch, device_name, select_device
 from bnncli.machine.memory import return_large_blocks
-from bnncli.machine.team import team
+from bnncli.machine.team import crew, team
 from bnncli.numerics import seeds
 from bnncli.options import (
     CommonOptions,
@@ -185,7 +185,7 @@ class Run:
 
     def environment(self) -> dict[str, Any]:
         """Seed, device, threads and workers, as provenance records them."""
-        others = team()
+        others, asked = team(), crew()
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
         host = {"host": socket.gethostname()} if self.record.record_host else {}
         return {
@@ -196,6 +196,7 @@ class Run:
             "gpu": gpu,
             "threads": torch.get_num_threads(),
             **({} if others is None else {"workers": others.size, "shards": others.num_shards}),
+            **({} if asked is None else {"workers": asked.size}),
         }
 
     def stream(self, name: str) -> torch.Generator:

@@ -12,17 +12,25 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import read_sample_ids
 from bnncli.storage.run_folder import RunFolder
 
+FITTED_ON = {"train", "val"}
+
 
 def shared_rows(folder: RunFolder, names: Collection[str] | None = None) -> list[str]:
-    """A warning for every two in-distribution splits, of those named or of all, that hold the same rows of the same source."""
-    sources = {}
+    """A warning for every two in-distribution splits, of those named or of all, that hold the same rows of the same source.
+
+    A rotated or corrupted copy stands beside what it is a copy of without one, unless that is for training or tuning.
+    """
+    sources, shifted = {}, set()
     for name in (split for split in folder.splits() if names is None or split in names):
         header = read_header(folder.features(name))
         if not header.meta.get("is_ood"):
+            params = header.provenance.get("params", {})
+            shifted |= {name} if {"rotate", "corrupt"} & {*params} else set()
             sources[name] = re.sub(r"@\d+$", "", str(header.provenance.get("source")))
     found = []
     for first, second in combinations(sources, 2):
-        if sources[first] != sources[second]:
+        is_copy = {first, second} & shifted and not {first, second} & FITTED_ON
+        if sources[first] != sources[second] or is_copy:
             continue
         ids, others = (read_sample_ids(folder.features(name)) for name in (first, second))
         count = len(np.intersect1d(ids, others))

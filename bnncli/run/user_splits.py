@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from bnncli import data
 from bnncli.errors import BnnError, DataError, UsageError
@@ -13,6 +14,7 @@ from bnncli.likelihoods import why_unfit
 from bnncli.machine import user_code
 from bnncli.models import SavedModel, is_kind
 from bnncli.numerics.digests import file_sha256
+from bnncli.numerics.seeds import stream_seed
 from bnncli.run.model_files import ModelFiles
 from bnncli.storage.provenance import Source
 
@@ -61,6 +63,7 @@ def open_splits(
     unreadable: Callable[[str, BnnError], None],
     memory: Callable[[str], data.Memory | None],
     ood: Sequence[str] = (),
+    shift: data.Shift | None = None,
 ) -> list[data.InputSplit]:
     """Every split that --data, --ood and --hold-out name, opened and checked; train first.
 
@@ -69,6 +72,7 @@ def open_splits(
         unreadable: told the names of the splits whose data cannot be read, and why, before that is raised.
         memory: of the data of a split, by its name.
         ood: splits without labels, each as SPLIT=SPEC.
+        shift: what is done to the images of all of them.
 
     Raises:
         UsageError: a name twice, a malformed spec.
@@ -91,7 +95,7 @@ def open_splits(
                 split = data.load_split(
                     spec, name=name, preprocess=preprocess, takes_any_labels=True, memory=memory(name)
                 )
-                split = split.as_ood() if flag == "\0ood\0" else split
+                split = replace(split.as_ood() if flag == "\0ood\0" else split, shift=shift)
                 splits[name] = data.matched_to(split, None if saved is None else saved.classes)
             except BnnError as error:
                 for one in (name, *(held.split("=")[0] for held in options.hold_out if f"={name}:" in held)):
@@ -100,6 +104,24 @@ def open_splits(
     for text in options.hold_out:
         splits = data.hold_out(splits, text, seed=seed)
     return sorted(splits.values(), key=lambda split: split.name != "train")
+
+
+def shift_of(params: Mapping[str, Any]) -> data.Shift | None:
+    """What a split's parameters say is done to its images; None for nothing.
+
+    Args:
+        params: rotate and corrupt where they are given, and the seed of the command.
+    """
+    rotate, corrupt = params.get("rotate"), params.get("corrupt")
+    if rotate is None and corrupt is None:
+        return None
+    return data.Shift(rotate, corrupt, stream_seed(params.get("seed") or 0, "extract-features/corrupt"))
+
+
+def shift_params(shift: data.Shift | None) -> dict[str, Any]:
+    """What is recorded of it, where there is any."""
+    found = {} if shift is None else {"rotate": shift.rotate, "corrupt": shift.corrupt}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def check_outputs(task: str | None, likelihood: str | None, num_outputs: int) -> None:

@@ -12,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.integrators import load_integrator, supports
 from bnncli.lazy import torch
+from bnncli.machine.together import Parts
 from bnncli.names import counted, percent
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.integrator_choice import default_integrator_of
+from bnncli.run.predicted_rows import shared_rows
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 
@@ -265,11 +268,13 @@ def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray
             getattr(posterior, "num_stored", size) if posterior.type != "samples" else posterior.draws[..., 0].numel()
         )
     ready = integrator.prepare(posterior, num_samples=size, generator=run.stream("predict/draws"))
-    parts = []
-    for features in val.feature_blocks(run.device):
+    rows = shared_rows(len(val.stored), posterior.layout)
+    parts, found = Parts(len(rows)), [np.empty((0, posterior.layout.num_classes), dtype=np.float32)]
+    for features in (block for place in parts.own for block in val.feature_blocks(run.device, rows[place])):
         generator = run.stream("predict/draws")
-        parts.append(ready.predict(posterior, features, num_samples=size, generator=generator).probs.cpu())
-    return torch.cat(parts).numpy(), {"integrator": name, "samples": size}
+        found.append(ready.predict(posterior, features, num_samples=size, generator=generator).probs.cpu().numpy())
+    probs = parts.of_all(np.concatenate(found), [part.stop - part.start for part in rows])
+    return probs, {"integrator": name, "samples": size}
 
 
 def _at_best_temperature(run: Run, point: Point, val: Split, key: str) -> tuple[Scored, dict[str, Any]] | None:

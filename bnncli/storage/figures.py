@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from bnncli.figures import MARK
-from bnncli.numerics.digests import file_sha256
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.side_outputs import check_side_output
 
@@ -31,7 +31,7 @@ def check_figure_path(target: Path, flag: str, *, force: bool, others: Iterable[
 def write_figure(target: Path, content: bytes) -> str:
     """Publish a figure, whose path has been checked; the digest of its bytes."""
     publish_bytes(target, content, may_replace=True)
-    return f"sha256:{file_sha256(target)}"
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def _is_ours(path: Path) -> bool:

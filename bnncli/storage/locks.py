@@ -21,16 +21,20 @@ from bnncli.machine.team import is_leader
 from bnncli.storage.atomic import write_error
 
 POLL_SECONDS = 0.1
+WRITING = ("another bnncli is writing this artifact", "wait for it, or use \0wait\0 SECONDS")
 
 
 @contextmanager
-def artifact_lock(path: Path, *, wait: float, poll: Callable[[], None]) -> Iterator[None]:
+def artifact_lock(
+    path: Path, *, wait: float, poll: Callable[[], None], held: tuple[str, str] = WRITING
+) -> Iterator[None]:
     """Hold the lock file `path` exclusively; of workers that share a command the first does so for all.
 
     Args:
         path: the lock file, made when missing.
         wait: seconds to wait for another holder; 0 fails at once.
         poll: called while waiting; raises to stop.
+        held: what is said where another process holds it, and what to do.
 
     Raises:
         Locked: another process holds it; the message names it.
@@ -46,7 +50,7 @@ def artifact_lock(path: Path, *, wait: float, poll: Callable[[], None]) -> Itera
     except OSError as error:
         raise write_error(error, path) from None
     try:
-        _acquire(descriptor, path, wait, poll)
+        _acquire(descriptor, path, wait, poll, held)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": sys.argv[:6]}
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
@@ -55,7 +59,8 @@ def artifact_lock(path: Path, *, wait: float, poll: Callable[[], None]) -> Itera
         os.close(descriptor)
 
 
-def _acquire(descriptor: int, path: Path, wait: float, poll: Callable[[], None]) -> None:
+def _acquire(descriptor: int, path: Path, wait: float, poll: Callable[[], None], held: tuple[str, str]) -> None:
+    message, hint = held
     deadline = time.monotonic() + wait
     while True:
         try:
@@ -63,19 +68,15 @@ def _acquire(descriptor: int, path: Path, wait: float, poll: Callable[[], None])
             return
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                message = f"the file system of {path} has no file locks"
-                raise WriteError(message, hint="choose another place with \0run_dir\0", path=path) from None
+                without = f"the file system of {path} has no file locks"
+                raise WriteError(without, hint="choose another place with \0run_dir\0", path=path) from None
             if error.errno in (errno.EACCES, errno.EPERM):
                 raise OutputExists(f"cannot lock {path}: {os.strerror(error.errno)}", path=path) from None
             if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
                 raise
         poll()
         if time.monotonic() >= deadline:
-            raise Locked(
-                f"another bnncli is writing this artifact ({_holder(descriptor)})",
-                hint="wait for it, or use \0wait\0 SECONDS",
-                path=path,
-            )
+            raise Locked(f"{message} ({_holder(descriptor)})", hint=hint, path=path)
         time.sleep(POLL_SECONDS)
 
 

@@ -160,6 +160,7 @@ _WORDS = {
     "algo_rev": "another revision of the algorithm",
     "seed": "another seed",
     "weights_digest": "another checkpoint",
+    "groups": "networks in other batches (workers and \0shards\0 have them apart, and otherwise they are one)",
 }
 
 
@@ -167,7 +168,8 @@ def _differences(there: Any, asked: Mapping[str, Any]) -> str:
     """What differs between two identities, in words; empty when nothing does."""
     if not isinstance(there, dict):
         return "no identity"
-    words = [_WORDS.get(key, f"another {key}") for key in asked if key != "inputs" and there.get(key) != asked[key]]
+    keys = [key for key in {**asked, **there} if key != "inputs"]
+    words = [_WORDS.get(key, f"another {key}") for key in keys if there.get(key) != asked.get(key)]
     old, new = there.get("inputs"), asked.get("inputs", {})
     old = old if isinstance(old, dict) else {}
     words += [f"another {role}" for role in sorted({*old, *new}) if old.get(role) != new.get(role)]

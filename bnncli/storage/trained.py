@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "checkpoint"
+# The options of train that say which network it is and what is done to its inputs.
+PREPROCESSING = ("mean", "std", "resize", "crop")
+RECORDED_NETWORK = ("model", "model_arg", *PREPROCESSING)
 RAW, AVERAGED = "model.", "model_ema."  # stand before the names where there are both, which --state tells apart
 
 

@@ -24,7 +24,7 @@ from bnncli.likelihoods import Likelihood
 from bnncli.shapes import check_shapes
 from bnncli.targets.held_out import HeldOutFeatures
 from bnncli.targets.labels import check_labels, label_shape
-from bnncli.targets.logit_blocks import block_logits, draw_blocks, weighted_feature_sums
+from bnncli.targets.logit_blocks import block_logits, draw_blocks, label_sums, weighted_feature_sums
 from bnncli.targets.own_gradient import ValueWithGradient
 from bnncli.targets.passes import count_passes, counting_products
 from bnncli.targets.stream import FeatureBlocks, Work
@@ -33,7 +33,7 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
 # Of logits or probabilities (K, N) that are kept; larger ones are made again. Not a share of what is free, on which bits would depend.
-_KEPT_BYTES = 2**28
+_KEPT_BYTES = 2**29
 _KEPT_SHARE = 8  # on a GPU, whose own work needs the rest: one part in so many of all its memory, free or not
 
 
@@ -108,10 +108,9 @@ class LastLayerTarget:
         """t = sum_n onehot(y_n) x x_n in theta order, (P,) float64: the label term is theta . t."""
 
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-            indicators = self.likelihood.indicators(self.labels[rows], block.dtype)
-            return (weighted_feature_sums(indicators.unsqueeze(1), block, self.layout)[0],)
+            return (label_sums(block, self.labels[rows], self.layout),)
 
-        return self._sum(work, columns=16 * self.layout.num_outputs, dtype=torch.float64)[0]
+        return self._sum(work, columns=self.layout.num_outputs, dtype=torch.float64)[0]
 
     def log_prior(self, theta: Tensor) -> Tensor:
         """log N(theta | 0, Lambda^-1), (S,) float64, for theta (S, P)."""
@@ -157,8 +156,11 @@ class LastLayerTarget:
 
         if features is not None:
             return work(slice(None), features)[0]
-        parts = self.blocks.map(work, columns=self.layout.num_outputs, dtype=self.dtype)
-        return torch.cat([part for (part,) in parts], dim=1)
+        found = torch.empty(self.layout.num_outputs, self.num_examples, dtype=self.dtype, device=self.device)
+        start = 0
+        for (part,) in self.blocks.map(work, columns=self.layout.num_outputs, dtype=self.dtype):
+            found[:, start : (start := start + part.shape[1])] = part
+        return found
 
     def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
         """A function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,).
@@ -199,6 +201,11 @@ class LastLayerTarget:
         other = copy.copy(self)  # what is known of the data is kept: checking them again would be a pass over a file
         object.__setattr__(other, "prior", prior)
         return other
+
+    def some(self, index: Tensor) -> LastLayerTarget:
+        """The target of the rows in index (n,) alone, on the compute device, under the same prior."""
+        labels = self.labels[index.to(self.device)]
+        return LastLayerTarget(self.rows(index), labels, self.layout, self.prior, self.likelihood_scale)
 
     def held_out(self, features: Tensor, labels: Tensor) -> HeldOutFeatures:
         """Other features (M, D) with labels (M,), or (M, C), to judge posteriors by."""

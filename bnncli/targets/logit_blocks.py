@@ -43,6 +43,20 @@ def weighted_feature_sums(
     return layout.join(weight, bias)
 
 
+def label_sums(features: Tensor, labels: Tensor, layout: HeadLayout) -> Tensor:
+    """sum_n onehot(y_n) x x_n in theta order, (P,) float64, for features (n, D) and labels (n,), or (n, C)."""
+    likelihood, num_outputs = layout.likelihood, layout.num_outputs
+    if (
+        features.device.type != "cpu" or not likelihood.is_shift_invariant
+    ):  # only a softmax has one output for each label
+        indicators = likelihood.indicators(labels, features.dtype)
+        return weighted_feature_sums(indicators.unsqueeze(1), features, layout)[0]
+    # Each row goes to one output: no product of K rows for each (in one order, as it is on a CPU).
+    weight = features.new_zeros(num_outputs, features.shape[1]).index_add_(0, labels, features)
+    counts = torch.bincount(labels, minlength=num_outputs).to(features.dtype) if layout.has_bias else None
+    return layout.join(weight.unsqueeze(0), None if counts is None else counts.unsqueeze(0))[0].double()
+
+
 def row_blocks(num_rows: int, columns: int, device: torch.device) -> Iterator[slice]:
     """Slices over `num_rows` examples, sized so that a block of rows times `columns` fits the cache."""
     return slices(0, num_rows, max(1, BLOCK_ELEMENTS.get(device.type, 2**19) // columns))

@@ -32,8 +32,12 @@ _ASKING: ContextVar[Tally | None] = ContextVar("gradient passes", default=None)
 
 
 @contextmanager
-def counted_passes() -> Iterator[Tally]:
-    """Within, passes are counted; a count within a count has what is within it alone, and both have that."""
+def counted_passes(share: float = 1.0) -> Iterator[Tally]:
+    """Within, passes are counted; a count within a count has what is within it alone, and both have that.
+
+    Args:
+        share: of the examples that are read within: so much of each pass the outer count has.
+    """
     outer, own = _ASKING.get(), Tally()
     token = _ASKING.set(own)
     try:
@@ -41,7 +45,7 @@ def counted_passes() -> Iterator[Tally]:
     finally:
         _ASKING.reset(token)
         if outer is not None:
-            outer.passes += own.passes
+            outer.passes += share * own.passes
 
 
 def count_passes(passes: float) -> None:

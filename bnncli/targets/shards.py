@@ -7,6 +7,7 @@ level at most, and sends these: not a sum for each shard.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
@@ -23,6 +24,20 @@ def shard_rows(num_rows: int, num_shards: int) -> list[slice]:
     """The rows of each shard; none is empty: of fewer rows than shards each is one."""
     count = min(num_shards, num_rows)
     return [slice(part.start, part.stop) for part in shares(num_rows, count)] if count else []
+
+
+def row_slices(num_rows: int, *, most: int, team: Team | None) -> list[slice]:
+    """Slices of consecutive rows that are computed each by itself, whichever process does it; all rows in one where it works alone.
+
+    Their ends are the same for any number of processes, and so is what rounding makes of each.
+
+    Args:
+        num_rows: of all of them, perhaps none.
+        most: rows of a slice, unless that makes more of them than there are shards: with fewer a block is too thin.
+    """
+    if team is None or num_rows == 0:
+        return [slice(0, num_rows)]
+    return shard_rows(num_rows, min(team.num_shards, math.ceil(num_rows / most)))
 
 
 @dataclass

@@ -28,6 +28,9 @@ Work: TypeAlias = "Callable[[slice, Tensor], tuple[Tensor, ...]]"
 # Elements of the largest intermediate, rows times columns. Measured on two cores: blocks of about 2 MB stay in cache; a
 # GPU wants few, large kernels.
 BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+# A block's sum has as many elements for each column as there are features, which are written and added up: of 2 D rows and more
+# that costs little beside the products, and pays up to blocks of this many elements (K = 1,000, D = 1,280: a sixth).
+_WIDE_BLOCK_ELEMENTS = 2**22
 TRANSFER_BYTES = 2**26  # of one pinned buffer: long enough for the full speed of the bus
 
 
@@ -86,7 +89,7 @@ class FeatureBlocks:
         if dtype != self.features.dtype or self.device.type != "cpu":  # the block is itself an intermediate, or travels
             columns = max(columns, num_features)
         while start < stop:
-            size = max(1, BLOCK_ELEMENTS.get(self.device.type, 2**19) // columns // self.divisor)
+            size = max(1, _block_rows(columns, num_features, self.device) // self.divisor)
             try:
                 for rows, block in self._blocks(start, stop, size):
                     parts = work(rows, block.to(dtype))
@@ -162,6 +165,12 @@ class FeatureBlocks:
             working.wait_event(copied[turn])
             yield rows, on_device[turn][here]
             used[turn].record(working)
+
+
+def _block_rows(columns: int, num_features: int, device: torch.device) -> int:
+    """How many rows of so many columns make a good block for sums over features."""
+    wide = min(2 * num_features, _WIDE_BLOCK_ELEMENTS // columns)
+    return max(BLOCK_ELEMENTS.get(device.type, 2**19) // columns, wide)
 
 
 def slices(start: int, stop: int, size: int) -> Iterator[slice]:

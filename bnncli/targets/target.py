@@ -127,6 +127,13 @@ class HeldOut(Protocol):
         """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each example's probability."""
 
 
+class HeldOutByLogits(HeldOut, Protocol):
+    """Examples of a model whose logits are normal under a Gaussian over theta."""
+
+    def losses_by(self, drawn: Callable[[Tensor], Iterable[Tensor]], *, num_draws: int) -> Tensor:
+        """`losses` (M,) of draws of the logits: for inputs (n, ...), blocks (K, s, n) of S draws, which may be overwritten."""
+
+
 class LinearisedHeldOut(HeldOut, Protocol):
     """Examples of a model that is not linear in theta."""
 

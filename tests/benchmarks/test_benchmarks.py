@@ -99,6 +99,23 @@ def test_scaling_grows_each_axis_and_expects_what_the_work_says(tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json"]
 
 
+def test_imagenet_goes_step_by_step_and_counts_what_each_reads(tmp_path: Path, report_here: Report) -> None:
+    steps = ("extract-features", "fit-laplace kron", "fit-laplace diag")
+    left = "fit-temperature,refine affine,hmc,predict closed forms,predict mc,evaluate"
+    words = ("--imagenet", "0.0005,0.001", "--features", 32, "--held-out", 60, "--skip", left, "--dir", tmp_path)
+    rows = report_here("scaling.py", *words)["rows"]
+    assert [(row["fraction"], row["step"]) for row in rows] == [(f, step) for f in (0.0005, 0.001) for step in steps]
+    assert rows[0]["sizes"] == [640, 60, 32, 2]
+    for row in rows:
+        assert 0 < row["floor"] < row["seconds"] < math.inf
+        assert row["peak_bytes"] is None or 2**24 < row["peak_bytes"] < 2**33
+    copied, kron, _ = rows[:3]
+    assert copied["features_read"] == 2 * 32 * (640 + 120)
+    assert kron["features_read"] >= 2 * 32 * 640 * kron["passes"] > 0
+    assert all((row["growth"] is None) == (row["fraction"] == 0.0005) for row in rows)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json"]
+
+
 def test_predict_times_every_integrator_and_says_how_far_it_is_off(report_here: Report) -> None:
     rows = report_here("predict.py")["rows"]
     for row in rows:

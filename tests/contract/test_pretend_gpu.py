@@ -80,6 +80,7 @@ LINES = (
     ),
     "train own.safetensors --model file-net.py:make --data train=npz:images.npz --epochs 3 --augment crop+flip",
     f"train several.safetensors {TRAIN} --seeds 2 --ema 0.9 --label-smoothing 0.1",
+    f"train apart.safetensors {TRAIN} --seeds 2 --ema 0.9 --shards 64",
     "train p.safetensors --recipe mlp-fmnist --model-arg inputs=4 --data train=npz:raw.npz --batch-size 8 --epochs 1 --task multiclass",
     "train b.safetensors --model mlp --model-arg inputs=4 --model-arg classes=1 --data train=npz:pair.npz --epochs 1 --task binary",
     "train v.safetensors --model mlp --model-arg inputs=4 --model-arg classes=3 --data train=npz:several.npz --epochs 1 --task multilabel",
@@ -115,6 +116,7 @@ LINES = (
     ),
     "fit-lbbnn s --epochs 2 --batch-size 8",
     "fit-lbbnn s --hidden 3 --repeats 2 --standardize --epochs 2 --batch-size 8 --schedule cosine --variance published --name h",
+    "fit-lbbnn s --repeats 2 --epochs 2 --batch-size 8 --estimator mnf --flow-hidden 3 --shards 64 --name apart",
     "prune s",
     "prune s --posterior h --rule density --density 0.5 --name half",
     "predict s --integrator all --samples 6 --posterior laplace --table table.csv",
@@ -131,10 +133,14 @@ LINES = (
     "diagnose m.pt --draws 16 --layers all --posterior n-diag --posterior some --posterior drawn",
     "evaluate s --bootstrap 5 --score all --integrator mc",
     "diagnose s --draws 16 --posterior laplace --posterior refine",
+    "report s --posterior laplace --posterior refine --posterior hmc --figures drawn --figure-format png --figure-format pdf --figure-format svg",
     "extract-features v --from-npz labels.npz --ood far --task multilabel",
     "fit-laplace v --prior-precision val --structure full",
     f"refine v --flow radial {SMALL}",
     "hmc v --chains 2 --warmup 6 --draws 8",
+    "hmc v --chains 2 --warmup 6 --draws 8 --seed 1 --name again --shards 4 --spread examples",
+    "hmc v --chains 8 --warmup 6 --draws 8 --seed 1 --name grouped --shards 4 --spread chains",
+    "merge v --posterior hmc --posterior again",
     "fit-lbbnn v --epochs 2 --batch-size 8 --slab-sd 1",
     "predict v --integrator all --samples 6 --posterior laplace --split test",
     "predict v --samples 6 --posterior refine --posterior hmc --posterior lbbnn --split test",
@@ -159,7 +165,7 @@ WITHOUT_LINE = {
     ("train", "--recipe", "resnet20-cifar"): "as that",
     ("fit-lbbnn", "--variance", "exact"): "what lrt and mnf do without --variance",
 }
-LEFT_OUT = {"demo": "runs other commands, for a minute"}
+LEFT_OUT = {"demo": "runs other commands, for a minute", "reproduce": "as demo"}
 
 
 NETWORK = """
@@ -422,7 +428,8 @@ def covered_by(line: str) -> set[tuple[str, str, str]]:
 
 
 def test_every_choice_of_every_option_has_a_line() -> None:
-    wanted = set().union(*(values_to_cover(command) for command in COMMANDS if ComputeOptions in command.groups))
+    commands = [command for command in COMMANDS if ComputeOptions in command.groups and command.name not in LEFT_OUT]
+    wanted = set().union(*map(values_to_cover, commands))
     assert wanted - set().union(*map(covered_by, LINES)) == set(WITHOUT_LINE)
 
 

@@ -46,6 +46,8 @@ MADE = (
     "refine small --epochs 1 --length 2",
     "refine small --flow planar --epochs 1 --elbo-draws 64 --name planar",
     "hmc small --chains 8 --warmup 8 --draws 16",
+    "hmc small --chains 8 --warmup 8 --draws 16 --seed 1 --name again",
+    "merge small --posterior hmc --posterior again",
     "fit-lbbnn small --epochs 1 --slab-sd 1",
     "prune small",
     "fit-swag small --warmup 1 --epochs 4 --rank 3",
@@ -70,7 +72,20 @@ NOTHING_TO_DO = (
     "config show refine",
 )
 # These work whenever they are called, or their work is to read every byte.
-ALWAYS_WORK = {"compare", "diagnose", "integrals", "sbc", "auto", "verify", "demo", "convert", "score"}
+ALWAYS_WORK = {
+    "compare",
+    "diagnose",
+    "integrals",
+    "sbc",
+    "auto",
+    "verify",
+    "demo",
+    "convert",
+    "score",
+    "grid",
+    "reproduce",
+    "report",
+}
 MISSING = {
     "convert": "out.safetensors",
     "extract-features": "--model net.py:make --data train=npz:data.npz",
@@ -150,7 +165,7 @@ def test_every_command_that_may_have_nothing_to_do_is_tried() -> None:
 
 
 def test_a_missing_input_is_told_without_slow_imports(folder: Path) -> None:
-    commands = [one for one in COMMANDS if one.arguments and one.name not in ("config-show", "train")]
+    commands = [one for one in COMMANDS if one.arguments and one.name not in ("config-show", "train", "reproduce")]
     lines = [f"{one.name} absent.pt {MISSING.get(one.name, '')}" for one in commands]
     for line, (code, _, stderr) in zip(lines, results_of(folder, lines), strict=True):
         assert code == 66, f"{line}: {stderr}"

@@ -59,6 +59,9 @@ def words_of(name: str, run: Path) -> list[object]:
         "fit-lbbnn": [name, run, "--epochs", 50, "--inclusion-rate", 0.1],
         "sbc": [name, run, "--simulations", 20, "--draws", 9],
         "train": [name, run.with_name("net.safetensors"), *TINY, *data_of(run), "--epochs", 1],
+        "merge": [name, run, "--posterior", "hmc", "--posterior", "again"],
+        "grid": [name, run.with_name("grid.toml")],
+        "reproduce": [name],
         "fit-ensemble": [name, *(run.with_name(f"net-{seed}.safetensors") for seed in (0, 1))],
     }.get(name, [name, run])
 
@@ -69,6 +72,7 @@ def broken_words_of(name: str, run: Path) -> list[object]:
     return {
         "extract-features": [name, missing, "--from-npz", missing],
         "convert": [name, missing, run.with_name("out")],
+        "merge": [name, missing, "--posterior", "a", "--posterior", "b"],
         "config-show": ["config", "show", "nothing"],
         "integrals": [name, "--mean", "nothing", "--variance", "4"],
         "demo": [name, "--dir", run.with_name("features.npz")],
@@ -94,6 +98,12 @@ def lbbnn(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(small_run: Path, request: pytest.FixtureRequest, cli: Cli) -> Path:
     torch.save({"w": torch.zeros(2)}, small_run.with_name("net.pt"))
     name = request.getfixturevalue("name") if "name" in request.fixturenames else None
+    if name == "merge":
+        assert (
+            cli("hmc", small_run, "--chains", 8, "--warmup", 8, "--draws", 16, "--seed", 5, "--name", "again").code == 0
+        )
+    if name == "grid":
+        small_run.with_name("grid.toml").write_text(f'checkpoints = "{small_run}"\n[[step]]\ncommand = "status"\n')
     if name == "prune":
         assert cli("fit-lbbnn", small_run, "--epochs", 1).code == 0
     if name == "fit-ensemble":
@@ -125,7 +135,7 @@ def test_success_is_one_document(cli: Cli, run: Path, name: str) -> None:
     assert all(f"WARNING {name} {' '.join(text.split())}" in said for text in document["warnings"])
     assert "PosixPath" not in said
     # On the small run its Gaussian predicts worse than its own centre, and its few examples leave draws their share.
-    assert bool(document["warnings"]) == (name in ("fit-laplace", "fit-sghmc", "fit-vi", "predict", "compare"))
+    assert bool(document["warnings"]) == (name in ("fit-laplace", "fit-sghmc", "fit-vi", "merge", "predict", "compare"))
     assert document["seconds"] >= 0
 
 

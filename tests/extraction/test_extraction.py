@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.data import InputSplit, load_split
 from bnncli.errors import DataError, NumericError, UsageError
-from bnncli.extraction.features import Head, collect, extract, head_of, prove_head
+from bnncli.extraction.features import Head, collect, counted, extract, head_of, prove_head
 from bnncli.extraction.search import find_head
 from bnncli.networks import load_network
 from bnncli.progress import Task
@@ -250,8 +250,49 @@ def test_progress_counts_every_example(split: InputSplit) -> None:
         def advance(self, amount: int = 1, note: str = "") -> None:
             seen.append(amount)
 
-    run(Classifier(), replace(split, name="val"), batch_size=4, progress=Counter())
+    split = replace(split, name="val")
+    list(counted(extract(Classifier(), None, split, batch_size=4), split, progress=Counter()))
     assert seen == [4, 4, 2]
+    list(counted(extract(Classifier(), None, split, batch_size=4, first_row=4), split, first_row=4, progress=Counter()))
+    assert seen[3:] == [4, 4, 2]
+
+
+@pytest.mark.parametrize(("first_row", "num_workers"), [(0, 0), (3, 0), (0, 1)])
+def test_batches_in_turns_are_those_of_all(split: InputSplit, first_row: int, num_workers: int) -> None:
+    model = Classifier()
+    head = find(model, INPUTS[:1])
+    options: dict[str, Any] = {"batch_size": 2, "first_row": first_row, "num_logits": 5, "num_workers": num_workers}
+    whole = list(extract(model, head, split, **options))
+    read = []
+    for turn in range(3):
+        parts = list(extract(model, head, split, **options, turns=slice(turn, None, 3)))
+        assert len(parts) == len(whole[turn::3])
+        for part, expected in zip(parts, whole[turn::3], strict=True):
+            read += part.labels.tolist()  # type: ignore[union-attr]
+            assert torch.equal(part.features, expected.features)
+            assert (part.logits is None) == (expected.logits is None)
+    assert sorted(read) == sorted((np.arange(10) % 3)[first_row:].tolist())
+    assert [one.logits is not None for one in whole] == [first_row + 2 * place < 5 for place in range(len(whole))]
+
+
+def test_an_error_in_turns_names_the_row_of_the_split(tmp_path: Path) -> None:
+    np.savez(tmp_path / "b.npz", x=INPUTS.numpy(), y=np.array([0, 1, 2, 0, 1, 2, 0, 9, 1, 2]))
+    bad = load_split(f"npz:{tmp_path / 'b.npz'}")
+    model = Classifier()
+    head = find(model, INPUTS[:1])
+    assert len(list(extract(model, head, bad, batch_size=2, turns=slice(0, None, 2)))) == 3
+    with pytest.raises(DataError, match="the label of row 7 is 9"):
+        list(extract(model, head, bad, batch_size=2, turns=slice(1, None, 2)))
+
+
+def test_only_the_first_two_batches_of_all_prove_the_head(split: InputSplit) -> None:
+    model = Classifier()
+    head = find(model, INPUTS[:1])
+    wrong = replace(head, weight=head.weight + 1)
+    for turns in (slice(0, None, 3), slice(1, None, 3)):
+        with pytest.raises(DataError, match="differ from the network's output"):
+            list(extract(model, wrong, split, batch_size=2, turns=turns))
+    assert len(list(extract(model, wrong, split, batch_size=2, turns=slice(2, None, 3)))) == 1
 
 
 def test_the_fixture_pipeline_gives_the_networks_own_predictions() -> None:

@@ -19,6 +19,15 @@ import torch
 def make():
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(5, 4), torch.nn.Linear(4, 3))
 """
+GRID = """
+checkpoints = "small"
+[[step]]
+command = "fit-laplace"
+name = "kron"
+structure = "kron"
+prior-precision = 3
+"""
+ONE_AND_TWO = (("1", "one"), ("2", "two"))
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,20 @@ LINES = {
             (_TRAIN, _LAPLACE),
         ),
         Line(
+            "merge",
+            ("small", "--name", "new", "--posterior", "one", "--posterior", "two"),
+            ("small.bnn/posteriors/new.nc",),
+            ("small", "--name", "new", "--posterior", "two", "--posterior", "one"),
+            ("small.bnn/posteriors/one.nc", _TRAIN),
+        ),
+        Line("grid", ("grid.toml", "--dir", "else"), ("small.bnn/posteriors/kron.safetensors",), force=()),
+        Line(
+            "reproduce",
+            ("refinement/figure-2", "--out", "made"),
+            ("made/quick/refinement/figure-2/*.json", "made/quick/refinement/figure-2/*.md", "made/quick/refinement/figure-2/*.png"),
+            force=(),
+        ),
+        Line(
             "fit-sghmc",
             ("small", "--name", "new", "--chains", "2", "--epochs", "20", "--save-every", "0"),
             ("small.bnn/posteriors/new.nc",),
@@ -245,6 +268,11 @@ LINES = {
             inputs=("predictions.npz", "labels.csv", "far.npy"),
             is_read_only=True,
         ),
+        Line(
+            "report",
+            ("small", "--posterior", "laplace", "--out", "pages/report.html", "--figures", "figures"),
+            ("pages/report.html", "figures/*.png"),  # of what is damaged the page says that it is
+        ),
         Line("integrals", ("--plot", "map.png", "--grid-size", "3", "--integrator", "probit"), ("map.png",)),
         Line("auto", ("small",), ("small.bnn/recommended.json",), None, (_VAL, _LAPLACE)),
         Line(
@@ -265,8 +293,8 @@ LINES = {
     )
 }  # fmt: skip
 # Options that name a file or folder which is written, and those that name one which is read.
-WRITTEN = {"--plot", "--table", "--dense", "--out", "--dir", "--log-file", "--run-dir"}
-READ = {"--config", "--from-npz", "--base-model"}
+WRITTEN = {"--plot", "--figures", "--table", "--dense", "--out", "--dir", "--log-file", "--run-dir"}
+READ = {"--config", "--from-npz", "--base-model", "--data", "--checkpoints"}
 
 
 def prepare(folder: Path) -> None:
@@ -286,7 +314,9 @@ def prepare(folder: Path) -> None:
     (folder / "labels.csv").write_text("\n".join(["label", *map(str, probs[:40].argmax(axis=1))]) + "\n")
     np.save(folder / "far.npy", probs[40:])
     shutil.copy(folder / "net.pt", folder / "whole.pt")
+    (folder / "grid.toml").write_text(GRID)
     for line in (
+        *(["hmc", "small", "--name", name, "--seed", seed, "--draws", "6", *_HMC] for seed, name in ONE_AND_TWO),
         ["fit-lbbnn", "small", "--epochs", "1"],
         ["extract-features", "whole.pt", *_TWO],
         ["fit-laplace", *_ALL, "--structure", "diag", "--prior-precision", "3"],

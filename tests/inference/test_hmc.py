@@ -19,7 +19,18 @@ from bnncli import registry
 from bnncli.covariances.full import Full
 from bnncli.errors import Interrupted, NumericError
 from bnncli.evaluation.convergence import convergence
-from bnncli.inference.dynamics import DYNAMICS, JITTER, TURN, WhitenedPotential, trajectory, transition
+from bnncli.inference.dynamics import (
+    DYNAMICS,
+    JITTER,
+    TURN,
+    StepFactors,
+    WhitenedPotential,
+    integrate,
+    num_gradients_of,
+    parts,
+    trajectory,
+    transition,
+)
 from bnncli.inference.hmc import HmcRun, MemoryDraws, Walk, goals, sample_hmc
 from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
@@ -156,6 +167,45 @@ def test_energy_errors_fall_with_the_square_of_the_step(dynamics: str) -> None:
         change = total_energy(end.potential, end_momentum) - total_energy(state.potential, momentum)
         errors.append(float(change.norm()))
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 6, 7, 12])
+def test_parts_of_a_trajectory_make_its_whole_length_and_are_the_same_backwards(num_steps: int) -> None:
+    found = parts(num_steps, 0.1, dynamics="split")
+    assert len(found) == num_steps
+    assert sum(one.whole for one in found) == pytest.approx(0.1 * num_steps)
+    assert sum(one.before + one.after for one in found) == pytest.approx(0.1 * num_steps)
+    kicks, moves = [(one.before, one.after) for one in found], [one.whole for one in found]
+    assert kicks == [pytest.approx((after, before)) for before, after in reversed(kicks)]
+    assert moves == pytest.approx(moves[::-1])
+    assert [(one.before, one.whole, one.after) for one in parts(num_steps, 0.1, dynamics="leapfrog")] == [
+        pytest.approx((0.05, 0.1, 0.05))
+    ] * num_steps
+
+
+def test_a_trajectory_takes_whole_steps_of_two_or_three_stages() -> None:
+    counts = [num_gradients_of(length, 1.0, dynamics="split") for length in (0.2, 1, 1.5, 3, 3.1, 4.5, 6.5, 127.5)]
+    assert counts == [1, 1, 2, 3, 4, 6, 8, 128]
+    assert [num_gradients_of(length, 1.0, dynamics="leapfrog") for length in (4.5, 200)] == [5, 128]
+    assert num_gradients_of(9.5, 1.0, dynamics="split", most=5) == 5
+
+
+@pytest.mark.parametrize("num_steps", [3, 4])
+def test_at_equal_gradients_steps_of_several_stages_keep_the_energy_better(num_steps: int) -> None:
+    potential, z, momentum = start_of_a_trajectory()
+    state = potential.state(z)
+    size = TURN / num_steps
+    end, turned = trajectory(potential, state, momentum, step_size=size, num_steps=num_steps, dynamics="split")
+    plain, plainly = state, momentum
+    for _ in range(num_steps):
+        one = StepFactors(size / 2, size / 2, size, math.cos(size), math.sin(size))
+        plain, plainly = integrate(potential, plain, plainly, one, is_split=True)
+    before = total_energy(state.potential, momentum)
+    errors = [
+        (total_energy(at.potential, speed) - before).square().mean().sqrt()
+        for at, speed in ((end, turned), (plain, plainly))
+    ]
+    assert errors[0] < 0.6 * errors[1]
 
 
 def transition_by_hand(
@@ -465,3 +515,21 @@ def test_what_is_stored_of_a_walk_comes_back() -> None:
     assert (again.adaptation, again.num_done) == (walk.adaptation, 17)
     assert all(torch.equal(one, other) for one, other in zip(again.state, walk.state, strict=True))
     assert torch.equal(again.smoothed, walk.smoothed)
+
+
+def test_many_parameters_are_whitened_in_single_precision_and_energies_stay_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = head_target(HeadLayout(3, 20), 200, labels=by_sign, prior=0.3, dtype=torch.float32)
+    base = gaussian_at_mode(target)
+    options = {"num_chains": 4, "num_warmup": 20, "num_draws": 60}
+    plain = run(target, base, **options)
+    monkeypatch.setattr("bnncli.inference.hmc._LARGE", 10)
+    rough = run(target, base, **options)
+    # The first transitions differ by rounding alone; what is told of each draw is the target's own there.
+    assert torch.allclose(rough.draws[:, 0], plain.draws[:, 0], atol=1e-3)
+    assert not torch.equal(rough.draws, plain.draws)
+    told = target.log_joint(rough.draws.flatten(0, 1).double())
+    torch.testing.assert_close(rough.log_joint.flatten(), told, rtol=1e-6, atol=1e-3)
+    spread = [one.draws.double().flatten(0, 1).var(dim=0).mean() for one in (rough, plain)]
+    assert float(spread[0] / spread[1]) == pytest.approx(1, abs=0.3)

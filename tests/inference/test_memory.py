@@ -71,16 +71,21 @@ def test_a_flow_too_large_to_train_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert batches - memory.training_bytes(layout, num_layer_params=0, num_draws=8) == 4 * 1000 * (5000 + 4 * 8 * 10)
 
 
-def test_repeats_that_do_not_fit_are_refused_with_the_number_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("at_once", "least"), [(None, 5), (1, 18), (3, 13)])
+def test_repeats_that_do_not_fit_are_refused_with_the_number_that_does(
+    monkeypatch: pytest.MonkeyPatch, at_once: int | None, least: int
+) -> None:
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 1 << 30)
     layout, device = NetworkLayout((784, 400, 600, 10)), torch.device("cpu")
+    sizes = {"batch_size": 100, "most_at_once": at_once}
     with pytest.raises(DeviceError, match=r"fit-lbbnn of 50 networks of 560610 parameters") as caught:
-        memory.require_latent(layout, device, num_repeats=50, hint="use fewer --repeats", batch_size=100)
+        memory.require_latent(layout, device, num_repeats=50, hint="use fewer --repeats", **sizes)
     assert str(caught.value.hint).startswith("use fewer --repeats, at most ")
     most = int(str(caught.value.hint).split()[-4])
-    memory.require_latent(layout, device, num_repeats=most, hint="", batch_size=100)
+    assert most >= least
+    memory.require_latent(layout, device, num_repeats=most, hint="", **sizes)
     with pytest.raises(DeviceError):
-        memory.require_latent(layout, device, num_repeats=most + 1, hint="", batch_size=100)
+        memory.require_latent(layout, device, num_repeats=most + 1, hint="", **sizes)
 
 
 def test_every_structure_has_its_rank() -> None:
@@ -103,14 +108,15 @@ def test_every_structure_has_its_rank() -> None:
     ids=str,
 )
 def test_the_automatic_structure_is_the_largest_that_is_sensible(
-    layout: HeadLayout, gigabytes: int, chosen: str
+    monkeypatch: pytest.MonkeyPatch, layout: HeadLayout, gigabytes: int, chosen: str
 ) -> None:
-    assert memory.automatic_structure(layout, gigabytes << 30) == chosen
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert memory.automatic_structure(layout, gigabytes << 30, device="cpu") == chosen
 
 
 def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 4 << 30)
-    with pytest.raises(DeviceError, match=r"full covariance of 10000 .* needs about 4.5 GiB .* 2.8 GiB") as caught:
+    with pytest.raises(DeviceError, match=r"full covariance of 10000 .* needs about 3.0 GiB .* 2.8 GiB") as caught:
         memory.require_fit("full", HeadLayout(100, 99), torch.device("cpu"))
     assert caught.value.hint == "use \0structure\0 block, the largest that fits"
     assert caught.value.exit == 69

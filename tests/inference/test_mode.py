@@ -1,5 +1,6 @@
 """Newton's mode against scipy's optimiser and the dense Newton decrement."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -290,3 +291,40 @@ def test_large_features_under_a_weak_prior_end_where_they_are_said_to(
     target = LastLayerTarget(features, labels, layout, Prior(precision))
     mode = find_mode(target, 0.01 / scale * torch.randn(layout.num_params, generator=generator))
     assert exact_decrement(target, mode.theta, labels) < 2e-3
+
+
+def test_modes_of_many_parameters_are_found_by_rough_steps_to_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = HeadLayout(6, 20)
+    target = head_target(layout, 400, prior=0.1, dtype=torch.float64)
+    start = 3 * torch.randn(layout.num_params, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    exact = find_mode(target, start, tolerance=1e-9)
+    monkeypatch.setattr(mode_module, "_MANY", 50)
+    monkeypatch.setattr(mode_module, "_FAR", 1.0)
+    monkeypatch.setattr(mode_module, "_structure_for", lambda target: "kron")
+    found = find_mode(target, start)
+    gap = (found.theta - exact.theta).unsqueeze(0)
+    distance = math.sqrt(float((gap * target.hessian_vector_product(exact.theta, gap)).sum()))
+    assert distance < 0.1  # posterior standard deviations
+    assert found.newton_decrement < 0.1
+    assert found.log_joint == pytest.approx(exact.log_joint, abs=0.01)
+
+
+def test_the_last_step_counts_what_rough_solutions_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = HeadLayout(6, 20)
+    target = head_target(layout, 400, prior=0.1, dtype=torch.float64)
+    exact = find_mode(target, torch.zeros(layout.num_params), tolerance=1e-9)
+    monkeypatch.setattr(mode_module, "_MANY", 50)
+    monkeypatch.setattr(mode_module, "_structure_for", lambda target: "kron")
+    monkeypatch.setattr(mode_module, "_accuracy", lambda distance, **_: 0.5)
+    for tolerance in (0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.01):
+        found = find_mode(target, torch.zeros(layout.num_params), tolerance=tolerance)
+        gap = (found.theta - exact.theta).unsqueeze(0)
+        distance = math.sqrt(float((gap * target.hessian_vector_product(exact.theta, gap)).sum()))
+        assert distance < 1.2 * tolerance  # an estimate, by steps that are solved to a half
+
+
+def test_steps_far_from_the_mode_are_solved_as_well_as_the_last_one_went() -> None:
+    forcing = mode_module._Forcing(200_000, lambda distance: 0.1)
+    given = [forcing(distance) for distance in (900.0, 450.0, 400.0, 100.0, 5.0)]
+    assert given == pytest.approx([0.5, 0.9 / 4, 0.5, 0.1, 0.1])
+    assert [mode_module._Forcing(100_000, lambda distance: 0.1)(distance) for distance in (900.0, 5.0)] == [0.1, 0.1]

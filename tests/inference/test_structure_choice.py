@@ -13,7 +13,7 @@ from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.inference import memory
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.prior_candidates import Criterion
+from bnncli.inference.prior_criterion import Criterion
 from bnncli.inference.prior_precision import search
 from bnncli.inference.structure_choice import choose_structure, first_near_the_best
 from bnncli.machine.memory import SHARE
@@ -82,14 +82,17 @@ def test_the_search_gives_its_judge() -> None:
     assert float(losses.mean()) == pytest.approx(dict(found.curve)[found.best], rel=1e-9)
 
 
-def test_quick_structures_are_those_that_fit_and_the_first_is_the_automatic_one() -> None:
+def test_quick_structures_are_those_that_fit_and_the_first_is_the_automatic_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     layout = HeadLayout(10, 84)
-    assert memory.automatic_structures(layout, 1 << 40) == memory.structures()
+    assert memory.automatic_structures(layout, 1 << 40, device="cpu") == memory.structures()
     below = memory.fit_bytes("full", layout) - 1
-    assert memory.automatic_structures(layout, below) == ["block", "kron", "diag"]
-    assert memory.automatic_structure(layout, below) == "block"
-    assert memory.automatic_structures(HeadLayout(10, 1280), 1 << 40) == ["kron", "diag"]
-    assert memory.automatic_structure(layout, 0) == "diag"
+    assert memory.automatic_structures(layout, below, device="cpu") == ["block", "kron", "diag"]
+    assert memory.automatic_structure(layout, below, device="cpu") == "block"
+    assert memory.automatic_structures(HeadLayout(10, 1280), 1 << 40, device="cpu") == ["kron", "diag"]
+    assert memory.automatic_structure(layout, 0, device="cpu") == "diag"
 
 
 def few_arrays() -> dict[str, np.ndarray]:
@@ -129,8 +132,8 @@ def test_structures_that_could_be_asked_for_have_their_bytes_and_seconds(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(cli, tmp_path / "run", make_arrays())
-    for module in ("full", "block"):
-        monkeypatch.setattr(f"bnncli.curvature.{module}.MAX_AUTO_FULL", 10)
+    monkeypatch.setattr("bnncli.inference.memory.QUICK_ANYWHERE", 10)
+    monkeypatch.setattr("bnncli.inference.memory.largest_full", lambda device: 10)
     done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
     (text,) = [text for text in done["warnings"] if "parameters (about" in text]
     assert text.startswith("using kron for 18 parameters (about ")

@@ -16,6 +16,7 @@ from bnncli.errors import NumericError, UsageError
 from bnncli.inference.elbo import elbo
 from bnncli.inference.importance import diagnose_importance
 from bnncli.inference.local_draws import logit_draws
+from bnncli.inference.stiffness import largest_curvature
 from bnncli.inference.vi import START_SHARE, ViPlan, _MeanField, fit_vi
 from bnncli.numerics.seeds import stream
 from bnncli.targets.last_layer import LastLayerTarget
@@ -180,3 +181,19 @@ def test_it_starts_at_a_tenth_of_the_priors_spread_and_tells_what_is_not_finite(
     torch.testing.assert_close(learner.log_sd.exp(), torch.full((15,), START_SHARE, dtype=torch.float64))
     with pytest.raises(NumericError, match="ELBO is not finite"):
         fit_vi(target, ViPlan(40, 9, 1e5), start=torch.zeros(15), generator=seeded())
+
+
+def test_ivon_starts_where_its_steps_are_stable_under_a_weak_prior() -> None:
+    generator = seeded()
+    weight = torch.randn(4, 20, generator=generator)
+    features = 3 * torch.randn(400, 20, generator=generator)
+    labels = (features @ weight.T + 2 * torch.randn(400, 4, generator=generator)).argmax(dim=1)
+    layout = HeadLayout(4, 20)
+    target, start = LastLayerTarget(features, labels, layout, Prior(0.05)), torch.zeros(layout.num_params)
+    plan = ViPlan(40, 100, 0.1, optimizer="ivon")
+    wild, stable = (
+        fit_vi(target, replace(plan, stiffness=stiffness), start=start, generator=seeded())
+        for stiffness in (0.0, largest_curvature(target, start.double(), seeded()))
+    )
+    assert float(wild.history[0]) < 3 * float(stable.history[0])  # of such a start the first epoch is far off
+    assert float(stable.history.min()) == float(stable.history[0])

@@ -29,7 +29,7 @@ MAKERS = {one.name: one.groups for one in COMMANDS if o.RecordOptions in one.gro
 LEFT_OUT = {spec.name for group in (o.CommonOptions, o.RunOptions) for spec in fields(group)} | {"force", "dry_run"}
 SAMPLES = (
     "3", "0.5", "x", "-1", "a=b", "x.png", "x.csv", "nll", "ece<=0.1", "rhat<=1.01", "test", "x.safetensors",
-    "val=test:20", "max_prob", "cpu", "2,3", "mc", "16", "5000", "5m",
+    "val=test:20", "max_prob", "cpu", "2,3", "mc", "16", "5000", "5m", "jpeg:3",
 )  # fmt: skip
 
 

@@ -269,6 +269,9 @@ def test_passes_are_gradients_and_products_over_the_number_of_examples() -> None
             target.hessian_operator(theta[0])(theta[:3])
         target.log_joint(theta)
     assert (inner.passes, outer.passes) == (6, 11)
+    with counted_passes() as outer, counted_passes(share=0.25):
+        target.log_joint_and_grad(theta)
+    assert outer.passes == 1.25
     count_passes(3)  # nobody asks
     with counted_passes() as tally:
         fit_gaussian(target, structure="diag", center="checkpoint", start=theta[0])

@@ -206,10 +206,10 @@ def test_a_head_without_bias_has_no_bias_precision(cli: Cli, tmp_path: Path, arr
 def test_large_heads_are_sampled_with_both_precisions(
     cli: Cli, run_of_two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for structure in ("full", "block"):
-        monkeypatch.setattr(
-            f"bnncli.curvature.{structure}.MAX_AUTO_FULL", 0
-        )  # so that the chains are whitened by a Kronecker-factored Gaussian
+    monkeypatch.setattr(
+        "bnncli.inference.memory.QUICK_ANYWHERE", 0
+    )  # chains are whitened by a Kronecker-factored Gaussian
+    monkeypatch.setattr("bnncli.inference.memory.largest_full", lambda device: 0)
     monkeypatch.setattr("bnncli.inference.memory._WHITENING_SHARE", 0.0)
     shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
     words = ("--base", "two", "--chains", 8, "--warmup", 40, "--draws", 60, "--name", "large")

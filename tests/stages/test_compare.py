@@ -202,7 +202,7 @@ def test_posteriors_of_different_examples_are_refused(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bnncli.run.prediction_groups import open_groups
-    from bnncli.stages import compare
+    from bnncli.stages.compare import comparing
 
     def changed(*words: Any, **names: Any) -> Any:
         groups = open_groups(*words, **names)
@@ -211,7 +211,7 @@ def test_posteriors_of_different_examples_are_refused(
                 header.meta["order_digest"] = "other"
         return groups
 
-    monkeypatch.setattr(compare, "open_groups", changed)
+    monkeypatch.setattr(comparing, "open_groups", changed)
     done = cli("compare", small_run)
     assert (done.code, "holds other examples for laplace.mc than for map.plug-in" in done.stderr) == (65, True)
     assert f"bnncli predict {small_run} --force" in done.stderr

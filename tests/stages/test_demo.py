@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from problems.pages import check_is_self_contained, read_page
 
 from bnncli.cli.execute import run_command_line
 from bnncli.stages import demo as demo_stage
@@ -88,3 +89,11 @@ def test_the_demo_again_has_nothing_to_do(demo: tuple[Path, dict[str, Any]]) -> 
     again = json.loads(results.getvalue())
     assert again["action"] == "up_to_date"
     assert again["rows"] == demo[1]["rows"]
+
+
+def test_it_ends_by_writing_a_report_and_says_where(demo: tuple[Path, dict[str, Any]]) -> None:
+    report = demo[0] / "lenet5-fmnist.pt.bnn" / "report.html"
+    assert {"role": "report", "path": str(report)}.items() <= demo[1]["outputs"][-1].items()
+    page = read_page(report)
+    check_is_self_contained(page, report.read_text())
+    assert len(page.one("inputs").all("img")) == 24

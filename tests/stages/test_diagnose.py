@@ -206,6 +206,25 @@ def test_what_to_run_when_nothing_is_good_depends_on_what_is_there(cli: Cli, sma
     assert suggested("far") == f"bnncli hmc {run} --base far"
 
 
+def test_hmc_is_run_beside_draws_of_stochastic_gradients_not_in_their_place(cli: Cli, small_run: Path) -> None:
+    keep_only(small_run, "map", "laplace")
+    chains = ("--prior-precision", 3, "--chains", 2, "--epochs", 40)
+    assert cli("fit-sghmc", small_run, *chains, "--seed", 1).code == 0
+
+    def suggested() -> str:
+        return str(cli("diagnose", small_run, "--posterior", "sghmc", "--json").json["verdict"]["run"])
+
+    kept = (folder_of(small_run) / "posteriors/sghmc.nc").read_bytes()
+    run = shlex.quote(str(small_run))
+    assert suggested() == f"bnncli hmc {run} --prior-precision 3.0"
+    assert cli(*shlex.split(suggested())[1:], "--chains", 4, "--warmup", 20, "--draws", 20).code == 0
+    assert suggested() == f"bnncli diagnose {run} --posterior sghmc --posterior hmc"
+    assert (folder_of(small_run) / "posteriors/sghmc.nc").read_bytes() == kept
+    words = ("--prior-precision", 5, "--chains", 4, "--warmup", 20, "--draws", 20, "--force")
+    assert cli("hmc", small_run, *words).code == 0
+    assert suggested() == f"bnncli hmc {run} --prior-precision 3.0 --name hmc-sghmc"
+
+
 def test_draws_are_as_many_as_asked_for(cli: Cli, small_run: Path) -> None:
     entry = cli("diagnose", small_run, "--posterior", "laplace", "--draws", 20, "--json").json["posteriors"]["laplace"]
     assert (entry["draws"], entry["elbo"]["value"] is not None) == (20, True)

@@ -118,3 +118,15 @@ def test_a_network_that_reads_padding_is_warned_of(
     monkeypatch.setattr(MeanOfWords, "pooled", pooled)
     done = cli(*run, "--json")
     assert any("train: padding changes what the network makes of a text" in text for text in done.json["warnings"])
+
+
+def test_a_report_shows_the_least_certain_texts_as_texts(cli: Cli, run: list[object], tmp_path: Path) -> None:
+    from problems.pages import read_page
+
+    reviews = tmp_path / "reviews"
+    for words in (run, ["fit-laplace", reviews, "--prior-precision", 1], ["predict", reviews], ["report", reviews]):
+        done = cli(*words)
+        assert done.code == 0, done.stderr
+    section = read_page(tmp_path / "reviews.bnn" / "report.html").one("inputs")
+    assert {quote.text for quote in section.all("q")} == set(TEXTS[:3])
+    assert not section.all("img")

@@ -70,9 +70,9 @@ def test_chains_in_two_modes_of_the_same_network_agree_by_their_predictions(cli:
         "--chains",
         40,
         "--warmup",
-        12,
+        24,
     )
-    done = cli(*words, "--draws", 40, "--max-rhat", 1.05, "--json")
+    done = cli(*words, "--draws", 80, "--max-rhat", 1.05, "--json")
     assert done.code == 0, done.stderr
     assert read_header(Path("ckpt.pt.bnn/posteriors/hmc-all.nc")).meta["whitening"] == "kron"  # without a base
     metrics = done.json["metrics"]
@@ -199,3 +199,22 @@ def test_requests_over_networks_that_cannot_be_are_told(cli: Cli, make_run: Make
     assert (coarse.code, "--gradients is for the last layer" in coarse.stderr) == (2, True)
     both = cli(*HMC, "--prior-precision", 1, "--base", "laplace")
     assert (both.code, "exclude each other" in both.stderr) == (2, True)
+
+
+def test_chains_of_networks_are_merged_and_judged_by_predictions(cli: Cli, make_run: Make) -> None:
+    make_run(LINEAR, 3)
+    for seed in (1, 2):
+        assert cli(*HMC, "--prior-precision", 2, "--seed", seed, "--name", f"hmc-{seed}").code == 0
+    words = ("merge", "ckpt.pt", "--posterior", "hmc-1", "--posterior", "hmc-2", "--trust-code")
+    assert cli(*words[:-1]).code == 77  # predictions are by the network, which is code
+    done = cli(*words, "--json")
+    assert done.code == 0, done.stderr
+    metrics = done.json["metrics"]
+    assert (metrics["chains"], metrics["judged_by"]) == (8, "heldout")
+    assert torch.equal(draws_of("merged"), torch.cat([draws_of("hmc-1"), draws_of("hmc-2")]))
+    assert cli("predict", "ckpt.pt", "--posterior", "merged", "--split", "test", "--trust-code").code == 0
+    last = cli("fit-laplace", "ckpt.pt", "--prior-precision", 2)
+    assert last.code == 0
+    assert cli("hmc", "ckpt.pt", "--chains", 4, "--warmup", 6, "--draws", 16, "--name", "last", "--seed", 3).code == 0
+    apart = cli("merge", "ckpt.pt", "--posterior", "hmc-1", "--posterior", "last")
+    assert (apart.code, "has layers last, but it is all in" in apart.stderr) == (65, True)

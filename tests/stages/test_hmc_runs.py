@@ -235,7 +235,7 @@ def test_a_state_of_another_whitening_is_refused(
     stop_after(20)
     assert cli("hmc", small_run, *SMALL, "--name", "cut").code == 143
     monkeypatch.setattr(
-        "bnncli.inference.memory.automatic_structure", lambda *_, **__: "kron"
+        "bnncli.inference.memory.whitening_structure", lambda *_, **__: "kron"
     )  # less memory than before
     done = cli("hmc", small_run, *SMALL, "--name", "cut", "--resume")
     assert (done.code, "it was saved with another whitening" in done.stderr) == (65, True)

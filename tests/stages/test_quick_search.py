@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from problems.command_line import Cli, new_run
 
-from bnncli.inference import memory
+from bnncli.inference import memory, search_rows
 from bnncli.theta.head import HeadLayout
 
 
@@ -44,6 +45,34 @@ def test_the_precision_of_a_dear_structure_is_that_of_a_quick_one(
     )
 
 
+@pytest.mark.parametrize("center", ["mode", "checkpoint"])
+def test_a_search_of_a_part_says_so_and_the_fit_is_of_all(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, center: str
+) -> None:
+    run = new_run(cli, tmp_path / "run", arrays())
+    words = ("fit-laplace", run, "--structure", "full", "--center", center, "--json")
+    whole = cli(*words, "--name", "whole").json["metrics"]
+    assert "prior_precision_val_examples" not in whole
+    monkeypatch.setattr(search_rows, "_MODE_WORK", {"cpu": 18 * 50})
+    monkeypatch.setattr(search_rows, "_VAL_WORK", {"cpu": 18 * 128 * 100})
+    monkeypatch.setattr(search_rows, "_LEAST_VAL", 10)
+    done = cli(*words, "--name", "part")
+    metrics = done.json["metrics"]
+    assert metrics["prior_precision_val_examples"] == 100
+    if center == "mode":
+        assert metrics["prior_precision_train_examples"] == 50
+        assert metrics["prior_precision"] != whole["prior_precision"]
+        assert metrics["cost"]["gradient_passes"] % 1 != 0  # passes over a part count as that part
+        assert "by 50 of 120 examples of train and 100 of 300 examples of val; the fit at it is of all" in done.stderr
+    else:  # one Hessian, that of all, serves the whole curve
+        assert "prior_precision_train_examples" not in metrics
+        assert "by 100 of 300 examples of val; the fit at it is of all" in done.stderr
+        assert metrics["prior_precision"] == whole["prior_precision"]
+    given = cli(*words, "--prior-precision", metrics["prior_precision"], "--name", "given").json["metrics"]
+    for name in ("log_marginal_likelihood", "val_nll_laplace"):
+        assert metrics[name] == pytest.approx(given[name], abs=2e-3)
+
+
 @pytest.mark.parametrize(
     ("num_outputs", "num_features", "num_examples", "num_draws", "structure"),
     [
@@ -54,11 +83,37 @@ def test_the_precision_of_a_dear_structure_is_that_of_a_quick_one(
     ],
 )
 def test_chains_are_whitened_by_all_of_the_covariance_where_draws_cost_more(
-    num_outputs: int, num_features: int, num_examples: int, num_draws: int, structure: str
+    monkeypatch: pytest.MonkeyPatch,
+    num_outputs: int,
+    num_features: int,
+    num_examples: int,
+    num_draws: int,
+    structure: str,
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     layout = HeadLayout(num_outputs, num_features)
     there = 200 << 30
-    found = memory.whitening_structure(layout, there, num_examples=num_examples, num_chains=16, num_draws=num_draws)
+    found = memory.whitening_structure(
+        layout, there, device="cpu", num_examples=num_examples, num_chains=16, num_draws=num_draws
+    )
     assert found == structure
-    own = memory.automatic_structure(layout, 2 << 30)
-    assert memory.whitening_structure(layout, 2 << 30, num_examples=9, num_chains=16, num_draws=320) == own
+    own = memory.automatic_structure(layout, 2 << 30, device="cpu")
+    assert (
+        memory.whitening_structure(layout, 2 << 30, device="cpu", num_examples=9, num_chains=16, num_draws=320) == own
+    )
+
+
+def test_a_search_by_all_examples_leaves_out_what_is_far_from_the_checkpoints_own(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(cli, tmp_path / "run", arrays())
+    words = ("fit-laplace", run, "--structure", "kron", "--json")
+    whole = cli(*words, "--name", "whole").json["metrics"]
+    monkeypatch.setattr(search_rows, "_BRIEF_SHARE", 1e-9)
+    done = cli(*words, "--name", "brief")
+    assert "searched for about the checkpoint's own" in done.stderr
+    brief = done.json["metrics"]
+    assert len(brief["prior_precision_curve"]) < len(whole["prior_precision_curve"])
+    assert brief["val_nll_laplace"] == pytest.approx(whole["val_nll_laplace"], abs=2e-3)
+    assert brief["cost"]["gradient_passes"] < whole["cost"]["gradient_passes"]
+    assert "prior_precision_train_examples" not in brief

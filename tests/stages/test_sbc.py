@@ -145,7 +145,7 @@ def test_latent_binary_fits_have_truths_from_their_prior_alone(cli: Cli, small_r
     assert "--truth: expected prior; lbbnn is by fit-lbbnn" in own.stderr
     other = cli("sbc", small_run, "--posterior", "hmc", "--truth", "lbbnn")
     assert other.code == 2
-    assert "over the last layer by laplace, refine, hmc, vi, swag, sghmc; got lbbnn" in other.stderr
+    assert "over the last layer by laplace, refine, hmc, vi, swag, sghmc, merge; got lbbnn" in other.stderr
 
 
 def test_a_latent_binary_fit_that_learned_its_prior_is_refused() -> None:

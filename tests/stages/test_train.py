@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,25 @@ def test_code_that_a_checkpoint_names_is_not_run_unasked(cli: Cli) -> None:
     Path("net.py").write_text("open('ran', 'w').close()" + NETWORK)
     asked = cli("extract-features", "a.safetensors", *DATA)
     assert asked.code == 2
-    assert "--model" in asked.stderr
+    assert "was trained with a network of your own code, which is not run unless --model names it" in asked.stderr
     assert not Path("ran").exists()
+
+
+def test_a_network_in_code_is_named_with_all_that_it_was_trained_with(cli: Cli) -> None:
+    Path("net.py").write_text(
+        NETWORK.replace("make()", "make(width=4)").replace("4", "int(width)").replace("=int(width)", "=4")
+    )
+    words = ("--model", "net.py:make", "--model-arg", "width=5", "--mean", 0.1, "--std", 2)
+    done = cli("train", "a.safetensors", *words, *SHORT)
+    said = "--model net.py:make --model-arg width=5 --mean 0.1 --std 2"
+    assert f"next: bnncli extract-features a.safetensors {said} --data train=npz:train.npz" in done.stderr
+    asked = cli("extract-features", "a.safetensors", *DATA, "--std", 3)
+    [hint] = [line for line in asked.stderr.splitlines() if line.startswith("hint: ")]
+    assert hint.endswith("--std 3 --model net.py:make --model-arg width=5 --mean 0.1")
+    found = cli(*shlex.split(hint.removeprefix("hint: bnncli ").replace("--std 3", "--std 2")))
+    assert found.code == 0, found.stderr
+    without_data = cli("extract-features", "a.safetensors")
+    assert without_data.stderr.endswith(f"{said} --data SPLIT=SPEC\n")
 
 
 def test_averaged_weights_are_found_by_state_ema(cli: Cli) -> None:
@@ -142,6 +160,52 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(
     whole, resumed = load_file("whole.safetensors"), load_file("a.safetensors")
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
     assert not Path(".a.resume.safetensors").exists()
+
+
+def test_seeds_that_workers_share_out_are_those_of_each_alone_to_the_bits(cli: Cli) -> None:
+    words = ("--model", "net.py:make", *SHORT, "--ema", 0.9)  # with a dropout of its own: it has no copies in one batch
+    done = cli("train", "m.safetensors", *words, "--seeds", 3, "--seed", 3, "--shards", 64, "--json")
+    assert done.code == 0, done.stderr
+    for place, seed in enumerate((3, 4, 5)):
+        alone = cli("train", f"alone-{seed}.safetensors", *words, "--seed", seed, "--json")
+        one, other = load_file(f"m-{seed}.safetensors"), load_file(f"alone-{seed}.safetensors")
+        assert one.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+        paths = {"path": ""}
+        assert done.json["networks"][place] | paths == alone.json["networks"][0] | paths
+
+
+def test_seeds_that_workers_share_out_go_on_where_all_of_them_were(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*MLP, *SHORT, "--seeds", 2, "--shards", 64)
+    assert cli("train", "whole.safetensors", *words).code == 0
+    calls: list[int] = []
+
+    def stopping(self: Any) -> bool:
+        calls.append(len(calls))
+        if len(calls) == 5:
+            raise Interrupted(15, "interrupted")
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resumable.Resumable, "is_due", stopping)
+        done = cli("train", "a.safetensors", *words)
+    assert done.code == 143
+    kept = load_file(".a-0.resume.safetensors")
+    assert [len(kept[f"{seed}/history.loss"]) for seed in (0, 1)] == [
+        3,
+        2,
+    ]  # three epochs of the first, two of the other
+    other = cli("train", "a.safetensors", *MLP, *SHORT, "--seeds", 2, "--resume")
+    assert (other.code, "saved with networks in other batches" in other.stderr) == (65, True)
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(resumable.Resumable, "is_due", lambda self: calls.append(0) or False)
+        assert cli("train", "a.safetensors", *words, "--resume").code == 0
+    assert len(calls) == 2  # one epoch is left, and the meeting where all are done
+    for seed in (0, 1):
+        whole, resumed = load_file(f"whole-{seed}.safetensors"), load_file(f"a-{seed}.safetensors")
+        assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    assert not Path(".a-0.resume.safetensors").exists()
 
 
 @pytest.mark.parametrize(

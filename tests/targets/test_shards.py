@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bnncli.machine.team import Team, shares
-from bnncli.targets.shards import gathered, node_places, shard_rows, summed
+from bnncli.targets.shards import gathered, node_places, row_slices, shard_rows, summed
 from bnncli.targets.stream import FeatureBlocks
 
 
@@ -45,7 +45,7 @@ def test_any_number_of_workers_comes_to_the_same_bits(num_shards: int) -> None:
         sent = tuple(packed(values, part, most) for part in parts)
         for rank in {0, size // 2, size - 1}:
             own = summed((shard, (values[shard].clone(),)) for shard in parts[rank])
-            (found,) = gathered(own, (values[0],), num_shards, Together(rank, size, num_shards, sent))
+            (found,) = gathered(own, (values[0],), num_shards, Together(rank, size, num_shards, sent=sent))
             assert found.equal(alone), (size, rank)
     exact = torch.tensor([math.fsum(float(value[i]) for value in values) for i in range(3)], dtype=torch.float64)
     torch.testing.assert_close(alone, exact, rtol=1e-13, atol=0)
@@ -85,3 +85,14 @@ def test_sums_of_features_are_those_of_one_process_but_for_rounding(
     assert len(seen) == min(64, num_rows)
     torch.testing.assert_close(sharded[0], alone[0], rtol=0, atol=1e-12)
     assert int(sharded[1]) == num_rows
+
+
+@pytest.mark.parametrize(("num_rows", "count"), [(0, 1), (1, 1), (512, 1), (513, 2), (10_000, 20), (60_000, 64)])
+def test_rows_are_cut_alike_for_any_number_of_workers(num_rows: int, count: int) -> None:
+    assert row_slices(num_rows, most=512, team=None) == [slice(0, num_rows)]
+    one, *others = (row_slices(num_rows, most=512, team=Team(0, size)) for size in (1, 2, 3, 100))
+    assert others == [one] * 3
+    assert [row for part in one for row in range(part.start, part.stop)] == list(range(num_rows))
+    assert len(one) == count
+    sizes = [part.stop - part.start for part in one]
+    assert max(sizes) - min(sizes) <= 1

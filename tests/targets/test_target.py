@@ -40,6 +40,26 @@ def test_gradient_is_autograds(layout: HeadLayout) -> None:
     torch.testing.assert_close(target.log_joint_and_grad(theta)[1], leaf.grad, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_label_sums_are_sums_of_the_features_of_each_class(has_bias: bool) -> None:
+    layout = HeadLayout(7, 5, has_bias=has_bias)
+    features, labels = draw_theta(HeadLayout(1, 5, has_bias=False), 40), torch.arange(40) % 6  # none of the last
+    expected = torch.stack([features[labels == k].sum(dim=0) for k in range(7)])
+    weight, bias = layout.split(logit_blocks.label_sums(features, labels, layout)[None])
+    torch.testing.assert_close(weight[0], expected)
+    if has_bias:
+        assert bias is not None
+        torch.testing.assert_close(bias[0], torch.bincount(labels, minlength=7).double())
+
+
+def test_some_rows_are_a_target_of_their_own() -> None:
+    target = make_target(HeadLayout(3, 4))
+    theta, rows = draw_theta(target.layout, 2), torch.tensor([1, 4, 5])
+    part = target.some(rows)
+    alone = LastLayerTarget(target.features[rows], target.labels[rows], target.layout, target.prior)
+    torch.testing.assert_close(part.log_joint(theta), alone.log_joint(theta))
+
+
 @every_layout
 def test_autograd_passes_through_log_joint(layout: HeadLayout) -> None:
     target, leaf = make_target(layout), draw_theta(layout, 5).requires_grad_()

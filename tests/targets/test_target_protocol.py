@@ -143,6 +143,8 @@ def test_refining_on_it_brings_the_elbo_near_the_evidence(batch_size: int) -> No
         "laplace",
         "local_covariance",
         "prior_candidates",
+        "prior_criterion",
+        "logit_losses",
         "prior_precision",
         "structure_choice",
     ],

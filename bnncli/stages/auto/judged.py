@@ -38,7 +38,7 @@ def compute(run: Run, request: Request, rungs: list[Rung], val: Split) -> Comput
     ]
     sentence = _sentence(found, names[plain] if plain else None, baseline, rivals=len(candidates))
 
-    judged = {rung.source.content_digest: rung.is_good for rung in rungs if rung.source and rung.is_good is not None}
+    judged = [(rung.source.content_digest, rung.is_good) for rung in rungs if rung.source and rung.is_good is not None]
     told = {"is_recommended": False, "sentence": sentence, "pays": found.pays, "judged": judged}
 
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:

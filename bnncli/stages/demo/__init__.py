@@ -40,19 +40,22 @@ def run(run: Run, options: o.DemoOptions) -> Result:
         ("hmc", o.HmcOptions()),
         ("predict", o.PredictOptions()),
         ("evaluate", o.EvaluateOptions()),
+        ("report", o.ReportOptions()),
     )
     total, seconds = Result(), {}
     for command, chosen in steps:
         given = CommandLine.of(command, str(checkpoint), chosen, run.compute)
         run.console.info("$ " + given.pasted())
         start = time.monotonic()
-        step = replace(run, command=command, line=given, arguments={"ckpt": checkpoint}, started=start)
+        argument = [checkpoint] if command == "report" else checkpoint  # which takes several
+        step = replace(run, command=command, line=given, arguments={"ckpt": argument}, started=start)
         result = importlib.import_module(f"bnncli.stages.{command.replace('-', '_')}").run(step, chosen)
         for line in result.summary:
             run.console.info("  " + line)
         seconds[command] = round(time.monotonic() - start, 2)
         total.add(result)
-        total.tables, total.extra = result.tables, result.extra
+        if result.tables:  # what evaluate says is what the demo does
+            total.tables, total.extra = result.tables, result.extra
     total.summary = []
     total.extra["step_seconds"] = seconds
     total.tables[-1] = replace(total.tables[-1], notes=[*total.tables[-1].notes, *_where(folder, checkpoint, seconds)])
@@ -83,5 +86,6 @@ def _where(folder: Path, checkpoint: Path, seconds: dict[str, float]) -> list[st
     return [
         f"seconds: {took}",
         f"checkpoint and data: {folder}/; features, posteriors, predictions, metrics: {run_folder}/",
+        f"the same as a page, with figures: {run_folder}/report.html",
         f"next: bnncli status {checkpoint}; bnncli inspect {run_folder}/posteriors/laplace.safetensors; bnncli <command> --help",
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import CheckFailed, MissingInput, OutputExists
+from bnncli.machine.team import is_leader
 from bnncli.options import EvaluateOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.declaration import spelled
@@ -58,7 +59,8 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     absent = [Absent(*one) for one in skipped]
     check_true_inputs(groups, options.settings["true_inputs"])
     check_names(options.assertions, [row for group in groups for row in _row_names(options, group)], absent)
-    plots = planned_plots(run, groups, options.split, Path(options.plot)) if options.plot is not None else []
+    is_drawn = options.plot is not None and is_leader()
+    plots = planned_plots(run, groups, options.split, Path(str(options.plot))) if is_drawn else []
     warn_of_rare_classes(run, options, groups)
     fidelity = find_fidelity(run, options, groups)
     name = draws_name(run, options, USUAL)

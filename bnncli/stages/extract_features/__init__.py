@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli import data
 from bnncli.errors import BnnError, DataError
+from bnncli.machine.team import crew
 from bnncli.models import SavedModel
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.command import COMPUTE, Command
@@ -18,8 +19,9 @@ from bnncli.run.model_files import ModelFiles, own_files
 from bnncli.run.produce import Computed, Request
 from bnncli.run.produce_together import Work
 from bnncli.run.session import Result, Run
-from bnncli.run.user_splits import check_network_file, open_splits, user_sources
+from bnncli.run.user_splits import check_network_file, open_splits, shift_params, user_sources
 from bnncli.stages.extract_features.from_arrays import from_arrays
+from bnncli.stages.extract_features.lent import lend_to_first
 from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable, settle
 from bnncli.stages.extract_features.no_model import own_model_told
 from bnncli.stages.extract_features.one_split import (
@@ -27,6 +29,7 @@ from bnncli.stages.extract_features.one_split import (
     head_of,
     hold_out_seed,
     publishable,
+    shift_asked,
     split_request,
     without_rows,
 )
@@ -71,8 +74,16 @@ def run(run: Run, options: ExtractFeaturesOptions) -> Result:
     run.is_named = options.from_npz is not None or options.model == NO_NETWORK or has_own
     if options.from_npz is not None:
         return from_arrays(run, options)
+    others = crew()
+    if others is not None and not others.is_leader:
+        return lend_to_first(run, options, saved, others)
     with own_model_told(run, options):
-        return _from_network(run, options, saved)
+        result = _from_network(run, options, saved)
+    if others is not None:
+        from bnncli.run.turns import end  # here, for torch
+
+        end(others)
+    return result
 
 
 def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None) -> Result:
@@ -80,7 +91,15 @@ def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
         note_unreadable(run, [name], error)
 
     known = cache(lambda name: KnownData(run.folder.features(name)))
-    splits = open_splits(options, saved, seed=hold_out_seed(run), unreadable=unreadable, memory=known, ood=options.ood)
+    splits = open_splits(
+        options,
+        saved,
+        seed=hold_out_seed(run),
+        unreadable=unreadable,
+        memory=known,
+        ood=options.ood,
+        shift=shift_asked(run, options),
+    )
     likelihood = likelihood_of_splits(run, options, saved, splits, unreadable=unreadable)
     network = cache(partial(_open_network, run, options, splits, saved, likelihood))
     names = [split.name for split in splits]
@@ -124,8 +143,11 @@ def _open_network(
     likelihood: str | None,
 ) -> NetworkFeatures:
     """The network that the splits go through, its checkpoint read."""
-    from bnncli.stages.extract_features.network import NetworkFeatures  # here, for torch
+    from bnncli.run.turns import begin  # here, for torch
+    from bnncli.stages.extract_features.network import NetworkFeatures
 
+    if (others := crew()) is not None and not run.write.dry_run:
+        begin(others)
     return NetworkFeatures(run, options, splits, saved, likelihood)
 
 
@@ -181,8 +203,9 @@ def _params(
         "crop": options.crop,
         "dtype": options.dtype,
         "hold_out": split.held_out,
-        "seed": run.compute.seed if split.held_out else None,
+        "seed": run.compute.seed if split.held_out or (split.shift and split.shift.is_random) else None,
         "is_ood": split.is_ood,
+        **shift_params(split.shift),
         **({} if split.first_rows is None else {"first_rows": split.first_rows}),
         **({} if likelihood is None else {"task": likelihood}),
     }

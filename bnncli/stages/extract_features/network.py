@@ -19,7 +19,7 @@ from bnncli.run.network import Network
 from bnncli.run.produce import Request
 from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
-from bnncli.run.user_splits import check_outputs
+from bnncli.run.user_splits import check_outputs, shift_params
 from bnncli.stages.extract_features.splits import check_two_classes, class_names, transform_json
 from bnncli.storage.features import FeatureFile, encoded_names
 
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 
 
 MUCH = 0.1  # of the logits' spread: more than that changes what a posterior says of an example
+
+
+def network_of(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None) -> Network:
+    """The network that was asked for, its checkpoint read. Raises what Network.of raises."""
+    assert options.model is not None
+    of, layer, output = options.model, options.last_layer, options.output
+    network = Network.of(run, of, options.model_arg, layer, saved, output, state=options.state)
+    network.autocast = options.autocast
+    return network
 
 
 class NetworkFeatures:
@@ -41,11 +50,8 @@ class NetworkFeatures:
         saved: SavedModel | None,
         likelihood: str | None,
     ) -> None:
-        assert options.model is not None
         self.options, self.splits, self.likelihood = options, splits, likelihood
-        of, layer, output = options.model, options.last_layer, options.output
-        self.network = Network.of(run, of, options.model_arg, layer, saved, output, state=options.state)
-        self.network.autocast = options.autocast
+        self.network = network_of(run, options, saved)
         self._stores: list[FeatureStore] = []
 
     @property
@@ -152,6 +158,7 @@ class NetworkFeatures:
             "augment": "none",
             "hold_out": split.held_out,
             **transform_json(self.network.saved),
+            **shift_params(split.shift),
             **({} if options.autocast is None else {"autocast": options.autocast}),
         }
         return content, preprocess, None if head is None else head.name

@@ -12,17 +12,22 @@ from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.command_line import CommandLine
 from bnncli.options.extract_features import EITHER
 from bnncli.run.session import Run
+from bnncli.stages.extract_features.trained_here import own_code_line
 from bnncli.stages.inspect import recognised_model
 
 
 def no_model(run: Run, options: ExtractFeaturesOptions) -> UsageError:
     """The error of a command that names no network, with the line that would work where the checkpoint tells of one."""
     path = Path(run.arguments["ckpt"])
+    is_complete = bool(options.data or options.ood)
+    trained = own_code_line(run)
+    if trained is not None:
+        message = f"{path.name} was trained with a network of your own code, which is not run unless \0model\0 names it"
+        return UsageError(message, hint=trained.pasted() + ("" if is_complete else " \0data\0 SPLIT=SPEC"))
     found = recognised_model(path) if path.exists() else None
     if found is None:
         return UsageError(EITHER)
     model, line = found
-    is_complete = bool(options.data or options.ood)
     return UsageError(EITHER, hint=run.line.having("model", model).pasted() if is_complete else line)
 
 

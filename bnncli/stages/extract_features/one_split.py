@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from bnncli.data import Shift
 from bnncli.numerics.seeds import stream_seed
+from bnncli.options import ExtractFeaturesOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.produce import Computed, Request
 from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
+from bnncli.run.user_splits import shift_of
 from bnncli.storage.atomic import check_free_space
 from bnncli.storage.features import FeatureFile, check_split, read_features, write_features
 from bnncli.storage.provenance import Source
@@ -21,6 +24,11 @@ from bnncli.storage.provenance import Source
 def hold_out_seed(run: Run) -> int:
     """What chooses the rows that --hold-out moves."""
     return stream_seed(run.compute.seed, "extract-features/hold-out")
+
+
+def shift_asked(run: Run, options: ExtractFeaturesOptions) -> Shift | None:
+    """What is to be done to the images of the splits; None for nothing."""
+    return shift_of({"rotate": options.rotate, "corrupt": options.corrupt, "seed": run.compute.seed})
 
 
 def split_request(

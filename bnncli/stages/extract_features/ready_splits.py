@@ -64,6 +64,8 @@ def open_ready_splits(
         ("--std", options.std),
         ("--resize", options.resize),
         ("--crop", options.crop),
+        ("--rotate", options.rotate is not None),
+        ("--corrupt", options.corrupt),
         ("--last-layer", options.last_layer),
         ("--output", options.output),
         ("--state", options.state),

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.options import ExtractFeaturesOptions
+from bnncli.options.command_line import CommandLine
 from bnncli.registry import own_names
 from bnncli.run.session import Run
 from bnncli.storage.headers import Header, interpreting
-from bnncli.storage.trained import trained_header
-
-_PREPROCESSING = ("mean", "std", "resize", "crop")
+from bnncli.storage.trained import PREPROCESSING, RECORDED_NETWORK, trained_header
 
 
 def with_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeaturesOptions:
@@ -26,11 +25,11 @@ def with_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeaturesO
         return options
     recorded = _recorded(header)
     if options.model is None and recorded["model"] in own_names("networks"):
-        given = {name: getattr(options, name) for name in (*_PREPROCESSING, "model_arg")}
+        given = {name: getattr(options, name) for name in (*PREPROCESSING, "model_arg")}
         run.console.info(f"{header.path.name} was trained as {_said(recorded)}")
         return replace(options, **{name: value for name, value in recorded.items() if not given.get(name)})
     if options.model is not None:
-        differing = [name for name in _PREPROCESSING if getattr(options, name) != recorded[name]]
+        differing = [name for name in PREPROCESSING if getattr(options, name) != recorded[name]]
         for name in differing:
             run.console.warn(
                 f"{header.path.name} was trained with \0{name}\0 {recorded[name] or 'left out'}; asked for is {getattr(options, name) or 'none'}"
@@ -38,14 +37,25 @@ def with_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeaturesO
     return options
 
 
+def own_code_line(run: Run) -> CommandLine | None:
+    """The command with the network of the user's own code that train recorded; None where the checkpoint records none."""
+    header = trained_header(Path(run.arguments["ckpt"]))
+    if header is None:
+        return None
+    line = run.line
+    for name, value in _recorded(header).items():
+        line = line if line.gives(name) else line.having(name, value)
+    return line
+
+
 def _recorded(header: Header) -> dict[str, Any]:
     with interpreting(header.path):
         params = header.provenance["params"]
-        return {name: params[name] for name in ("model", "model_arg", *_PREPROCESSING)}
+        return {name: params[name] for name in RECORDED_NETWORK}
 
 
 def _said(recorded: dict[str, Any]) -> str:
     """The network and the preprocessing in words."""
     words = [str(recorded["model"]), *map(str, recorded["model_arg"])]
-    words += [f"{name} {recorded[name]}" for name in _PREPROCESSING if recorded[name] is not None]
+    words += [f"{name} {recorded[name]}" for name in PREPROCESSING if recorded[name] is not None]
     return ", ".join(words)

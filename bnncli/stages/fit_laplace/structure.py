@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from bnncli import registry
 from bnncli.inference import memory
 from bnncli.inference.costs import NUM_DRAWS, SEARCH_FITS, SEARCH_MODES, fit_seconds
-from bnncli.lazy import torch
+from bnncli.inference.search_rows import search_size
 from bnncli.machine.memory import budget, bytes_text
+from bnncli.machine.speed import speed_of
 from bnncli.run.session import Run
 from bnncli.theta.layout import MatrixLayout
 
@@ -37,7 +38,7 @@ def structure_to_fit(
     sizes: dict[str, Any] = {"num_draws": NUM_DRAWS, "whole": whole}
     chosen = wanted
     if wanted == "auto":
-        chosen = memory.automatic_structure(layout, budget(run.device_name), **sizes)
+        chosen = memory.automatic_structure(layout, budget(run.device_name), device=run.device_name, **sizes)
         if chosen != memory.structures()[0]:
             text = structure_text(run, chosen, layout, num_examples=num_examples, is_search=is_search, sizes=sizes)
             run.console.warn(text)
@@ -51,7 +52,7 @@ def structure_to_search(run: Run, structure: str, layout: MatrixLayout) -> str:
     A search makes ten Gaussians or more: where the one to fit is none that fit-laplace would take of itself for its time, the
     precision is that which val prefers for the closest that is, and the structure asked for is made once, there.
     """
-    quick = memory.automatic_structures(layout, budget(run.device), num_draws=NUM_DRAWS)
+    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
     if structure in quick or not quick or structure not in memory.structures()[: memory.structures().index(quick[0])]:
         return structure
     run.console.info(
@@ -80,7 +81,7 @@ def structure_by_val(
 
     gaussian = found.fit.gaussian
     first = gaussian.covariance.structure
-    quick = memory.automatic_structures(layout, budget(run.device), num_draws=NUM_DRAWS, whole=whole)
+    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS, whole=whole)
     if whole is not None:  # a diagonal in the basis of the span, say, is none of theta's
         quick = [name for name in quick if registry.declared("curvature", name, "is_same_in_span")]
     others = quick[quick.index(first) :] if first in quick else []
@@ -102,12 +103,17 @@ def structure_text(
     fitting = [name for name in closer if memory.fit_bytes(name, layout, **sizes) <= there]
     too_large = [name for name in closer if name not in fitting]
 
+    searched = search_size(
+        num_examples, num_params=layout.num_params, num_outputs=layout.num_outputs, device=run.device
+    )
+
     def cost(name: str) -> str:
         needed = bytes_text(memory.fit_bytes(name, layout, **sizes))
-        if run.device.type != "cpu":  # speeds are known of a CPU alone
-            return f"about {needed}"
-        many = {"num_fits": SEARCH_FITS, "num_modes": SEARCH_MODES} if is_search else {}
-        seconds = fit_seconds(name, layout, num_examples=num_examples, threads=torch.get_num_threads(), **many)
+        speed = speed_of(run.device)
+        seconds = fit_seconds(name, layout, num_examples=num_examples, speed=speed)
+        if is_search:
+            counts = {"num_fits": SEARCH_FITS - 1, "num_modes": SEARCH_MODES - 1}
+            seconds += fit_seconds(name, layout, num_examples=searched, speed=speed, **counts)
         return f"about {needed} and {seconds_text(seconds)}"
 
     text = f"using {chosen} for {layout.num_params:,} parameters ({cost(chosen)})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_precision import PriorSearch, search
 from bnncli.inference.row_space_lift import RowLift, lift_fit
+from bnncli.lazy import torch
 from bnncli.options import FitLaplaceOptions
 from bnncli.progress import Progress
 from bnncli.run.cost import Cost
@@ -20,12 +20,13 @@ from bnncli.run.produce_posterior import Fitted
 from bnncli.run.row_space import row_space, span_metrics
 from bnncli.run.session import Run
 from bnncli.run.val_report import measure_on_val
+from bnncli.stages.fit_laplace.search import Searched, examples_to_search
 from bnncli.stages.fit_laplace.structure import structure_by_val, structure_to_search
 from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter
+from bnncli.targets.held_out import HeldOutFeatures
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.passes import counted_passes
 from bnncli.targets.row_space import RowSpace
-from bnncli.targets.target import HeldOut
 from bnncli.theta.prior import Prior
 
 
@@ -51,8 +52,8 @@ def fit(
     if rows is not None:
         target, start = rows.target(target), rows.reduce(start)
     with counted_passes() as tally:
-        fit, found, compared = _fitted(
-            run, options, criterion, structure, target, start=start, rows=rows, held_out=held_out
+        fit, found, compared, counts = _fitted(
+            run, options, criterion, structure, target, start=start, rows=rows, held_out=held_out, val=val
         )
     if found is not None:
         warn_of_edge(run, found)
@@ -60,7 +61,7 @@ def fit(
         fit = lift_fit(fit, rows)
     warn_of_jitter(run, fit.gaussian)
     metrics = fit_metrics(run, fit, found, criterion, train, val)
-    metrics |= {"center": options.own_center, "structure_nll": compared}
+    metrics |= {"center": options.own_center, "structure_nll": compared, **counts}
     if found is not None and found.structure != structure and options.structure != "auto":
         metrics["prior_precision_structure"] = found.structure
     metrics |= Cost.of_fit(tally.passes, is_last_layer=True).to_metrics()
@@ -87,9 +88,12 @@ def _fitted(
     *,
     start: Tensor,
     rows: RowSpace | None,
-    held_out: HeldOut | None,
-) -> tuple[LaplaceFit, PriorSearch | None, dict[str, float] | None]:
-    """The fit, the search for its prior precision where there was one, and the val NLL of the structures that it was chosen among."""
+    held_out: HeldOutFeatures | None,
+    val: Split | None,
+) -> tuple[LaplaceFit, PriorSearch | None, dict[str, float] | None, dict[str, int]]:
+    """The fit, the search for its prior precision where there was one, the val NLL of the structures that it was chosen
+    among, and how many examples the search has read, where these are not all.
+    """
     if criterion == "number":
         fit = fit_gaussian(
             target,
@@ -98,25 +102,41 @@ def _fitted(
             start=start,
             progress=run.console,
         )
-        return fit, None, None
-    search_at = partial(
-        search,
-        target,
-        center=options.own_center,
-        criterion=criterion,
-        held_out=held_out,
-        lift=None if rows is None else RowLift(rows),
-        progress=run.console,
-    )
+        return fit, None, None, {}
+    center = options.own_center
+    if rows is None:
+        searched = examples_to_search(run, target, held_out, val, center=center)
+    else:
+        searched = Searched(target, held_out, {})
+
+    def search_by(by: str, structure: str, start: Tensor, generator: torch.Generator) -> PriorSearch:
+        with counted_passes(searched.share):
+            found = search(
+                searched.target,
+                start=start,
+                generator=generator,
+                structure=by,
+                center=center,
+                criterion=criterion,
+                held_out=searched.held_out,
+                is_large=searched.is_large,
+                lift=None if rows is None else RowLift(rows),
+                progress=run.console,
+            )
+        if by == structure and not searched.is_part:
+            return found
+        return replace(found, fit=_fit_of(found, target, structure, center, start, run.console))
+
+    def search_at(*, structure: str, start: Tensor, generator: torch.Generator) -> PriorSearch:
+        return search_by(structure, structure, start, generator)
+
     compared: dict[str, float] | None = None
     quick = structure_to_search(run, structure, target.layout) if criterion == "val" and rows is None else structure
-    found = search_at(structure=quick, start=start, generator=run.stream("fit-laplace/val"))
-    if quick != structure:
-        found = replace(found, fit=_fit_of(found, target, structure, options.own_center, start, run.console))
+    found = search_by(quick, structure, start, run.stream("fit-laplace/val"))
     if options.structure == "auto" and criterion == "val":
         whole = None if rows is None else rows.layout
         found, compared = structure_by_val(run, target, found, search_at, layout=target.layout, whole=whole)
-    return found.fit, found, compared
+    return found.fit, found, compared, searched.counts
 
 
 def _fit_of(

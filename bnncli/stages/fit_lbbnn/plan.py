@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from bnncli.inference import memory
+from bnncli.latent.apart import largest_group
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.fit import Plan
 from bnncli.latent.model import LatentModel
@@ -15,6 +16,7 @@ from bnncli.latent.multiplier import initial_model, num_params
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.search import CANDIDATES
 from bnncli.latent.steps import EstimatorSettings
+from bnncli.machine.team import team
 from bnncli.options import FitLbbnnOptions
 from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES
 from bnncli.theta.network import NetworkLayout
@@ -81,7 +83,8 @@ def check_memory(
     if is_searched:
         fits.append((len(CANDIDATES), "give the --slab-sd as a number; its search fits ten networks"))
     for repeats, advice in fits:
-        memory.require_latent(layout, device, num_repeats=repeats, hint=advice, **sizes)
+        at_once = None if team() is None else largest_group(layout, repeats, torch.device(device))
+        memory.require_latent(layout, device, num_repeats=repeats, most_at_once=at_once, hint=advice, **sizes)
 
 
 def epochs_of(options: FitLbbnnOptions) -> int:

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from bnncli.integrators.mc import Mc, affordable_draws
-from bnncli.latent.fit import fit_latent
+from bnncli.latent.apart import groups_of
 from bnncli.latent.history import History
 from bnncli.latent.model import LatentModel
 from bnncli.latent.scaling import Scaling
-from bnncli.latent.search import CANDIDATES, nll_of_repeats, search_epochs
+from bnncli.latent.search import CANDIDATES, search_epochs
+from bnncli.machine.team import team
 from bnncli.options import FitLbbnnOptions
 from bnncli.posteriors.latent_binary import DEFAULT_NETWORKS, LatentBinary
 from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
-from bnncli.run.resumable import resumable_training
+from bnncli.run.resumable import Resumable, resumable_training
 from bnncli.run.session import Run
-from bnncli.stages.fit_lbbnn.plan import check_memory, epochs_of, plan_of, start_of
+from bnncli.stages.fit_lbbnn.plan import check_memory, epochs_of, plan_of
 from bnncli.stages.fit_lbbnn.report import TrainingData, measure
+from bnncli.stages.fit_lbbnn.training import LatentTraining
 from bnncli.stages.fit_lbbnn.underfitting import guessing, poor_fit, rise, short_plan, still_rising
 from bnncli.theta.network import NetworkLayout
-
-
-def _start(
-    run: Run, options: FitLbbnnOptions, layout: NetworkLayout, slab_sds: Sequence[float], *, num_repeats: int
-) -> LatentModel:
-    """What the fit, or the search before it, starts from: both from the same stream."""
-    generator = run.stream("fit-lbbnn/start")
-    return start_of(options, layout, slab_sds, num_repeats=num_repeats, generator=generator, device=run.device)
 
 
 def fit(
@@ -48,27 +40,18 @@ def fit(
     )
     plan = plan_of(options, len(features))
     _warn(run, short_plan(options, plan, len(features)))
-    resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every)
+    training = LatentTraining(run, options, layout, data, plan)
+    resumable = _resumable(run, options, request, layout)
     with resumable.hint():
         state = resumable.restore()
-        slab_sd, search = _slab_sd(run, options, data, val, layout)
-        start, done = time.monotonic(), 0 if state is None else len(state.get("history.density", ()))
-        model, history = fit_latent(
-            _start(run, options, layout, [slab_sd], num_repeats=options.repeats),
-            data.features,
-            data.labels,
-            plan,
-            generator=run.stream("fit-lbbnn/train"),
-            state=state,
-            save=resumable.save,
-            scaling=data.scaling,
-            progress=run.console,
-        )
-        seconds = (time.monotonic() - start) / max(1, epochs_of(options) - done)
+        search = None if val is None else training.search(val)
+        model, history, seconds = training.fit(_slab_sd(options, search), state, resumable)
     posterior = _posterior(run, model, history)
     if data.scaling is not None:
         posterior = replace(posterior, shift=data.scaling.shift, scale=data.scaling.scale)
-    metrics = measure(run, posterior, data, variance=options.variance or "exact", estimator=options.estimator)
+    # What is drawn of the other repeats is not used; in one process it is drawn all the same, and numbers stay what they were.
+    measured = posterior if team() is None else posterior.of_best()
+    metrics = measure(run, measured, data, variance=options.variance or "exact", estimator=options.estimator)
     passes = epochs_of(options) * options.repeats * (options.multiplier_draws or 1)
     if val is not None:
         passes += search_epochs(epochs_of(options)) * len(CANDIDATES)
@@ -93,38 +76,23 @@ def fit(
     return Fitted(tensors, meta, metrics, train, told=told, publishing=resumable.publishing)
 
 
+def _resumable(run: Run, options: FitLbbnnOptions, request: Request, layout: NetworkLayout) -> Resumable:
+    """The state of the fit; that of groups of networks belongs to these groups."""
+    also = {}
+    if team() is not None:
+        groups = groups_of(layout, options.repeats, run.device)
+        also = {"groups": ",".join(str(part.stop - part.start) for part in groups)}
+    return resumable_training(run, request, resume=options.resume, save_every=options.save_every, also=also)
+
+
+def _slab_sd(options: FitLbbnnOptions, search: list[dict[str, float]] | None) -> float:
+    """The slab's standard deviation: the one that val prefers, or the one given."""
+    return float(options.slab_sd) if search is None else min(search, key=lambda one: one["val_nll"])["slab_sd"]
+
+
 def _warn(run: Run, warning: str | None) -> None:
     if warning is not None:
         run.console.warn(warning)
-
-
-def _slab_sd(
-    run: Run, options: FitLbbnnOptions, data: TrainingData, val: Split | None, layout: NetworkLayout
-) -> tuple[float, list[dict[str, float]] | None]:
-    """The slab's standard deviation, and where it was searched for the val NLL of each candidate."""
-    if val is None:
-        return float(options.slab_sd), None
-    model = _start(run, options, layout, CANDIDATES, num_repeats=len(CANDIDATES))
-    plan = replace(plan_of(options, len(data.labels)), epochs=search_epochs(epochs_of(options)), schedule="cosine")
-    model, _ = fit_latent(
-        model,
-        data.features,
-        data.labels,
-        plan,
-        generator=run.stream("fit-lbbnn/search"),
-        scaling=data.scaling,
-        progress=run.console,
-        what="slab search",
-    )
-    nll = nll_of_repeats(
-        model,
-        val.resident(run.device),
-        val.labels(run.device),
-        run.stream("fit-lbbnn/val"),
-        scaling=data.scaling,
-    )
-    found = [{"slab_sd": sd, "val_nll": value} for sd, value in zip(CANDIDATES, nll.tolist(), strict=True)]
-    return min(found, key=lambda one: one["val_nll"])["slab_sd"], found
 
 
 def _posterior(run: Run, model: LatentModel, history: History) -> LatentBinary:

@@ -7,6 +7,7 @@ from typing import Any
 
 from bnncli.errors import NumericError
 from bnncli.inference.elbo import elbo
+from bnncli.inference.stiffness import curvature_passes, largest_curvature
 from bnncli.inference.vi import ViFit, ViPlan, fit_vi
 from bnncli.names import counted
 from bnncli.numerics.seeds import stream_seed
@@ -24,6 +25,9 @@ def fit(fitting: Fitting, options: FitViOptions) -> Fitted:
     run, target, start = fitting.run, fitting.target, fitting.start
     if options.start == "init":
         start = initial_theta(fitting.train.layout, 1, stream_seed(run.compute.seed, "fit-vi/start"))[0]
+    stiffness, passes = 0.0, 0.0
+    if options.optimizer == "ivon":
+        stiffness, passes = largest_curvature(target, start, run.stream("fit-vi/stiffness")), curvature_passes(target)
     plan = ViPlan(
         options.num_epochs,
         min(options.examples_a_step, target.num_examples),
@@ -33,6 +37,7 @@ def fit(fitting: Fitting, options: FitViOptions) -> Fitted:
         options.optimizer,
         options.kl_weight,
         options.rounds_of_patience,
+        stiffness=stiffness,
     )
     resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
     with resumable.hint():
@@ -49,7 +54,7 @@ def fit(fitting: Fitting, options: FitViOptions) -> Fitted:
     if found.doubt is not None:
         what = "ELBO" if plan.kl_weight == 1 else "objective"
         run.console.warn(f"the {what} {found.doubt} after {counted(len(found.history), 'epoch')}: use more \0epochs\0")
-    passes = len(found.history) * options.draws_a_step
+    passes += len(found.history) * options.draws_a_step
     metrics |= Cost.of_fit(passes, is_last_layer=fitting.is_last_layer).to_metrics()
     if fitting.val is not None:
         metrics |= measure_on_val(run, found.gaussian, fitting.val, method="vi")

@@ -11,6 +11,7 @@ from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageErr
 from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
 from bnncli.integrators._intervals import LEVEL
 from bnncli.likelihoods import has_exclusive_classes
+from bnncli.machine.team import is_leader
 from bnncli.names import percent
 from bnncli.options import InputOptions, NameOptions, PredictOptions
 from bnncli.options.command import COMPUTE, Command
@@ -96,7 +97,7 @@ def run(run: Run, options: PredictOptions) -> Result:
     counts = f"{_counted(len(total.outputs), 'file')}, {_counted(len(splits), 'split')}"
     if not run.write.dry_run:
         total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_about_draws(total.outputs)]
-    if options.table is not None:
+    if options.table is not None and is_leader():
         files = [Path(output["path"]) for output in total.outputs]
         names = {split.content.name: split.content.names for split in splits}
         columns: dict[str, Any] = {"merges": merges, "classes": classes, "probabilities": options.probabilities}

@@ -11,7 +11,8 @@ from bnncli.numerics.top_k import ranked_lengths
 from bnncli.options.declaration import spelled
 from bnncli.run.inputs import Split
 from bnncli.run.integrator_choice import IntegratorChoice
-from bnncli.run.predictor import Predicted, Predictor
+from bnncli.run.predicted_rows import Predicted
+from bnncli.run.predictor import Predictor
 from bnncli.run.produce import Computed
 from bnncli.storage.predictions import PredictionFile, write_predictions
 
@@ -24,10 +25,12 @@ RANKED_CONCENTRATIONS = 1 << 22  # in float64 at once
 def predict_split(
     predictor: Predictor, choice: IntegratorChoice, split: Split, target: Path, *, keep_samples: bool
 ) -> Computed:
-    """The predictions of one split, ready to be published at `target`."""
+    """The predictions of one split, ready to be published at `target`, by the first of the workers that share them."""
     seen = predictor.train.seen_by(predictor.header, split)
     seen.check_fits(predictor.posterior.layout)
-    predicted = predictor.predict(choice, seen.stored, keep_samples=keep_samples)
+    predicted = predictor.predict_together(choice, seen.stored, keep_samples=keep_samples)
+    if predicted is None:
+        return Computed(None)
     content = _content(predicted, split, choice)
     notes = spelled(predicted.integrator.notes())  # the file speaks of options as they are written
     meta = {**_meta(predictor, choice, split), "num_examples": len(content.probs), **notes}

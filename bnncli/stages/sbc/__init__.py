@@ -35,6 +35,7 @@ COMMAND = Command(
 
 _LATENT = "lbbnn"
 _OF_GAUSSIAN_PRIORS = ("laplace", "refine", "hmc", "vi", "swag", "sghmc")
+_EXACT = ("hmc", "merge")  # draws of the posterior itself
 METHODS = (*_OF_GAUSSIAN_PRIORS, _LATENT)
 _ANOTHER = "name one over the last layer that can be fitted anew, as --posterior laplace or --posterior hmc"
 _WHITENED = ("hmc", "sghmc")  # by roots of their own, whatever the structure of the base
@@ -43,6 +44,7 @@ _NO_FIT = {  # by method, why not; it may have another name
     "map": _POINT,
     "temperature": _POINT,
     "prune": _POINT,
+    "merge": "joined of several fits of hmc, each of which can be tried",
     "ensemble": "of networks that were trained apart, which labels simulated for the last layer do not train again",
 }
 
@@ -162,16 +164,17 @@ def _require_room(run: Run, options: SbcOptions, train: Split, header: Header) -
 def _check_is_truth(run: Run, path: Path, truth: Header, posterior: tuple[str, Header]) -> None:
     """Raise UsageError where the parameters are of another target; warn where they are no exact draws of it."""
     name, tried = posterior
-    if truth.meta.get("layers") is not None or truth.meta.get("method") not in _OF_GAUSSIAN_PRIORS:
+    known = tuple(dict.fromkeys((*_OF_GAUSSIAN_PRIORS, *_EXACT)))
+    if truth.meta.get("layers") is not None or truth.meta.get("method") not in known:
         raise UsageError(
-            f"--truth: expected prior, or a posterior over the last layer by {', '.join(_OF_GAUSSIAN_PRIORS)}; got {path.stem}"
+            f"--truth: expected prior, or a posterior over the last layer by {', '.join(known)}; got {path.stem}"
         )
     if recorded_prior(truth) != recorded_prior(tried):
         raise UsageError(
             f"--truth: {path.stem} has the prior {recorded_prior(truth)}, the posterior tried has {recorded_prior(tried)}",
             hint=run.suggest("hmc", base=name, name="truth"),
         )
-    if truth.meta.get("method") != "hmc":
+    if truth.meta.get("method") not in _EXACT:
         run.console.warn(
             f"--truth {path.stem} is an approximation: ranks of an exact fit are not uniform where it is not exact; take hmc"
         )

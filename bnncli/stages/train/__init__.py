@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli import data
 from bnncli.errors import UsageError
 from bnncli.likelihoods import name_to_record
+from bnncli.machine.team import is_leader
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import (
     CommonOptions,
@@ -145,7 +146,7 @@ def _finished(run: Run, options: TrainOptions, requests: list[Request], results:
     total = Result()
     for result in results:
         total.add(result)
-    if run.write.dry_run:
+    if run.write.dry_run or not is_leader():  # which alone sees the files take their names
         return total
     metas = [read_header(request.target).meta for request in requests]
     networks = [

@@ -10,6 +10,7 @@ from bnncli.names import counted, percent
 from bnncli.options import TrainOptions
 from bnncli.options.command_line import pasted
 from bnncli.registry import own_names
+from bnncli.storage.trained import RECORDED_NETWORK
 
 
 def summary_of(path: Path, meta: Mapping[str, Any]) -> list[str]:
@@ -34,8 +35,8 @@ def summary_of(path: Path, meta: Mapping[str, Any]) -> list[str]:
 def next_command(options: TrainOptions, path: Path) -> str:
     """The command that goes on with the checkpoint: what it records need not be said again, but code that is to be run."""
     again: dict[str, Any] = {"data": options.data, "hold_out": options.hold_out, "task": options.task}
-    if options.model not in own_names("networks"):
-        again = {"model": options.model, **again}
+    if options.model not in own_names("networks"):  # whoever names the network says all that goes with it
+        again = {name: getattr(options, name) for name in RECORDED_NETWORK} | again
     if options.ema is not None:
         again["state"] = "ema"
     return pasted("extract-features", str(path), **again)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from bnncli.extraction.head import forward, logits_of
 from bnncli.inference.map_learner import EpochScores, Examples, MapLearner, MapSettings, Streams, evaluate
 from bnncli.inference.stacked_networks import StackedNetworks
 from bnncli.likelihoods import Likelihood, likelihood_of
+from bnncli.machine.team import Team, team
 from bnncli.machine.user_code import running
 from bnncli.networks import load_network, takes_argument
 from bnncli.numerics.seeds import stream, stream_seed
@@ -29,21 +29,16 @@ from bnncli.run.model_files import arguments_by_name
 from bnncli.run.produce import Request
 from bnncli.run.resumable import resumable_training
 from bnncli.run.session import Run
+from bnncli.run.shared_trainings import begun_before, say_who_works, stored_in
 from bnncli.run.user_splits import check_outputs
+from bnncli.stages.train.apart import groups_of_seeds, of_tensors, tensors_of
+from bnncli.stages.train.trained import Trained
 from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
 from bnncli.training.loop import train
+from bnncli.training.shared_out import Seat, by_number, numbered, share_out
 
 _PROBED = 2  # examples that show what a network gives
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A network after training: its state dict, that of its running average where there is one, and what is said of it."""
-
-    state: dict[str, Tensor]
-    averaged: dict[str, Tensor] | None
-    meta: dict[str, Any]
 
 
 class Training:
@@ -64,7 +59,12 @@ class Training:
         seeds: list[int],
     ) -> None:
         self.run, self.options, self.seeds = run, options, seeds
-        self.resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every)
+        others = team()
+        groups = [range(len(seeds))] if others is None else groups_of_seeds(len(seeds), run.device)
+        also = None if others is None else {"groups": ",".join(str(len(group)) for group in groups)}
+        self.resumable = resumable_training(
+            run, request, resume=options.resume, save_every=options.save_every, also=also
+        )
         device = run.device
         examples = {
             name: labelled_inputs(split, device, num_workers=options.num_workers, progress=run.console)
@@ -79,35 +79,81 @@ class Training:
             self.likelihood = likelihood_of(num_outputs, likelihood_name)
             for name, one in examples.items():
                 _check_labels(one, self.likelihood, name)
-            self.networks = self._train(modules, examples, splits["train"])
+            settings = _settings(options, splits["train"], examples["train"].inputs)
+            with self.resumable.hint():
+                state = self.resumable.restore()
+                if others is None:
+                    self.networks = self._train(
+                        modules,
+                        examples,
+                        settings,
+                        groups[0],
+                        state=state,
+                        save=self.resumable.save,
+                        progress=run.console,
+                    )
+                else:
+                    self.networks = self._train_apart(others, modules, examples, settings, groups, state)
 
-    def _train(self, modules: list[nn.Module], examples: Mapping[str, Examples], split: InputSplit) -> list[Trained]:
-        run, options = self.run, self.options
-        settings = _settings(options, split, examples["train"].inputs)
-        stacked = StackedNetworks(modules, logits_of)
+    def _train_apart(
+        self,
+        others: Team,
+        modules: list[nn.Module],
+        examples: Mapping[str, Examples],
+        settings: MapSettings,
+        groups: list[range],
+        state: dict[str, Tensor] | None,
+    ) -> list[Trained]:
+        """The same of groups of networks, each a batch of its own, shared out among workers."""
+        say_who_works(self.run, others, len(groups))
+        stored = stored_in(self.resumable, begun_before(state), others, len(groups))
+
+        def work(number: int, seat: Seat) -> Mapping[str, Tensor]:
+            found = self._train(
+                modules, examples, settings, groups[number], state=seat.state, save=seat.save, progress=seat
+            )
+            return numbered({place: tensors_of(one) for place, one in enumerate(found)})
+
+        num_examples = len(examples["train"].inputs)
+        num_batches = -(-num_examples // min(settings.batch_size, num_examples))
+        parts = share_out(
+            others,
+            [f"seed {', '.join(str(self.seeds[place]) for place in group)}" for group in groups],
+            work,
+            what="train",
+            num_steps=(self.options.epochs or 0) * num_batches,
+            progress=self.run.console,
+            stored=stored,
+        )
+        return [of_tensors(one) for part in parts for one in by_number(part).values()]
+
+    def _train(
+        self,
+        modules: list[nn.Module],
+        examples: Mapping[str, Examples],
+        settings: MapSettings,
+        places: range,
+        **report: Any,
+    ) -> list[Trained]:
+        """The networks of these places among all, as one batch; report: as the loop of trainings has it."""
+        run, options, seeds = self.run, self.options, [self.seeds[place] for place in places]
+        own = [modules[place] for place in places]
         learner = MapLearner(
-            stacked,
+            StackedNetworks(own, logits_of),
             examples["train"],
             likelihood=self.likelihood,
             settings=settings,
-            streams=[Streams(stream(seed, "train/order"), stream(seed, "train/augmentation")) for seed in self.seeds],
-            generator=stream(run.compute.seed, "train/network"),
+            streams=[Streams(stream(seed, "train/order"), stream(seed, "train/augmentation")) for seed in seeds],
+            generator=stream(seeds[0], "train/network"),
             val=examples.get("val"),
             is_capturable=":" not in str(options.model),
             report=partial(_report, run),
         )
-        _probe(modules, learner)
+        _probe(own, learner)
         course = Course(options.epochs or 0, num_batches(learner), str(options.schedule))
         users_code = running("the network", but=RuntimeError) if ":" in str(options.model) else nullcontext()
-        with self.resumable.hint(), users_code:
-            train(
-                learner,
-                course,
-                what="train",
-                state=self.resumable.restore(),
-                save=self.resumable.save,
-                progress=run.console,
-            )
+        with users_code:
+            train(learner, course, what="train", **report)
         return self._trained(learner, examples)
 
     def _trained(self, learner: MapLearner, examples: Mapping[str, Examples]) -> list[Trained]:

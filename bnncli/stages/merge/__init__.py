@@ -1,0 +1,83 @@
+"""merge: chains of hmc that were drawn apart in, one posterior of all of them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bnncli.inference import memory
+from bnncli.options import HmcOptions, InputOptions, MergeOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command
+from bnncli.run import revisions as _revisions
+from bnncli.run.inputs import load_split
+from bnncli.run.network_sources import network_sources
+from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
+from bnncli.run.session import Result, Run
+from bnncli.stages.hmc.report import summary, verdict
+from bnncli.stages.merge.together import LAST, find_parts, require_together
+
+COMMAND = Command(
+    "Join the chains of hmc runs that were drawn apart.",
+    "Several runs of hmc with other seeds, on other GPUs or machines, become one posterior that every command takes as any other. They "
+    "must be of one checkpoint, train split, prior, sampler and layout of parameters, and of different seeds. R-hat, effective sample sizes "
+    "and E-BFMI are computed anew over all chains; where the runs have found different modes, R-hat tells. Writes posteriors/merged.nc.",
+    (MergeOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli merge ckpt.pt --posterior hmc-1 --posterior hmc-2",
+        "bnncli merge ckpt.pt --posterior hmc --posterior elsewhere/ckpt.pt.bnn/posteriors/hmc.nc --max-rhat 1.01",
+    ),
+    place=52,
+)
+
+
+def run(run: Run, options: MergeOptions) -> Result:
+    """Join and publish; the result's metrics are those of hmc, over all chains."""
+    train = load_split(run, "train").check_labeled()
+    held_out = load_split(run, "val") if "val" in run.folder.splits() else None
+    parts = find_parts(run, options)
+    require_together(run, parts, train)
+    run.require_device()
+    layers, num_params = parts[0].layers, parts[0].num_params
+    num_draws = min(part.num_draws for part in parts) * sum(part.num_chains for part in parts)
+    stored = sum(part.num_draws * part.num_chains for part in parts)
+    used = [split for split in (train, held_out) if split is not None]
+    request = posterior_request(
+        run,
+        "merged",
+        kind="samples",
+        params={"posteriors": [part.path.stem for part in parts], "seed": run.compute.seed},
+        algo_rev=_revisions.MERGE,
+        sources=[
+            *(split.source for split in used),
+            *([] if layers == LAST else network_sources(used)),
+            *(part.source for part in parts),
+        ],
+        checkpoint=train.checkpoint,
+        estimated_bytes=lambda: memory.sampled_bytes(num_params, num_draws) // 2,
+        require=lambda: memory.require_draws(num_params, run.device_name, num_used=num_draws, num_stored=stored),
+    )
+
+    def fit() -> Fitted:
+        from bnncli.stages.merge import work
+
+        return work.fit(run, options, request, parts, train=train, held_out=held_out)
+
+    return produce_posterior(run, request, fit, lambda meta: _report(meta, options))
+
+
+def _report(meta: Mapping[str, Any], options: MergeOptions) -> Report:
+    metrics, joined = meta["metrics"], meta["joined"]
+    shown = ", ".join(
+        f"{one['name']} (seed {'+'.join(map(str, one['seeds']))}, {one['chains']} x {one['draws']}"
+        + (")" if one["max_rhat"] is None else f", R-hat {one['max_rhat']:.3f})")
+        for one in joined
+    )
+    lines = [f"joined: {shown}"]
+    if longer := [one for one in joined if one["draws"] > metrics["draws"]]:
+        names = ", ".join(one["name"] for one in longer)
+        lines.append(f"cut to the shortest, {metrics['draws']} draws a chain: {names}")
+    if stopped := [f"{one['name']} ({one['stopped_by']})" for one in joined if one["stopped_by"] is not None]:
+        lines.append(
+            f"stopped when numbers of their own were good (--until of hmc): {', '.join(stopped)}; those of all chains flatter with them"
+        )
+    return Report(metrics, [*lines, *summary(metrics)], verdict(metrics, HmcOptions(max_rhat=options.max_rhat)))

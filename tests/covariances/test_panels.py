@@ -1,0 +1,123 @@
+"""Roots of inverses panel by panel: against a factor and a solve; the same bits for any number of workers."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+from problems.seeds import seeded
+from problems.threads import in_threads
+from torch import Tensor
+
+from bnncli.covariances import _panels, _roots
+from bnncli.covariances._panels import panelled_root
+from bnncli.covariances._roots import inverse_root, root_of_sum
+from bnncli.covariances.full import Full
+from bnncli.errors import Interrupted, NumericError
+from bnncli.machine import panels, signals
+from bnncli.machine.team import Team
+
+ALONE = Team(0, 1)
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Panels of seven columns, for matrices of more than ten rows."""
+    monkeypatch.setattr(panels, "_WIDTH", {"cpu": 7})
+    monkeypatch.setattr(panels, "_LARGE", 10)
+
+
+def precision_of(size: int) -> Tensor:
+    root = torch.randn(size, size + 3, generator=seeded(), dtype=torch.float64)
+    return root @ root.T
+
+
+def root_by(team: Team, matrix: Tensor) -> Tensor | None:
+    size = len(matrix)
+
+    def columns(start: int, stop: int) -> Tensor:
+        return matrix.flip(0, 1)[start:, start:stop].clone()
+
+    return panelled_root(columns, size, team, device=matrix.device)
+
+
+@pytest.mark.parametrize("size", [1, 7, 11, 30, 49])
+def test_a_root_is_lower_triangular_and_gives_the_inverse(size: int) -> None:
+    precision = precision_of(size)
+    root = root_by(ALONE, precision)
+    assert root is not None
+    assert torch.equal(root, root.tril())
+    torch.testing.assert_close(root @ root.T @ precision, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-7)
+    torch.testing.assert_close(root @ root.T, torch.linalg.inv(precision), rtol=1e-7, atol=1e-9)
+    assert (root.diagonal() > 0).all()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 9])
+def test_any_number_of_workers_has_the_same_bits(workers: int) -> None:
+    precision = precision_of(40)
+    expected = root_by(ALONE, precision)
+    for found in in_threads(workers, lambda team: root_by(team, precision)):
+        assert torch.equal(found, expected)
+
+
+def test_a_large_matrix_has_the_root_that_a_factor_and_a_solve_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    precision = precision_of(40)
+    found, jitter = inverse_root(precision.clone())
+    monkeypatch.setattr(panels, "_LARGE", 100)
+    expected, _ = inverse_root(precision.clone())
+    assert jitter == 0
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    precisions = torch.rand(40, generator=seeded(), dtype=torch.float64)
+    summed, _ = root_of_sum(lambda start, stop: precision[start:stop], precisions, mean=1.0)
+    torch.testing.assert_close(summed, inverse_root(precision + precisions.diag())[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_jitter_is_added_where_there_is_no_factor_and_told(workers: int) -> None:
+    column = torch.arange(1.0, 41.0, dtype=torch.float64).unsqueeze(1)
+    singular = column @ column.T - 1e-7 * torch.eye(40, dtype=torch.float64)
+    assert in_threads(workers, lambda team: root_by(team, singular)) == [None] * workers
+    root, jitter = inverse_root(singular.clone())
+    assert jitter == pytest.approx(float(singular.diagonal().mean()) * 1e-8) or jitter > 1e-7
+    torch.testing.assert_close(
+        root @ root.T @ (singular + jitter * torch.eye(40, dtype=torch.float64)),
+        torch.eye(40, dtype=torch.float64),
+        rtol=0,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(-1e9, "not positive definite"), (float("nan"), "not finite"), (float("inf"), "not finite")]
+)
+def test_what_has_no_root_is_refused(change: float, message: str) -> None:
+    precision = precision_of(40)
+    precision[20, 20] = change
+    with pytest.raises(NumericError, match=message):
+        inverse_root(precision)
+
+
+def test_a_signal_ends_it_between_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, total = [20], precision_of(40)
+
+    def poll(where: str) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Interrupted(signal.SIGTERM, where)
+
+    monkeypatch.setattr(signals, "raise_if_interrupted", poll)
+    with pytest.raises(Interrupted, match="a Cholesky factorisation"):
+        inverse_root(total)
+    assert _panels.NAME == "a Cholesky factorisation"
+    assert _roots.JITTERS[0] == 0
+
+
+@pytest.mark.parametrize("size", [2049, 2500])
+def test_products_with_a_large_root_leave_out_only_what_is_zero(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    root = torch.randn(size, size, dtype=torch.float64, generator=generator).tril_()
+    z = torch.randn(3, size, dtype=torch.float64, generator=generator)
+    torch.testing.assert_close(Full(root).unwhiten(z), z @ root.T, rtol=1e-11, atol=1e-10)
+    torch.testing.assert_close(Full(root).pull_back(z), z @ root, rtol=1e-11, atol=1e-10)
+    assert len(Full(root)._panels()) == 3

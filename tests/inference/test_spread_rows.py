@@ -1,0 +1,70 @@
+"""A full Hessian whose rows are spread over workers: the covariance that one worker with room for all of it has, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from problems.heads import at_random, head_target
+from problems.threads import in_threads
+
+from bnncli.covariances.full import Full
+from bnncli.inference import memory
+from bnncli.inference.local_covariance import LocalCovariance, covariance_at
+from bnncli.machine import panels
+from bnncli.machine.team import Team
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+
+LAYOUT = HeadLayout(4, 6)
+local = threading.local()
+
+
+@pytest.fixture(autouse=True)
+def _each_thread_is_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "_WIDTH", {"cpu": 5})
+    monkeypatch.setattr(panels, "_LARGE", 10)
+    for place in (
+        "bnncli.inference.local_covariance",
+        "bnncli.covariances._roots",
+        "bnncli.targets.stream",
+        "bnncli.inference.memory",
+    ):
+        monkeypatch.setattr(f"{place}.team", lambda: getattr(local, "team", None))
+
+
+def covariance_of(team: Team, target: LastLayerTarget) -> LocalCovariance:
+    local.team = team
+    return covariance_at(target, torch.linspace(-1, 1, LAYOUT.num_params, dtype=torch.float64), "full")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_covariance_is_that_of_one_worker_with_room(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = []
+
+    def has_room(layout: HeadLayout, device: torch.device) -> bool:
+        rooms.append(layout)
+        return False
+
+    monkeypatch.setattr(memory, "has_room_whole", has_room)
+    target = head_target(LAYOUT, 57, labels=at_random, prior=2.0)
+    (whole,) = in_threads(1, partial(covariance_of, target=target))
+    assert (rooms, whole.hessian["hessian.full"].dtype) == ([], torch.float64)
+    for found in in_threads(size, partial(covariance_of, target=target)):
+        assert isinstance(found.covariance, Full)
+        assert torch.equal(found.covariance.scale_tril, whole.covariance.scale_tril)
+        assert torch.equal(found.hessian["hessian.full"], whole.hessian["hessian.full"].float())
+    assert len(rooms) == size
+
+
+def test_several_workers_have_room_where_one_has_none() -> None:
+    layout = HeadLayout(100, 256)
+    (alone,) = in_threads(1, lambda team: memory.fit_bytes("full", layout))
+
+    def bytes_of(team: Team) -> int:
+        local.team = team
+        return memory.fit_bytes("full", layout)
+
+    assert all(found < 0.7 * alone for found in in_threads(2, bytes_of))

@@ -1,0 +1,60 @@
+"""What ends one process of several is known to the others, with its number and as the error that it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from bnncli.errors import DataError, DeviceError
+from bnncli.machine.last_words import LOST, LastWords
+
+
+class Store(dict[str, bytes]):
+    """In memory, as torch's is."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str, default: object = None) -> bytes:  # type: ignore[override]
+        return self[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def words(store: Store, size: int = 3) -> list[LastWords]:
+    return [LastWords(store, rank, size) for rank in range(size)]
+
+
+def test_the_first_hears_the_error_of_the_lowest_rank_that_has_one() -> None:
+    first, second, third = words(Store())
+    assert first.heard() is None
+    third.leave(DeviceError("out of memory", code="out_of_memory", hint="use less"))
+    second.leave(DataError("row 3 is bad", path="a.npz"))
+    told = first.heard()
+    assert isinstance(told, DataError)
+    assert (told.message, told.exit, told.path) == ("worker 1: row 3 is bad", 65, "a.npz")
+    assert second.heard() is None
+
+
+def test_others_end_with_the_code_of_the_first() -> None:
+    first, second, _ = words(Store())
+    assert not second.first_has_ended()
+    first.leave(DataError("row 3 is bad"))
+    assert second.first_has_ended()
+    told = second.heard()
+    assert told is not None
+    assert (told.exit, told.code) == (65, LOST)
+
+
+def test_a_process_that_is_no_more_is_told_from_those_that_run() -> None:
+    store = Store()
+    first, *_ = words(store)
+    assert first.killed(patience=0.05) is None
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:  # nobody has asked for its code yet
+        store.set("process/2", store["process/2"].rpartition(b"/")[0] + f"/{ended.pid}".encode())
+        told = first.killed(patience=30)
+    assert told is not None
+    assert told.message.startswith("worker 2 has ended without a word")
+    store.set("process/2", f"another machine/{ended.pid}")
+    assert first.killed() is None
