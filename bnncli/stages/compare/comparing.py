@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from bnncli.detectors import of_predictions
@@ -21,8 +22,11 @@ from bnncli.storage.artifacts import read_header
 Groups = dict[str, list[PredictionGroup]]  # by name, one for each checkpoint
 
 
-def compared_groups(runs: Sequence[Run], options: CompareOptions) -> Groups:
+def compared_groups(runs: Sequence[Run], options: CompareOptions, *, leave_out: Collection[Path] = ()) -> Groups:
     """The predictions to compare, which every checkpoint has.
+
+    Args:
+        leave_out: files that are not looked at.
 
     Raises:
         MissingInput, DataError: there are none, or none of the baseline.
@@ -30,7 +34,7 @@ def compared_groups(runs: Sequence[Run], options: CompareOptions) -> Groups:
     """
     named: dict[str, Any] = {"posteriors": options.posterior, "integrators": options.integrator}
     beside = [] if options.baseline is None else [options.baseline]
-    found = [open_groups(one, **named, layers=options.layers, beside=beside) for one in runs]
+    found = [open_groups(one, **named, layers=options.layers, beside=beside, leave_out=leave_out) for one in runs]
     groups = _shared(runs, found, options.split)
     if options.by == "cost":
         groups = dict(sorted(groups.items(), key=lambda entry: _cost(entry[1]).rank))

@@ -20,7 +20,13 @@ from bnncli.stages.report.words import listed_in_words
 def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
     """The section."""
     options = CompareOptions(posterior=subjects[0].options.posterior, split=subjects[0].split)
-    comparison = tried(lambda: compared(runs, options, compared_groups(runs, options)))
+    comparison = tried(
+        lambda: compared(
+            runs,
+            options,
+            compared_groups(runs, options, leave_out=frozenset().union(*(one.left_out for one in subjects))),
+        )
+    )
     if isinstance(comparison, Missing):
         return [comparison]
     table = as_table(comparison)

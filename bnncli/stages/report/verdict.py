@@ -14,7 +14,7 @@ from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.stages.diagnose.judgement import Judgement
 from bnncli.stages.report.calibration import score_metric, score_value
 from bnncli.stages.report.gain import Payoff, pays
-from bnncli.stages.report.subject import Subject
+from bnncli.stages.report.subject import Damaged, Subject
 from bnncli.stages.report.words import listed_in_words
 
 _MOST_DOUBTED = 3  # posteriors whose doubts are told
@@ -34,11 +34,17 @@ def verdict(subject: Subject) -> list[Block]:
         fit = [joined(strong("Fit. "), _fit(judgement)), joined(strong("Does it pay? "), payoff.text)]
     words = [*fit, *_calibration(subject), *_outside(subject)]
     box = element("div", paragraph(first), bullets(words), class_="verdict" if is_good else "verdict doubt")
-    blocks: list[Block] = [box]
+    blocks: list[Block] = [box, *(_left_out(one) for one in subject.damaged)]
     if not isinstance(judgement, Missing):
         blocks.append(paragraph("In the words of diagnose: ", element("q", judgement.verdict.sentence), kind="note"))
         blocks += [paragraph(gain.sentence) for gain in judgement.gains]
     return blocks
+
+
+def _left_out(one: Damaged) -> Missing:
+    """What is said of a damaged artifact."""
+    what = one.what if one.what.startswith("is ") else f"cannot be used: {one.what}"
+    return Missing(f"{one.name} is left out: it {what}.", one.command)
 
 
 def _to_run(command: str | None) -> list[str]:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import NamedTuple
 
 from bnncli import __version__
-from bnncli.errors import MissingInput
 from bnncli.names import counted
 from bnncli.options import ReportOptions
 from bnncli.pages.blocks import Block, Missing, Section
@@ -19,6 +18,7 @@ from bnncli.stages.report.detection import detection
 from bnncli.stages.report.fidelity import fidelity
 from bnncli.stages.report.fits import fits
 from bnncli.stages.report.inputs import inputs
+from bnncli.stages.report.intact import check_is_something_left, check_run, damaged
 from bnncli.stages.report.origins import origins
 from bnncli.stages.report.posteriors import posteriors
 from bnncli.stages.report.scores import scores
@@ -58,19 +58,19 @@ def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Secti
     """The sections, and what is to be said on a terminal.
 
     Raises:
-        MissingInput: a checkpoint has no run folder, or nothing of a name that was given.
+        MissingInput: a checkpoint has no run folder or no features, or nothing of a name that was given.
+        DataError: its features are damaged or of another checkpoint; or what is damaged leaves nothing to report on.
     """
     for run in runs:
-        if not run.folder.root.is_dir():
-            raise MissingInput(
-                f"{run.checkpoint_path} has no run folder (looked for {run.folder.root})",
-                hint="bnncli extract-features --help",
-                path=run.folder.root,
-            )
+        check_run(run)
     many = len(runs) > 1
-    subjects = [Subject(run, options, f"c{place}-" if many else "") for place, run in enumerate(runs, start=1)]
+    subjects = [
+        Subject(run, options, f"c{place}-" if many else "", damaged(run, options.posterior))
+        for place, run in enumerate(runs, start=1)
+    ]
     for subject in subjects:
         subject.check_named()
+        check_is_something_left(subject)
     if not many:
         return [_made(part, subjects[0]) for part in PARTS], [summary_of(subjects[0])]
     names = _OF_EACH if len(runs) <= _FEW else _OF_MANY

@@ -212,19 +212,6 @@ def test_a_damaged_file_is_told_and_the_rest_is_shown(cli: Cli, small_run: Path)
     assert page.one("reliability-test")
 
 
-def test_damaged_predictions_are_told_where_they_would_be_shown(cli: Cli, small_run: Path) -> None:
-    folder = small_run.with_name("small.bnn")
-    path = folder / "predictions" / "laplace.mc" / "test.h5"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    done = cli("report", small_run)
-    assert done.code == 0, done.stderr
-    page = read_page(folder / "report.html")
-    assert "test.h5" in page.one("calibration").text
-    assert page.one("pareto-k")
-
-
 def test_only_the_posteriors_that_are_named_are_shown(cli: Cli, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "some.html"
     assert cli("report", run, "--posterior", "map", "--posterior", "laplace", "--out", out).code == 0
