@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from bnncli import registry
-from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, MissingInput
+from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError
 from bnncli.names import printable
 from bnncli.pages.blocks import Missing
 from bnncli.run.inputs import load_split, require_draws
@@ -24,26 +24,14 @@ _BARE = "make it again"  # a hint that names no command
 
 
 def check_run(run: Run) -> None:
-    """Pass where there is a run of the checkpoint that was named, with features that can be read: all else is made from them.
+    """Pass where the run is of the checkpoint that was named, with features that can be read: all else is made from them.
 
     Raises:
-        MissingInput: there is no run folder, it has no features, or the checkpoint is gone.
+        MissingInput: the checkpoint is gone.
         DataError: the features are damaged, stale, or of another checkpoint; or the checkpoint cannot be read.
         Untrusted: the checkpoint is code.
     """
-    if not run.folder.root.is_dir():
-        raise MissingInput(
-            f"{run.checkpoint_path} has no run folder (looked for {run.folder.root})",
-            hint="bnncli extract-features --help",
-            path=run.folder.root,
-        )
     names = run.folder.splits()
-    if not names:
-        raise MissingInput(
-            f"{run.folder.root} has no features, which all else is made from",
-            hint=run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"]),
-            path=run.folder.root,
-        )
     for name in names:
         try:
             run.belongs(read_header(run.folder.features(name)))

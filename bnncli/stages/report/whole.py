@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bnncli import __version__
 from bnncli.names import counted
@@ -18,7 +18,7 @@ from bnncli.stages.report.detection import detection
 from bnncli.stages.report.fidelity import fidelity
 from bnncli.stages.report.fits import fits
 from bnncli.stages.report.inputs import inputs
-from bnncli.stages.report.intact import check_is_something_left, check_run, damaged
+from bnncli.stages.report.intact import check_is_something_left, damaged
 from bnncli.stages.report.origins import origins
 from bnncli.stages.report.posteriors import posteriors
 from bnncli.stages.report.scores import scores
@@ -58,11 +58,9 @@ def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Secti
     """The sections, and what is to be said on a terminal.
 
     Raises:
-        MissingInput: a checkpoint has no run folder or no features, or nothing of a name that was given.
-        DataError: its features are damaged or of another checkpoint; or what is damaged leaves nothing to report on.
+        MissingInput: a checkpoint has nothing of a name that was given.
+        DataError: what was named is damaged, or nothing is left to report on.
     """
-    for run in runs:
-        check_run(run)
     many = len(runs) > 1
     subjects = [
         Subject(run, options, f"c{place}-" if many else "", damaged(run, options.posterior))
@@ -80,13 +78,13 @@ def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Secti
     return found, [f"{one.name}: {summary_of(one)}" for one in subjects]
 
 
-def page_of(runs: Sequence[Run], sections: Sequence[Section]) -> bytes:
+def page_of(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping[str, Any]) -> bytes:
     """The file."""
     names = [run.checkpoint_path.name for run in runs]
     what = listed_in_words(names) if len(names) <= 3 else counted(len(names), "checkpoint")
     lead = "Calibrated probabilities, what they are worth, and how sure one can be of that."
     made_by = f"Written by bnncli {__version__}. This file needs no network, and holds aggregates, not the data, but for the inputs that it shows."
-    content = page(f"Report on {what}", lead, sections, made_by=made_by)
+    content = page(f"Report on {what}", lead, sections, made_by=made_by, options=made_with)
     if len(content) > MOST_BYTES:
         runs[0].console.warn(
             f"the report has {len(content):,} bytes: fewer of --posterior or --examples make it smaller"

@@ -16,6 +16,7 @@ from bnncli.cli.execute import run_command_line
 from bnncli.names import percent
 from bnncli.pages.page import MOST_BYTES
 from bnncli.storage.artifacts import read_header
+from bnncli.storage.locks import artifact_lock
 from bnncli.storage.predictions import read_predictions
 
 SECTIONS = (
@@ -154,8 +155,42 @@ def test_the_same_artifacts_give_the_same_bytes(cli: Cli, run: Path, tmp_path: P
     assert (output["role"], output["bytes"], output["path"]) == ("report", len(first), str(tmp_path / "again.html"))
     third = cli("report", run, "--out", tmp_path / "again.html", "--json").json
     assert (again["action"], third["action"], third["outputs"]) == ("computed", "up_to_date", again["outputs"])
-    other = cli("report", run, "--out", tmp_path / "again.html", "--examples", 1, "--json").json
-    assert other["action"] == "replaced"
+
+
+def test_a_page_of_other_options_is_not_replaced_without_force(cli: Cli, run: Path, tmp_path: Path) -> None:
+    words = ("--out", tmp_path / "page.html", "--posterior", "map")
+    assert cli("report", run, *words).code == 0
+    before = (tmp_path / "page.html").read_bytes()
+    done = cli("report", run, *words, "--examples", 1)
+    assert (done.code, done.stdout, (tmp_path / "page.html").read_bytes()) == (73, "", before)
+    assert done.stderr.splitlines() == [
+        f"error: {tmp_path / 'page.html'} exists and was made with other options (examples: 6 there, 1 asked)",
+        "hint: add --force to replace it, or --out FILE to keep both",
+    ]
+    assert cli("report", run, *words, "--examples", 1, "--force", "--json").json["action"] == "replaced"
+
+
+@pytest.mark.parametrize("place", ["no/such/page.html", "/proc/page.html"])
+def test_a_place_that_takes_no_page_is_told_before_any_work(
+    cli: Cli, run: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bnncli.stages.report.whole.sections_of", None)  # no work is done
+    path = tmp_path / place
+    done = cli("report", run, "--out", path)
+    assert (done.code, done.stdout) == (73, "")
+    error, hint = done.stderr.splitlines()
+    assert str(path.parent) in error
+    assert hint.endswith("choose another place with --out")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_page_that_another_process_writes_is_left_to_it(cli: Cli, run: Path, tmp_path: Path) -> None:
+    lock = tmp_path / ".locks" / "page.html"
+    with artifact_lock(lock, wait=0, poll=lambda: None):
+        done = cli("report", run, "--out", tmp_path / "page.html")
+    assert (done.code, done.stdout) == (75, "")
+    assert "another bnncli is writing this artifact" in done.stderr
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_figures_go_into_a_folder_as_files_by_the_names_that_the_page_has(
