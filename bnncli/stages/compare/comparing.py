@@ -58,6 +58,7 @@ def _shared(
     labels = {(group.name, group.posterior, group.variant): None for groups in found for group in groups}
     shared: dict[str, list[PredictionGroup]] = {}
     left_out: dict[str, list[str]] = {}  # by the checkpoints that lack them
+    maker = runs[0]
     for label in labels:
         own = [
             next(
@@ -66,9 +67,10 @@ def _shared(
             )
             for groups in found
         ]
-        lacking = [str(one.checkpoint_path) for one, group in zip(runs, own, strict=True) if group is None]
+        lacking = [one for one, group in zip(runs, own, strict=True) if group is None]
         if lacking:
-            left_out.setdefault(", ".join(lacking), []).append(label[0])
+            left_out.setdefault(", ".join(str(one.checkpoint_path) for one in lacking), []).append(label[0])
+            maker = lacking[0]
             continue
         shared.setdefault(label[0], []).extend(group for group in own if group is not None)
     if shared or len(runs) > 1:
@@ -83,7 +85,7 @@ def _shared(
             f"--split: no posterior has predictions of an in-distribution split {split!r}"
             + (" for every checkpoint" if len(runs) > 1 else "")
             + f" (there: {', '.join(inside) or 'none'})",
-            hint=None if split in outside else runs[0].suggest("predict", split=split),
+            hint=None if split in outside else maker.suggest("predict", split=split),
         )
     return shared
 

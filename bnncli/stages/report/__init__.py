@@ -10,14 +10,17 @@ from bnncli.options.command import READ, Argument, Command
 from bnncli.run.each_checkpoint import each_checkpoint
 from bnncli.run.session import Result, Run
 from bnncli.stages.report.files import (
+    UNWRITTEN,
     check_folder,
     check_page,
     figure_paths,
     locked,
     planned,
     recorded_options,
+    said_when_interrupted,
     write_files,
 )
+
 
 COMMAND = Command(
     "Write one HTML file of a run: the verdict in words, scores, figures, inputs to look at.",
@@ -41,10 +44,11 @@ def run(run: Run, options: ReportOptions) -> Result:
     for one in runs:
         check_folder(one)
     path = check_page(run, runs, options)
-    from bnncli.stages.report.intact import check_run  # slow to import, like the work
+    with said_when_interrupted(UNWRITTEN):
+        from bnncli.stages.report.intact import check_run  # slow to import, like the work
 
-    for one in runs:
-        check_run(one)
+        for one in runs:
+            check_run(one)
     if run.write.dry_run:
         return planned(path, options)
     with locked(run, runs, path):
@@ -55,10 +59,11 @@ def run(run: Run, options: ReportOptions) -> Result:
 def _written(run: Run, runs: list[Run], path: Path, options: ReportOptions) -> Result:
     from bnncli.stages.report import whole
 
-    sections, summaries = whole.sections_of(runs, options)
-    figures = [figure for section in sections for figure in section.figures]
-    paths = figure_paths(run, figures, path, options)
-    content = whole.page_of(runs, sections, recorded_options(runs, options))
+    with said_when_interrupted(UNWRITTEN):
+        sections, summaries = whole.sections_of(runs, options)
+        figures = [figure for section in sections for figure in section.figures]
+        paths = figure_paths(run, figures, path, options)
+        content = whole.page_of(runs, sections, recorded_options(runs, options))
     result = write_files(run, (path, content), figures, paths)
     result.summary = [*summaries, counted(len(figures), "figure")]
     result.extra = {"verdicts": summaries, "figures": [figure.name for figure in figures]}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import MissingInput, WriteError
+from bnncli.errors import Interrupted, MissingInput, WriteError
 from bnncli.figures.shown import Shown, figure_file
 from bnncli.machine.input_files import reading
 from bnncli.options import ReportOptions
@@ -18,6 +18,7 @@ from bnncli.storage.figures import check_figure_path, write_figure
 from bnncli.storage.locks import artifact_lock
 from bnncli.storage.pages import check_page_path, write_page
 
+UNWRITTEN = "no report was written"  # where a signal has come before it was
 _FLAG = "--out"
 _NAMES = ("report.html", "comparison.html")  # of one checkpoint, of several
 _SIZE = 1 << 20
@@ -85,6 +86,15 @@ def locked(run: Run, runs: Sequence[Run], path: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def said_when_interrupted(how_far: str) -> Iterator[None]:
+    """Within, a signal is told with what there is of the report, in place of the step that it came in."""
+    try:
+        yield
+    except Interrupted as error:
+        raise Interrupted(error.exit - 128, f"{error.message.partition(' at ')[0]}; {how_far}") from None
+
+
 def planned(path: Path, options: ReportOptions) -> Result:
     """What --dry-run says."""
     output = {"role": "report", "path": str(path), "planned": "compute", "estimated_bytes": _SIZE}
@@ -111,18 +121,19 @@ def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[Shown], pa
         WriteError: one could not be written; those before it are there.
     """
     path, content = page
-    result = _published("report", path, content, write_page)
+    with said_when_interrupted(UNWRITTEN):
+        result = _published("report", path, content, write_page)
     result.outputs[0]["bytes"] = len(content)
     names = {figure.name: figure for figure in figures}
-    for target in paths:
-        run.console.poll(f"draw {target.name}")
-        drawn = figure_file(names[target.stem], target.suffix[1:])
-        try:
-            result.add(_published(f"figure.{target.stem}", target, drawn, write_figure))
-        except WriteError as error:
-            raise WriteError(
-                f"--figures: {target} could not be written; the report is complete", hint=error.hint, path=target
-            ) from None
+    with said_when_interrupted("the report is written, not all of its figures are"):
+        for target in paths:
+            run.console.poll(f"draw {target.name}")
+            drawn = figure_file(names[target.stem], target.suffix[1:])
+            try:
+                result.add(_published(f"figure.{target.stem}", target, drawn, write_figure))
+            except WriteError as error:
+                message = f"--figures: {target} could not be written; the report is complete"
+                raise WriteError(message, hint=error.hint, path=target) from None
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 
 MOST_DRAWN = 8  # posteriors in one figure: more could not be told apart
+_OPTION = re.compile(r"^--[a-z][a-z-]*: ")  # that an error begins with, which is another command's
 _ROW_BYTES = 64  # of memory for each example of a prediction file
 Found = TypeVar("Found")
 
@@ -242,7 +244,7 @@ def tried(find: Callable[[], Found]) -> Found | Missing:
 
 def missing(error: BnnError) -> Missing:
     """An error as a sentence, and the command that helps, where the hint is one."""
-    message, hint = spelled(error.message), spelled(error.hint) if error.hint else None
+    message, hint = _OPTION.sub("", spelled(error.message)), spelled(error.hint) if error.hint else None
     is_word = message.split(" ", 1)[0].isalpha()  # and no file's name
     sentence = (f"{message[:1].upper()}{message[1:]}" if is_word else message).rstrip(".")
     is_command = hint is not None and hint.startswith("bnncli ")

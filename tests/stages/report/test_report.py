@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from problems.pages import Node, check_is_self_contained, check_names, read_page
 from bnncli.cli.execute import run_command_line
 from bnncli.names import percent
 from bnncli.pages.page import MOST_BYTES
+from bnncli.stages.report.subject import Damaged
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.locks import artifact_lock
 from bnncli.storage.predictions import read_predictions
@@ -274,6 +277,16 @@ def test_several_checkpoints_are_compared_and_have_a_part_each(cli: Cli, small_r
         assert (row["posterior"] in re.findall(r"[\w-]+", best)) == nll["is_close"]
 
 
+def test_predictions_that_a_checkpoint_lacks_are_told_with_its_own_name(cli: Cli, small_run: Path) -> None:
+    shutil.copytree(small_run.with_name("small.bnn"), small_run.with_name("other.bnn"))
+    for path in small_run.with_name("other.bnn").glob("predictions/*/test.h5"):
+        path.unlink()
+    assert cli("report", small_run, small_run.with_name("other")).code == 0
+    (told,) = read_page(small_run.with_name("small.bnn") / "comparison.html").one("comparison").all("p")
+    assert told.text.startswith("No posterior has predictions of ")
+    assert told.all("code")[0].text == f"bnncli predict {small_run.with_name('other')} --split test"
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -309,6 +322,19 @@ def test_a_dry_run_says_where_and_writes_nothing(cli: Cli, small_run: Path, tmp_
     assert (done["action"], done["outputs"][0]["path"]) == ("planned", str(path))
     assert not path.exists()
     assert not (tmp_path / "f").exists()
+
+
+def test_a_signal_is_told_with_what_there_is_of_the_report(
+    cli: Cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*words: object) -> list[Damaged]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return []
+
+    monkeypatch.setattr("bnncli.stages.report.whole.damaged", interrupted)
+    done = cli("report", run, "--out", tmp_path / "page.html")
+    assert (done.code, done.stderr) == (130, "error: interrupted by SIGINT; no report was written\n")
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_figures_go_into_no_file_which_is_told_before_any_work(cli: Cli, small_run: Path) -> None:
