@@ -21,7 +21,6 @@ from bnncli.stages.report.files import (
     write_files,
 )
 
-
 COMMAND = Command(
     "Write one HTML file of a run: the verdict in words, scores, figures, inputs to look at.",
     "It opens from the disk, asks for nothing outside, and is the same bytes for the same artifacts. What diagnose judges is judged; scores "
