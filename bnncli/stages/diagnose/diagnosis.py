@@ -94,6 +94,10 @@ def diagnose(
         entry |= _importance(run, options, name, posterior, header, train)
     losses = _losses(run, posterior, header, val)
     entry["val_nll"] = _mean(losses)
+    if val is not None and losses is not None:
+        integrator, size = _predictive(posterior, header, val)
+        size = posterior.draws[..., 0].numel() if posterior.type == "samples" else size
+        entry["val_nll"] |= {"integrator": integrator, "samples": size}
     draws = _draws(run, name, posterior, {**entry, **_independent(header)})
     known: dict[str, Any] = {"layers": header.meta.get("layers"), "num_varying": header.meta.get("num_varying")}
     known["is_exact"] = header.meta.get("metrics", {}).get("is_exact", True)
@@ -200,15 +204,21 @@ def _losses(run: Run, posterior: Any, header: Header, val: Split | None) -> NDAr
     """
     if val is None or val.content.labels is None:
         return None
-    name = "plug-in" if posterior.type in POINTS else "mc" if val.is_last_layer else default_integrator(header)
+    name, size = _predictive(posterior, header, val)
     prediction = load_integrator(name).predict(
         posterior.to(run.device),
         val.features(run.device),
-        num_samples=None if posterior.type in (*POINTS, "samples", LINEAR_DRAWS) else VAL_DRAWS,
+        num_samples=size,
         generator=run.stream("diagnose/val"),
         progress=run.console,
     )
     return nll_per_example(prediction.probs.cpu().numpy(), val.content.labels)
+
+
+def _predictive(posterior: Any, header: Header, val: Split) -> tuple[str, int | None]:
+    """By which integrator val is predicted, and of how many draws; None where there are none to make."""
+    name = "plug-in" if posterior.type in POINTS else "mc" if val.is_last_layer else default_integrator(header)
+    return name, None if posterior.type in (*POINTS, "samples", LINEAR_DRAWS) else VAL_DRAWS
 
 
 def _independent(header: Header) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from bnncli.evaluation.excess import FALSE_ALARM, WORSE_SHARE, Scored, excesses
 from bnncli.names import counted, percent
 from bnncli.pages.blocks import Missing
-from bnncli.run.recommendation import recommended
 from bnncli.run.val_report import temperature_on_val
 from bnncli.stages.diagnose.judgement import Judgement
 from bnncli.stages.report.subject import Subject, tried
@@ -33,21 +33,30 @@ def pays(subject: Subject, judgement: Judgement) -> Payoff:
     plain = tried(lambda: temperature_on_val(subject.run, val))
     if isinstance(plain, Missing) or plain is None:
         return Payoff(False, "Not to be said: the run has no network whose logits one temperature could divide.")
-    found = payoff_of(Scored(name, chosen.losses), plain, _how(subject))
-    return found._replace(text=found.text + _recommended(subject))
+    by = predicted_by(chosen.entry["val_nll"])
+    return payoff_of(Scored(name, chosen.losses), plain, how=_how(subject), by=by)
 
 
-def payoff_of(own: Scored, plain: Scored, how: str) -> Payoff:
+def predicted_by(val_nll: Mapping[str, Any]) -> str:
+    """By what diagnose has predicted val: other draws than those of predict, whose number is another."""
+    integrator, size = val_nll.get("integrator"), val_nll.get("samples")
+    if integrator is None:
+        return ""
+    return f" by {integrator}" + (f" of {counted(size, 'draw')}" if size else "")
+
+
+def payoff_of(own: Scored, plain: Scored, *, how: str, by: str = "") -> Payoff:
     """What a posterior's losses show against those at one temperature, each way by a test of its own at FALSE_ALARM.
 
     Args:
         own, plain: on the same examples of val.
         how: the command that predicts with one temperature.
+        by: by what the posterior predicts.
     """
     (gap,), (back,) = excesses(own, [plain]), excesses(plain, [own])
     size = counted(len(own.losses), "example")
     numbers = (
-        f"on {size} of val the network divided by one temperature has NLL {plain.nll:.4f}, {own.name} {own.nll:.4f} (difference "
+        f"on {size} of val the network divided by one temperature, held out, has NLL {plain.nll:.4f}, {own.name}{by} {own.nll:.4f} (difference "
         f"{with_error(gap.value, gap.standard_error)})"
     )
     is_shown = any(one.p_adjusted is not None and one.p_adjusted <= FALSE_ALARM for one in (gap, back))
@@ -67,11 +76,3 @@ def _how(subject: Subject) -> str:
     if "temperature" in subject.headers:
         return subject.run.suggest("predict", posterior="temperature")
     return subject.run.suggest("fit-temperature")
-
-
-def _recommended(subject: Subject) -> str:
-    """What auto has recommended, where it was run."""
-    found = tried(lambda: recommended(subject.run))
-    if found is None or isinstance(found, Missing):
-        return ""
-    return f" auto recommends {found.posterior} by {found.integrator}."

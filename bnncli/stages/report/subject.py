@@ -20,6 +20,7 @@ from bnncli.options import DiagnoseOptions, EvaluateOptions, ReportOptions
 from bnncli.options.declaration import spelled
 from bnncli.pages.blocks import Missing
 from bnncli.run.prediction_groups import PredictionGroup, open_groups
+from bnncli.run.recommendation import Recommended, recommended
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.run.session import Run
 from bnncli.stages.diagnose.judgement import Judgement, judge
@@ -156,6 +157,14 @@ class Subject:
             )
         options = DiagnoseOptions(posterior=named, trust_code=self.options.trust_code)
         return tried(lambda: judge(replace(self.run, heads={}), options, leave_out=self.left_out))
+
+    @cached_property
+    def recommended(self) -> Recommended | None:
+        """What auto recommends; None where it was not run, or its recommendation is stale or damaged."""
+        if self.run.folder.recommended in self.left_out:
+            return None
+        found = tried(lambda: recommended(self.run))
+        return None if isinstance(found, Missing) else found
 
     @cached_property
     def rows(self) -> list[dict[str, Any]] | Missing:

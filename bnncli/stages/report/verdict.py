@@ -11,6 +11,7 @@ from bnncli.options.assertions import Quantity
 from bnncli.pages.blocks import Block, Missing
 from bnncli.pages.markup import Markup, bullets, code, element, joined, paragraph, strong
 from bnncli.run.prediction_groups import PredictionGroup
+from bnncli.run.recommendation import Recommended
 from bnncli.stages.diagnose.judgement import Judgement
 from bnncli.stages.report.calibration import score_metric, score_value
 from bnncli.stages.report.gain import Payoff, pays
@@ -30,8 +31,11 @@ def verdict(subject: Subject) -> list[Block]:
         fit: list[Markup] = [joined(judgement.sentence, *_to_run(judgement.command))]
     else:
         payoff = pays(subject, judgement)
-        first, is_good = _first(judgement, payoff), judgement.verdict.is_good
+        first = _first(judgement, payoff, subject.recommended)
+        is_good = judgement.verdict.is_good
         fit = [joined(strong("Fit. "), _fit(judgement)), joined(strong("Does it pay? "), payoff.text)]
+    if subject.recommended is not None:
+        fit.append(joined(strong("What auto recommends. "), recommended_in_words(subject.recommended, judgement)))
     words = [*fit, *_calibration(subject), *_outside(subject)]
     box = element("div", paragraph(first), bullets(words), class_="verdict" if is_good else "verdict doubt")
     blocks: list[Block] = [box, *(_left_out(one) for one in subject.damaged)]
@@ -51,20 +55,48 @@ def _to_run(command: str | None) -> list[str]:
     return [] if command is None else [" Run ", code(command)]
 
 
-def _first(judgement: Judgement, payoff: Payoff) -> str:
+def _first(judgement: Judgement, payoff: Payoff, recommended: Recommended | None) -> str:
     """The sentence that a person remembers."""
     use = judgement.verdict.use
     if use is None:
-        return "No posterior of this run can be relied on yet."
+        return "No posterior of this run can be relied on yet." + _to_predict(recommended, None)
     kind = _KINDS.get(judgement.entries[use]["type"], "a posterior")
     if judgement.verdict.is_worse:
         best = judgement.verdict.predicts_best
-        return f"{use} ({kind}) is true to its target, but {best} predicts better: predict with {best}."
+        to_predict = _to_predict(recommended, best) or f" Predict with {best}."
+        return f"{use} ({kind}) is true to its target, but {best} predicts better.{to_predict}"
+    to_predict = _to_predict(recommended, use)
     if payoff.is_worse:
-        return f"{use} ({kind}) is true to its target, but on data like val one temperature predicts better."
+        return (
+            f"{use} ({kind}) is true to its target, but on data like val one temperature predicts better.{to_predict}"
+        )
+    if to_predict:
+        return f"{use} ({kind}) is true to its target.{to_predict}"
     if judgement.entries[use]["type"] == "samples" and _has_densities(judgement):
         return f"Use {use} ({kind}): no approximation of this run is close enough to its target."
     return f"Use {use} ({kind}): it is true to its target."
+
+
+def _to_predict(recommended: Recommended | None, other: str | None) -> str:
+    """What auto recommends for predictions, where it is another posterior than would be named."""
+    if recommended is None or recommended.posterior == other:
+        return ""
+    return f" To predict, auto recommends {recommended.posterior} by {recommended.integrator}."
+
+
+def recommended_in_words(recommended: Recommended, judgement: Judgement | Missing) -> str:
+    """What auto recommends and why, and how that goes with the verdict, which asks something else."""
+    said = recommended.sentence.removeprefix("recommended: ")
+    text = f"{said or f'{recommended.posterior} by {recommended.integrator}'}."
+    use = None if isinstance(judgement, Missing) else judgement.verdict.use
+    if use is None:
+        return text
+    if recommended.posterior == use:
+        return f"{text} The verdict names the same posterior."
+    return (
+        f"{text} auto asks what to predict with, the plainest of equals on val; the verdict, which posterior is true to its target. Both hold: predict "
+        f"with {recommended.posterior}, and take {use} for what asks for the posterior itself."
+    )
 
 
 def _has_densities(judgement: Judgement) -> bool:

@@ -71,7 +71,8 @@ def test_whether_it_pays_is_told_by_the_numbers_that_fits_have_recorded(run: Pat
     val = read_header(run.with_name("small.bnn") / "posteriors/laplace.safetensors").meta["metrics"]["val"]
     text = page.one("verdict").text
     told = re.search(
-        r"on 80 examples of val the network divided by one temperature has NLL ([0-9.]+), (\w+) ([0-9.]+)", text
+        r"on 80 examples of val the network divided by one temperature, held out, has NLL ([0-9.]+), (\w+) by mc of 200 draws ([0-9.]+)",
+        text,
     )
     assert told is not None
     assert float(told[1]) == pytest.approx(val["temperature"]["nll"], abs=6e-5)
@@ -275,6 +276,48 @@ def test_several_checkpoints_are_compared_and_have_a_part_each(cli: Cli, small_r
         assert f"{nll['value']:.4f}" in shown[row["posterior"]]["NLL"]
         best = page.one("comparison").all("p")[0].text
         assert (row["posterior"] in re.findall(r"[\w-]+", best)) == nll["is_close"]
+
+
+@pytest.fixture
+def two(cli: Cli, tmp_path: Path) -> list[Path]:
+    """Two runs of other training examples, fitted with another prior precision each."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 60), ("test", 40)):
+        images, labels = rng.integers(0, 256, size=(count, 4, 4), dtype=np.uint8), rng.integers(0, 3, size=count)
+        images[:, 0, 0] = 120 * labels
+        np.savez(tmp_path / f"{split}.npz", x=images, y=labels)
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for run, size, precision in zip(runs, (60, 30), (1, 100), strict=True):
+        data = ("--data", f"train=npz:{tmp_path / 'train.npz'}@{size}", "--data", f"test=npz:{tmp_path / 'test.npz'}")
+        assert cli("extract-features", run, "--model", "flatten", *data).code == 0
+        assert cli("fit-laplace", run, "--prior-precision", precision).code == 0
+        assert cli("predict", run, "--integrator", "mc", "--integrator", "probit").code == 0
+    return runs
+
+
+def test_what_sets_checkpoints_apart_is_more_than_chance_where_their_examples_or_options_differ(
+    cli: Cli, two: list[Path]
+) -> None:
+    assert cli("report", *two, "--out", two[0].with_name("both.html")).code == 0
+    section = read_page(two[0].with_name("both.html")).one("comparison")
+    text = section.text
+    assert (
+        "differ in more than chance of training: their training examples are not the same (60 and 30 of them)" in text
+    )
+    assert "options of laplace (prior_precision: 1.0 for one, 100.0 for two)" in text
+    headline = section.all("p")[0].text
+    assert (
+        headline
+        == "Neither of laplace (mc) and laplace (probit) can be told to have the lower NLL on test, over 2 checkpoints."
+    )
+
+
+def test_intervals_over_checkpoints_end_where_scores_do(cli: Cli, two: list[Path]) -> None:
+    assert cli("report", *two, "--out", two[0].with_name("both.html")).code == 0
+    rows = read_page(two[0].with_name("both.html")).one("scores-of-all-test").rows()
+    ends = {row["score"].split(",")[0]: (float(row["low"]), float(row["high"])) for row in rows if row["low"] != "–"}
+    assert ends["accuracy higher is better"] == (0, 1)
+    assert ends["NLL lower is better"][0] == 0
 
 
 def test_predictions_that_a_checkpoint_lacks_are_told_with_its_own_name(cli: Cli, small_run: Path) -> None:
