@@ -24,6 +24,9 @@ def what_differs(subjects: Sequence[Subject], posteriors: Sequence[str], split: 
         split: that they are compared on.
     """
     named = listed_in_words([subject.name for subject in subjects])
+    weights = {header.weights_digest for one in subjects if (header := _any_features(one)) is not None}
+    if len(weights) == 1 and None not in weights:
+        return f"{named} are one and the same network: what differs between their numbers is not chance of training."
     found = [*_examples(subjects, split), *_models(subjects), *_options(subjects, posteriors)]
     if found:
         return (
@@ -46,9 +49,13 @@ def _features(subject: Subject, split: str) -> Header | None:
     return header if isinstance(header, Header) else None
 
 
+def _any_features(subject: Subject) -> Header | None:
+    return next((one for name in subject.run.folder.splits() if (one := _features(subject, name)) is not None), None)
+
+
 def _model(subject: Subject) -> Any:
     """The model that features were made by; None where they came ready."""
-    header = next((one for name in subject.run.folder.splits() if (one := _features(subject, name)) is not None), None)
+    header = _any_features(subject)
     if header is None:
         return None
     with interpreting(header.path):

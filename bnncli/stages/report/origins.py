@@ -59,7 +59,7 @@ def origins(subject: Subject) -> list[Block]:
     network = tried(partial(_network, subject))
     blocks: list[Block] = [
         network if isinstance(network, Missing) else paragraph(network),
-        commands(list(dict.fromkeys(lines)), f"Commands that made the artifacts{subject.of}"),
+        commands(list(dict.fromkeys(lines))),
         first,
         table,
     ]
