@@ -19,17 +19,25 @@ MOST_BYTES = 1_000_000
 
 
 def page(
-    title: str, lead: str, sections: Sequence[Section], *, made_by: str, options: Mapping[str, Any] | None = None
+    title: str,
+    lead: str,
+    sections: Sequence[Section],
+    *,
+    made_by: str,
+    options: Mapping[str, Any] | None = None,
+    ready: Mapping[str, Markup] | None = None,
 ) -> bytes:
     """The file.
 
     Args:
         lead: a sentence below the title.
         options: that it was made with, JSON values, for whoever would replace it.
+        ready: sections as HTML, by name, where they are known.
         made_by: what stands at the foot.
     """
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{script_hash()}'; base-uri 'none'; form-action 'none'"
-    main, rules = with_classes(element("main", *(section_of(section) for section in sections)))
+    parts = {section.name: section_of(section) for section in sections} if ready is None else ready
+    main, rules = with_classes(element("main", *(parts[section.name] for section in sections)))
     head = element(
         "head",
         element("meta", charset="utf-8"),

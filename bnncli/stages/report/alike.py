@@ -12,6 +12,7 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.freshness import differences
 from bnncli.storage.headers import Header, interpreting
 
+_MOST_NAMED = 12  # checkpoints
 _MOST_TOLD = 4  # posteriors whose options differ
 _SPLITS = {"train": "training examples", "val": "validation examples"}
 
@@ -23,7 +24,7 @@ def what_differs(subjects: Sequence[Subject], posteriors: Sequence[str], split: 
         posteriors: whose predictions are compared, by name.
         split: that they are compared on.
     """
-    named = listed_in_words([subject.name for subject in subjects])
+    named = listed_in_words([subject.name for subject in subjects], most=_MOST_NAMED)
     weights = {header.weights_digest for one in subjects if (header := _any_features(one)) is not None}
     if len(weights) == 1 and None not in weights:
         return f"{named} are one and the same network: what differs between their numbers is not chance of training."
@@ -70,14 +71,18 @@ def _examples(subjects: Sequence[Subject], shown: str) -> list[str]:
         known = [one for one in headers if one is not None]
         sizes = [int(one.meta["num_examples"]) for one in known]
         if len({one.meta.get("order_digest") for one in known}) > 1:
-            are = f" ({listed_in_words([f'{size:,}' for size in sizes])} of them)" if len(set(sizes)) > 1 else ""
+            are = (
+                f" ({listed_in_words([f'{size:,}' for size in sizes], most=_MOST_NAMED)} of them)"
+                if len(set(sizes)) > 1
+                else ""
+            )
             found.append(f"their {what} are not the same{are}")
     return found
 
 
 def _models(subjects: Sequence[Subject]) -> list[str]:
     models = list(dict.fromkeys(str(_model(subject)) for subject in subjects))
-    return [f"they are of different networks ({listed_in_words(models)})"] if len(models) > 1 else []
+    return [f"they are of different networks ({listed_in_words(models, most=_MOST_NAMED)})"] if len(models) > 1 else []
 
 
 def _options(subjects: Sequence[Subject], posteriors: Sequence[str]) -> list[str]:

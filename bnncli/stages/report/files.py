@@ -11,6 +11,7 @@ from typing import Any
 from bnncli.errors import Interrupted, MissingInput, WriteError
 from bnncli.figures.shown import Shown, figure_file
 from bnncli.machine.input_files import reading
+from bnncli.numerics.digests import json_sha256
 from bnncli.options import ReportOptions
 from bnncli.run.session import Result, Run
 from bnncli.storage.atomic import check_takes_files, check_writable
@@ -22,6 +23,7 @@ UNWRITTEN = "no report was written"  # where a signal has come before it was
 _FLAG = "--out"
 _NAMES = ("report.html", "comparison.html")  # of one checkpoint, of several
 _SIZE = 1 << 20
+_MOST_RECORDED = 1 << 13  # letters of a request that stand in the page itself, not as their digest
 
 
 def page_path(runs: Sequence[Run], options: ReportOptions) -> Path:
@@ -63,7 +65,7 @@ def check_page(run: Run, runs: Sequence[Run], options: ReportOptions) -> Path:
 
 def recorded_options(runs: Sequence[Run], options: ReportOptions) -> dict[str, Any]:
     """What of a request changes the page, JSON values: the page has it in its head, and one of another request is not replaced."""
-    return {
+    found = {
         "checkpoints": [run.checkpoint_path.name for run in runs],
         "examples": options.examples,
         "posterior": list(dict.fromkeys(options.posterior)),
@@ -71,6 +73,7 @@ def recorded_options(runs: Sequence[Run], options: ReportOptions) -> dict[str, A
         "split": options.split,
         "trust_code": options.trust_code,
     }
+    return found if len(str(found)) <= _MOST_RECORDED else {"request": json_sha256(found)}
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from bnncli.stages.report.scores import data_table
 from bnncli.stages.report.subject import MOST_DRAWN, Subject, tried
 from bnncli.stages.report.words import listed_in_words
 
+_MOST_NAMED = 12  # posteriors or checkpoints in one sentence
+
 
 def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
     """The section."""
@@ -59,7 +61,7 @@ def _verdict(comparison: Comparison, subjects: Sequence[Subject]) -> Markup:
     for subject in subjects:
         use = None if isinstance(subject.judgement, Missing) else subject.judgement.verdict.use
         used.setdefault(use or "none yet", []).append(subject.name)
-    told = "; ".join(f"{use} for {listed_in_words(checkpoints)}" for use, checkpoints in used.items())
+    told = "; ".join(f"{use} for {listed_in_words(checkpoints, most=_MOST_NAMED)}" for use, checkpoints in used.items())
     words = bullets([joined(strong("True to the target: "), f"{told}.")])
     return element("div", paragraph(first), words, class_="verdict")
 
@@ -80,7 +82,7 @@ def lowest_in_words(comparison: Comparison, num_checkpoints: int) -> str:
         )
     if len(best) == 1:
         return f"{best[0]} has the lowest NLL {where}."
-    named = listed_in_words(best)
+    named = listed_in_words(best, most=_MOST_NAMED)
     if len(best) == len(known) == 2:
         return f"Neither of {named} can be told to have the lower NLL {where}."
     if len(best) == len(known):

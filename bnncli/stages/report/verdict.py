@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bnncli.evaluation.paired import holm
-from bnncli.names import percent
+from bnncli.names import counted, percent
 from bnncli.options.assertions import Quantity
 from bnncli.pages.blocks import Block, Missing
 from bnncli.pages.markup import Markup, bullets, code, element, joined, paragraph, strong
@@ -19,6 +19,7 @@ from bnncli.stages.report.subject import Damaged, Subject
 from bnncli.stages.report.words import listed_in_words
 
 _MOST_DOUBTED = 3  # posteriors whose doubts are told
+_MOST_NAMED = 12  # posteriors that are good, or files that are damaged
 _CHANCE = 0.05  # of saying of any that are calibrated that they are not
 _KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian bent by a flow", "samples": "draws by Monte Carlo"}
 
@@ -38,11 +39,22 @@ def verdict(subject: Subject) -> list[Block]:
         fit.append(joined(strong("What auto recommends. "), recommended_in_words(subject.recommended, judgement)))
     words = [*fit, *_calibration(subject), *_outside(subject)]
     box = element("div", paragraph(first), bullets(words), class_="verdict" if is_good else "verdict doubt")
-    blocks: list[Block] = [box, *(_left_out(one) for one in subject.damaged)]
+    blocks: list[Block] = [box, *_left_out_of(subject)]
     if not isinstance(judgement, Missing):
         blocks.append(paragraph("In the words of diagnose: ", element("q", judgement.verdict.sentence), kind="note"))
         blocks += [paragraph(gain.sentence) for gain in judgement.gains]
     return blocks
+
+
+def _left_out_of(subject: Subject) -> list[Block]:
+    """What is damaged, some of it by name."""
+    told: list[Block] = [_left_out(one) for one in subject.damaged[:_MOST_NAMED]]
+    rest = len(subject.damaged) - len(told)
+    return (
+        [*told, Missing(f"{counted(rest, 'more artifact')} damaged.", subject.run.suggest("status"))]
+        if rest > 0
+        else told
+    )
 
 
 def _left_out(one: Damaged) -> Missing:
@@ -110,7 +122,7 @@ def _fit(judgement: Judgement) -> Markup:
     parts = []
     if good:
         parts.append(
-            f"{listed_in_words(good)} {'are' if len(good) > 1 else 'is'} as close to the target as can be asked."
+            f"{listed_in_words(good, most=_MOST_NAMED)} {'are' if len(good) > 1 else 'is'} as close to the target as can be asked."
         )
     if bad:
         shown = [f"{name} ({_why(judgement, name)})" for name in bad[:_MOST_DOUBTED]]

@@ -10,6 +10,8 @@ from bnncli import __version__
 from bnncli.names import counted
 from bnncli.options import ReportOptions
 from bnncli.pages.blocks import Block, Missing, Section
+from bnncli.pages.fitting import fitted
+from bnncli.pages.markup import Markup
 from bnncli.pages.page import MOST_BYTES, page
 from bnncli.run.session import Run
 from bnncli.stages.report.calibration import calibration
@@ -51,6 +53,20 @@ PARTS = (
 # Of several checkpoints each has less: the rest is in reports of one.
 _OF_EACH = ("verdict", "origins", "scores", "calibration", "posteriors")
 _OF_MANY = ("verdict",)
+# What is left out of a page that would be too large, the first first.
+_LEAST = (
+    "inputs",
+    "fits",
+    "chains",
+    "fidelity",
+    "confidence",
+    "posteriors",
+    "calibration",
+    "origins",
+    "scores",
+    "verdict",
+)
+_MOST_TOLD = 12  # sections that are left out
 _FEW = 3  # checkpoints, up to which that is all of _OF_EACH
 
 
@@ -79,17 +95,42 @@ def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Secti
 
 
 def page_of(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping[str, Any]) -> bytes:
-    """The file."""
+    """The file, of at most MOST_BYTES: where all would be more, the least important sections are left out, and it says so."""
     names = [run.checkpoint_path.name for run in runs]
     what = listed_in_words(names) if len(names) <= 3 else counted(len(names), "checkpoint")
     lead = "Calibrated probabilities, what they are worth, and how sure one can be of that."
     made_by = f"Written by bnncli {__version__}. This file needs no network, and holds aggregates, not the data, but for the inputs that it shows."
-    content = page(f"Report on {what}", lead, sections, made_by=made_by, options=made_with)
-    if len(content) > MOST_BYTES:
+
+    def whole_page(kept: Sequence[Section], ready: dict[str, Markup]) -> bytes:
+        return page(f"Report on {what}", lead, kept, made_by=made_by, options=made_with, ready=ready)
+
+    found = fitted(sections, importance=_importance, page_of=whole_page, note=_note, most_bytes=MOST_BYTES)
+    if found.left_out:
         runs[0].console.warn(
-            f"the report has {len(content):,} bytes: fewer of --posterior or --examples make it smaller"
+            f"the report is kept below {MOST_BYTES:,} bytes: {_titles(found.left_out)} left out; fewer of --posterior or --examples make room"
         )
-    return content
+    return found.content
+
+
+def _importance(section: Section) -> float:
+    """The place of a section among those that are left out of a page that is too large: the lowest goes first."""
+    name = section.name.rpartition("-")[2]
+    return _LEAST.index(name) if name in _LEAST else len(_LEAST)
+
+
+def _note(gone: Sequence[Section]) -> Block:
+    return Missing(
+        f"So that the page stays below {MOST_BYTES:,} bytes, {_titles(gone)} left out: fewer of --posterior, or --examples, make room, and --figures "
+        "draws all figures as files."
+    )
+
+
+def _titles(gone: Sequence[Section]) -> str:
+    """The sections that are left out, some by their titles, as the subject of a sentence, with its verb."""
+    titles = [f"\N{LEFT DOUBLE QUOTATION MARK}{section.title}\N{RIGHT DOUBLE QUOTATION MARK}" for section in gone]
+    rest = len(titles) - _MOST_TOLD
+    shown = titles[:_MOST_TOLD] + ([counted(rest, "more part")] if rest > 0 else [])
+    return f"{listed_in_words(shown)} {'is' if len(gone) == 1 else 'are'}"
 
 
 def _made(part: ReportPart, subject: Subject) -> Section:
