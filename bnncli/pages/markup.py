@@ -62,7 +62,7 @@ def commands(lines: list[str]) -> Markup:
 
 
 def _words(line: str) -> Markup:
-    return joined(*(element("kbd", word) if word.startswith("--") else word for word in line.split(" ")), by=" ")
+    return joined(*(element("kbd", word) if word.startswith("-") else word for word in line.split(" ")), by=" ")
 
 
 def bullets(items: list[Markup]) -> Markup:
