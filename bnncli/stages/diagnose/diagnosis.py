@@ -42,12 +42,14 @@ class Diagnosis:
         entry: the numbers of --json, null with a reason where undefined.
         draws: on the CPU, as many as num_compared says, with what is independent among them.
         losses: (N,) negative log probability of each val label, nats; None without a labelled val split.
+        predicted_by: the integrator that gave them, and of how many draws; None where it makes none.
     """
 
     judged: Judged
     entry: dict[str, Any]
     draws: ThinnedDraws
     losses: NDArray[np.float64] | None
+    predicted_by: tuple[str, int | None] | None = None
 
 
 def diagnose(
@@ -94,10 +96,6 @@ def diagnose(
         entry |= _importance(run, options, name, posterior, header, train)
     losses = _losses(run, posterior, header, val)
     entry["val_nll"] = _mean(losses)
-    if val is not None and losses is not None:
-        integrator, size = _predictive(posterior, header, val)
-        size = posterior.draws[..., 0].numel() if posterior.type == "samples" else size
-        entry["val_nll"] |= {"integrator": integrator, "samples": size}
     draws = _draws(run, name, posterior, {**entry, **_independent(header)})
     known: dict[str, Any] = {"layers": header.meta.get("layers"), "num_varying": header.meta.get("num_varying")}
     known["is_exact"] = header.meta.get("metrics", {}).get("is_exact", True)
@@ -105,7 +103,8 @@ def diagnose(
     if posterior.type in DENSITIES or posterior.type == "samples":
         entry["doubts"] = doubts(judged)
         entry["is_good"] = not entry["doubts"]
-    return Diagnosis(judged, entry, draws, losses)
+    by = None if val is None or losses is None else _predictive(posterior, header, val)
+    return Diagnosis(judged, entry, draws, losses, by)
 
 
 def undefined(reason: str) -> dict[str, Any]:

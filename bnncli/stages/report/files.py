@@ -64,14 +64,16 @@ def check_page(run: Run, runs: Sequence[Run], options: ReportOptions) -> Path:
 
 
 def recorded_options(runs: Sequence[Run], options: ReportOptions) -> dict[str, Any]:
-    """What of a request changes the page, JSON values: the page has it in its head, and one of another request is not replaced."""
+    """What of a request changes the page, JSON values: the page has it in its head, and one of another request is not replaced.
+
+    Whether code is trusted is not among it: a page says itself where it has to be.
+    """
     found = {
         "checkpoints": [run.checkpoint_path.name for run in runs],
         "examples": options.examples,
         "posterior": list(dict.fromkeys(options.posterior)),
         "seed": runs[0].compute.seed,
         "split": options.split,
-        "trust_code": options.trust_code,
     }
     return found if len(str(found)) <= _MOST_RECORDED else {"request": json_sha256(found)}
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bnncli.evaluation.excess import FALSE_ALARM, WORSE_SHARE, Scored, excesses
 from bnncli.names import counted, percent
@@ -33,15 +32,14 @@ def pays(subject: Subject, judgement: Judgement) -> Payoff:
     plain = tried(lambda: temperature_on_val(subject.run, val))
     if isinstance(plain, Missing) or plain is None:
         return Payoff(False, "Not to be said: the run has no network whose logits one temperature could divide.")
-    by = predicted_by(chosen.entry["val_nll"])
-    return payoff_of(Scored(name, chosen.losses), plain, how=_how(subject), by=by)
+    return payoff_of(Scored(name, chosen.losses), plain, how=_how(subject), by=_predicted_by(chosen.predicted_by))
 
 
-def predicted_by(val_nll: Mapping[str, Any]) -> str:
-    """By what diagnose has predicted val: other draws than those of predict, whose number is another."""
-    integrator, size = val_nll.get("integrator"), val_nll.get("samples")
-    if integrator is None:
+def _predicted_by(how: tuple[str, int | None] | None) -> str:
+    """By what diagnose has predicted val: other draws than those of predict, whose number is another; of samples all are taken."""
+    if how is None:
         return ""
+    integrator, size = how
     return f" by {integrator}" + (f" of {counted(size, 'draw')}" if size else "")
 
 
