@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import inf
 from typing import TYPE_CHECKING
 
 from bnncli import registry
@@ -42,6 +43,7 @@ class Score:
         is_shown: evaluate shows it, in its usual form, when no --metric is named, and compare where it can.
         usual: choices that are meant where a form is not named.
         told_by: choices in which its forms differ, in the order in which a title names them.
+        limits: the least and the largest value that it can have in its usual forms: no interval reaches beyond.
         facts: further fields of its rows that tell of the number, and no form from another.
         has_floor: a calibrated model scores above 0 by chance: its rows have `floor` and `excess`. So have those of
             `of_reference`, of which the floor is another.
@@ -63,6 +65,7 @@ class Score:
     is_shown: bool = False
     usual: Mapping[str, str] = field(default_factory=dict)
     told_by: tuple[str, ...] = ()
+    limits: tuple[float, float] = (-inf, inf)
     facts: tuple[str, ...] = ()
     has_floor: bool = False
     note: str | None = None

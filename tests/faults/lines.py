@@ -270,8 +270,10 @@ LINES = {
         ),
         Line(
             "report",
-            ("small", "--posterior", "laplace", "--out", "pages/report.html", "--figures", "figures"),
-            ("pages/report.html", "figures/*.png"),  # of what is damaged the page says that it is
+            ("small", "--posterior", "laplace", "--out", "report.html", "--figures", "figures"),
+            ("report.html", "figures/*.png"),
+            None,
+            (_TRAIN, _LAPLACE),  # of other damage the page says that it is there
         ),
         Line("integrals", ("--plot", "map.png", "--grid-size", "3", "--integrator", "probit"), ("map.png",)),
         Line("auto", ("small",), ("small.bnn/recommended.json",), None, (_VAL, _LAPLACE)),
