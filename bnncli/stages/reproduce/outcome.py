@@ -26,6 +26,7 @@ from bnncli.stages.reproduce.judged import (
     judged_cells,
     judged_claims,
 )
+from bnncli.stages.reproduce.kept import NAME, keep, kept, request_of
 from bnncli.stages.reproduce.places import Places
 from bnncli.stages.reproduce.reader import read_study
 from bnncli.stages.reproduce.recipe import Needs, PaperRecipe
@@ -42,7 +43,8 @@ class Outcome:
     Args:
         studies: that it read. measured: by its experiment, None where it has none or it did not run.
         settings: of the experiment.
-        lacking: files without which a part of it did not run, and what to give; empty where all are there.
+        lacking: files without which a part of it did not run, and what to give, in a line; empty where all are there.
+        missing: every file that is not there, optional ones as well, with what it is and what to give.
     """
 
     recipe: PaperRecipe
@@ -53,6 +55,7 @@ class Outcome:
     measured: Measurements | None
     settings: Mapping[str, Any]
     lacking: str
+    missing: list[str]
     seconds: float
 
     @property
@@ -125,13 +128,16 @@ class Reproduction:
         claims = judged_claims(recipe, numbers)
         lacks = [study.why for study in studies] + [self.places.missing(recipe.needs[scale].required.values())]
         lacking = "; ".join(dict.fromkeys(one for one in lacks if one))
-        seconds = round(time.monotonic() - start, 2)
-        return Outcome(recipe, numbers, cells, claims, studies, measured, settings, lacking, seconds)
+        files = dict.fromkeys(file for one in needs for part in (one.required, one.optional) for file in part.values())
+        missing, seconds = self.places.missing_each(files), round(time.monotonic() - start, 2)
+        return Outcome(recipe, numbers, cells, claims, studies, measured, settings, lacking, missing, seconds)
 
     def _study(self, name: str) -> StudyRun:
         if name not in self.done:
             folder = self.folder / "studies" / name
-            self.done[name] = run_study(self.run, read_study(name), self.options.scale, self.places, folder=folder)
+            self.done[name] = run_study(
+                self.run, read_study(name), self.options.scale, self.places, folder=folder, force=self.options.force
+            )
         return self.done[name]
 
     def _experiment(self, recipe: PaperRecipe) -> tuple[dict[str, Any], Measurements | None, str | None]:
@@ -143,13 +149,21 @@ class Reproduction:
             return {}, None, said
         files = self.places.found(needs)
         absent = [name for name in needs.optional if name not in files]
-        settings = filled_settings(recipe.settings[self.options.scale], files, absent=absent)
+        asked = recipe.settings[self.options.scale]
+        settings = filled_settings(asked, files, absent=absent)
+        progress, place = self.run.console, self.folder / recipe.name / NAME
+        request = request_of(recipe.name, asked, files, seed=self.run.compute.seed, progress=progress)
+        if not self.options.force and (measured := kept(place, request)) is not None:
+            progress.info(f"{recipe.name}: measured before with the same settings and inputs; --force measures anew")
+            return settings, measured, None
         measure = registry.load_module("experiments", recipe.experiment).measure
         generator = self.run.stream(f"reproduce/{recipe.name}")
         try:
-            return settings, measure(settings, files, generator=generator, progress=self.run.console), None
+            measured = measure(settings, files, generator=generator, progress=progress)
         except NumericError as error:
             return settings, None, error.message
+        keep(place, request, measured)
+        return settings, measured, None
 
     def _absent(self, needs: list[Needs]) -> dict[str, str]:
         """Optional files that are not there, with what to give."""

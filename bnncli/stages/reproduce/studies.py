@@ -61,11 +61,11 @@ class StudyRun:
         return [done for lines in self.lines.values() for done in lines.values()]
 
 
-def run_study(run: Run, study: Study, scale: str, places: Places, *, folder: Path) -> StudyRun:
+def run_study(run: Run, study: Study, scale: str, places: Places, *, folder: Path, force: bool = False) -> StudyRun:
     """Run the steps on every checkpoint; what is there already is up to date.
 
     Args:
-        folder: of the study at this scale.
+        folder: of the study at this scale. force: make all of it anew.
 
     Raises:
         ConfigError: a step that its command refuses.
@@ -75,7 +75,7 @@ def run_study(run: Run, study: Study, scale: str, places: Places, *, folder: Pat
     if why := places.missing(needs.required.values()):
         return StudyRun(study, {}, why)
     jobs = _planned(study, scale, places, folder)
-    ended = run_lines(run, jobs, folder / "documents", what=study.name)
+    ended = run_lines(run, jobs, folder / "documents", what=study.name, force=force)
     by_checkpoint: dict[str, dict[str, Done]] = {}
     for job in jobs:
         by_checkpoint.setdefault(job.called, {})[job.name] = ended[job.number]

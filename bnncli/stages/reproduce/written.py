@@ -30,20 +30,19 @@ CLAIM_RULE = (
 def write_outcome(
     run: Run, outcome: Outcome, folder: Path, *, scale: str, line: str
 ) -> tuple[dict[str, Any], list[Path]]:
-    """The document of a recipe, and the files: figures, results.md, results.json last.
+    """The document of a recipe, and the files: results.json and results.md first, so that a full disk leaves no figures without numbers.
 
     Args:
         folder: of the recipe at this scale. line: the command that makes it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    figures = []
-    for name, figure in outcome.figures().items():
-        figures.append(folder / f"{file_name(name)}.png")
-        write_figure(figures[-1], render(figure, "png"))
+    figures = {folder / f"{file_name(name)}.png": figure for name, figure in outcome.figures().items()}
     document = _document(run, outcome, scale, line) | {"figures": [path.name for path in figures]}
     page = markdown(outcome, scale=scale, line=line, figures=[path.name for path in figures])
-    publish_bytes(folder / "results.md", page.encode(), may_replace=True)
     publish_bytes(folder / "results.json", (json.dumps(document, indent=1) + "\n").encode(), may_replace=True)
+    publish_bytes(folder / "results.md", page.encode(), may_replace=True)
+    for path, figure in figures.items():
+        write_figure(path, render(figure, "png"))
     times = {one.study.name: [done.seconds for done in one.ended] for one in outcome.studies}
     document |= {
         "seconds": outcome.seconds,
@@ -73,6 +72,7 @@ def _document(run: Run, outcome: Outcome, scale: str, line: str) -> dict[str, An
             for name, found in outcome.numbers.found.items()
         },
         "settings": dict(outcome.settings),
+        "missing": outcome.missing,
         "studies": {
             one.study.name: {"not_run": one.why, "lines": [done.to_json() for done in one.ended]}
             for one in outcome.studies
@@ -93,6 +93,8 @@ def markdown(outcome: Outcome, *, scale: str, line: str, figures: Sequence[str])
         parts.append("Tolerances: " + "; ".join(reasons) + ".") if reasons else None
     if outcome.claims:
         parts += ["## Claims", "\n".join(map(_claim_line, outcome.claims)), f"Verdicts: {CLAIM_RULE}."]
+    if outcome.missing:
+        parts += ["## What is missing", "\n".join(f"- {one}" for one in outcome.missing)]
     if outcome.failed:
         parts += ["## What failed", "\n".join(f"- `{one}`" for one in outcome.failed)]
     parts += [f"![{name.removesuffix('.png')}]({name})" for name in figures]
@@ -130,6 +132,6 @@ def write_index(documents: Sequence[dict[str, Any]], target: Path, *, scale: str
     for one in documents:
         told = [counts_said(one["counts"][kind]) for kind in ("cells", "claims")]
         rows.append(
-            f"| [{one['title']}]({one['recipe']}/results.md) | {told[0] or '-'} | {told[1] or '-'} | `{one['command']}` |"
+            f"| [{one['title']}]({one['recipe']}/results.md) | {told[0] or 'none'} | {told[1] or 'none'} | `{one['command']}` |"
         )
     publish_bytes(target, ("\n\n".join([*head, "\n".join(rows)]) + "\n").encode(), may_replace=True)
