@@ -10,7 +10,7 @@ from bnncli.evaluation.agreement import Estimate
 from bnncli.figures import agreement, measured_lines
 from bnncli.figures.agreement import MarkedNumber, Pair
 from bnncli.figures.measured_lines import MeasuredLine
-from bnncli.stages.reproduce.formulas import Unmeasured, estimate
+from bnncli.stages.reproduce.formulas import Unmeasured
 from bnncli.stages.reproduce.judged import JudgedCell, Numbers
 from bnncli.stages.reproduce.recipe import LineFigure, PaperRecipe
 
@@ -53,8 +53,7 @@ def _lines(figure: LineFigure, numbers: Numbers) -> Iterator[tuple[str, Measured
         points = []
         for x, formula in zip(figure.x, formulas, strict=True):
             try:
-                numbers.check(formula)
-                points.append((x, estimate(formula, numbers.found)))
+                points.append((x, numbers.estimate(formula)))
             except Unmeasured:
                 continue
         if points:

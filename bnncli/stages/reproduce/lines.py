@@ -23,6 +23,7 @@ from bnncli.options import (
 )
 from bnncli.options.command_line import CommandLine
 from bnncli.options.declaration import made, spelled
+from bnncli.options.parts import declaration
 from bnncli.run.session import Run
 from bnncli.stages.grid.plan import Job
 from bnncli.stages.grid.steps import options_of
@@ -107,7 +108,8 @@ def _stage(run: Run, line: CommandLine, job: Job, aside: Aside, *, force: bool) 
     options = {group: made(group, values) for group in line.groups}
     own = next((one for group, one in options.items() if group not in (*_OF_RUNS, CommonOptions)), None)
     parts: dict[str, Any] = {name: options.get(group, group()) for group, name in _OF_RUNS.items()}
-    arguments = {"ckpt": Path(job.checkpoint)}
+    argument = declaration("stages", line.command, "COMMAND").arguments[0]
+    arguments = {argument.name: [Path(job.checkpoint)] if argument.is_many else Path(job.checkpoint)}
     step = replace(
         run,
         command=line.command,

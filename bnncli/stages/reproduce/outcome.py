@@ -118,14 +118,20 @@ class Reproduction:
                 found[name] = next(one for one in studies if one.study.name == measure.study).replicates(measure)
             except Unmeasured as error:
                 why[name] = error.message
+        correlations: dict[tuple[str, str], float] = {}
+        for study in studies:
+            own = {
+                name: one for name, one in recipe.measures.items() if one.study == study.study.name and name in found
+            }
+            correlations |= study.correlations(own)
         settings, measured, said = self._experiment(recipe)
         if measured is not None:
             found |= {name: (value,) for name, value in measured.values.items()}
-        numbers = Numbers(found, why, otherwise=said or "")
+        numbers = Numbers(found, why, otherwise=said or "", correlations=correlations)
         needs = [recipe.needs[scale], *(one.study.needs[scale] for one in studies)]
         absent = self._absent(needs)
         cells = judged_cells(recipe, numbers, scale=scale, definitions=self.options.definitions, absent=absent)
-        claims = judged_claims(recipe, numbers)
+        claims = judged_claims(recipe, numbers, scale=scale)
         lacks = [study.why for study in studies] + [self.places.missing(recipe.needs[scale].required.values())]
         lacking = "; ".join(dict.fromkeys(one for one in lacks if one))
         files = dict.fromkeys(file for one in needs for part in (one.required, one.optional) for file in part.values())

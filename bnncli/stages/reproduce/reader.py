@@ -30,6 +30,7 @@ from bnncli.stages.reproduce.recipe import (
 FOLDER = Path(bnncli.__file__).parent / "recipes"
 _STUDIES = "studies"
 _STUDY_KEYS = ("title", "like", "seconds", "needs", "optional", "settings", "prepare", "step")
+_PATHS = ("value", "error", "count", "trials", "pairs")  # of a measure
 _SHARED = ("tolerance", "because", "unavailable", "needs", "count", "not_at")  # what a column may say for its cells
 _RECIPE_KEYS = (
     *("title", "where", "note", "studies", "experiment", "settings", "needs", "optional", "seconds"),
@@ -156,16 +157,19 @@ def _measures(table: Entries, studies: tuple[str, ...]) -> Iterator[tuple[str, R
         if study not in studies:
             raise one.fault(f"study: expected one of the recipe's studies; got {study!r}")
         step = one.take("step", str)
-        paths = {key: one.take(key, str, None) for key in ("value", "error", "count") if key in one.entries}
-        each = one.texts("each")
-        one.end(("study", "step", "value", "error", "count", "each"))
+        paths = {key: one.take(key, str, None) for key in _PATHS if key in one.entries}
+        each, other = one.texts("each"), one.take("trials_step", str, None)
+        one.end(("study", "step", "trials_step", *_PATHS, "each"))
         if "value" not in paths:
             raise one.fault("expected 'value', the path of a number; got none")
         for key, text in each.items() or [("", "")]:
             filled = {name: path.replace("$each", text) for name, path in paths.items()}
             for path in filled.values():
                 _check_path(one, path)
-            yield (f"{name}_{key}" if key else name), Reading(study, step.replace("$each", text), **filled)
+            yield (
+                (f"{name}_{key}" if key else name),
+                Reading(study, step.replace("$each", text), **filled, trials_step=other),
+            )
 
 
 def _check_path(table: Entries, path: str) -> None:
@@ -212,16 +216,22 @@ def _cell(column: str, table: Entries) -> Cell:
         needs=table.names("needs"),
         not_at=table.texts("not_at"),
     )
-    if not set(cell.not_at) <= set(SCALES):
-        raise table.fault(f"not_at: expected {' and '.join(SCALES)}; got {', '.join(cell.not_at)}")
+    _check_scales(table, cell.not_at)
     table.end(("row", "published", "error", "measure", *_SHARED))
     return cell
 
 
 def _claim(table: Entries) -> Claim:
-    claim = Claim(*(table.take(key, str) for key in ("id", "text", "where", "rule")))
-    table.end(("id", "text", "where", "rule"))
+    name, text, where, rule = (table.take(key, str) for key in ("id", "text", "where", "rule"))
+    claim = Claim(name, text, where, rule, table.texts("not_at"))
+    _check_scales(table, claim.not_at)
+    table.end(("id", "text", "where", "rule", "not_at"))
     return claim
+
+
+def _check_scales(table: Entries, not_at: Mapping[str, str]) -> None:
+    if not set(not_at) <= set(SCALES):
+        raise table.fault(f"not_at: expected {' and '.join(SCALES)}; got {', '.join(not_at)}")
 
 
 def _figure(table: Entries) -> LineFigure:

@@ -11,7 +11,7 @@ from bnncli.evaluation.agreement import LEVEL, Estimate
 from bnncli.figures import render
 from bnncli.run.session import Run
 from bnncli.stages.reproduce.drawn import file_name
-from bnncli.stages.reproduce.judged import NOT_RUN, JudgedCell, JudgedClaim, counts_said
+from bnncli.stages.reproduce.judged import JudgedCell, JudgedClaim, counts_said
 from bnncli.stages.reproduce.outcome import Outcome
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.figures import write_figure
@@ -89,7 +89,7 @@ def markdown(outcome: Outcome, *, scale: str, line: str, figures: Sequence[str])
     if outcome.cells:
         rows = ["| row | column | published | ours | tolerance | k | verdict |", "|---|---|---|---|---|---|---|"]
         parts += ["\n".join([*rows, *map(_cell_line, outcome.cells)]), f"Verdicts: {RULE}."]
-        reasons = dict.fromkeys(one.cell.because for one in outcome.cells if one.status != NOT_RUN)
+        reasons = dict.fromkeys(one.cell.because for one in outcome.cells if one.judged is not None)
         parts.append("Tolerances: " + "; ".join(reasons) + ".") if reasons else None
     if outcome.claims:
         parts += ["## Claims", "\n".join(map(_claim_line, outcome.claims)), f"Verdicts: {CLAIM_RULE}."]

@@ -56,13 +56,13 @@ def test_every_cell_and_claim_is_judged(recipes: Recipes, data: Path, out: Path,
         ("both", "right"): "differs",
         ("elsewhere", None): "not runnable here",
         ("more", None): "not runnable here",
-        ("not at quick", None): "not runnable here",
+        ("not at quick", None): "shown",
     }
     assert found["elsewhere", None]["why"] == "it takes a telescope"
     assert found["more", None]["why"] == f"needs more.npz (more features), which is not in {data}"
     assert (found["not at quick", None]["ours"] is None, found["not at quick", None]["why"]) == (False, "other units")
     assert [claim["verdict"] for claim in document["claims"]] == ["holds", "does not hold"]
-    assert document["counts"]["cells"] == {"differs": 2, "reproduced": 1, "not runnable here": 3}
+    assert document["counts"]["cells"] == {"differs": 2, "reproduced": 1, "not runnable here": 2, "shown": 1}
 
 
 def test_a_number_is_the_mean_of_what_evaluate_said_of_each_checkpoint(
@@ -86,7 +86,7 @@ def test_the_pages_tell_the_same_and_show_every_figure(recipes: Recipes, data: P
     assert cli("reproduce", TABLE, "--data", data, "--out", out).code == 0
     folder, document = out / "quick" / TABLE, results(out)
     page = (folder / "results.md").read_text()
-    assert page.count("| not runnable here") == 3
+    assert page.count("| not runnable here") == 2
     assert "- **does not hold**: NLL is below minus one." in page
     assert "with a probability of at most 0.005, and open otherwise" in page
     assert document["figures"] == ["numbers.png", "lines.png"]
@@ -185,7 +185,7 @@ def test_all_has_a_page_of_every_recipe(recipes: Recipes, data: Path, out: Path,
     assert [one["recipe"] for one in done.json["recipes"]] == [TABLE, "test/table-2"]
     page = (out / "quick/results.md").read_text()
     assert (
-        "[another table](test/table-2/results.md) | 2 differ, 1 reproduced, 3 not runnable here | 1 holds, 1 does not hold |"
+        "[another table](test/table-2/results.md) | 2 differ, 1 reproduced, 2 not runnable here, 1 shown | 1 holds, 1 does not hold |"
         in page
     )
     assert f"bnncli reproduce {TABLE} --data {data} --out {out}" in page
