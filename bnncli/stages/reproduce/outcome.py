@@ -27,6 +27,7 @@ from bnncli.stages.reproduce.judged import (
     judged_claims,
 )
 from bnncli.stages.reproduce.kept import NAME, keep, kept, request_of
+from bnncli.stages.reproduce.marginals import marginals
 from bnncli.stages.reproduce.places import Places
 from bnncli.stages.reproduce.reader import read_study
 from bnncli.stages.reproduce.recipe import Needs, PaperRecipe
@@ -57,6 +58,7 @@ class Outcome:
     lacking: str
     missing: list[str]
     seconds: float
+    seed: int
 
     @property
     def differs(self) -> list[str]:
@@ -90,6 +92,10 @@ class Outcome:
             assert self.recipe.experiment is not None
             module = registry.load_module("experiments", self.recipe.experiment)
             found |= module.draw(self.measured, self.settings) if hasattr(module, "draw") else {}
+        for figure in self.recipe.marginals:
+            folder = next(one for one in self.studies if one.study.name == figure.study).posteriors
+            if folder is not None and (shown := marginals(figure, folder, seed=self.seed)) is not None:
+                found[figure.name] = shown.draw()
         return found
 
 
@@ -124,7 +130,7 @@ class Reproduction:
                 name: one for name, one in recipe.measures.items() if one.study == study.study.name and name in found
             }
             correlations |= study.correlations(own)
-        settings, measured, said = self._experiment(recipe)
+        settings, measured, said = self._experiment(recipe, studies)
         if measured is not None:
             found |= {name: (value,) for name, value in measured.values.items()}
         numbers = Numbers(found, why, otherwise=said or "", correlations=correlations)
@@ -136,7 +142,8 @@ class Reproduction:
         lacking = "; ".join(dict.fromkeys(one for one in lacks if one))
         files = dict.fromkeys(file for one in needs for part in (one.required, one.optional) for file in part.values())
         missing, seconds = self.places.missing_each(files), round(time.monotonic() - start, 2)
-        return Outcome(recipe, numbers, cells, claims, studies, measured, settings, lacking, missing, seconds)
+        seed = self.run.compute.seed
+        return Outcome(recipe, numbers, cells, claims, studies, measured, settings, lacking, missing, seconds, seed)
 
     def _study(self, name: str) -> StudyRun:
         if name not in self.done:
@@ -146,14 +153,18 @@ class Reproduction:
             )
         return self.done[name]
 
-    def _experiment(self, recipe: PaperRecipe) -> tuple[dict[str, Any], Measurements | None, str | None]:
+    def _experiment(
+        self, recipe: PaperRecipe, studies: list[StudyRun]
+    ) -> tuple[dict[str, Any], Measurements | None, str | None]:
         """Settings of the recipe's experiment, what it gave, and why it gave nothing."""
         if recipe.experiment is None:
             return {}, None, None
         needs = recipe.needs[self.options.scale]
         if said := self.places.missing(needs.required.values()):
             return {}, None, said
-        files = self.places.found(needs)
+        files, said = self._files(recipe, needs, studies)
+        if said:
+            return {}, None, said
         absent = [name for name in needs.optional if name not in files]
         asked = recipe.settings[self.options.scale]
         settings = filled_settings(asked, files, absent=absent)
@@ -170,6 +181,18 @@ class Reproduction:
             return settings, None, error.message
         keep(place, request, measured)
         return settings, measured, None
+
+    def _files(self, recipe: PaperRecipe, needs: Needs, studies: list[StudyRun]) -> tuple[dict[str, Path], str]:
+        """What the experiment reads, by its names, and why a file of a study is not there."""
+        files = self.places.found(needs)
+        for name, file in recipe.reads.items():
+            study = next(one for one in studies if one.study.name == file.partition("/")[0])
+            path = study.folder / file.partition("/")[2]
+            if study.why is not None or not path.is_file():
+                failed = next((done.why for done in study.ended if done.why is not None), f"{file} was not written")
+                return {}, study.why or failed
+            files[name] = path
+        return files, ""
 
     def _absent(self, needs: list[Needs]) -> dict[str, str]:
         """Optional files that are not there, with what to give."""

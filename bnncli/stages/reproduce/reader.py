@@ -20,6 +20,7 @@ from bnncli.stages.reproduce.recipe import (
     Cell,
     Claim,
     LineFigure,
+    MarginalFigure,
     Needs,
     PaperRecipe,
     PreparedArrays,
@@ -34,7 +35,7 @@ _PATHS = ("value", "error", "count", "trials", "pairs")  # of a measure
 _SHARED = ("tolerance", "because", "unavailable", "needs", "count", "not_at")  # what a column may say for its cells
 _RECIPE_KEYS = (
     *("title", "where", "note", "studies", "experiment", "settings", "needs", "optional", "seconds"),
-    *("measure", "column", "claim", "figure"),
+    *("reads", "measure", "column", "claim", "figure", "marginals"),
 )
 
 
@@ -110,10 +111,12 @@ def read_recipe(name: str) -> PaperRecipe:
         settings=_settings(table),
         needs=_needs(table),
         seconds=_seconds(table),
+        reads=_reads(table, studies),
         measures=dict(_measures(table, studies)),
         cells=tuple(cell for column in table.tables("column") for cell in _cells(column)),
         claims=tuple(_claim(one) for one in table.tables("claim")),
         figures=tuple(_figure(one) for one in table.tables("figure")),
+        marginals=tuple(_marginals(one, studies) for one in table.tables("marginals")),
     )
     table.end(_RECIPE_KEYS)
     _check_names(recipe)
@@ -170,6 +173,27 @@ def _measures(table: Entries, studies: tuple[str, ...]) -> Iterator[tuple[str, R
                 (f"{name}_{key}" if key else name),
                 Reading(study, step.replace("$each", text), **filled, trials_step=other),
             )
+
+
+def _reads(table: Entries, studies: tuple[str, ...]) -> dict[str, str]:
+    found = table.texts("reads")
+    for name, file in found.items():
+        study, slash, _ = file.partition("/")
+        if study not in studies or not slash:
+            raise table.fault(f"reads: {name}: expected STUDY/FILE of one of the recipe's studies; got {file!r}")
+    return found
+
+
+def _marginals(table: Entries, studies: tuple[str, ...]) -> MarginalFigure:
+    found = MarginalFigure(
+        table.take("name", str), table.take("study", str, studies[0] if studies else ""), table.texts("posteriors")
+    )
+    table.end(("name", "study", "posteriors"))
+    if found.study not in studies:
+        raise table.fault(f"study: expected one of the recipe's studies; got {found.study!r}")
+    if len(found.posteriors) < 2:
+        raise table.fault(f"posteriors: expected the reference and others; got {found.posteriors!r}")
+    return found
 
 
 def _check_path(table: Entries, path: str) -> None:

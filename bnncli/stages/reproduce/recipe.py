@@ -147,6 +147,15 @@ class LineFigure:
 
 
 @dataclass(frozen=True)
+class MarginalFigure:
+    """Densities of single weights. posteriors: names of those of the study's first checkpoint, by what they are called; the first is the reference."""
+
+    name: str
+    study: str
+    posteriors: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class PaperRecipe:
     """One table or figure.
 
@@ -155,6 +164,7 @@ class PaperRecipe:
         note: what a reader of the results must know.
         studies: names of those whose documents it reads. experiment: the name of one, or None.
         settings, needs, seconds: of the experiment, by scale.
+        reads: what its experiment reads of studies, by its names: study/file.
         measures: by name.
     """
 
@@ -169,10 +179,12 @@ class PaperRecipe:
     settings: Mapping[str, Mapping[str, Any]]
     needs: Mapping[str, Needs]
     seconds: Mapping[str, float]
+    reads: Mapping[str, str]
     measures: Mapping[str, Reading]
     cells: tuple[Cell, ...]
     claims: tuple[Claim, ...]
     figures: tuple[LineFigure, ...]
+    marginals: tuple[MarginalFigure, ...]
 
     def fault(self, said: str) -> ConfigError:
         """The error for something in this file."""

@@ -24,17 +24,21 @@ from bnncli.stages.reproduce.places import Places
 from bnncli.stages.reproduce.recipe import Reading, Study
 from bnncli.storage.atomic import publish_bytes
 
+FOLDER = "folder"  # the name that steps have for that of the study
+
 
 @dataclass(frozen=True)
 class StudyRun:
     """What came of a study.
 
     Args:
+        folder: of it at its scale.
         lines: how each ended, by checkpoint and name.
         why: nothing ran; None where it ran.
     """
 
     study: Study
+    folder: Path
     lines: Mapping[str, Mapping[str, Done]]
     why: str | None
 
@@ -75,6 +79,11 @@ class StudyRun:
         return Estimate(value, error, 0 if count is None else int(count))
 
     @property
+    def posteriors(self) -> Path | None:
+        """The folder of the first checkpoint's; None where nothing ran."""
+        return self.folder / "runs" / next(iter(self.lines)) / "posteriors" if self.lines else None
+
+    @property
     def ended(self) -> list[Done]:
         """Every line."""
         return [done for lines in self.lines.values() for done in lines.values()]
@@ -103,13 +112,13 @@ def run_study(run: Run, study: Study, scale: str, places: Places, *, folder: Pat
     """
     needs = study.needs[scale]
     if why := places.missing(needs.required.values()):
-        return StudyRun(study, {}, why)
+        return StudyRun(study, folder, {}, why)
     jobs = _planned(study, scale, places, folder)
     ended = run_lines(run, jobs, folder / "documents", what=study.name, force=force)
     by_checkpoint: dict[str, dict[str, Done]] = {}
     for job in jobs:
         by_checkpoint.setdefault(job.called, {})[job.name] = ended[job.number]
-    return StudyRun(study, by_checkpoint, None)
+    return StudyRun(study, folder, by_checkpoint, None)
 
 
 def _planned(study: Study, scale: str, places: Places, folder: Path) -> list[Job]:
@@ -118,7 +127,7 @@ def _planned(study: Study, scale: str, places: Places, folder: Path) -> list[Job
     files = places.found(needs)
     absent = [name for name in needs.optional if name not in files]
     (folder / "documents").mkdir(parents=True, exist_ok=True)
-    settings = filled_settings(study.settings[scale], files, absent=absent)
+    settings = filled_settings({FOLDER: str(folder), **study.settings[scale]}, files, absent=absent)
     for one in study.prepared:
         prepare = registry.load_module("experiments", one.experiment).prepare
         settings[one.name] = str(_prepared(folder / f"{one.name}.npz", prepare(files, settings)))

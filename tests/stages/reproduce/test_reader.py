@@ -110,7 +110,7 @@ def test_every_study_that_ships_is_a_grid_whose_lines_its_commands_take(path: Pa
     study = reader.read_study(path.stem)
     needs = study.needs[scale]
     files = {name: tmp_path / Path(file).name for name, file in {**needs.required, **needs.optional}.items()}
-    settings = filled_settings(study.settings[scale], files, absent=[])
+    settings = filled_settings({"folder": str(tmp_path), **study.settings[scale]}, files, absent=[])
     settings |= {one.name: str(tmp_path / one.name) for one in study.prepared}
     text = grid_text(
         settings["checkpoints"],
