@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
-from bnncli.errors import NumericError
+from bnncli.errors import BnnError, Interrupted, ReadError, WriteError
 from bnncli.experiments import Measurements
 from bnncli.options import ReproduceOptions
 from bnncli.run.session import Run
@@ -163,7 +163,7 @@ class Reproduction:
         if said := self.places.missing(needs.required.values()):
             return {}, None, said
         files, said = self._files(recipe, needs, studies)
-        if said:
+        if said and not any(name in files for name in recipe.reads):
             return {}, None, said
         absent = [name for name in needs.optional if name not in files]
         asked = recipe.settings[self.options.scale]
@@ -172,27 +172,30 @@ class Reproduction:
         request = request_of(recipe.name, asked, files, seed=self.run.compute.seed, progress=progress)
         if not self.options.force and (measured := kept(place, request)) is not None:
             progress.info(f"{recipe.name}: measured before with the same settings and inputs; --force measures anew")
-            return settings, measured, None
+            return settings, measured, said or None
         measure = registry.load_module("experiments", recipe.experiment).measure
         generator = self.run.stream(f"reproduce/{recipe.name}")
         try:
             measured = measure(settings, files, generator=generator, progress=progress)
-        except NumericError as error:
-            return settings, None, error.message
+        except (Interrupted, ReadError, WriteError):
+            raise
+        except BnnError as error:
+            return settings, None, f"{recipe.experiment} failed: {error.message}"
         keep(place, request, measured)
-        return settings, measured, None
+        return settings, measured, said or None
 
     def _files(self, recipe: PaperRecipe, needs: Needs, studies: list[StudyRun]) -> tuple[dict[str, Path], str]:
-        """What the experiment reads, by its names, and why a file of a study is not there."""
-        files = self.places.found(needs)
+        """What the experiment reads, by its names, and why it lacks what studies have not written."""
+        files, why = self.places.found(needs), {}
         for name, file in recipe.reads.items():
             study = next(one for one in studies if one.study.name == file.partition("/")[0])
             path = study.folder / file.partition("/")[2]
-            if study.why is not None or not path.is_file():
+            if study.why is None and path.is_file():
+                files[name] = path
+            else:
                 failed = next((done.why for done in study.ended if done.why is not None), f"{file} was not written")
-                return {}, study.why or failed
-            files[name] = path
-        return files, ""
+                why[name] = study.why or failed
+        return files, "; ".join(dict.fromkeys(why.values()))
 
     def _absent(self, needs: list[Needs]) -> dict[str, str]:
         """Optional files that are not there, with what to give."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bnncli.evaluation.agreement import LEVEL, Estimate
 from bnncli.figures import render
 from bnncli.run.session import Run
-from bnncli.stages.reproduce.drawn import file_name
-from bnncli.stages.reproduce.judged import JudgedCell, JudgedClaim, counts_said
+from bnncli.stages.reproduce.drawn import file_name, lines_of
+from bnncli.stages.reproduce.judged import JudgedCell, JudgedClaim, Numbers, counts_said
 from bnncli.stages.reproduce.outcome import Outcome
+from bnncli.stages.reproduce.recipe import LineFigure
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.figures import write_figure
 
@@ -93,12 +94,26 @@ def markdown(outcome: Outcome, *, scale: str, line: str, figures: Sequence[str])
         parts.append("Tolerances: " + "; ".join(reasons) + ".") if reasons else None
     if outcome.claims:
         parts += ["## Claims", "\n".join(map(_claim_line, outcome.claims)), f"Verdicts: {CLAIM_RULE}."]
+    tables = [one for figure in recipe.figures for one in _figure_table(figure, outcome.numbers)]
+    parts += ["## Numbers of the figures", *tables] if tables else []
     if outcome.missing:
         parts += ["## What is missing", "\n".join(f"- {one}" for one in outcome.missing)]
     if outcome.failed:
         parts += ["## What failed", "\n".join(f"- `{one}`" for one in outcome.failed)]
     parts += [f"![{name.removesuffix('.png')}]({name})" for name in figures]
     return "\n\n".join(parts) + "\n"
+
+
+def _figure_table(figure: LineFigure, numbers: Numbers) -> Iterator[str]:
+    """What the lines of a figure are, where any was measured."""
+    lines = dict(lines_of(figure, numbers))
+    if lines:
+        rows = [f"| {figure.x_label} | {' | '.join(f'{x:g}' for x in figure.x)} |", "|---" * (len(figure.x) + 1) + "|"]
+        for name, line in lines.items():
+            found = {x: said(Estimate(value, error)) for x, value, error in zip(*line, strict=True)}
+            rows.append(f"| {name} | {' | '.join(found.get(x, '') for x in figure.x)} |")
+        yield f"{figure.title}, {figure.y_label}:"
+        yield "\n".join(rows)
 
 
 def _cell_line(one: JudgedCell) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from problems.arrays import make_arrays
 from problems.command_line import Cli
-from problems.recipes import RECIPE
+from problems.recipes import RECIPE, STUDY
 
 from bnncli.evaluation.agreement import Estimate
 from bnncli.experiments import Measurements, published_ece
@@ -90,8 +91,6 @@ def test_a_finished_experiment_is_taken_and_force_measures_anew(
 
 def test_force_fits_anew_and_is_no_part_of_what_is_recorded(recipes: Recipes, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "data").mkdir()
-    from problems.arrays import make_arrays
-
     np.savez(tmp_path / "data" / "features.npz", **make_arrays())
     recipes(recipe=RECIPE)
     words = ("reproduce", "test/table-1", "--data", tmp_path / "data", "--out", tmp_path / "out", "--json")
@@ -102,3 +101,54 @@ def test_force_fits_anew_and_is_no_part_of_what_is_recorded(recipes: Recipes, tm
     assert file.stat().st_mtime_ns > before
     assert "--force" not in document["command"]
     assert not any("--force" in line["line"] for line in document["studies"]["small"]["lines"])
+
+
+READS = EXPERIMENT.partition("[settings.quick]")[0].replace(
+    'experiment = "published-ece"',
+    'experiment = "entropy-curves"\nstudies = ["small"]\nreads = { small = "small/t.npz" }',
+)
+BOUNDED = """
+[settings.quick]
+methods = { g = "g" }
+hundredths = [300]
+[[claim]]
+id = "all"
+text = "Entropies are bounded."
+where = "ours"
+rule = "below_small_test_g_300 > 0.5"
+"""
+
+
+def test_an_experiment_reads_what_a_study_has_written(recipes: Recipes, tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "data").mkdir()
+    arrays = {name.replace("_far", "_other"): part for name, part in make_arrays().items()}
+    np.savez(tmp_path / "data" / "features.npz", **arrays)
+    changes = {
+        'ood = ["far"]': 'ood = ["other"]',
+        '["one", "two"]': '["one"]',
+        'posterior = ["map", "{g}"]\nsplit = "test"': 'posterior = "{g}"\nsplit = ["test", "other"]\ntable = "$folder/t.npz"',
+    }
+    study = STUDY
+    for old, new in changes.items():
+        assert old in study
+        study = study.replace(old, new)
+    recipes(study=study, recipe=READS + BOUNDED)
+    words = ("reproduce", "test/table-1", "--out", tmp_path / "out", "--json")
+    assert cli(*words).json["recipes"][0]["claims"][0]["why"].startswith("needs features.npz")
+    (document,) = cli(*words, "--data", tmp_path / "data").json["recipes"]
+    assert (document["claims"][0]["verdict"], document["claims"][0]["why"]) == ("holds", None)
+    assert "ecdf-test.png" in document["figures"]
+
+
+def test_an_experiment_that_fails_says_why_and_the_others_go_on(recipes: Recipes, tmp_path: Path, cli: Cli) -> None:
+    folder = recipes(recipe=EXPERIMENT)
+    (folder / "test/table-0.toml").write_text(READS + BOUNDED)
+    (tmp_path / "data").mkdir()
+    np.savez(tmp_path / "data" / "features.npz", **make_arrays())
+    (tmp_path / "out/quick/studies/small").mkdir(parents=True)
+    np.savez(tmp_path / "out/quick/studies/small/t.npz", x=np.zeros(3))
+    done = cli("reproduce", "--all", "--data", tmp_path / "data", "--out", tmp_path / "out", "--json")
+    assert done.code == 0, done.stderr
+    first, second = done.json["recipes"]
+    assert "entropy-curves failed: " in first["claims"][0]["why"]
+    assert second["claims"][0]["verdict"] in ("holds", "open")

@@ -44,6 +44,7 @@ Recipes = Callable[..., Path]
         ('needs = ["more"]', 'needs = ["less"]', "no optional file is called 'less'"),
         ("published = 100.0", "published = nan", "expected a finite value"),
         ('["nll_map", "nll_g"]', '["nll_map"]', "expected 2 formulas in each line"),
+        ('studies = ["small"]', 'studies = ["small"]\nreads = { t = "no/x.npz" }', "reads: t: expected STUDY/FILE"),
         ("not_at = { quick", "not_at = { quickly", "not_at: expected"),
         ('rule = "nll_map < -1"', 'rule = "nll_map < -1"\nnot_at = { slow = "x" }', "not_at: expected quick and paper"),
         ("[figure.lines]", 'log = "z"\n[figure.lines]', "log: expected x, y or xy"),

@@ -90,6 +90,7 @@ def test_the_pages_tell_the_same_and_show_every_figure(recipes: Recipes, data: P
     assert "- **does not hold**: NLL is below minus one." in page
     assert "with a probability of at most 0.005, and open otherwise" in page
     assert document["figures"] == ["numbers.png", "lines.png"]
+    assert "NLL, NLL:\n\n| number | 0 | 1 |\n|---|---|---|\n| both | " in page
     for name in document["figures"]:
         assert MARK.encode() in (folder / name).read_bytes()
         assert f"]({name})" in page
