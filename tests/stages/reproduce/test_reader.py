@@ -88,6 +88,7 @@ def test_what_refers_to_an_absent_file_is_left_out() -> None:
     steps = [{"ood": ["a=$a", "b=$b"]}, {"from": "$b"}, {"n": "$n", "scales": ["paper"]}, {"n": "$n", "text": "x$n"}]
     settings = filled_settings({"n": 3}, {"a": Path("/x")}, absent=["b"])
     assert filled_steps(steps, settings, "quick", absent=["b"]) == [{"ood": ["a=/x"]}, {"n": 3, "text": "x3"}]
+    assert filled_steps([{"n": "$m", "o": 1}], {"m": ""}, "quick", absent=[]) == [{"o": 1}]  # left to its default
     with pytest.raises(ConfigError, match=r"\$c: expected a setting or a file"):
         filled_steps([{"n": "$c"}], settings, "quick", absent=["b"])
 
