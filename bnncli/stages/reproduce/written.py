@@ -23,8 +23,8 @@ RULE = (
     f"Student's t that two estimates of one number exceed with probability {LEVEL:g}"
 )
 CLAIM_RULE = (
-    f"holds, or does not hold, where chance alone would say so with a probability of at most {LEVEL / 2:g}, and open otherwise; numbers without a "
-    "standard error are taken as they are, and one of 0 leaves what rests on it open"
+    f"holds, or does not hold, where chance alone would say so with a probability of at most {LEVEL / 2:g}, and open otherwise; scores of the same "
+    "examples are compared in pairs, which their standard errors do not show; numbers without a standard error are taken as they are, and one of 0 leaves what rests on it open"
 )
 
 
