@@ -163,13 +163,16 @@ def _judged(
     return JudgedCell(cell, definition, ours, judged, "")
 
 
-def judged_claims(recipe: PaperRecipe, numbers: Numbers, *, scale: str) -> list[JudgedClaim]:
-    """Every claim of the recipe."""
-    return list(_claims(recipe, numbers, scale))
+def judged_claims(recipe: PaperRecipe, numbers: Numbers, *, scale: str, absent: Mapping[str, str]) -> list[JudgedClaim]:
+    """Every claim of the recipe; absent as of judged_cells."""
+    return list(_claims(recipe, numbers, scale, absent))
 
 
-def _claims(recipe: PaperRecipe, numbers: Numbers, scale: str) -> Iterator[JudgedClaim]:
+def _claims(recipe: PaperRecipe, numbers: Numbers, scale: str, absent: Mapping[str, str]) -> Iterator[JudgedClaim]:
     for claim in recipe.claims:
+        if lacking := [absent[name] for name in claim.needs if name in absent]:
+            yield JudgedClaim(claim, NOT_RUN, {}, "; ".join(lacking))
+            continue
         try:
             numbers.check(claim.rule)
             holds = decided(claim.rule, numbers.found, numbers.correlations)

@@ -137,7 +137,7 @@ class Reproduction:
         needs = [recipe.needs[scale], *(one.study.needs[scale] for one in studies)]
         absent = self._absent(needs)
         cells = judged_cells(recipe, numbers, scale=scale, definitions=self.options.definitions, absent=absent)
-        claims = judged_claims(recipe, numbers, scale=scale)
+        claims = judged_claims(recipe, numbers, scale=scale, absent=absent)
         lacks = [study.why for study in studies] + [self.places.missing(recipe.needs[scale].required.values())]
         lacking = "; ".join(dict.fromkeys(one for one in lacks if one))
         files = dict.fromkeys(file for one in needs for part in (one.required, one.optional) for file in part.values())

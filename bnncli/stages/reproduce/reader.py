@@ -247,9 +247,9 @@ def _cell(column: str, table: Entries) -> Cell:
 
 def _claim(table: Entries) -> Claim:
     name, text, where, rule = (table.take(key, str) for key in ("id", "text", "where", "rule"))
-    claim = Claim(name, text, where, rule, table.texts("not_at"))
+    claim = Claim(name, text, where, rule, table.texts("not_at"), table.names("needs"))
     _check_scales(table, claim.not_at)
-    table.end(("id", "text", "where", "rule", "not_at"))
+    table.end(("id", "text", "where", "rule", "not_at", "needs"))
     return claim
 
 
@@ -298,10 +298,11 @@ def _check_names(recipe: PaperRecipe) -> None:
             for scale in SCALES
         }
     names_known = {name for one in needed.values() for name in one.optional}
-    for cell in recipe.cells:
-        for name in cell.needs:
+    takers = [(f"{cell.row} / {cell.column}", cell.needs) for cell in recipe.cells]
+    for called, needs in [*takers, *((claim.name, claim.needs) for claim in recipe.claims)]:
+        for name in needs:
             if name not in names_known:
-                raise recipe.fault(f"{cell.row} / {cell.column}: no optional file is called {name!r}")
+                raise recipe.fault(f"{called}: no optional file is called {name!r}")
 
 
 def _check_unique(recipe: PaperRecipe, names: list[str]) -> None:

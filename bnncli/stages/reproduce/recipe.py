@@ -124,6 +124,7 @@ class Claim:
         rule: comparisons of formulas, joined by and, or.
         where: the text says so.
         not_at: scales at which the numbers cannot tell, so that they are shown and not judged, each with why.
+        needs: optional files that it takes.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Claim:
     where: str
     rule: str
     not_at: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
