@@ -47,6 +47,8 @@ def write_error(error: OSError, path: Path) -> BnnError:
             f"{path} is a symbolic link, which is not followed", hint="remove it", code="not_writable", path=path
         )
     hint = f"free space on the file system of {path.parent}" if error.errno in _FULL else None
+    if error.errno == errno.ENOENT:  # the folder cannot be made, as in /proc, or is gone
+        hint = "choose another place with \0run_dir\0 or \0out\0"
     return WriteError(f"writing {path} failed: {reason}{_UNCHANGED}", hint=hint, path=path)
 
 

@@ -144,7 +144,8 @@ class RunFolder:
         if is_path:
             if Path(name_or_file).is_file():
                 return Path(name_or_file)
-            raise MissingInput(f"{flag}: no file {name_or_file}", path=name_or_file)
+            came = f"{name_or_file} is a folder" if Path(name_or_file).is_dir() else f"no file {name_or_file}"
+            raise MissingInput(f"{flag}: expected a posterior's name or file; {came}", path=name_or_file)
         check_artifact_name(name_or_file, flag)
         places = [self.posterior(name_or_file, suffix=suffix) for suffix in POSTERIOR_SUFFIXES]
         for path in places:

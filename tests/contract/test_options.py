@@ -312,3 +312,17 @@ def test_only_options_that_an_artifact_records_say_that_they_change_no_number() 
             said = [spec for spec in fields(group) if spec.name not in inherited]
             silent = [spec.name for spec in said if spec.metadata["numeric"] or "collected" in spec.metadata]
             assert silent == [spec.name for spec in said], f"{group.__name__} of {command.name}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("extract-features", "x.pt", "--rotate", "abc"), "--rotate: expected a number; got 'abc'"),
+        (("fit-lbbnn", "x.pt", "--epochs", "1.5"), "--epochs: expected a whole number; got '1.5'"),
+        (("fit-laplace", "x.pt", "more"), "expected 1 argument, CKPT; got 'more' as well"),
+    ],
+)
+def test_a_wrong_word_is_told_with_what_was_expected_and_what_came(cli: Cli, words: tuple[str, ...], said: str) -> None:
+    done = cli(*words)
+    assert done.code == 2
+    assert done.stderr == f"error: {said}\nhint: bnncli {words[0]} --help\n"
