@@ -337,6 +337,8 @@ LINES = (
     Line("predict pair --posterior absent --json"),
     Line("refine small --flow spiral"),
     Line("predict small --integrator spiral"),
+    Line("acquire small --pool test --batch 4 --by margin --json", SOLVED),
+    Line("acquire small --pool test --batch 4 --by batchbald --samples 20 --table next.csv", SOLVED),
     Line("fit-laplace small --structure spiral"),
     Line("evaluate small --score spiral"),
     Line("score mine.npz"),

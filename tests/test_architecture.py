@@ -38,7 +38,7 @@ LAYERS = (
     ("data",),
     ("options",),
     ("detectors", "scores"),
-    ("evaluation",),
+    ("acquisition", "evaluation"),
     ("targets", "training"),
     ("machine", "numerics", "registry", "theta"),
     ("likelihoods",),

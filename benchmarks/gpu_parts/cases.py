@@ -143,6 +143,7 @@ def _lines(extract: str) -> list[str]:
         "predict FOLDER/run --integrator all --samples 100",
         "predict FOLDER/run --integrator mc --integrator logit-mc --qmc --posterior laplace",
         "evaluate FOLDER/run --score all --bootstrap 100",
+        "acquire FOLDER/run --pool test --by batchbald --batch 5",
         *_new_fits("200"),
         *_trainings(),
         *_readers(),
@@ -211,6 +212,7 @@ def _trainings() -> list[str]:
         f"extract-features FOLDER/net-0.safetensors {data}",
         "fit-ensemble FOLDER/net-0.safetensors FOLDER/net-1.safetensors",
         "auto FOLDER/net-0.safetensors",
+        f"predict FOLDER/net-0.safetensors --data new=npz:{fixture_path('val.npz')}@50 --table FOLDER/new.csv",
     ]
 
 

@@ -4,6 +4,7 @@ The command line, the environment variables, the configuration file and the para
 made from these classes. A field named prior_precision is the option --prior-precision.
 """
 
+from bnncli.options.acquire import AcquireOptions as AcquireOptions
 from bnncli.options.auto import AutoOptions as AutoOptions
 from bnncli.options.common import (
     CommonOptions as CommonOptions,

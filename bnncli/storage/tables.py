@@ -7,6 +7,7 @@ are indices into `classes`; what is not there is NaN in real columns and -1 in w
 from __future__ import annotations
 
 import csv
+import io
 import math
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -68,12 +69,30 @@ def write_table(target: Path, blocks: Iterable[TableBlock], classes: Sequence[st
     return f"sha256:{file_sha256(target)}"
 
 
+def csv_header(block: TableBlock, classes: Sequence[str]) -> bytes:
+    """The line of titles of a CSV file with these rows."""
+    text = io.StringIO(newline="")
+    _write_titles(text, block, classes)
+    return text.getvalue().encode()
+
+
+def csv_bytes(block: TableBlock, classes: Sequence[str]) -> bytes:
+    """The rows as lines of a CSV file."""
+    text = io.StringIO(newline="")
+    _writer(text).writerows(_text_rows(block, classes))
+    return text.getvalue().encode()
+
+
 def _write_csv(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str]) -> None:
     with open(path, "w", newline="", encoding="utf-8") as stream:
         for number, block in enumerate(blocks):
             if number == 0:
-                _writer(stream).writerow([title for name in _order(block) for title in _titles(block, name, classes)])
+                _write_titles(stream, block, classes)
             _writer(stream).writerows(_text_rows(block, classes))
+
+
+def _write_titles(stream: TextIO, block: TableBlock, classes: Sequence[str]) -> None:
+    _writer(stream).writerow([title for name in _order(block) for title in _titles(block, name, classes)])
 
 
 def _writer(stream: TextIO) -> Any:

@@ -73,6 +73,7 @@ NOTHING_TO_DO = (
 )
 # These work whenever they are called, or their work is to read every byte.
 ALWAYS_WORK = {
+    "acquire",
     "compare",
     "diagnose",
     "integrals",

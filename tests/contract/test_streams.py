@@ -60,6 +60,7 @@ def words_of(name: str, run: Path) -> list[object]:
         "sbc": [name, run, "--simulations", 20, "--draws", 9],
         "train": [name, run.with_name("net.safetensors"), *TINY, *data_of(run), "--epochs", 1],
         "merge": [name, run, "--posterior", "hmc", "--posterior", "again"],
+        "acquire": [name, run, "--pool", "test", "--batch", 3],
         "grid": [name, run.with_name("grid.toml")],
         "reproduce": [name],
         "fit-ensemble": [name, *(run.with_name(f"net-{seed}.safetensors") for seed in (0, 1))],

@@ -75,6 +75,7 @@ _LAPLACE, _LBBNN = (f"small.bnn/posteriors/{name}.safetensors" for name in ("lap
 _MC = "small.bnn/predictions/laplace.mc/test.h5"
 _ALL = ("whole.pt", "--layers", "all", "--trust-code")  # of a network by code, whose inputs are read again
 _WHOLE = ("whole.pt", "net.py", "train.npz", "whole.pt.bnn/features/train.h5")
+_NEW = ("--posterior", "map", "--trust-code")  # of inputs that are no split of the run
 _LAPLACE_ALL = "whole.pt.bnn/posteriors/laplace-all.safetensors"
 
 LINES = {
@@ -242,6 +243,14 @@ LINES = {
             (_TEST, _VAL, _LAPLACE),
         ),
         Line(
+            "predict/new",
+            ("whole.pt", *_NEW, "--data", "new=npz:test.npz", "--table", "new.csv"),
+            ("new.csv",),
+            ("whole.pt", *_NEW, "--data", "new=npz:train.npz", "--table", "new.csv"),
+            ("whole.pt", "net.py", "test.npz", "whole.pt.bnn/posteriors/map.safetensors"),
+            force=(),
+        ),
+        Line(
             "predict/out",
             ("small", "--posterior", "laplace", "--integrator", "mc", "--split", "test", "--out", "else/p.h5"),
             ("else/p.h5",),
@@ -287,6 +296,14 @@ LINES = {
         Line("convert", ("net.pt", "plain.safetensors"), ("plain.safetensors",), ("other.pt", "plain.safetensors"), ("net.pt",)),
         Line("clean", ("small",), force=()),
         Line("demo", ("--dir", "demo"), ("demo/*.npz", "demo/*.pt"), force=()),
+        Line(
+            "acquire",
+            ("small", "--pool", "test", "--batch", "3", "--table", "next.csv"),
+            ("next.csv",),
+            ("small", "--pool", "test", "--batch", "2", "--table", "next.csv"),
+            (_TEST, _LAPLACE),
+            force=(),
+        ),
         Line("diagnose", ("small", "--posterior", "laplace"), inputs=(_TRAIN, _LAPLACE), is_read_only=True),
         Line("status", ("small",), is_read_only=True),
         Line("inspect", (_LAPLACE,), is_read_only=True),
@@ -296,7 +313,7 @@ LINES = {
 }  # fmt: skip
 # Options that name a file or folder which is written, and those that name one which is read.
 WRITTEN = {"--plot", "--figures", "--table", "--dense", "--out", "--dir", "--log-file", "--run-dir"}
-READ = {"--config", "--from-npz", "--base-model", "--data", "--checkpoints"}
+READ = {"--follow", "--exclude", "--config", "--from-npz", "--base-model", "--data", "--checkpoints"}
 
 
 def prepare(folder: Path) -> None:

@@ -31,7 +31,13 @@ def predict_split(
     predicted = predictor.predict_together(choice, seen.stored, keep_samples=keep_samples)
     if predicted is None:
         return Computed(None)
-    content = _content(predicted, split, choice)
+    content = predictions_of(
+        predicted,
+        labels=split.content.labels,
+        sample_id=split.content.sample_id,
+        classes=split.content.classes,
+        choice=choice,
+    )
     notes = spelled(predicted.integrator.notes())  # the file speaks of options as they are written
     meta = {**_meta(predictor, choice, split), "num_examples": len(content.probs), **notes}
     meta["draws"] = predicted.integrator.num_draws
@@ -48,16 +54,22 @@ def facts_of(meta: dict[str, Any]) -> dict[str, Any]:
     return {name: meta.get(name) for name in ("draws", "interval_level")}
 
 
-def _content(predicted: Predicted, split: Split, choice: IntegratorChoice) -> PredictionFile:
-    """The arrays of a prediction file."""
+def predictions_of(
+    predicted: Predicted, *, labels: Any, sample_id: Any, classes: list[str], choice: IntegratorChoice
+) -> PredictionFile:
+    """What was predicted for N examples, as a prediction file has it.
+
+    Args:
+        labels: (N,) or (N, L), or None. sample_id: (N,).
+    """
     prediction, groups = predicted.prediction, predicted.integrator.groups
     return PredictionFile(
         probs=prediction.probs.numpy(),
         entropy=prediction.entropy.numpy(),
         mutual_info=_numpy(prediction.mutual_info),
-        labels=split.content.labels,
-        sample_id=split.content.sample_id,
-        classes=split.content.classes,
+        labels=labels,
+        sample_id=sample_id,
+        classes=classes,
         probs_samples=_numpy(predicted.probs_samples),
         interval=_numpy(prediction.interval),
         log_concentration=_numpy(prediction.log_concentration),

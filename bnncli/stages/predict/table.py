@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,60 @@ class Merge:
 
     name: str
     members: tuple[int, ...]
+
+
+class Origin(NamedTuple):
+    """What predictions are of, and what reading them as rows needs: the level of their intervals, whether classes exclude each other."""
+
+    split: str
+    posterior: str
+    variant: str
+    level: float | None
+    is_exclusive: bool
+
+
+@dataclass(frozen=True)
+class ShownColumns:
+    """Columns that a table has beside those that every table has.
+
+    Attributes:
+        merges: classes whose union has some.
+        has_top_k: whether examples have the classes that a ranking keeps.
+        has_names: whether they have names.
+        probabilities: whether every class has one.
+    """
+
+    merges: Sequence[Merge]
+    has_top_k: bool
+    has_names: bool
+    probabilities: bool
+
+    def columns(self, classes: Sequence[str], *, is_exclusive: bool) -> TableBlock:
+        """No rows, with all the columns."""
+        count = len(classes)
+        nothing = PredictionFile(
+            probs=np.empty((0, count), np.float32), entropy=np.empty(0), mutual_info=None, labels=None,
+            sample_id=np.empty(0, np.int64), classes=list(classes),
+        )  # fmt: skip
+        return self.block(nothing, slice(None), Origin("", "", "", None, is_exclusive), np.empty(0, "S1"))
+
+    def block(self, content: PredictionFile, rows: slice, origin: Origin, names: Array | None) -> TableBlock:
+        """These rows of predictions as rows of the table.
+
+        Args:
+            names: (n,) of the rows, UTF-8 bytes; empty ones where there are none.
+        """
+        columns = (
+            _of_classes(content, rows, self.merges, level=origin.level, has_top_k=self.has_top_k)
+            if origin.is_exclusive
+            else _of_labels(content, rows, level=origin.level)
+        )
+        block = TableBlock(origin[:3], {"sample_id": content.sample_id[rows], **columns})
+        if self.has_names:
+            block.columns[NAME] = np.full(len(block.columns["sample_id"]), b"") if names is None else names
+        if self.probabilities or not origin.is_exclusive:
+            block.columns[PROBABILITIES] = np.asarray(content.probs[rows])
+        return block
 
 
 def parse_merges(texts: Sequence[str], classes: Sequence[str], *, probabilities: bool = False) -> list[Merge]:
@@ -127,21 +181,16 @@ def make_table(
     has_names = any(names.get(str(meta["split"])) is not None for meta in metas)
     task = run.console.task("table", sum(int(meta["num_examples"]) for meta in metas))
 
+    shown = ShownColumns(merges, has_top_k, has_names, probabilities)
+
     def blocks() -> Iterator[TableBlock]:
         for path in files:
             content = read_predictions(path)
-            size = max(1, BLOCK_PROBABILITIES // len(content.classes))
-            has_labels = not content.is_exclusive
+            origin, size = _origin(content), max(1, BLOCK_PROBABILITIES // len(content.classes))
+            named = names.get(origin.split)
             for start in range(0, max(1, len(content.probs)), size):
                 rows = slice(start, start + size)
-                columns = (
-                    _of_labels(content, rows) if has_labels else _of_classes(content, rows, merges, has_top_k=has_top_k)
-                )
-                block = TableBlock(_origin(content), {"sample_id": content.sample_id[rows], **columns})
-                if has_names:
-                    block.columns[NAME] = _names(names.get(block.origin[0]), rows, len(block.columns["sample_id"]))
-                if probabilities or has_labels:
-                    block.columns[PROBABILITIES] = np.asarray(content.probs[rows])
+                block = shown.block(content, rows, origin, None if named is None else named[rows])
                 task.advance(len(block.columns["sample_id"]))
                 yield block
 
@@ -149,18 +198,16 @@ def make_table(
     return Result("", [{"role": "table", "path": str(target), "content_digest": digest}])
 
 
-def _names(names: Array | None, rows: slice, count: int) -> Array:
-    """Names (n,) of the rows, UTF-8 bytes; empty ones where the split has none."""
-    return np.full(count, b"") if names is None else names[rows]
-
-
-def _origin(content: PredictionFile) -> tuple[str, str, str]:
+def _origin(content: PredictionFile) -> Origin:
     assert content.header is not None
     meta = content.header.meta
-    return str(meta["split"]), str(meta["posterior"]), str(meta["variant"])
+    level = meta.get("interval_level", LEVEL)  # files that do not say hold 95 %, or all of few draws
+    return Origin(str(meta["split"]), str(meta["posterior"]), str(meta["variant"]), level, content.is_exclusive)
 
 
-def _of_classes(content: PredictionFile, rows: slice, merges: Sequence[Merge], *, has_top_k: bool) -> dict[str, Array]:
+def _of_classes(
+    content: PredictionFile, rows: slice, merges: Sequence[Merge], *, level: float | None, has_top_k: bool
+) -> dict[str, Array]:
     """Columns of examples with one class each."""
     probs = np.asarray(content.probs[rows])
     predicted = probs.argmax(axis=1)
@@ -168,7 +215,7 @@ def _of_classes(content: PredictionFile, rows: slice, merges: Sequence[Merge], *
         "predicted": predicted,
         "probability": np.take_along_axis(probs, predicted[:, None], axis=1)[:, 0],
         **_of_examples(content, rows),
-        **_intervals(content, rows),
+        **_intervals(content, rows, level, is_exclusive=True),
         "label": np.full(len(probs), -1, dtype=np.int64) if content.labels is None else content.labels[rows],
     }
     if has_top_k:
@@ -180,14 +227,14 @@ def _of_classes(content: PredictionFile, rows: slice, merges: Sequence[Merge], *
     return columns
 
 
-def _of_labels(content: PredictionFile, rows: slice) -> dict[str, Array]:
+def _of_labels(content: PredictionFile, rows: slice, *, level: float | None) -> dict[str, Array]:
     """Columns of examples with several labels each: which are said to be there, and (n, L) of what each label has."""
     probs = np.asarray(content.probs[rows])
     absent = np.full(probs.shape, -1, dtype=np.int64)
     return {
         "predicted": (probs >= THRESHOLD).astype(np.int64),
         **_of_examples(content, rows),
-        **_intervals(content, rows),
+        **_intervals(content, rows, level, is_exclusive=False),
         "label": absent if content.labels is None else content.labels[rows].astype(np.int64),
     }
 
@@ -199,11 +246,9 @@ def _of_examples(content: PredictionFile, rows: slice) -> dict[str, Array]:
     return {name: missing if value is None else value[rows] for name, value in values.items()}
 
 
-def _intervals(content: PredictionFile, rows: slice) -> dict[str, Array]:
+def _intervals(content: PredictionFile, rows: slice, level: float | None, *, is_exclusive: bool) -> dict[str, Array]:
     """Ends of the intervals, (n,) or of labels (n, L), and the level (n,) that they hold; NaN where there are none."""
-    assert content.header is not None
-    level = content.header.meta.get("interval_level", LEVEL)  # files that do not say hold 95 %, or all of few draws
-    shape = content.probs[rows].shape[: 1 if content.is_exclusive else 2]
+    shape = content.probs[rows].shape[: 1 if is_exclusive else 2]
     if content.interval is None:
         missing = np.full(shape, np.nan, dtype=np.float32)
         return {"low": missing, "high": missing, "level": np.full(shape[0], np.nan, dtype=np.float32)}
