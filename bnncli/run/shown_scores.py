@@ -96,4 +96,6 @@ def _why_absent(name: str, rows: Sequence[Row]) -> str:
         return "nothing to hold the predictions against is named (\0reference\0 is missing)"
     if any(one.of_draws is not None for one in makers):
         return "it compares draws of weights, and predictions have none"
+    if score.is_of_rule:
+        return "these predictions have no rule of calibrate that it tells of"
     return "there is no out-of-distribution split"

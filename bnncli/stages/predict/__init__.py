@@ -24,6 +24,7 @@ from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_default, wa
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.recommendation import recommended
 from bnncli.run.session import Result, Run
+from bnncli.stages.predict.decided import DecidedSplit, decide, rule_columns
 from bnncli.stages.predict.memory import planned_bytes
 from bnncli.stages.predict.stored import facts_of, predict_split
 from bnncli.stages.predict.table import check_table_path, make_table, parse_merges
@@ -66,7 +67,8 @@ def run(run: Run, options: PredictOptions) -> Result:
     classes = splits[0].content.classes
     if not has_exclusive_classes(splits[0].content.likelihood):
         _refuse_of_labels(options)
-    merges = parse_merges(options.merge, classes, probabilities=options.probabilities)
+    taken = rule_columns(run) if options.merge else []
+    merges = parse_merges(options.merge, classes, probabilities=options.probabilities, taken=taken)
     if options.table is not None:
         inputs = [source.path for source in (*(split.source for split in splits), *(one.source for one in posteriors))]
         check_table_path(run, Path(options.table), inputs)
@@ -97,10 +99,20 @@ def run(run: Run, options: PredictOptions) -> Result:
     counts = f"{_counted(len(total.outputs), 'file')}, {_counted(len(splits), 'split')}"
     if not run.write.dry_run:
         total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_about_draws(total.outputs)]
+    files = [Path(output["path"]) for output in total.outputs]
+    decided: list[DecidedSplit] = []
+    if (options.table is not None or options.decide) and is_leader() and not run.write.dry_run:
+        decided = decide(run, files, only=options.decide)
+        total.extra["decisions"] = [row for one in decided for row in one.to_json()]
+        total.summary += [line for one in decided for line in one.lines()]
     if options.table is not None and is_leader():
-        files = [Path(output["path"]) for output in total.outputs]
         names = {split.content.name: split.content.names for split in splits}
-        columns: dict[str, Any] = {"merges": merges, "classes": classes, "probabilities": options.probabilities}
+        columns: dict[str, Any] = {
+            "decided": decided,
+            "merges": merges,
+            "classes": classes,
+            "probabilities": options.probabilities,
+        }
         total.add(make_table(run, Path(options.table), files, names=names, **columns))
     return total
 

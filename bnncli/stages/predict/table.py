@@ -16,6 +16,7 @@ from bnncli.integrators._intervals import LEVEL
 from bnncli.lazy import torch
 from bnncli.numerics import dirichlet
 from bnncli.run.session import Result, Run
+from bnncli.stages.predict.decided import DecidedSplit, columns_of
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import PredictionFile, read_predictions
 from bnncli.storage.side_outputs import check_side_output
@@ -56,17 +57,20 @@ class Merge:
     members: tuple[int, ...]
 
 
-def parse_merges(texts: Sequence[str], classes: Sequence[str], *, probabilities: bool = False) -> list[Merge]:
+def parse_merges(
+    texts: Sequence[str], classes: Sequence[str], *, probabilities: bool = False, taken: Sequence[str] = ()
+) -> list[Merge]:
     """The unions that --merge NAME=CLASS,CLASS asks for, by class name or index.
 
     Args:
         probabilities: whether every class has a column too.
+        taken: further names of columns.
 
     Raises:
         UsageError: no such class, a class twice, all classes, or a name that is taken.
     """
     merges: list[Merge] = []
-    taken = {*_COLUMNS, *(probability_columns(classes) if probabilities else [])}
+    names = {*_COLUMNS, *taken, *(probability_columns(classes) if probabilities else [])}
     for text in texts:
         name, _, listed = text.partition("=")
         members = tuple(_class_index(text, part.strip(), classes) for part in listed.split(","))
@@ -75,11 +79,11 @@ def parse_merges(texts: Sequence[str], classes: Sequence[str], *, probabilities:
         if len(members) == len(classes):
             raise UsageError(f"--merge {text}: the union of all classes has probability 1")
         own = {name, f"{name}_low", f"{name}_high"}
-        if own & taken:
+        if own & names:
             raise UsageError(
-                f"--merge {text}: the table has a column {min(own & taken)!r} already; choose another name"
+                f"--merge {text}: the table has a column {min(own & names)!r} already; choose another name"
             )
-        taken |= own
+        names |= own
         merges.append(Merge(name, members))
     return merges
 
@@ -112,12 +116,14 @@ def make_table(
     classes: Sequence[str],
     names: Mapping[str, Array | None],
     probabilities: bool,
+    decided: Sequence[DecidedSplit] = (),
 ) -> Result:
     """Write the table of these prediction files.
 
     Args:
         names: of the examples (N,) of each split, as its features have them.
         probabilities: whether every class gets a column.
+        decided: what rules say of the files, in their order.
     """
     if run.write.dry_run:
         output: dict[str, Any] = {"role": "table", "path": str(target), "planned": "compute", "estimated_bytes": 0}
@@ -127,8 +133,10 @@ def make_table(
     has_names = any(names.get(str(meta["split"])) is not None for meta in metas)
     task = run.console.task("table", sum(int(meta["num_examples"]) for meta in metas))
 
+    rules = columns_of(decided)
+
     def blocks() -> Iterator[TableBlock]:
-        for path in files:
+        for place, path in enumerate(files):
             content = read_predictions(path)
             size = max(1, BLOCK_PROBABILITIES // len(content.classes))
             has_labels = not content.is_exclusive
@@ -137,7 +145,10 @@ def make_table(
                 columns = (
                     _of_labels(content, rows) if has_labels else _of_classes(content, rows, merges, has_top_k=has_top_k)
                 )
-                block = TableBlock(_origin(content), {"sample_id": content.sample_id[rows], **columns})
+                if rules.names:
+                    columns |= rules.of_rows(decided[place], np.asarray(content.probs[rows]), rows)
+                ids = {"sample_id": content.sample_id[rows]}
+                block = TableBlock(_origin(content), {**ids, **columns}, sets=rules.sets)
                 if has_names:
                     block.columns[NAME] = _names(names.get(block.origin[0]), rows, len(block.columns["sample_id"]))
                 if probabilities or has_labels:
