@@ -58,6 +58,7 @@ MADE = (
     "predict small --samples 20 --split test --posterior temperature --posterior lbbnn",
     "predict net.pt --samples 20 --split test --trust-code",
     "evaluate small --bootstrap 20 --posterior lbbnn",
+    "calibrate small --posterior lbbnn --split test --sets lac --false-alarm 0.1",
 )
 NOTHING_TO_DO = (
     *MADE,

@@ -21,7 +21,7 @@ def test_false_alarms_are_as_often_as_is_said() -> None:
 def test_with_a_confidence_most_calibration_sets_keep_the_rate() -> None:
     generator = np.random.default_rng(8)
     rates = [stats.norm.cdf(fit_outliers(generator.normal(size=200), 0.05, 0.9).threshold) for _ in range(1000)]
-    assert 0.85 < np.mean(np.array(rates) <= 0.05)
+    assert np.mean(np.array(rates) <= 0.05) > 0.85
     assert np.mean(rates) > 0.02  # and no lower than it must be
 
 
@@ -33,5 +33,5 @@ def test_an_outlier_is_what_has_a_small_conformal_p_value() -> None:
 
 
 def test_too_few_scores_are_refused() -> None:
-    with pytest.raises(ValueError, match="18 examples are too few for a false-alarm rate of 0.05"):
+    with pytest.raises(ValueError, match="18 examples are too few for a false-alarm rate"):
         fit_outliers(np.arange(18.0), 0.05)

@@ -19,7 +19,7 @@ def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> 
     )
     count = metrics["num_examples"]
     if kind == SETS:
-        which = "the class of every class's" if settings["class_conditional"] else "the class of"
+        whose = "of each class's examples" if settings["class_conditional"] else "of examples"
         thresholds = metrics["thresholds"]
         shown = (
             f"threshold {thresholds[0]:.4g}"
@@ -31,7 +31,7 @@ def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> 
             if settings["sets"] == "raps"
             else ""
         )
-        return f"{settings['sets']} sets hold {which} at least {percent(settings['coverage'], 'g')} of examples, {often} ({shown}{raps}; {count} examples)"
+        return f"{settings['sets']} sets hold the class of at least {percent(settings['coverage'], 'g')} {whose}, {often} ({shown}{raps}; {count} examples)"
     if kind == RISK:
         if metrics["most_doubt"] is None:
             return f"no threshold is shown to have at most {percent(settings['risk'], 'g')} wrong ({count} examples)"
