@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bnncli.decisions import OOD, RISK, SETS, SHIFT
@@ -93,11 +93,6 @@ def described(decision: DecisionFile) -> dict[str, Any]:
 _TARGET = {SETS: "coverage", RISK: "risk", OOD: "false_alarm", SHIFT: "shift_level"}
 
 
-def target_of(meta: Mapping[str, Any]) -> float:
-    """The level of a rule: coverage, risk, rate or level."""
-    return float(meta["settings"][_TARGET[meta["rule"]]])
-
-
 class ScoredDecisions:
     """The rules of one group of predictions, as scores of its splits.
 
@@ -122,7 +117,7 @@ class ScoredDecisions:
         found: list[Row] = []
         for decision in self._decisions:
             found += decision_rows(decision, split, bootstrap)
-            if decision.header.meta["rule"] in (OOD, SHIFT):
+            if decision.kind in (OOD, SHIFT):
                 for other in self._outside:
                     found += decision_rows(decision, other, bootstrap, ood=other.name)
             self._run.console.poll()
@@ -139,7 +134,7 @@ def decision_rows(
     """
     from bnncli.evaluation.metric_rows import score_rows
 
-    kind, choices = decision.header.meta["rule"], described(decision)
+    kind, choices = decision.kind, described(decision)
     other = {} if ood is None else {"ood": ood}
     why = why_unfit(decision, split.header, split.file.classes)
     if why is not None:
@@ -183,8 +178,3 @@ def _shift_row(decision: DecisionFile, split: PredictedSplit, choices: dict[str,
     if p_value is None:
         return {**row, "undefined": "empty split"}
     return {**row, "is_alarm": p_value <= decision.rule.level, "standard_error": None, "interval": None}
-
-
-def by_kind(decisions: Iterable[DecisionFile], kind: str) -> list[DecisionFile]:
-    """The rules of one kind."""
-    return [one for one in decisions if one.header.meta["rule"] == kind]

@@ -87,7 +87,7 @@ def check_artifact(path: Path) -> Header:
     elif header.kind == "metrics":
         read_metrics(path)
     elif header.kind == DECISION:
-        read_decision(path)
+        _ = read_decision(path).rule
     elif header.kind == "checkpoint":
         read_trained(path)
     else:

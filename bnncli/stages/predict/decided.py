@@ -68,7 +68,7 @@ class DecidedSplit:
         """Columns of some rows, whose probabilities are (n, K)."""
         found: dict[str, Array] = {}
         for decision in self.decisions:
-            rule, titles = decision.rule, _titles(decision.name, decision.header.meta["rule"])
+            rule, titles = decision.rule, _titles(decision.name, decision.kind)
             if isinstance(rule, SetRule):
                 uniform = self._uniform(rule)
                 sets = rule.sets(probs, None if uniform is None else uniform[rows])
@@ -86,16 +86,14 @@ class DecidedSplit:
             "posterior": meta["posterior"],
             "variant": meta["variant"],
         }
-        return [
-            {**origin, "rule": one.name, "kind": one.header.meta["rule"], **self._said(one)} for one in self.decisions
-        ]
+        return [{**origin, "rule": one.name, "kind": one.kind, **self._said(one)} for one in self.decisions]
 
     def lines(self) -> list[str]:
         """One line of all rules; none without."""
         parts = []
         for decision in self.decisions:
             said = self._said(decision)
-            own = "" if decision.name == decision.header.meta["rule"] else f" ({decision.name})"
+            own = "" if decision.name == decision.kind else f" ({decision.name})"
             if "p_value" in said:
                 shown = "-" if said["p_value"] is None else f"{said['p_value']:.3g}"
                 parts.append(f"shift p {shown}{': ALARM' if said['is_alarm'] else ''}{own}")
@@ -112,7 +110,7 @@ class DecidedSplit:
             p_value = rule.p_value(self._scores(decision))
             return {"p_value": p_value, "is_alarm": p_value is not None and p_value <= rule.level}
         share = float(self.vectors[decision.name].sum() / size)
-        name = {SETS: "mean_size", RISK: "accepted", OOD: "outliers"}[decision.header.meta["rule"]]
+        name = {SETS: "mean_size", RISK: "accepted", OOD: "outliers"}[decision.kind]
         return {name: share}
 
     def _scores(self, decision: DecisionFile) -> Array:
@@ -146,11 +144,7 @@ class RuleColumns:
 
 def columns_of(decided: Sequence[DecidedSplit]) -> RuleColumns:
     """The columns of these files."""
-    titled = [
-        (_titles(one.name, one.header.meta["rule"]), one.header.meta["rule"])
-        for own in decided
-        for one in own.decisions
-    ]
+    titled = [(_titles(one.name, one.kind), one.kind) for own in decided for one in own.decisions]
     names = tuple(dict.fromkeys(title for titles, _ in titled for title in titles))
     return RuleColumns(names, frozenset(titles[0] for titles, kind in titled if kind == SETS))
 
