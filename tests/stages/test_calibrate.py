@@ -255,3 +255,21 @@ def test_raps_is_tuned_on_rows_that_it_does_not_calibrate_on(cli: Cli, run: Path
     assert cli("calibrate", run, "--sets", "raps", *given).code == 0
     found = read_header(file_of(run, "given")).meta
     assert (found["metrics"]["num_examples"], found["fitted"]["penalty"], found["fitted"]["seed"]) == (200, 0.2, None)
+
+
+def test_the_report_has_what_the_rules_guarantee_and_what_came_of_it(cli: Cli, run: Path) -> None:
+    assert cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 50).code == 0
+    page = run.with_name("small.bnn") / "report.html"
+    assert cli("report", run).code == 0
+    assert "No rule of calibrate has been scored on test" in page.read_text()
+    assert cli("calibrate", run, *ALL).code == 0
+    assert cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 50).code == 0
+    assert cli("report", run, "--force").code == 0
+    text = page.read_text()
+    for said in (
+        "lac: 80 % covered",
+        "at most 20 % wrong (95 % sure)",
+        "at most 10 % false alarms",
+        "by chance in at most 5 %",
+    ):
+        assert said in text

@@ -19,7 +19,7 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import read_predictions
 
 SECTIONS = (
-    "verdict", "origins", "scores", "calibration", "confidence", "posteriors", "chains", "fits", "fidelity", "inputs",
+    "verdict", "origins", "scores", "calibration", "confidence", "decisions", "posteriors", "chains", "fits", "fidelity", "inputs",
 )  # fmt: skip
 
 
