@@ -78,6 +78,25 @@ def test_a_split_that_was_used_is_refused_with_the_reason(cli: Cli, run: Path) -
     assert "--split calib" in refused.stderr
 
 
+@pytest.mark.parametrize("posterior", ["refine", "hmc", "temperature"])
+def test_what_goes_back_to_a_split_at_any_remove_is_refused(cli: Cli, small_run: Path, posterior: str) -> None:
+    assert cli("fit-temperature", small_run).code == 0
+    assert cli("predict", small_run, "--posterior", posterior, "--split", "val", "--split", "test").code == 0
+    refused = cli("calibrate", small_run, "--posterior", posterior, "--split", "val", "--false-alarm", 0.1)
+    assert refused.code == 65
+    assert "was made with it" in refused.stderr
+    assert cli("calibrate", small_run, "--posterior", posterior, "--split", "test", "--false-alarm", 0.1).code == 0
+
+
+def test_a_dry_run_writes_nothing_and_a_file_may_be_named(cli: Cli, run: Path) -> None:
+    done = cli("calibrate", run, "--sets", "lac", "--dry-run")
+    assert (done.code, "compute" in done.stdout) == (0, True)
+    assert not file_of(run, "sets").exists()
+    out = run.with_name("own.safetensors")
+    assert cli("calibrate", run, "--sets", "lac", "--out", out).code == 0
+    assert cli("verify", out).code == 0
+
+
 def test_the_choice_of_auto_uses_its_split(cli: Cli, run: Path) -> None:
     assert cli("predict", run, "--posterior", "map", "--split", "val").code == 0
     assert cli("calibrate", run, "--posterior", "map", "--split", "val", "--sets", "lac").code == 0
