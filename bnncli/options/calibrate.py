@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from bnncli import detectors
 from bnncli.decisions import KINDS, LAC, OOD, RAPS, RISK, SCHEMES, SETS, SHIFT
 from bnncli.errors import UsageError
+from bnncli.names import percent
 from bnncli.options.declaration import Checked, check_split_name, option
 from bnncli.options.evaluate import DEFAULT_SCORE
 
@@ -51,11 +52,13 @@ class CalibrateOptions(Checked):
         False, "aps and raps without the uniform number an example that makes their coverage exact: larger sets."
     )
     raps_penalty: float | None = option(
-        None, f"Penalty of raps of each rank (lambda); a seeded {TUNING_SHARE:.0%} of the split chooses it.", minimum=0
+        None,
+        f"Penalty of raps of each rank (lambda); a seeded {percent(TUNING_SHARE, 'g')} of the split chooses it.",
+        minimum=0,
     )
     raps_rank: int | None = option(
         None,
-        f"Ranks of raps without a penalty (k_reg); a seeded {TUNING_SHARE:.0%} of the split chooses it.",
+        f"Ranks of raps without a penalty (k_reg); a seeded {percent(TUNING_SHARE, 'g')} of the split chooses it.",
         minimum=0,
     )
     risk: float | None = option(

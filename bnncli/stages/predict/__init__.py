@@ -24,7 +24,7 @@ from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_default, wa
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.recommendation import recommended
 from bnncli.run.session import Result, Run
-from bnncli.stages.predict.decided import DecidedSplit, decide, rule_columns
+from bnncli.stages.predict.decided import SplitDecisions, decide, rule_columns
 from bnncli.stages.predict.memory import planned_bytes
 from bnncli.stages.predict.stored import facts_of, predict_split
 from bnncli.stages.predict.table import check_table_path, make_table, parse_merges
@@ -100,7 +100,7 @@ def run(run: Run, options: PredictOptions) -> Result:
     if not run.write.dry_run:
         total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_about_draws(total.outputs)]
     files = [Path(output["path"]) for output in total.outputs]
-    decided: list[DecidedSplit] = []
+    decided: list[SplitDecisions] = []
     if (options.table is not None or options.decide) and is_leader() and not run.write.dry_run:
         decided = decide(run, files, only=options.decide)
         total.extra["decisions"] = [row for one in decided for row in one.to_json()]

@@ -42,7 +42,7 @@ def _titles(name: str, kind: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class DecidedSplit:
+class SplitDecisions:
     """Predictions of a split with the rules that fit them."""
 
     name: str
@@ -131,7 +131,7 @@ class RuleColumns:
     names: tuple[str, ...]
     sets: frozenset[str]
 
-    def of_rows(self, decided: DecidedSplit, probs: Array, rows: slice) -> dict[str, Array]:
+    def of_rows(self, decided: SplitDecisions, probs: Array, rows: slice) -> dict[str, Array]:
         """All columns of some rows of a file, -1 where it has no such rule."""
         found = decided.columns(probs, rows)
         missing = {
@@ -142,14 +142,14 @@ class RuleColumns:
         return {name: (found | missing)[name] for name in self.names}
 
 
-def columns_of(decided: Sequence[DecidedSplit]) -> RuleColumns:
+def columns_of(decided: Sequence[SplitDecisions]) -> RuleColumns:
     """The columns of these files."""
     titled = [(_titles(one.name, one.kind), one.kind) for own in decided for one in own.decisions]
     names = tuple(dict.fromkeys(title for titles, _ in titled for title in titles))
     return RuleColumns(names, frozenset(titles[0] for titles, kind in titled if kind == SETS))
 
 
-def decide(run: Run, files: Sequence[Path], *, only: Sequence[str]) -> list[DecidedSplit]:
+def decide(run: Run, files: Sequence[Path], *, only: Sequence[str]) -> list[SplitDecisions]:
     """What rules say of prediction files, in their order.
 
     Args:
@@ -181,7 +181,7 @@ def decide(run: Run, files: Sequence[Path], *, only: Sequence[str]) -> list[Deci
         for why in dict.fromkeys(reason for reason in reasons.values() if reason is not None):
             silent = ", ".join(rule for rule, reason in reasons.items() if reason == why)
             run.console.info(f"{name} {split.name}: nothing is said by {silent}: {why}")
-        found.append(DecidedSplit(name, split, [one for one in opened[name] if reasons[one.name] is None]))
+        found.append(SplitDecisions(name, split, [one for one in opened[name] if reasons[one.name] is None]))
     return found
 
 

@@ -16,7 +16,7 @@ from bnncli.integrators._intervals import LEVEL
 from bnncli.lazy import torch
 from bnncli.numerics import dirichlet
 from bnncli.run.session import Result, Run
-from bnncli.stages.predict.decided import DecidedSplit, columns_of
+from bnncli.stages.predict.decided import SplitDecisions, columns_of
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import PredictionFile, read_predictions
 from bnncli.storage.side_outputs import check_side_output
@@ -116,7 +116,7 @@ def make_table(
     classes: Sequence[str],
     names: Mapping[str, Array | None],
     probabilities: bool,
-    decided: Sequence[DecidedSplit] = (),
+    decided: Sequence[SplitDecisions] = (),
 ) -> Result:
     """Write the table of these prediction files.
 
