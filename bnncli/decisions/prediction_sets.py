@@ -25,14 +25,19 @@ class SetRule:
 
     Args:
         thresholds: (1,), or (K,) of each class.
+        is_filled: whether a set that would be empty has the most probable class, which only raises the coverage.
     """
 
     score: SetScore
     thresholds: NDArray[np.float64]
+    is_filled: bool = False
 
     def sets(self, probs: NDArray, uniform: NDArray | None = None) -> NDArray[np.bool_]:
         """(n, K) of probs (n, K): whether a class is in the set. Args as of SetScore.of_classes."""
         found: NDArray[np.bool_] = self.score.of_classes(probs, uniform) <= self.thresholds
+        if self.is_filled:
+            empty = np.flatnonzero(~found.any(axis=1))
+            found[empty, np.argmax(probs[empty], axis=1)] = True
         return found
 
     def set_blocks(self, probs: NDArray, uniform: NDArray | None = None) -> Iterator[tuple[slice, NDArray[np.bool_]]]:

@@ -28,7 +28,8 @@ def kind_of(rule: Rule) -> str:
 def to_arrays(rule: Rule) -> tuple[dict[str, NDArray[np.float64]], dict[str, Any]]:
     """What makes a rule: arrays, and what else there is."""
     if isinstance(rule, SetRule):
-        return {"thresholds": rule.thresholds}, {name: getattr(rule.score, name) for name in _SCORE}
+        known = {name: getattr(rule.score, name) for name in _SCORE}
+        return {"thresholds": rule.thresholds}, {**known, "is_filled": rule.is_filled}
     if isinstance(rule, AcceptanceRule):
         found = [] if rule.most_doubt is None else [rule.most_doubt]
         return {"most_doubt": np.array(found, dtype=np.float64)}, {name: getattr(rule, name) for name in _TESTED}
@@ -43,7 +44,7 @@ def from_arrays(kind: str, arrays: Mapping[str, NDArray[np.float64]], known: Map
         thresholds = arrays["thresholds"]
         if thresholds.shape not in ((1,), (size,)):
             raise ValueError(f"thresholds: expected one, or {size}; got {thresholds.shape}")
-        return SetRule(SetScore(**{name: known[name] for name in _SCORE}), thresholds)
+        return SetRule(SetScore(**{name: known[name] for name in _SCORE}), thresholds, bool(known["is_filled"]))
     if kind == RISK:
         found = [float(value) for value in arrays["most_doubt"]]
         if len(found) > 1:

@@ -48,6 +48,9 @@ class CalibrateOptions(Checked):
     )
     coverage: float = option(0.9, "Share of examples whose class is in their set.", minimum=0, maximum=1)
     class_conditional: bool = option(False, "The same coverage for every class, by a threshold of its own.")
+    nonempty: bool = option(
+        False, "Put the most probable class into sets that would be empty: coverage only rises, and sets are larger."
+    )
     nonrandomized: bool = option(
         False, "aps and raps without the uniform number an example that makes their coverage exact: larger sets."
     )
@@ -97,7 +100,7 @@ class CalibrateOptions(Checked):
                 "nothing to calibrate: expected \0sets\0, \0risk\0, \0false_alarm\0 or \0shift_level\0, one or several",
                 hint="add \0sets\0 lac \0coverage\0 0.9",
             )
-        of_sets = {"class_conditional": self.class_conditional, "nonrandomized": self.nonrandomized}
+        of_sets = {name: getattr(self, name) for name in ("class_conditional", "nonempty", "nonrandomized")}
         of_raps = {"raps_penalty": self.raps_penalty, "raps_rank": self.raps_rank}
         for name, value in {**of_sets, **of_raps}.items():
             if value not in (None, False) and self.sets is None:
@@ -132,6 +135,7 @@ class CalibrateOptions(Checked):
                 "sets": self.sets,
                 "coverage": self.coverage,
                 "class_conditional": self.class_conditional,
+                "nonempty": self.nonempty,
                 "randomized": not (self.sets == LAC or self.nonrandomized),
                 "confidence": self.confidence,
                 "seed": seed if is_seeded else None,

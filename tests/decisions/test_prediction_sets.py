@@ -111,6 +111,13 @@ def test_regularisation_is_chosen_for_the_smallest_sets() -> None:
     assert size(chosen) == min(map(size, others))
 
 
+def test_sets_may_be_filled_by_the_most_probable_class() -> None:
+    probs = np.array([[0.6, 0.4], [0.9, 0.1], [0.45, 0.55]])
+    plain, filled = (SetRule(SetScore("lac"), np.array([0.2]), is_filled).sets(probs) for is_filled in (False, True))
+    assert plain.tolist() == [[False, False], [True, False], [False, False]]
+    assert filled.tolist() == [[True, False], [True, False], [False, True]]
+
+
 def test_too_few_examples_are_refused() -> None:
     with pytest.raises(ValueError, match="8 examples are too few for coverage"):
         fit_thresholds(np.arange(8.0), None, 0.9, num_classes=2)

@@ -97,6 +97,42 @@ def test_a_dry_run_writes_nothing_and_a_file_may_be_named(cli: Cli, run: Path) -
     assert cli("verify", out).code == 0
 
 
+def test_nonempty_sets_have_a_class_each(cli: Cli, run: Path) -> None:
+    for name, words in {"plain": (), "filled": ("--nonempty",)}.items():
+        assert cli("calibrate", run, "--sets", "lac", "--coverage", 0.6, "--name", name, *words).code == 0
+    done = cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 0, "--json")
+    (row,) = [row for row in done.json["rows"] if row["split"] == "test"]
+    empty = {m["rule"]: m["value"] for m in row["metrics"] if m["name"] == "empty_sets"}
+    covered = {m["rule"]: m["value"] for m in row["metrics"] if m["name"] == "set_coverage"}
+    assert empty["plain"] > 0 == empty["filled"]
+    assert covered["filled"] >= covered["plain"]
+
+
+@pytest.mark.parametrize("place", range(0, 1400, 70))
+def test_a_damaged_rule_is_told_and_never_a_bug(cli: Cli, run: Path, place: int) -> None:
+    assert cli("calibrate", run, "--shift-level", 0.1).code == 0
+    path = file_of(run, "shift")
+    content = bytearray(path.read_bytes())
+    content[place % len(content)] ^= 4
+    path.write_bytes(content)
+    assert cli("verify", path).code == 65
+    predict = (
+        "predict",
+        run,
+        "--posterior",
+        "laplace",
+        "--samples",
+        50,
+        "--split",
+        "test",
+        "--table",
+        run.with_name("t.csv"),
+    )
+    done = cli(*predict)
+    assert done.code == 65 or (done.code == 0 and "skipping the rule shift" in done.stderr)
+    assert cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 0).code in (0, 65)
+
+
 def test_the_choice_of_auto_uses_its_split(cli: Cli, run: Path) -> None:
     assert cli("predict", run, "--posterior", "map", "--split", "val").code == 0
     assert cli("calibrate", run, "--posterior", "map", "--split", "val", "--sets", "lac").code == 0

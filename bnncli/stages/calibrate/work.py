@@ -80,7 +80,11 @@ def _sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: bool)
         confidence=settings["confidence"],
     )
     chosen = {"penalty": score.penalty, "free_ranks": score.free_ranks} if settings["sets"] == "raps" else {}
-    return SetRule(score, thresholds), {"num_examples": len(rows), "thresholds": thresholds.tolist(), **chosen}
+    return SetRule(score, thresholds, settings["nonempty"]), {
+        "num_examples": len(rows),
+        "thresholds": thresholds.tolist(),
+        **chosen,
+    }
 
 
 def _num_tuning(split: PredictedSplit) -> int:
