@@ -13,7 +13,7 @@ from scipy import stats
 from bnncli.decisions.prediction_sets import SetRule, choose_regularisation, fit_thresholds
 from bnncli.decisions.set_scores import SetScore, label_ranks
 
-STORED = json.loads((Path(__file__).parents[2] / "fixtures" / "torchcp-sets.json").read_text())["sets"]
+STORED = json.loads(Path(__file__).with_name("torchcp-sets.json").read_text())["sets"]
 NUM_SPLITS = 100
 
 
