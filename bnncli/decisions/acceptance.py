@@ -65,7 +65,7 @@ def fit_acceptance(confidence: NDArray, is_right: NDArray, risk: float, certaint
     level, best = 0.0, None
     for place, p_value in enumerate(p_values):
         level += share if place % _STARTS == 0 else 0.0
-        if p_value <= level:
+        if 0 < level >= p_value:
             best = (place, level)
         else:
             level = 0.0

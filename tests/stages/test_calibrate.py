@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from problems.arrays import make_arrays
-from problems.command_line import Cli
+from problems.command_line import Cli, new_run
+from problems.label_sets import label_arrays
 
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.decisions.shift import ShiftRule
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.decisions import read_decision
+from bnncli.storage.metrics import read_metrics, write_metrics
 from bnncli.storage.predictions import read_predictions
 
 LAPLACE = ("--posterior", "laplace", "--integrator", "mc")
@@ -133,14 +135,36 @@ def test_a_damaged_rule_is_told_and_never_a_bug(cli: Cli, run: Path, place: int)
     assert cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 0).code in (0, 65)
 
 
-def test_the_choice_of_auto_uses_its_split(cli: Cli, run: Path) -> None:
-    assert cli("predict", run, "--posterior", "map", "--split", "val").code == 0
-    assert cli("calibrate", run, "--posterior", "map", "--split", "val", "--sets", "lac").code == 0
+def test_of_several_labels_an_example_there_are_outliers_and_shift(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(
+        cli, tmp_path / "labels", label_arrays(), "--ood", "far", "--hold-out", "calib=test:60", "--task", "multilabel"
+    )
+    assert cli("fit-laplace", run, "--prior-precision", 2).code == 0
+    assert cli("predict", run, "--samples", 20, "--posterior", "laplace").code == 0
+    for words in (("--sets", "lac"), ("--risk", 0.3)):
+        assert "an example has several labels" in cli("calibrate", run, *words).stderr
+    assert cli("calibrate", run, "--false-alarm", 0.1, "--shift-level", 0.1, "--score", "entropy").code == 0
+    table = ("--table", run.with_name("t.csv"))
+    done = cli("predict", run, "--samples", 20, "--posterior", "laplace", *table, "--json")
+    assert {row["kind"] for row in done.json["decisions"]} == {"ood", "shift"}
+    assert cli("evaluate", run, "--bootstrap", 0, "--posterior", "laplace", "--metric", "false_alarm_rate").code == 0
+
+
+def test_a_split_by_which_auto_chose_is_refused_for_what_it_chose(cli: Cli, run: Path) -> None:
+    """The network itself goes back to no val split; once auto has recommended it by that, it does."""
+    assert cli("predict", run, "--posterior", "map").code == 0
+    asked = ("calibrate", run, "--posterior", "map", "--split", "val", "--sets", "lac")
+    assert cli(*asked).code == 0
     assert cli("auto", run).code == 0
-    assert cli("predict", run).code == 0
-    found = cli("calibrate", run, "--split", "val", "--sets", "lac")
-    assert found.code == 65
-    assert cli("calibrate", run, "--sets", "lac", "--coverage", 0.7, "--name", "own").code == 0
+    path = run.with_name("small.bnn") / "recommended.json"
+    header = read_metrics(path)
+    rows = [{**row, "is_recommended": row.get("posterior") == "map"} for row in header.meta["rows"]]
+    write_metrics(path, rows=rows, predictions=[], provenance=header.provenance, may_replace=True)
+    refused = cli(*asked)
+    assert refused.code == 65
+    assert "auto recommends map.plug-in by it" in refused.stderr
+    done = cli("calibrate", run, "--sets", "lac", "--json")
+    assert [Path(one["path"]) for one in done.json["outputs"]] == [file_of(run, "sets", "map.plug-in")]
 
 
 def test_rows_that_are_shared_with_training_are_refused(cli: Cli, run: Path, tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> 
         )
     if kind == OOD:
         return (
-            f"below {settings['score']} {metrics['threshold']:.6g} an example is out-of-distribution: at most {percent(settings['false_alarm'], 'g')} "
-            f"false alarms, {often} ({count} examples)"
+            f"out-of-distribution is what scores below {metrics['threshold']:.6g} by {settings['score']} (higher for what looks in-distribution): at most "
+            f"{percent(settings['false_alarm'], 'g')} false alarms, {often} ({count} examples)"
         )
     return (
         f"a batch has shifted where p is at most {settings['shift_level']:g}: the two-sample test of Kolmogorov and Smirnov on {settings['score']} "
