@@ -37,7 +37,7 @@ LAYERS = (
     ("covariances", "curvature", "flows", "latent", "network_curvature"),
     ("data",),
     ("options",),
-    ("detectors", "scores"),
+    ("decisions", "detectors", "scores"),
     ("acquisition", "evaluation"),
     ("targets", "training"),
     ("machine", "numerics", "registry", "theta"),

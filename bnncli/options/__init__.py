@@ -6,6 +6,7 @@ made from these classes. A field named prior_precision is the option --prior-pre
 
 from bnncli.options.acquire import AcquireOptions as AcquireOptions
 from bnncli.options.auto import AutoOptions as AutoOptions
+from bnncli.options.calibrate import CalibrateOptions as CalibrateOptions
 from bnncli.options.common import (
     CommonOptions as CommonOptions,
 )

@@ -98,6 +98,12 @@ class PredictOptions(Checked):
         numeric=False,
     )
 
+    decide: list[str] = option(
+        [],
+        "Rule of calibrate whose decisions are told, and columns of the table (set, set_size, accept, ood; with the rule's name before them where it has one of its own); by default all that fit, where there is a table; none takes none. Repeatable.",
+        metavar="NAME",
+        numeric=False,
+    )
     trust_code: bool = trust_code_option()
 
     def __post_init__(self) -> None:

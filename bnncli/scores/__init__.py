@@ -33,7 +33,7 @@ class Score:
     """What one score declares; one of `of_split`, `of_two_splits`, `of_other_split`, `of_draws`, `of_reference` and
     `computed_by` makes it.
 
-    None of them: the score tells of a posterior's network, and rows of it come from where those are made.
+    None of them: the score tells of a posterior's network, or of a rule, and rows of it come from where those are made.
 
     Args:
         title: heads its column; {k} stands for the `k` of its row.
@@ -57,6 +57,7 @@ class Score:
         of_draws: the distance between draws of theta and those of a reference.
         of_reference: how near predictions come to those of a reference; its `floor` is what halves of its draws have.
         computed_by: the score whose file computes this one as well.
+        is_of_rule: it tells what a rule of calibrate decides; its rows come with the rules of the predictions.
     """
 
     title: str
@@ -78,6 +79,7 @@ class Score:
     of_draws: Callable[[], Distance] | None = None
     of_reference: Callable[[PredictionPair], ScoreGroup] | None = None
     computed_by: str | None = None
+    is_of_rule: bool = False
 
     @property
     def is_paired(self) -> bool:

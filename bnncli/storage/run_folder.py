@@ -97,6 +97,10 @@ class RunFolder:
         """metrics/<posterior>.<integrator>.json"""
         return self.root / "metrics" / f"{name}.json"
 
+    def decision(self, name: str, rule: str) -> Path:
+        """decisions/<posterior>.<integrator>/<rule>.safetensors; `name` is <posterior>.<integrator>."""
+        return self.root / "decisions" / name / f"{rule}.safetensors"
+
     def lock(self, target: Path) -> Path:
         """The lock file of an artifact: in .locks/, named after its place in the run folder; else beside it."""
         try:
@@ -119,6 +123,10 @@ class RunFolder:
     def prediction_files(self) -> list[Path]:
         """Every prediction file of the run."""
         return sorted((self.root / "predictions").glob("[!.]*/[!.]*.h5"))
+
+    def decision_files(self, name: str = "[!.]*") -> list[Path]:
+        """Every decision file of the run, or of the predictions of this name."""
+        return sorted((self.root / "decisions").glob(f"{name}/[!.]*.safetensors"))
 
     @property
     def recommended(self) -> Path:

@@ -168,7 +168,11 @@ WITHOUT_LINE = {
     ("train", "--recipe", "resnet20-cifar"): "as that",
     ("fit-lbbnn", "--variance", "exact"): "what lrt and mnf do without --variance",
 }
-LEFT_OUT = {"demo": "runs other commands, for a minute", "reproduce": "as demo"}
+LEFT_OUT = {
+    "calibrate": "counts and sorts on the CPU",
+    "demo": "runs other commands, for a minute",
+    "reproduce": "as demo",
+}
 
 
 NETWORK = """

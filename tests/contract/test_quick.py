@@ -57,6 +57,7 @@ MADE = (
     "fit-sghmc net.pt --layers all --prior-precision 3 --chains 1 --epochs 20 --batch-size 16 --trust-code",
     "predict small --samples 20 --split test --posterior temperature --posterior lbbnn",
     "predict net.pt --samples 20 --split test --trust-code",
+    "calibrate small --posterior lbbnn --split test --sets lac --false-alarm 0.1",
     "evaluate small --bootstrap 20 --posterior lbbnn",
 )
 NOTHING_TO_DO = (
@@ -88,6 +89,7 @@ ALWAYS_WORK = {
     "report",
 }
 MISSING = {
+    "calibrate": "--sets lac",
     "convert": "out.safetensors",
     "extract-features": "--model net.py:make --data train=npz:data.npz",
     "fit-ensemble": "more.pt",

@@ -73,6 +73,7 @@ _TRAINED = (*_MLP, "--data", "train=npz:train.npz", "--batch-size", "64", "--sav
 _TRAIN, _VAL, _TEST = (f"small.bnn/features/{split}.h5" for split in ("train", "val", "test"))
 _LAPLACE, _LBBNN = (f"small.bnn/posteriors/{name}.safetensors" for name in ("laplace", "lbbnn"))
 _MC = "small.bnn/predictions/laplace.mc/test.h5"
+_CALIBRATED = ("--posterior", "laplace", "--integrator", "mc", "--split", "test", "--sets", "lac")
 _ALL = ("whole.pt", "--layers", "all", "--trust-code")  # of a network by code, whose inputs are read again
 _WHOLE = ("whole.pt", "net.py", "train.npz", "whole.pt.bnn/features/train.h5")
 _NEW = ("--posterior", "map", "--trust-code")  # of inputs that are no split of the run
@@ -256,6 +257,13 @@ LINES = {
             ("else/p.h5",),
             None,
             (_TEST,),
+        ),
+        Line(
+            "calibrate",
+            ("small", *_CALIBRATED, "--name", "new"),
+            ("small.bnn/decisions/laplace.mc/new.safetensors",),
+            ("small", *_CALIBRATED, "--name", "new", "--coverage", "0.8"),
+            (_MC,),
         ),
         Line(
             "evaluate",

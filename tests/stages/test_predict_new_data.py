@@ -294,3 +294,35 @@ def test_a_full_disk_leaves_whole_rows_and_says_so(folder: Path, cli: Cli, monke
     monkeypatch.chdir(folder)
     follow(cli)
     assert [row["name"] for row in rows("t.csv")] == ["0.png", "1.png"]
+
+
+def test_rules_of_calibrate_decide_on_new_data_as_on_a_split(folder: Path, cli: Cli) -> None:
+    asked = (
+        "extract-features",
+        "net.pt",
+        "--model",
+        "mlp",
+        "--data",
+        "calib=npz:test.npz@200",
+        "--data",
+        "new=npz:labelled.npz",
+    )
+    assert cli(*asked).code == 0
+    predict(cli, "--split", "calib")
+    rules = ("--sets", "aps", "--risk", 0.9, "--false-alarm", 0.1, "--score", "entropy", "--shift-level", 0.05)
+    done = cli("calibrate", "net.pt", "--split", "calib", "--posterior", "laplace", *rules)
+    assert done.code in (0, 3), done.stderr
+    two = predict(cli, "--split", "new", "--table", "two.csv", "--json").json
+    one = predict(cli, "--data", "new=npz:labelled.npz", "--table", "one.csv", "--json").json
+    assert {"set", "set_size", "accept", "ood"} <= {*rows("one.csv")[0]}
+    assert rows("one.csv") == rows("two.csv")
+    alarm = next(row for row in two["decisions"] if row["kind"] == "shift")
+    assert one["decisions"] == [{**alarm}]
+    draw(Path("in") / "0.png", 0)
+    follow(cli)
+    draw(Path("in") / "1.png", 1)
+    follow(cli)
+    assert [row["ood"] in ("0", "1") for row in rows("t.csv")] == [True, True]
+    predict(cli, "--data", "new=npz:labelled.npz", "--table", "none.csv", "--decide", "none")
+    assert "ood" not in rows("none.csv")[0]
+    predict(cli, "--data", "new=npz:labelled.npz", "--table", "x.csv", "--decide", "absent", code=66)

@@ -135,7 +135,7 @@ def _arrays(header: Header) -> dict[str, str]:
     """Name to type and shape of everything stored; nothing for metrics."""
     if header.kind == "metrics":
         return {}
-    if header.kind in ("posterior", "checkpoint"):
+    if header.kind in ("posterior", "checkpoint", "decision"):
         from bnncli.storage.posteriors import tensor_shapes
 
         return tensor_shapes(header.path)

@@ -23,6 +23,7 @@ _OF_CLASSES = {
     "images": (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"),
     "audio": tuple(_sound.SUFFIXES),
 }
+_PARTS = ("features", "posteriors", "predictions", "metrics", "decisions")
 _DATA = {"Image": "images:TRAIN", "Sequence": "csv:TRAIN.csv"}
 _CLASSIFIER = re.compile(r"For(Image|Sequence|Audio)Classification$")
 
@@ -48,10 +49,10 @@ def folder_found(folder: Path) -> Found:
 
 def _run(folder: Path, names: list[str]) -> Found | None:
     """A run folder of ours."""
-    if folder.suffix != ".bnn" or not {"features", "posteriors", "predictions", "metrics"} & {*names}:
+    if folder.suffix != ".bnn" or not {*_PARTS} & {*names}:
         return None
     found = Found("run")
-    for part in ("features", "posteriors", "predictions", "metrics"):
+    for part in _PARTS if "decisions" in names else _PARTS[:-1]:
         files = sorted(file.name for file in (folder / part).glob("[!.]*")) if part in names else []
         found.add(part, ", ".join(files) or "none", key=part)
     found.suggested = pasted("status", str(folder.with_suffix("")))

@@ -26,8 +26,9 @@ from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_default, wa
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.recommendation import recommended
 from bnncli.run.session import Result, Run
+from bnncli.stages.predict.decided import SplitDecisions, decide, rule_columns
 from bnncli.stages.predict.memory import planned_bytes
-from bnncli.stages.predict.stored import facts_of, predict_split
+from bnncli.stages.predict.stored import facts_of, params_of, predict_split
 from bnncli.stages.predict.table import check_table_path, make_table, parse_merges
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -69,7 +70,8 @@ def run(run: Run, options: PredictOptions) -> Result:
     classes = splits[0].content.classes
     if not has_exclusive_classes(splits[0].content.likelihood):
         _refuse_of_labels(options)
-    merges = parse_merges(options.merge, classes, probabilities=options.probabilities)
+    taken = rule_columns(run) if options.merge else []
+    merges = parse_merges(options.merge, classes, probabilities=options.probabilities, taken=taken)
     if options.table is not None:
         inputs = [source.path for source in (*(split.source for split in splits), *(one.source for one in posteriors))]
         check_table_path(run, Path(options.table), inputs)
@@ -90,10 +92,20 @@ def run(run: Run, options: PredictOptions) -> Result:
     counts = f"{_counted(len(total.outputs), 'file')}, {_counted(len(splits), 'split')}"
     if not run.write.dry_run:
         total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_about_draws(total.outputs)]
+    files = [Path(output["path"]) for output in total.outputs]
+    decided: list[SplitDecisions] = []
+    if (options.table is not None or options.decide) and is_leader() and not run.write.dry_run:
+        decided = decide(run, files, only=options.decide)
+        total.extra["decisions"] = [row for one in decided for row in one.to_json()]
+        total.summary += [line for one in decided for line in one.lines()]
     if options.table is not None and is_leader():
-        files = [Path(output["path"]) for output in total.outputs]
         names = {split.content.name: split.content.names for split in splits}
-        columns: dict[str, Any] = {"merges": merges, "classes": classes, "probabilities": options.probabilities}
+        columns: dict[str, Any] = {
+            "decided": decided,
+            "merges": merges,
+            "classes": classes,
+            "probabilities": options.probabilities,
+        }
         total.add(make_table(run, Path(options.table), files, names=names, **columns))
     return total
 
@@ -125,14 +137,20 @@ def _predict_new(run: Run, options: PredictOptions) -> Result:
     classes = list(posterior_classes(run.folder, posteriors[0].header))
     if not has_exclusive_classes(recorded_name(posteriors[0].header.meta)):
         _refuse_of_labels(options)
-    merges = parse_merges(options.merge, classes, probabilities=options.probabilities)
+    taken = rule_columns(run) if options.merge else []
+    merges = parse_merges(options.merge, classes, probabilities=options.probabilities, taken=taken)
     pairs = list(_pairs(run, options, posteriors, len(classes)))
     if not pairs:
         raise DataError("no posterior of the run fits the integrator", hint=run.suggest("status"))
     from bnncli.stages.predict.new_data import Maker
     from bnncli.stages.predict.one_go import predict_new
 
-    return predict_new(run, options, [Maker(replace(predictor), choice) for predictor, choice, _ in pairs], merges)
+    return predict_new(
+        run,
+        options,
+        [Maker(replace(predictor), choice, source.content_digest) for predictor, choice, source in pairs],
+        merges,
+    )
 
 
 def _as_recommended(run: Run, options: PredictOptions) -> PredictOptions:
@@ -275,19 +293,11 @@ def _request(
     posterior, name = sources[0].path.stem, split.content.name
     label = run.naming.name or f"{posterior}.{choice.variant}"
     is_sampling, header = choice.integrator.is_sampling, read_header(sources[0].path)
+    params = params_of(run, choice, posterior, keep_samples=options.keep_samples)
     is_drawn = is_sampling and header.meta.get("method") in (
         "laplace",
         "refine",
     )  # and not stored, or of a latent network
-    params: dict[str, Any] = {
-        "integrator": choice.name,
-        "settings": choice.settings,
-        "samples": choice.samples,
-        "posterior": posterior,
-        "seed": run.compute.seed if is_sampling else None,
-        "keep_samples": options.keep_samples and is_sampling,
-        "top_k": choice.top_k,
-    }
 
     @cache
     def planned_memory() -> int | None:

@@ -20,6 +20,7 @@ from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.run.integrator_choice import IntegratorChoice
 from bnncli.run.predictor import Predictor
 from bnncli.run.session import Run
+from bnncli.stages.predict.new_data_rules import NewDataRules
 from bnncli.stages.predict.stored import predictions_of
 from bnncli.stages.predict.table import Origin, ShownColumns
 from bnncli.storage.predictions import PredictionFile
@@ -36,6 +37,13 @@ class Maker:
 
     predictor: Predictor
     choice: IntegratorChoice
+    digest: str
+    """Of the posterior."""
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """Posterior and integrator, as tables have them."""
+        return self.predictor.path.stem, self.choice.variant
 
     @property
     def is_last_layer(self) -> bool:
@@ -49,6 +57,7 @@ class NewData:
 
     Attributes:
         classes: of the posteriors, index = output.
+        rules: of calibrate, of each maker.
         shown: the columns of the table.
     """
 
@@ -56,6 +65,7 @@ class NewData:
     makers: Sequence[Maker]
     classes: list[str]
     shown: ShownColumns
+    rules: Sequence[NewDataRules]
 
     @property
     def titles(self) -> bytes:
@@ -106,9 +116,10 @@ class NewData:
             stop = start + len(extracted.features)
             rows = slice(start, stop)
             named = None if names is None else np.array([name.encode() for name in names[rows]])
-            for maker in self.makers:
+            for maker, rules in zip(self.makers, self.rules, strict=True):
                 content, origin = self._predicted(maker, split, rows, extracted, first_id)
-                yield self.shown.block(content, slice(None), origin, named)
+                said = rules.of_block(split.name, content, first_id + start, self.shown.rules)
+                yield self.shown.block(content, slice(None), origin, named, said)
             task.advance(stop - start)
             start = stop
 
@@ -150,7 +161,7 @@ class NewData:
         )  # fmt: skip
         level = None if content.interval is None else predicted.integrator.interval_level
         exclusive = has_exclusive_classes(layout.likelihood_name)
-        return content, Origin(split.name, predictor.path.stem, maker.choice.variant, level, exclusive)
+        return content, Origin(split.name, *maker.origin, level, exclusive)
 
 
 def _joined(held: Sequence[Extracted]) -> Extracted:

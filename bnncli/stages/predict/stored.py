@@ -14,6 +14,7 @@ from bnncli.run.integrator_choice import IntegratorChoice
 from bnncli.run.predicted_rows import Predicted
 from bnncli.run.predictor import Predictor
 from bnncli.run.produce import Computed
+from bnncli.run.session import Run
 from bnncli.storage.predictions import PredictionFile, write_predictions
 
 if TYPE_CHECKING:
@@ -47,6 +48,20 @@ def predict_split(
         return write_predictions(target, content, meta=meta, provenance=provenance, may_replace=may_replace)
 
     return Computed(publish, facts=facts_of(meta))
+
+
+def params_of(run: Run, choice: IntegratorChoice, posterior: str, *, keep_samples: bool) -> dict[str, Any]:
+    """What of a prediction's parameters provenance records."""
+    is_sampling = choice.integrator.is_sampling
+    return {
+        "integrator": choice.name,
+        "settings": choice.settings,
+        "samples": choice.samples,
+        "posterior": posterior,
+        "seed": run.compute.seed if is_sampling else None,
+        "keep_samples": keep_samples and is_sampling,
+        "top_k": choice.top_k,
+    }
 
 
 def facts_of(meta: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from bnncli.integrators._intervals import LEVEL
 from bnncli.lazy import torch
 from bnncli.numerics import dirichlet
 from bnncli.run.session import Result, Run
+from bnncli.stages.predict.decided import RuleColumns, SplitDecisions, columns_of
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import PredictionFile, read_predictions
 from bnncli.storage.side_outputs import check_side_output
@@ -75,12 +76,14 @@ class ShownColumns:
         has_top_k: whether examples have the classes that a ranking keeps.
         has_names: whether they have names.
         probabilities: whether every class has one.
+        rules: those of the rules of calibrate.
     """
 
     merges: Sequence[Merge]
     has_top_k: bool
     has_names: bool
     probabilities: bool
+    rules: RuleColumns
 
     def columns(self, classes: Sequence[str], *, is_exclusive: bool) -> TableBlock:
         """No rows, with all the columns."""
@@ -89,20 +92,25 @@ class ShownColumns:
             probs=np.empty((0, count), np.float32), entropy=np.empty(0), mutual_info=None, labels=None,
             sample_id=np.empty(0, np.int64), classes=list(classes),
         )  # fmt: skip
-        return self.block(nothing, slice(None), Origin("", "", "", None, is_exclusive), np.empty(0, "S1"))
+        said = {name: np.empty((0, count) if name in self.rules.sets else 0, np.int8) for name in self.rules.names}
+        return self.block(nothing, slice(None), Origin("", "", "", None, is_exclusive), np.empty(0, "S1"), said)
 
-    def block(self, content: PredictionFile, rows: slice, origin: Origin, names: Array | None) -> TableBlock:
+    def block(
+        self, content: PredictionFile, rows: slice, origin: Origin, names: Array | None, said: Mapping[str, Array]
+    ) -> TableBlock:
         """These rows of predictions as rows of the table.
 
         Args:
             names: (n,) of the rows, UTF-8 bytes; empty ones where there are none.
+            said: what rules say of the rows, by column.
         """
         columns = (
             _of_classes(content, rows, self.merges, level=origin.level, has_top_k=self.has_top_k)
             if origin.is_exclusive
             else _of_labels(content, rows, level=origin.level)
         )
-        block = TableBlock(origin[:3], {"sample_id": content.sample_id[rows], **columns})
+        ids = {"sample_id": content.sample_id[rows]}
+        block = TableBlock(origin[:3], {**ids, **columns, **said}, sets=self.rules.sets)
         if self.has_names:
             block.columns[NAME] = np.full(len(block.columns["sample_id"]), b"") if names is None else names
         if self.probabilities or not origin.is_exclusive:
@@ -110,17 +118,20 @@ class ShownColumns:
         return block
 
 
-def parse_merges(texts: Sequence[str], classes: Sequence[str], *, probabilities: bool = False) -> list[Merge]:
+def parse_merges(
+    texts: Sequence[str], classes: Sequence[str], *, probabilities: bool = False, taken: Sequence[str] = ()
+) -> list[Merge]:
     """The unions that --merge NAME=CLASS,CLASS asks for, by class name or index.
 
     Args:
         probabilities: whether every class has a column too.
+        taken: further names of columns.
 
     Raises:
         UsageError: no such class, a class twice, all classes, or a name that is taken.
     """
     merges: list[Merge] = []
-    taken = {*_COLUMNS, *(probability_columns(classes) if probabilities else [])}
+    names = {*_COLUMNS, *taken, *(probability_columns(classes) if probabilities else [])}
     for text in texts:
         name, _, listed = text.partition("=")
         members = tuple(_class_index(text, part.strip(), classes) for part in listed.split(","))
@@ -129,11 +140,11 @@ def parse_merges(texts: Sequence[str], classes: Sequence[str], *, probabilities:
         if len(members) == len(classes):
             raise UsageError(f"--merge {text}: the union of all classes has probability 1")
         own = {name, f"{name}_low", f"{name}_high"}
-        if own & taken:
+        if own & names:
             raise UsageError(
-                f"--merge {text}: the table has a column {min(own & taken)!r} already; choose another name"
+                f"--merge {text}: the table has a column {min(own & names)!r} already; choose another name"
             )
-        taken |= own
+        names |= own
         merges.append(Merge(name, members))
     return merges
 
@@ -166,12 +177,14 @@ def make_table(
     classes: Sequence[str],
     names: Mapping[str, Array | None],
     probabilities: bool,
+    decided: Sequence[SplitDecisions] = (),
 ) -> Result:
     """Write the table of these prediction files.
 
     Args:
         names: of the examples (N,) of each split, as its features have them.
         probabilities: whether every class gets a column.
+        decided: what rules say of the files, in their order.
     """
     if run.write.dry_run:
         output: dict[str, Any] = {"role": "table", "path": str(target), "planned": "compute", "estimated_bytes": 0}
@@ -181,16 +194,18 @@ def make_table(
     has_names = any(names.get(str(meta["split"])) is not None for meta in metas)
     task = run.console.task("table", sum(int(meta["num_examples"]) for meta in metas))
 
-    shown = ShownColumns(merges, has_top_k, has_names, probabilities)
+    rules = columns_of(decided)
+    shown = ShownColumns(merges, has_top_k, has_names, probabilities, rules)
 
     def blocks() -> Iterator[TableBlock]:
-        for path in files:
+        for place, path in enumerate(files):
             content = read_predictions(path)
             origin, size = _origin(content), max(1, BLOCK_PROBABILITIES // len(content.classes))
             named = names.get(origin.split)
             for start in range(0, max(1, len(content.probs)), size):
                 rows = slice(start, start + size)
-                block = shown.block(content, rows, origin, None if named is None else named[rows])
+                said = rules.of_rows(decided[place], np.asarray(content.probs[rows]), rows) if rules.names else {}
+                block = shown.block(content, rows, origin, None if named is None else named[rows], said)
                 task.advance(len(block.columns["sample_id"]))
                 yield block
 

@@ -16,6 +16,7 @@ from bnncli.pages.page import MOST_BYTES, page
 from bnncli.run.session import Run
 from bnncli.stages.report.calibration import calibration
 from bnncli.stages.report.chains import chains
+from bnncli.stages.report.decisions import decisions
 from bnncli.stages.report.detection import detection
 from bnncli.stages.report.fidelity import fidelity
 from bnncli.stages.report.fits import fits
@@ -44,6 +45,7 @@ PARTS = (
     ReportPart("scores", "Scores", scores),
     ReportPart("calibration", "Calibration", calibration),
     ReportPart("confidence", "Confidence, in and out of distribution", detection),
+    ReportPart("decisions", "Decisions with guarantees", decisions),
     ReportPart("posteriors", "Posteriors against their target", posteriors),
     ReportPart("chains", "Chains", chains),
     ReportPart("fits", "How they were fitted", fits),

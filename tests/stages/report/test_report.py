@@ -23,7 +23,7 @@ from bnncli.storage.locks import artifact_lock
 from bnncli.storage.predictions import read_predictions
 
 SECTIONS = (
-    "verdict", "origins", "scores", "calibration", "confidence", "posteriors", "chains", "fits", "fidelity", "inputs",
+    "verdict", "origins", "scores", "calibration", "confidence", "decisions", "posteriors", "chains", "fits", "fidelity", "inputs",
 )  # fmt: skip
 
 
