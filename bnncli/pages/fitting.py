@@ -13,7 +13,7 @@ from bnncli.pages.sections import section_of
 LEFT_OUT = "left-out"  # the name of the section that says what is not there
 
 
-class Fitted(NamedTuple):
+class FittedPage(NamedTuple):
     """A page below the size, and the sections that are not on it."""
 
     content: bytes
@@ -27,7 +27,7 @@ def fitted(
     page_of: Callable[[Sequence[Section], dict[str, Markup]], bytes],
     note: Callable[[Sequence[Section]], Block],
     most_bytes: int = MOST_BYTES,
-) -> Fitted:
+) -> FittedPage:
     """The page of as many of the sections as fit, with the first in any case; of that the first blocks, as many as fit.
 
     Args:
@@ -53,7 +53,7 @@ def fitted(
         cut = Section(first.name, first.title, first.blocks[:count])
         ready[first.name] = section_of(cut)
         content = _page([cut], [*gone, first], ready, page_of, note)
-    return Fitted(content, gone)
+    return FittedPage(content, gone)
 
 
 def _page(
