@@ -40,7 +40,7 @@ class AcquireOptions(Checked):
         None, "File of ids or names, one a line, that are not chosen: those that have labels already.", metavar="FILE"
     )
     table: str | None = option(None, "Write what was chosen as a table, with scores: .csv.", metavar="FILE")
-    trust_code: bool = trust_code_option()
+    trust_code: bool = trust_code_option(is_recorded=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -134,6 +134,7 @@ LINES = (
     "diagnose m.pt --draws 16 --layers all --posterior n-diag --posterior some --posterior drawn",
     "evaluate s --bootstrap 5 --score all --integrator mc",
     "acquire s --pool test --by batchbald --batch 3 --samples 8",
+    *(f"acquire s --pool test --by {rule} --batch 3 --posterior diag" for rule in ("entropy", "margin", "random")),
     "acquire m.pt --pool val --batch 2 --posterior some --samples 8",
     "diagnose s --draws 16 --posterior laplace --posterior refine",
     "report s --posterior laplace --posterior refine --posterior hmc --figures drawn --figure-format png --figure-format pdf --figure-format svg",
@@ -166,6 +167,7 @@ WITHOUT_LINE = {
     ("train", "--autocast", "bf16"): "as that of extract-features",
     ("train", "--recipe", "wrn-16-4-cifar"): "large; every setting of it is in a line",
     ("train", "--recipe", "resnet20-cifar"): "as that",
+    **{("acquire", "--integrator", name): "predicts as predict does" for name in registry.names("integrators")},
     ("fit-lbbnn", "--variance", "exact"): "what lrt and mnf do without --variance",
 }
 LEFT_OUT = {

@@ -35,7 +35,7 @@ COMMAND = Command(
     "examples tell (bald, entropy, margin) repeats itself where the pool does; batchbald chooses a batch for what its labels tell together.",
     (AcquireOptions, InputOptions, ComputeOptions, WriteOptions, *READ),
     (
-        "bnncli acquire ckpt.pt --pool unlabelled --batch 100 > next.txt",
+        "bnncli acquire ckpt.pt --pool unlabelled --batch 100",
         "bnncli acquire ckpt.pt --pool unlabelled --by batchbald --batch 20 --exclude done.txt --table next.csv",
     ),
     place=95,
