@@ -66,6 +66,7 @@ COMPUTING = {
     "report",
     "auto",
     "merge",
+    "export",
 }
 
 
@@ -273,6 +274,9 @@ LINES = (
     Line("predict wide --samples 20 --posterior laplace --split test", SOLVED),
     Line("predict flat --samples 10 --split test", TRAINED),
     Line("predict net.pt --samples 20 --posterior laplace --split test --split mnist", SOLVED),
+    # Files that predict by themselves.
+    Line("export small --posterior laplace --draws 9 --head-only --format torch", SOLVED),
+    Line("export small --posterior kron --integrator bridge --head-only --format pt2 --score entropy", SEARCHED),
     # Scores.
     Line(f"{SCORES} --score all", SOLVED),
     Line("evaluate small --posterior hmc --bootstrap 0", TRAINED),

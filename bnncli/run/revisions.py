@@ -28,6 +28,7 @@ FIT_VI = 1
 EVALUATE = 2
 EVALUATE_FEATURES = 1
 AUTO = 1
+EXPORT = 1
 
 
 def of_laplace(*, in_span: bool) -> int:
@@ -133,4 +134,5 @@ _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     "checkpoint": lambda header: {TRAIN},
     "predictions": lambda header: {of_predict(0), of_predict(sys.maxsize)},  # their header does not say how long
     "metrics": _metrics_today,
+    "export": lambda header: {EXPORT},
 }

@@ -38,6 +38,7 @@ def run(run: Run, options: StatusOptions) -> Result:
         + folder.posteriors()
         + folder.prediction_files()
         + folder.metrics_files()
+        + folder.export_files()
         + [path for path in (folder.recommended,) if path.is_file()]
     )
     followed: Followed = {}

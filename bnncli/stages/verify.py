@@ -13,6 +13,8 @@ from bnncli.options.command import Argument, Command
 from bnncli.run.inputs import open_posterior
 from bnncli.run.session import Result, Run, Table
 from bnncli.storage.artifacts import read_header
+from bnncli.storage.exports import KIND as EXPORT
+from bnncli.storage.exports import check_export
 from bnncli.storage.features import read_features
 from bnncli.storage.headers import Header
 from bnncli.storage.metrics import read_metrics
@@ -28,7 +30,7 @@ COMMAND = Command(
     place=150,
 )
 
-SUFFIXES = (".h5", ".safetensors", ".nc", ".json")
+SUFFIXES = (".h5", ".safetensors", ".nc", ".json", ".onnx", ".pt2")
 
 
 def run(run: Run, options: Any) -> Result:
@@ -86,6 +88,8 @@ def check_artifact(path: Path) -> Header:
         read_metrics(path)
     elif header.kind == "checkpoint":
         read_trained(path)
+    elif header.kind == EXPORT:
+        check_export(path)
     else:
         posterior, _ = open_posterior(path)
         if _places(posterior.layout.to_json()) != _places(header.meta.get("param_layout")):

@@ -26,7 +26,7 @@ SPECIAL = {
     "metric": "nll", "score": "knn", "score score": "energy", "assert": "ece<=0.02", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
     "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "predict top-k": "best", "table": "t.csv", "merge": "a=0,1", "grid devices": "0,1", "grid jobs": "3", "reproduce scale": "paper", "definitions": "right", "sampler": "nuts", "dynamics": "leapfrog", "gradients": "tf32", "hmc spread": "chains", "dtype": "float16", "autocast": "bf16", "task": "multiclass",
     "prior-precision": "2", "bias-precision": "2", "max-rhat": "1.5", "draws": "9", "alpha": "0.1", "bootstrap": "200", "format": "csv", "plot": "curve.png", "until": "ess>=9", "max-draws": "900", "model": "mlp", "elbo-draws": "9", "level": "0.5",
-    "figure-format": "svg", "recipe": "mlp-fmnist", "train optimizer": "sgd", "augment": "crop", "corrupt": "jpeg:3",
+    "figure-format": "svg", "export format": "pt2", "export score": "entropy", "recipe": "mlp-fmnist", "train optimizer": "sgd", "augment": "crop", "corrupt": "jpeg:3",
     "fit-sghmc sampler": "sghmc", "fit-sghmc draws": "9", "fit-sghmc epochs": "80", "fit-sghmc momentum-decay": "0.5", "preconditioner": "rmsprop", "start": "init",
     "fit-swag rank": "9", "fit-swag epochs": "30", "fit-swag scale": "0.3", "by": "cost", "optimizer": "ivon", "fit-vi estimator": "flipout",
     "fit-lbbnn hidden": "7,5", "fit-lbbnn estimator": "mnf", "schedule": "cosine", "variance": "published", "prior-inclusion": "0.5", "start-inclusion": "1,2", "flow-hidden": "7", "prune rule": "density", "density": "0.1", "slab-sd": "0.3", "true-inputs": "1,3",
