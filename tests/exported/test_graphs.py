@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from bnncli.exported.steps import PortableHead
 from bnncli.integrators import load_integrator
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.exports import check_export, write_export
+from bnncli.storage.predictions import read_predictions
 
 Writer = Callable[..., ExportedModel]
 # Every step once.
@@ -197,9 +200,32 @@ def test_a_run_gives_an_onnx_file_that_runs_without_bnncli(cli: Cli, small_run: 
                 strict=True,
             )
         )
-    from bnncli.storage.predictions import read_predictions
-
     assert cli("predict", small_run, "--posterior", "hmc", "--samples", 100, "--split", "test", "--force").code == 0
     expected = read_predictions(small_run.with_name("small.bnn") / "predictions" / "hmc.mc" / "test.h5")
     assert np.abs(outputs["probs"] - expected.probs).max() < 0.05  # other draws of the same chains
     np.testing.assert_allclose(outputs["ood_score"], -outputs["probs"].max(axis=1))
+
+
+def test_the_example_of_the_readme_runs_as_it_stands(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    written_by("onnx")
+    root = Path(__file__).parents[2]
+    found = re.search(r"<!-- serve -->\n```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    assert len(found[1].splitlines()) <= 11
+    monkeypatch.chdir(tmp_path)
+    for name in ("lenet5-fmnist.pt", "train.npz", "val.npz", "test.npz"):
+        shutil.copy(root / "fixtures" / name, name)
+    data = [word for name in ("train", "val", "test") for word in ("--data", f"{name}=npz:{name}.npz@200")]
+    assert cli("extract-features", "lenet5-fmnist.pt", "--model", "lenet5", *data).code == 0
+    assert cli("fit-laplace", "lenet5-fmnist.pt", "--prior-precision", 300, "--structure", "diag").code == 0
+    words = ("--posterior", "laplace", "--integrator", "probit")
+    assert cli("export", "lenet5-fmnist.pt", *words, "--out", "lenet.onnx").code == 0
+    assert cli("predict", "lenet5-fmnist.pt", *words, "--split", "test").code == 0
+    capfd.readouterr()
+    exec(found[1], {})
+    lines = capfd.readouterr().out.splitlines()
+    expected = read_predictions(Path("lenet5-fmnist.pt.bnn/predictions/laplace.probit/test.h5")).probs[:5]
+    assert [line.split()[0] for line in lines] == [str(k) for k in expected.argmax(axis=1)]
+    assert [float(line.split()[1]) for line in lines] == pytest.approx(expected.max(axis=1), abs=6e-4)

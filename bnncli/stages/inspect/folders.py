@@ -51,7 +51,8 @@ def _run(folder: Path, names: list[str]) -> Found | None:
     if folder.suffix != ".bnn" or not {"features", "posteriors", "predictions", "metrics"} & {*names}:
         return None
     found = Found("run")
-    for part in ("features", "posteriors", "predictions", "metrics"):
+    parts = ("features", "posteriors", "predictions", "metrics", "exports")
+    for part in parts if "exports" in names else parts[:-1]:
         files = sorted(file.name for file in (folder / part).glob("[!.]*")) if part in names else []
         found.add(part, ", ".join(files) or "none", key=part)
     found.suggested = pasted("status", str(folder.with_suffix("")))
