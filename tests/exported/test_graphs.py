@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +79,8 @@ def test_the_same_module_gives_the_same_bytes_and_nothing_of_the_machine(form: s
     for place in (str(Path(__file__).parents[2]), str(Path.cwd()), sys.prefix):
         assert place.encode() not in content
     assert b"steps.py" not in content
+    assert b"bnncli.exported" not in content
+    assert b"pkg.torch.onnx" not in content
 
 
 @every_form
@@ -161,6 +165,19 @@ def test_damage_anywhere_is_found(form: str, tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         with pytest.raises(DataError):
             check_export(path)
+
+
+def test_other_weights_in_an_archive_that_is_whole_are_found(tmp_path: Path) -> None:
+    path, other = tmp_path / "head", tmp_path / "other"
+    content = to_program(head(), inputs(2), input_name=FEATURES).content
+    write_export(path, content, meta=META, provenance=PROVENANCE, may_replace=False)
+    with zipfile.ZipFile(path) as ours, zipfile.ZipFile(other, "w") as theirs:
+        for name in ours.namelist():
+            part = ours.read(name)
+            theirs.writestr(name, bytes(len(part)) if name.endswith("weight_0") else part)
+    assert read_header(other) == replace(read_header(path), path=other)
+    with pytest.raises(DataError, match="does not match its digest"):
+        check_export(other)
 
 
 def test_graphs_of_others_are_no_artifacts(tmp_path: Path) -> None:

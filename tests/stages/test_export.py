@@ -242,6 +242,7 @@ def test_the_same_again_is_up_to_date_and_other_options_are_refused(cli: Cli, sm
     first, again = cli(*words, "--json").json, cli(*words, "--json").json
     assert (first["action"], again["action"]) == ("computed", "up_to_date")
     assert first["outputs"] == again["outputs"]
+    assert cli("status", small_run, "--check").code == 0
     assert again["metrics"]["milliseconds"] is None
     other = cli(*words, "--score", "entropy")
     assert other.code == 73
