@@ -148,9 +148,12 @@ def _name_batch(model: Any) -> None:
     """Call the open size of inputs and outputs `batch`, and take out what the exporter says of its source."""
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.shape = type(value.shape)(["batch", *list(value.shape)[1:]])
+        value.metadata_props.clear()
     for node in model.graph:
         node.metadata_props.clear()
         node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
     for value in model.graph.initializers.values():
         value.metadata_props.clear()
     model.metadata_props.clear()

@@ -40,7 +40,7 @@ class FeatureNetwork(nn.Module):
         if self.form is not None:
             passed, returned = self.form.run(self.model, lambda: self.model(inputs))
             weight: Any = self.head_weight
-            output = chosen_output(returned, self.form.output).reshape(len(inputs), -1)
+            output = chosen_output(returned, self.form.output).reshape(inputs.shape[0], -1)
             return self.form.features(passed, output, weight, self.head_bias)  # type: ignore[arg-type]
         assert self.layer is not None
         captured: list[Tensor] = []

@@ -179,6 +179,41 @@ def test_a_whole_network_takes_the_images_as_they_are_stored(cli: Cli, checkpoin
     assert done.json["metrics"]["parity"]["rows"] == 40
 
 
+CONVOLUTION = """
+from torch import nn
+
+def make():
+    layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 3, 1), nn.Flatten()
+    return nn.Sequential(*layers)
+"""
+
+
+@pytest.mark.parametrize("sized", [(), ("--resize", "8", "--crop", "6")], ids=["as stored", "resized"])
+def test_a_head_that_is_a_convolution_and_images_that_are_resized_outside(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sized: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(CONVOLUTION)
+    space: dict[str, Any] = {}
+    exec(CONVOLUTION, space)
+    torch.manual_seed(0)
+    torch.save(space["make"]().state_dict(), "ckpt.pt")
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (60, 12, 10), dtype=np.uint8)
+    np.savez("data.npz", x=images, y=random.integers(0, 3, 60))
+    data = ("--data", "train=npz:data.npz", "--hold-out", "val=train:20")
+    assert cli("extract-features", "ckpt.pt", "--model", "net.py:make", *data, *sized).code == 0
+    assert cli("fit-laplace", "ckpt.pt", "--prior-precision", "1").code == 0
+    done = cli(*ASKED, "--trust-code", "--json")
+    assert done.code == 0, done.stderr
+    program = torch.export.load(done.json["outputs"][0]["path"]).module()
+    shape, dtype = ((1, 6, 6), torch.float32) if sized else ((12, 10), torch.uint8)
+    meta = read_header(Path(done.json["outputs"][0]["path"])).meta
+    assert meta["input"]["shape"] == ["batch", *shape]
+    assert meta["input"]["preprocessing"].startswith("outside" if sized else "inside")
+    assert program(torch.zeros(5, *shape, dtype=dtype))["probs"].shape == (5, 3)
+
+
 def test_code_of_the_network_is_not_run_without_trust(cli: Cli, checkpoint: Path) -> None:
     done = cli(*ASKED)
     assert done.code == 77
