@@ -67,6 +67,7 @@ class ExportOptions(Checked):
         "Publish nothing when a probability of the file is farther than this from that of predict: 1e-5, of float16 1e-2.",
         minimum=0,
         maximum=1,
+        numeric=False,
     )
     trust_code: bool = option(
         False,

@@ -146,7 +146,6 @@ def _request(
         "samples": choice.samples,
         "draws": options.draws if is_drawn else None,
         "seed": run.compute.seed if is_drawn else None,
-        "tolerance": options.own_tolerance,
     }
     return Request(
         Path(run.naming.out) if run.naming.out else named,
