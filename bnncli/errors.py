@@ -178,6 +178,8 @@ def left_by(error: SystemExit) -> UsageError:
     return UsageError(f"the code that was named called exit({error.code!r})")
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 # What came of the machine or of the user while a file was read: it says nothing of what is in the file.
 NOT_OF_CONTENT = (ReadError, DeviceError, Interrupted)
 
@@ -215,7 +217,7 @@ def machine_error(error: Exception) -> BnnError | None:
 
 def _from_os_error(error: OSError) -> BnnError:
     """What an error of the operating system means; those of files that are read are known before."""
-    name = str(error.filename) if error.filename is not None else "a file"
+    name = str(error.filename) if error.filename is not None else "writing or reading a file"
     if (resource := resource_error(error, name)) is not None:
         return resource
     reason = os.strerror(error.errno) if error.errno else str(error)
@@ -224,4 +226,4 @@ def _from_os_error(error: OSError) -> BnnError:
         return OutputExists(message, code="not_writable")
     if error.errno in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
         return MissingInput(message)
-    return WriteError(message)
+    return WriteError(message, hint="free space, or choose another place" if error.errno in _FULL else None)

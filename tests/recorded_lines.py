@@ -67,6 +67,7 @@ COMPUTING = {
     "auto",
     "merge",
     "export",
+    "calibrate",
 }
 
 
@@ -344,6 +345,8 @@ LINES = (
     Line("predict pair --posterior absent --json"),
     Line("refine small --flow spiral"),
     Line("predict small --integrator spiral"),
+    Line("acquire small --pool test --batch 4 --by margin --json", SOLVED),
+    Line("acquire small --pool test --batch 4 --by batchbald --samples 20 --table next.csv", SOLVED),
     Line("fit-laplace small --structure spiral"),
     Line("evaluate small --score spiral"),
     Line("score mine.npz"),
@@ -371,4 +374,20 @@ LINES = (
     Line("predict some-0.safetensors --posterior ensemble --split test", TRAINED),
     Line("train new.pt --model mlp --data train=npz:coarse-train.npz"),
     Line("inspect new.safetensors", TRAINED),
+    # Decisions, calibrated on a split that chose nothing.
+    Line("extract-features sure --from-npz small.npz --ood far --hold-out calib=test:60"),
+    Line("fit-laplace sure --prior-precision 10", SOLVED),
+    Line("predict sure --samples 20 --posterior laplace", SOLVED),
+    Line("calibrate sure --sets raps --coverage 0.8 --risk 0.3 --false-alarm 0.1 --shift-level 0.05 --json", SOLVED),
+    Line("calibrate sure --sets lac --class-conditional --coverage 0.7 --name by-class", SOLVED),
+    Line("calibrate sure --risk 0.05"),
+    Line("calibrate sure --sets lac --coverage 0.99 --name fine"),
+    Line("calibrate sure --sets lac --split val"),
+    Line("calibrate sure"),
+    Line(
+        "evaluate sure --bootstrap 50 --metric set_coverage --metric selective_risk --metric detection_rate --metric shift_p --intervals",
+        SOLVED,
+    ),
+    Line("predict sure --samples 20 --posterior laplace --table sure.csv", SOLVED),
+    Line("inspect sure.bnn/decisions/laplace.mc/sets.safetensors", SOLVED),
 )

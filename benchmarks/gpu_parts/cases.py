@@ -110,6 +110,7 @@ def _extract_images() -> str:
     return f"extract-features FOLDER/run --model lenet5 {data} --ood mnist=npz:{fixture_path('mnist.npz')}@300"
 
 
+_RULES = "--sets lac --coverage 0.8 --false-alarm 0.1 --shift-level 0.01"
 EXTRACT_ARRAYS = "extract-features FOLDER/run --from-npz FOLDER/arrays.npz --ood far"
 
 
@@ -142,7 +143,9 @@ def _lines(extract: str) -> list[str]:
         "prune FOLDER/run --posterior mnf --rule density --density 0.2",
         "predict FOLDER/run --integrator all --samples 100",
         "predict FOLDER/run --integrator mc --integrator logit-mc --qmc --posterior laplace",
+        f"calibrate FOLDER/run --split test --posterior laplace --integrator mc {_RULES}",
         "evaluate FOLDER/run --score all --bootstrap 100",
+        "acquire FOLDER/run --pool test --by batchbald --batch 5",
         *_new_fits("200"),
         *_trainings(),
         *_readers(),
@@ -181,6 +184,7 @@ def _quick_lines() -> list[str]:
         "fit-lbbnn FOLDER/run --slab-sd 1 --repeats 2 --epochs 3",
         "prune FOLDER/run",
         f"predict FOLDER/run --integrator mc --integrator plug-in --samples 20 {test}",
+        f"calibrate FOLDER/run {test} --integrator mc {_RULES}",
         f"evaluate FOLDER/run --bootstrap 10 {test}",
         *_new_fits("20"),
         *_readers("--posterior laplace"),
@@ -211,6 +215,7 @@ def _trainings() -> list[str]:
         f"extract-features FOLDER/net-0.safetensors {data}",
         "fit-ensemble FOLDER/net-0.safetensors FOLDER/net-1.safetensors",
         "auto FOLDER/net-0.safetensors",
+        f"predict FOLDER/net-0.safetensors --data new=npz:{fixture_path('val.npz')}@50 --table FOLDER/new.csv",
     ]
 
 

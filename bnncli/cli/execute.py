@@ -17,6 +17,7 @@ from bnncli.cli.commands import COMMANDS, find_command
 from bnncli.cli.memory_advice import memory_advice
 from bnncli.cli.option_values import OptionValue, config_path, read_config, resolve, resolve_named, unknown_variables
 from bnncli.cli.tables import print_table
+from bnncli.cli.usage_words import usage_words
 from bnncli.console import Console
 from bnncli.errors import BnnError, Exit, UsageError, WriteError, bug, left_by, machine_error
 from bnncli.machine import signals
@@ -264,7 +265,7 @@ def _as_bnn_error(error: Exception) -> BnnError | None:
             return None
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "bnncli"
-        return UsageError(error.format_message(), hint=f"{path} --help")
+        return UsageError(usage_words(error), hint=f"{path} --help")
     return machine_error(error)
 
 

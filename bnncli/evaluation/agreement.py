@@ -50,6 +50,16 @@ class Estimate:
         count, mean = len(values), statistics.fmean(values)
         return cls(mean, statistics.stdev(values) / math.sqrt(count), count) if count > 1 else cls(mean)
 
+    @classmethod
+    def of_share(cls, share: float, trials: int) -> Estimate:
+        """A share of trials. Its standard error is the longer side of the exact interval (Clopper and Pearson 1934) of probability 1 - LEVEL over
+        its factor: above 0 also where all trials gave the same.
+        """
+        count = round(share * trials)
+        low = float(special.betaincinv(count, trials - count + 1, LEVEL / 2)) if count else 0.0
+        high = float(special.betaincinv(count + 1, trials - count, 1 - LEVEL / 2)) if count < trials else 1.0
+        return cls(share, max(share - low, high - share) / quantile(math.inf))
+
     @property
     def variance(self) -> float:
         """The standard error, squared; 0 where it is not known."""

@@ -105,6 +105,17 @@ class Sample:
         return sampling if self.integration is None else sampling + self.integration.noise
 
 
+def correlation(one: Sample, other: Sample) -> float | None:
+    """Of two scores of the same examples: of their replicates, less what draws add to either; None where that is not told."""
+    errors = one.standard_error, other.standard_error
+    if one.replicates is None or other.replicates is None or not errors[0] or not errors[1]:
+        return None
+    known = np.isfinite(one.replicates) & np.isfinite(other.replicates)
+    if known.sum() < 2:
+        return None
+    return float(np.cov(one.replicates[known], other.replicates[known])[0, 1] / (errors[0] * errors[1]))
+
+
 @dataclass(frozen=True)
 class Difference:
     """One score minus another. All but the value are None where it cannot be told how far it strays."""

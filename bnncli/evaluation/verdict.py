@@ -16,7 +16,7 @@ from bnncli.evaluation.bfmi import LOW_BFMI
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.evaluation.gain import NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
-from bnncli.names import percent
+from bnncli.names import counted, percent
 from bnncli.theta.module import ALL
 from bnncli.theta.prior import Prior
 
@@ -182,7 +182,7 @@ def _doubts_of_chains(judged: Judged) -> list[str]:
     if sizes and min(sizes) < GOOD_ESS:
         found.append(f"ESS {min(sizes):.0f} (below {GOOD_ESS:.0f})")
     if judged.divergences:
-        found.append(f"{judged.divergences} divergences")
+        found.append(counted(judged.divergences, "divergence"))
     if judged.lowest_acceptance is not None and judged.lowest_acceptance < STUCK_ACCEPTANCE:
         found.append(f"a chain accepts {percent(judged.lowest_acceptance)}")
     if judged.lowest_bfmi is not None and judged.lowest_bfmi < LOW_BFMI:

@@ -219,17 +219,22 @@ SCORES: Mapping[str, Step] = {
 }
 
 
-def with_sets(found: HeadParts, thresholds: Tensor, rank_penalty: Tensor | None = None) -> HeadParts:
+def with_sets(
+    found: HeadParts, thresholds: Tensor, rank_penalty: Tensor | None = None, *, is_filled: bool = False
+) -> HeadParts:
     """With the conformal set of each input, the classes whose score is at most a threshold.
 
     Args:
         thresholds: (1,), or (C,) of each class.
         rank_penalty: (C,) by rank, zeros for aps, with which scores are what likelier classes and the class itself use up of
             the probability; None for lac, whose scores are one less the probability.
+        is_filled: whether a set that would be empty has the likeliest class.
     """
     if rank_penalty is None:
-        return found.also(steps.least_ambiguous_set, {"set_threshold": thresholds})
-    return found.also(steps.adaptive_set, {"set_threshold": thresholds, "rank_penalty": rank_penalty})
+        found = found.also(steps.least_ambiguous_set, {"set_threshold": thresholds})
+    else:
+        found = found.also(steps.adaptive_set, {"set_threshold": thresholds, "rank_penalty": rank_penalty})
+    return found.also(steps.filled_set) if is_filled else found
 
 
 def has_information(found: HeadParts) -> bool:

@@ -215,3 +215,9 @@ def adaptive_set(v: Values) -> Values:
     ordered, order = v["probs"].sort(1, descending=True)
     scores = (ordered.cumsum(1) + v["rank_penalty"]).gather(1, order.argsort(1))
     return {"set": scores <= v["set_threshold"]}
+
+
+def filled_set(v: Values) -> Values:
+    """The same where an empty set has the likeliest class."""
+    is_likeliest = torch.zeros_like(v["probs"]).scatter(1, v["probs"].argmax(1, keepdim=True), 1.0) > 0
+    return {"set": v["set"] | (is_likeliest & ~v["set"].any(1, keepdim=True))}

@@ -79,12 +79,13 @@ class RankHistograms:
         figure = Figure(figsize=(PAGE_WIDTH, 0.95 * rows + 0.7), layout="constrained")
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
         edges = [place / num_bins for place in range(num_bins + 1)]
+        top = 1.08 * max(self.band[1], *(count for counts in self.counts for count in counts))
         expected = sum(map(sum, self.counts)) / (shown * num_bins)
         for axes, chain, counts in zip(grid, self.chains, self.counts, strict=False):
             axes.axhspan(*self.band, color=PALE, linewidth=0)
             axes.axhline(expected, color=GREY, linewidth=0.9, linestyle=":")
             axes.stairs(counts, edges, baseline=None, color=BLUE, linewidth=1.5)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, top)
             axes.set_title(f"chain {chain}", fontsize="small", pad=3)
             plain_axes(axes)
             axes.set_xlim(0, 1)

@@ -36,18 +36,26 @@ class QuadraticForms:
 
     def variance(self, inputs: Tensor) -> Tensor:
         """x^T Sigma_kk x, (n, K)."""
-        every = torch.arange(self.layout.num_outputs, device=inputs.device)
-        return self._forms_at(inputs, self._blocks(every, every))
+        return self._forms_at(inputs, self._diagonal)
 
     def projected_variance(self, inputs: Tensor) -> Tensor:
         """The diagonal of P J Sigma J^T P, (n, K): the projection acts on Sigma's blocks, before any example."""
-        every = torch.arange(self.layout.num_outputs, device=inputs.device)
+        return self._forms_at(inputs, self._projected).clamp_min(0)
+
+    @cached_property
+    def _diagonal(self) -> Tensor:
+        """Sigma's blocks of one output each, (K, F, F)."""
+        every = torch.arange(self.layout.num_outputs, device=self._sigma.device)
+        return self._blocks(every, every)
+
+    @cached_property
+    def _projected(self) -> Tensor:
+        """Matrices (K, F, F) whose forms are the variances of the logits minus their mean."""
         places = self.layout.places(self._sigma.device)
         columns = self._sigma[:, places].mean(dim=1)  # of theta with the mean over the outputs, (P, F)
         means = columns[places]
         # A matrix and its transpose have the same quadratic form.
-        matrices = self._blocks(every, every) - 2 * means + means.mean(dim=0)
-        return self._forms_at(inputs, matrices).clamp_min(0)
+        return self._diagonal - 2 * means + means.mean(dim=0)
 
     def covariance(self, inputs: Tensor) -> Tensor:
         """x^T Sigma_kl x, (n, K, K)."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli.errors import BnnError, DataError
-from bnncli.machine.devices import random_numbers_kept
+from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.models import is_kind
 from bnncli.opened.arrays import Items, as_items, as_tensor, checked_features, described, is_features
-from bnncli.opened.messages import errors_in_python, exits_refused
+from bnncli.opened.code_running import is_of_network, network_running
+from bnncli.opened.messages import errors_in_python
 from bnncli.opened.metrics import metrics_of
 from bnncli.opened.posterior import OpenedPosterior
 from bnncli.opened.predictions import ClassProbabilities, check_request, choose, predict
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from bnncli.opened.loaded import LoadedPredictor
     from bnncli.opened.network import InputNetwork
     from bnncli.run.recorded_network import RecordedNetwork
     from bnncli.run.session import Run
-    from bnncli.storage.headers import Header
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,21 +186,66 @@ class OpenedRun:
                 choice = choose(options, header, layout.num_classes)
                 of_network = is_of_network(header)
                 features = (
-                    self._inputs(run, x, predictor) if of_network else self._features(run, x, layout.num_features)
+                    self._inputs(run, x, predictor)
+                    if of_network
+                    else self._features(lambda: self._input_network(run), x, layout.num_features)
                 )
                 warn_of_few_draws(run, predictor.path, header, samples)
                 if integrator is None:
                     warn_of_default(run, predictor.path, header)
                 return predict(predictor, choice, features, tuple(posterior_classes(run.folder, header)))
 
-    def _features(self, run: Run, x: Any, num_features: int) -> Tensor:
+    def predictor(
+        self,
+        posterior: str = "laplace",
+        *,
+        integrator: str | None = None,
+        samples: int | None = None,
+        allow_stale: bool = False,
+        **settings: str | float | bool | None,
+    ) -> LoadedPredictor:
+        """What predicts as `predict` with these arguments, its files read and checked now and not again.
+
+        Raises:
+            UsageError, MissingInput, DataError: as `predict`.
+            DeviceError: the posterior does not fit into memory.
+        """
+        from bnncli.opened.loaded import LoadedPredictor
+
+        with self._session.computing(allow_stale=allow_stale) as run:
+            options = check_request(integrator, samples, settings)
+            shared = self._predictor(run, posterior)
+            if is_of_network(shared.header):
+                message = f"{posterior} is over other layers than the last, which are loaded at each call: use predict"
+                raise UsageError(message)
+            layout = shared.posterior.layout
+            predictor, choice = replace(shared), choose(options, shared.header, layout.num_classes)
+            predictor.__dict__["posterior"] = shared.posterior  # one in memory, and an integrator of its own
+            predictor.ready(choice)
+            if integrator is None:
+                warn_of_default(run, predictor.path, predictor.header)
+            classes = tuple(posterior_classes(run.folder, predictor.header))
+            return LoadedPredictor(classes, self._session, predictor, choice, self._reader(run, layout.num_features))
+
+    def _reader(self, run: Run, num_features: int) -> Callable[[Any], Tensor]:
+        """What makes features of a caller's features or inputs, the network opened once, when first inputs come."""
+        opened: list[InputNetwork] = []
+
+        def network() -> InputNetwork:
+            if not opened:
+                opened.append(self._input_network(run))
+            return opened[0]
+
+        return lambda x: self._features(network, x, num_features)
+
+    def _features(self, opened: Callable[[], InputNetwork], x: Any, num_features: int) -> Tensor:
         """What a posterior takes, (N, D), of features or inputs."""
         given = as_items(x)
         tensor = as_tensor(x) if given is None else given
         if not isinstance(tensor, Items) and is_features(tensor, num_features):
             return checked_features(tensor)
         try:
-            network = self._input_network(run)
+            network = opened()
         except DataError as error:
             if error.code != "no_network":
                 raise
@@ -277,22 +321,6 @@ class OpenedRun:
         if now != (self._folder, self._checkpoint_state):
             (self._folder, self._checkpoint_state), self._network = now, None
             self._predictors.clear()
-
-
-def is_of_network(header: Header) -> bool:
-    """Whether the posterior with this header is over other layers than the last."""
-    return header.meta.get("layers") is not None
-
-
-def network_running(predictor: Predictor) -> AbstractContextManager[object]:
-    """While a posterior over other layers is opened or predicts: its network may be the user's code. For others, nothing."""
-    if not is_of_network(predictor.header):
-        return nullcontext()
-    found = ExitStack()
-    found.enter_context(random_numbers_kept())
-    found.enter_context(exits_refused())
-    found.enter_context(predictor.train.reader.recorded.visible())
-    return found
 
 
 def _train_digest(run: Run) -> str | None:

@@ -72,6 +72,13 @@ class Session:
             select_device(run.device)
             yield run
 
+    @contextmanager
+    def computing_as_loaded(self) -> Iterator[None]:
+        """For a call that computes with what is loaded, and asks nothing of any file."""
+        with self._lock, errors_in_python(), settings_kept():
+            configure_torch(threads=None, deterministic=False)
+            yield
+
     def placed(self, path: str) -> str:
         """A path as it was given, where the process is still in the folder that it was given in; else the whole path."""
         return path if self._here == self._home else os.path.join(self._home, path)

@@ -4,7 +4,9 @@ The command line, the environment variables, the configuration file and the para
 made from these classes. A field named prior_precision is the option --prior-precision.
 """
 
+from bnncli.options.acquire import AcquireOptions as AcquireOptions
 from bnncli.options.auto import AutoOptions as AutoOptions
+from bnncli.options.calibrate import CalibrateOptions as CalibrateOptions
 from bnncli.options.common import (
     CommonOptions as CommonOptions,
 )

@@ -62,6 +62,12 @@ class ExportOptions(Checked):
         "What ood_score is: one of the scores of evaluate, its sign turned, so that higher is farther from the training data.",
         choices=EXPORTED_SCORES,
     )
+    decide: str | None = option(
+        None,
+        "Put the prediction sets of this rule of calibrate into the file, as `set`: by its name, such as sets. Rules of aps and raps "
+        "that draw numbers are refused.",
+        metavar="NAME",
+    )
     tolerance: float | None = option(
         None,
         "Publish nothing when a probability of the file is farther than this from that of predict: 1e-5, of float16 1e-2.",

@@ -45,6 +45,23 @@ class PredictOptions(Checked):
     split: list[str] = option(
         [], "Split to predict; all but train by default. Repeatable.", metavar="SPLIT", numeric=False
     )
+    data: list[str] = option(
+        [],
+        "Predict new data in one go, instead of splits of the run: the run's network reads them, predictions go to \0table\0, and no "
+        "features are kept. SPEC as for extract-features; - reads the names of image files from stdin, one a line. Repeatable.",
+        metavar="SPLIT=SPEC",
+        numeric=False,
+    )
+    follow: str | None = option(
+        None,
+        "Predict the images in this folder and those that arrive, until stopped: each file once, its row appended to \0table\0 (.csv), "
+        "which a later start goes on with.",
+        metavar="DIR",
+        numeric=False,
+    )
+    idle: float | None = option(
+        None, "End \0follow\0 when nothing has arrived for so many seconds.", minimum=0, numeric=False
+    )
     samples: int | None = option(
         None,
         _samples_help,
@@ -81,6 +98,12 @@ class PredictOptions(Checked):
         numeric=False,
     )
 
+    decide: list[str] = option(
+        [],
+        "Rule of calibrate whose decisions are told, and columns of the table (set, set_size, accept, ood; with the rule's name before them where it has one of its own); by default all that fit, where there is a table; none takes none. Repeatable.",
+        metavar="NAME",
+        numeric=False,
+    )
     trust_code: bool = trust_code_option()
 
     def __post_init__(self) -> None:
@@ -98,7 +121,30 @@ class PredictOptions(Checked):
         for flag, is_given in (("\0merge\0", self.merge), ("\0probabilities\0", self.probabilities)):
             if is_given and self.table is None:
                 raise UsageError(f"{flag} gives the table columns: add \0table\0 FILE")
+        if self.is_of_new_data:
+            self._check_new_data()
+        elif self.idle is not None:
+            raise UsageError("\0idle\0 ends \0follow\0: add \0follow\0 DIR")
         if self.top_k is None and (self.top_k_threshold, self.top_k_cap) != (None, None):
             raise UsageError(
                 "\0top_k_threshold\0 and \0top_k_cap\0 say how \0top_k\0 ranks: add \0top_k\0 neighbor or best"
             )
+
+    @property
+    def is_of_new_data(self) -> bool:
+        """Whether what is predicted are no splits of the run."""
+        return bool(self.data) or self.follow is not None
+
+    def _check_new_data(self) -> None:
+        """Raise UsageError for what does not go with data that are no split of the run."""
+        flag = "\0data\0" if self.data else "\0follow\0"
+        if self.data and self.follow is not None:
+            raise UsageError("\0data\0 and \0follow\0 exclude each other: give one")
+        if self.split:
+            raise UsageError(f"\0split\0 is a split of the run, {flag} new data: give one")
+        if self.keep_samples:
+            raise UsageError(f"\0keep_samples\0 is for splits of the run: {flag} writes a table alone")
+        if self.table is None:
+            raise UsageError(f"{flag} writes a table: add \0table\0 FILE")
+        if self.follow is not None and not self.table.lower().endswith(".csv"):
+            raise UsageError(f"\0follow\0 appends to a .csv table; got \0table\0 {self.table}")

@@ -21,7 +21,7 @@ class ReproduceOptions(Checked):
     checkpoints: str | None = option(None, "Folder with the checkpoints that recipes need.", metavar="DIR")
     scale: str = option(
         "quick",
-        "quick: the smallest case that shows the effect, seconds to a minute a recipe; paper: the published setting, for a machine with a GPU.",
+        "quick: the smallest case that shows the effect, seconds to two minutes a recipe on two cores; paper: the published setting, for a machine with a GPU.",
         choices=SCALES,
     )
     definitions: str = option(
@@ -30,4 +30,9 @@ class ReproduceOptions(Checked):
         choices=(PUBLISHED, RIGHT, BOTH),
     )
     out: str = option("bnncli-reproduce", "Folder for runs, results and figures.", short="-o", metavar="DIR")
+    force: bool = option(
+        False,
+        "Measure and fit anew what is there already: otherwise finished work is taken where nothing that it is of has changed.",
+        short="-f",
+    )
     strict: bool = option(False, "Exit 3 where a number differs from the published one, or a claim fails.")

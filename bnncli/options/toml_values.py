@@ -32,7 +32,7 @@ def read_toml(path: Path, *, what: str) -> tuple[bytes, dict[str, Any]]:
     except OSError as error:
         raise read_error(error, path, what=what) from None
     if len(raw) > MAX_BYTES:
-        raise ConfigError(f"{path}: expected at most {MAX_BYTES} bytes; got more", path=path)
+        raise ConfigError(f"{path}: expected a TOML file of at most {MAX_BYTES} bytes; got more", path=path)
     try:
         return raw, tomllib.loads(raw.decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

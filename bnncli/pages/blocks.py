@@ -11,11 +11,11 @@ from bnncli.pages.markup import Markup
 
 
 class TableCell(NamedTuple):
-    """What a cell says, the number by which its column is sorted (without, it is sorted by its text), and a smaller line below."""
+    """What a cell says, the number by which its column is sorted (without, it is sorted by its text), and smaller lines below."""
 
     text: str
     number: float | None = None
-    below: str = ""
+    below: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,13 @@ def strong(text: str) -> Markup:
     return element("strong", text)
 
 
-def commands(lines: list[str], label: str) -> Markup:
-    """Commands to be pasted, a line each, in a box that scrolls."""
-    text = joined(*lines, by="\n")
-    return element("pre", element("code", text), tabindex="0", role="region", aria_label=label)
+def commands(lines: list[str]) -> Markup:
+    """Commands to be pasted, a line each; what does not fit goes on, indented, on the next, and no option is broken at its dashes."""
+    return element("pre", element("code", *(element("span", _words(line), Markup("\n")) for line in lines)))
+
+
+def _words(line: str) -> Markup:
+    return joined(*(element("kbd", word) if word.startswith("-") else word for word in line.split(" ")), by=" ")
 
 
 def bullets(items: list[Markup]) -> Markup:

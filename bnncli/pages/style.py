@@ -8,11 +8,11 @@ from importlib.resources import files
 from bnncli.figures.inks import declarations
 
 _LIGHT = (
-    "--paper: #ffffff; --ink: #16191d; --soft: #50565d; --line: #d5d9de; --wash: #f4f6f8; --accent: #00558a; "
+    "--paper: #ffffff; --ink: #16191d; --soft: #50565d; --line: #d5d9de; --wash: #f4f6f8; --accent: #00558a; --shade: #0000002e; "
     f"--warn: #8a4b00; {declarations(is_dark=False)}"
 )
 _DARK = (
-    "--paper: #14171a; --ink: #e8eaed; --soft: #b3bac2; --line: #3a4149; --wash: #1e2328; --accent: #7cc4f8; "
+    "--paper: #14171a; --ink: #e8eaed; --soft: #b3bac2; --line: #3a4149; --wash: #1e2328; --accent: #7cc4f8; --shade: #000000b0; "
     f"--warn: #f0b267; {declarations(is_dark=True)}"
 )
 

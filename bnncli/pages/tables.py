@@ -34,7 +34,7 @@ def numbers_of(shown: Shown) -> Markup:
 
 def _cell(cell: TableCell) -> Markup:
     is_number = cell.number is not None
-    below = [element("small", cell.below)] if cell.below else []
+    below = [element("small", line) for line in cell.below]
     return element(
         "td",
         cell.text,

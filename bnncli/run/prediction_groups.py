@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -74,6 +74,7 @@ def open_groups(
     layers: str | None = None,
     beside: Sequence[str] = (),
     skipped: list[Skipped] | None = None,
+    leave_out: Collection[Path] = (),
 ) -> list[PredictionGroup]:
     """The predictions of the run, grouped; those of stale posteriors are skipped with a warning unless they were named.
 
@@ -83,12 +84,13 @@ def open_groups(
         layers: that posteriors are over, as the command that made them was given them; any where it is None.
         beside: names of posteriors or groups that are taken whatever they are over.
         skipped: gains the posteriors of the run that are left out: their predictions are stale, or there are none.
+        leave_out: files that are not looked at.
 
     Raises:
         MissingInput: there are none, with the command that makes them.
         DataError: all are stale; one that was named is; or a name holds predictions of several posteriors.
     """
-    groups = _read_groups(run, posteriors)
+    groups = _read_groups(run, posteriors, leave_out)
     wanted = _named(run, groups, posteriors, integrators)
     taken = [group for group in wanted if beside and group.is_named(beside, [])]
     there_are = {layers_of(path) for path in run.folder.posteriors()} if layers is not None else set()
@@ -112,10 +114,10 @@ def open_groups(
     return sorted(kept, key=lambda group: (order.get(group.posterior, len(order)), group.name))
 
 
-def _read_groups(run: Run, posteriors: Sequence[str]) -> list[PredictionGroup]:
+def _read_groups(run: Run, posteriors: Sequence[str], leave_out: Collection[Path]) -> list[PredictionGroup]:
     """All predictions of the run, grouped; files that cannot be read are skipped where others' posteriors were named."""
     found: dict[str, list[Header]] = {}
-    for path in run.folder.prediction_files():
+    for path in (one for one in run.folder.prediction_files() if one not in leave_out):
         try:
             header = read_header(path)
         except DataError as error:

@@ -12,10 +12,11 @@ from bnncli.storage.metrics import read_metrics
 
 @dataclass(frozen=True)
 class Recommended:
-    """A posterior and the integrator to predict with."""
+    """A posterior and the integrator to predict with, and why, as auto has said it."""
 
     posterior: str
     integrator: str
+    sentence: str = ""
 
 
 def judged_before(run: Run) -> dict[str, bool]:
@@ -42,7 +43,9 @@ def recommended(run: Run) -> Recommended | None:
         header = read_metrics(path)
         run.use(header)
         row = next(row for row in header.meta["rows"] if row["is_recommended"])
-        return Recommended(str(row["posterior"]), str(row["integrator"]))
+        return Recommended(
+            str(row["posterior"]), str(row["integrator"]), str(header.meta["rows"][-1].get("sentence", ""))
+        )
     except (DataError, KeyError, StopIteration, TypeError) as error:
         why = error.message if isinstance(error, DataError) else "it recommends nothing"
         run.console.warn(f"the recommendation of auto is not used: {why}; run {run.suggest('auto')} again")

@@ -29,6 +29,7 @@ EVALUATE = 2
 EVALUATE_FEATURES = 1
 AUTO = 1
 EXPORT = 1
+CALIBRATE = 1
 
 
 def of_laplace(*, in_span: bool) -> int:
@@ -135,4 +136,5 @@ _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     "predictions": lambda header: {of_predict(0), of_predict(sys.maxsize)},  # their header does not say how long
     "metrics": _metrics_today,
     "export": lambda header: {EXPORT},
+    "decision": lambda header: {CALIBRATE},
 }

@@ -109,12 +109,12 @@ def group_rows(
     run: Run,
     options: EvaluateOptions,
     group: PredictionGroup,
-    further: Callable[[PredictedSplit], list[Row]] | None = None,
+    further: Sequence[Callable[[PredictedSplit], list[Row]]] = (),
 ) -> list[dict[str, Any]]:
     """A row for each in-distribution split, test first, with detection against every out-of-distribution split.
 
     Args:
-        further: other metrics of a split's predictions.
+        further: give other metrics of a split's predictions.
     """
     outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
     inside = [PredictedSplit(header) for header in group.splits(is_ood=False).values()]
@@ -126,7 +126,8 @@ def group_rows(
             _check_differs(split, other)
             metrics += detection_rows(split, other, options.prediction_scores, bootstrap)
             run.console.poll()
-        metrics += further(split) if further is not None else []
+        for give in further:
+            metrics += give(split)
         rows.append({**_described(group, split.header), "metrics": metrics})
     return rows
 

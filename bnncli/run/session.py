@@ -151,10 +151,13 @@ class Run:
 
         None where the record is no command of ours: it is never repeated as it stands.
         """
+        line = self.made_by(header)
+        return None if line is None else line.having("force", force).pasted()
+
+    def made_by(self, header: Header) -> CommandLine | None:
+        """The command that made an artifact, on the checkpoint where it is now; None where the record is no command of ours."""
         line = own_command(header.provenance["command"], self.makers, str(self.arguments["ckpt"]))
-        if line is None:
-            return None
-        return line.having("run_dir", self.run_options.run_dir).having("force", force).pasted()
+        return None if line is None else line.having("run_dir", self.run_options.run_dir)
 
     @cached_property
     def device(self) -> torch.device:

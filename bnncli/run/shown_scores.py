@@ -79,6 +79,8 @@ def _check_defined(rows: Sequence[Row], names: Sequence[str], detectors: Sequenc
         for name in names:
             found = [m for row in rows if row["split"] == split for m in row["metrics"] if m["name"] == name]
             found = [m for m in found if m.get("score", detectors[0]) in detectors] or found
+            if declared()[name].is_of_rule:  # it says nothing of the split that it was calibrated on
+                found = [m for row in rows for m in row["metrics"] if m["name"] == name] or found
             if all(m["value"] is None for m in found):
                 reason = found[0]["undefined"] if found else _why_absent(name, rows)
                 raise DataError(f"\0metric\0 {name} is undefined on split {split!r}: {reason}", code="undefined_metric")
@@ -96,4 +98,6 @@ def _why_absent(name: str, rows: Sequence[Row]) -> str:
         return "nothing to hold the predictions against is named (\0reference\0 is missing)"
     if any(one.of_draws is not None for one in makers):
         return "it compares draws of weights, and predictions have none"
+    if score.is_of_rule:
+        return "these predictions have no rule of calibrate that it tells of"
     return "there is no out-of-distribution split"

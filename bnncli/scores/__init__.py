@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import inf
 from typing import TYPE_CHECKING
 
 from bnncli import registry
@@ -32,7 +33,7 @@ class Score:
     """What one score declares; one of `of_split`, `of_two_splits`, `of_other_split`, `of_draws`, `of_reference` and
     `computed_by` makes it.
 
-    None of them: the score tells of a posterior's network, and rows of it come from where those are made.
+    None of them: the score tells of a posterior's network, or of a rule, and rows of it come from where those are made.
 
     Args:
         title: heads its column; {k} stands for the `k` of its row.
@@ -42,6 +43,7 @@ class Score:
         is_shown: evaluate shows it, in its usual form, when no --metric is named, and compare where it can.
         usual: choices that are meant where a form is not named.
         told_by: choices in which its forms differ, in the order in which a title names them.
+        limits: the least and the largest value that it can have in its usual forms: no interval reaches beyond.
         facts: further fields of its rows that tell of the number, and no form from another.
         has_floor: a calibrated model scores above 0 by chance: its rows have `floor` and `excess`. So have those of
             `of_reference`, of which the floor is another.
@@ -55,6 +57,7 @@ class Score:
         of_draws: the distance between draws of theta and those of a reference.
         of_reference: how near predictions come to those of a reference; its `floor` is what halves of its draws have.
         computed_by: the score whose file computes this one as well.
+        is_of_rule: it tells what a rule of calibrate decides; its rows come with the rules of the predictions.
     """
 
     title: str
@@ -63,6 +66,7 @@ class Score:
     is_shown: bool = False
     usual: Mapping[str, str] = field(default_factory=dict)
     told_by: tuple[str, ...] = ()
+    limits: tuple[float, float] = (-inf, inf)
     facts: tuple[str, ...] = ()
     has_floor: bool = False
     note: str | None = None
@@ -75,6 +79,7 @@ class Score:
     of_draws: Callable[[], Distance] | None = None
     of_reference: Callable[[PredictionPair], ScoreGroup] | None = None
     computed_by: str | None = None
+    is_of_rule: bool = False
 
     @property
     def is_paired(self) -> bool:

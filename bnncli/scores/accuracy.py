@@ -25,4 +25,4 @@ def of_labels(split: ScoredPredictions) -> list[ScoreGroup]:
     return decision_scores(split.probs, split.examples)
 
 
-SCORE = Score(title="accuracy", place=1, is_shown=True, of_split=of_split, of_labels=of_labels)
+SCORE = Score(title="accuracy", limits=(0, 1), place=1, is_shown=True, of_split=of_split, of_labels=of_labels)

@@ -23,6 +23,7 @@ def of_two_splits() -> list[DetectionForm]:
 
 SCORE = Score(
     title="AUPR",
+    limits=(0, 1),
     place=25,
     digits=3,
     usual={"positive": "in"},

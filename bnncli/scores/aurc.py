@@ -18,4 +18,4 @@ def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
     return [selective_scores(split.examples)]
 
 
-SCORE = Score(title="AURC", place=12, of_split=of_split)
+SCORE = Score(title="AURC", limits=(0, 1), place=12, of_split=of_split)

@@ -19,6 +19,7 @@ def of_two_splits() -> list[DetectionForm]:
 
 SCORE = Score(
     title="AUROC",
+    limits=(0, 1),
     place=24,
     digits=3,
     is_shown=True,

@@ -25,4 +25,6 @@ def of_labels(split: ScoredPredictions) -> list[ScoreGroup]:
     return label_by_label_scores(split.probs, split.examples)
 
 
-SCORE = Score(title="balanced accuracy", place=7, facts=("num_left_out",), of_split=of_split, of_labels=of_labels)
+SCORE = Score(
+    title="balanced accuracy", limits=(0, 1), place=7, facts=("num_left_out",), of_split=of_split, of_labels=of_labels
+)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from bnncli.scores import Score
 
-SCORE = Score(title="Brier", place=4, is_shown=True, computed_by="accuracy")
+SCORE = Score(title="Brier", limits=(0, 2), place=4, is_shown=True, computed_by="accuracy")

@@ -6,6 +6,7 @@ from bnncli.scores import Score
 
 SCORE = Score(
     title="class AUROC",
+    limits=(0, 1),
     place=10,
     usual={"average": "macro"},
     told_by=("average",),

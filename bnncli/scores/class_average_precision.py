@@ -6,6 +6,7 @@ from bnncli.scores import Score
 
 SCORE = Score(
     title="class average precision",
+    limits=(0, 1),
     place=11,
     usual={"average": "macro"},
     told_by=("average",),

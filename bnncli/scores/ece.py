@@ -40,6 +40,7 @@ BINS = ScoreOption(
 
 SCORE = Score(
     title="ECE",
+    limits=(0, 1),
     place=5,
     is_shown=True,
     usual={"strategy": "equal-width", "norm": "l1"},

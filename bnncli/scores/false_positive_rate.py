@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from bnncli.scores import Score
 
-SCORE = Score(title="FPR", place=34, digits=3, is_shown=True, facts=("threshold",))
+SCORE = Score(title="FPR", limits=(0, 1), place=34, digits=3, is_shown=True, facts=("threshold",))

@@ -26,6 +26,7 @@ def of_two_splits() -> list[DetectionForm]:
 
 SCORE = Score(
     title="FPR95",
+    limits=(0, 1),
     place=26,
     digits=3,
     is_shown=True,

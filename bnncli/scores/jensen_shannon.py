@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from bnncli.scores import Score
@@ -20,6 +21,7 @@ def of_reference(pair: PredictionPair) -> ScoreGroup:
 
 SCORE = Score(
     title="JSD",
+    limits=(0, inf),
     place=37,
     digits=4,
     is_shown=True,

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from bnncli.scores import Score
 
-SCORE = Score(title="macro precision", place=9, facts=("num_left_out",), computed_by="balanced_accuracy")
+SCORE = Score(title="macro precision", limits=(0, 1), place=9, facts=("num_left_out",), computed_by="balanced_accuracy")

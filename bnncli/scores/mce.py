@@ -5,5 +5,11 @@ from __future__ import annotations
 from bnncli.scores import Score
 
 SCORE = Score(
-    title="MCE", place=6, usual={"strategy": "equal-width"}, told_by=("strategy",), has_floor=True, computed_by="ece"
+    title="MCE",
+    limits=(0, 1),
+    place=6,
+    usual={"strategy": "equal-width"},
+    told_by=("strategy",),
+    has_floor=True,
+    computed_by="ece",
 )

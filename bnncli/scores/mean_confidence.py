@@ -25,4 +25,4 @@ def of_labels(split: ScoredPredictions) -> list[ScoreGroup]:
     return [entropy_score(split.examples)]
 
 
-SCORE = Score(title="confidence", place=17, of_split=of_split, of_labels=of_labels)
+SCORE = Score(title="confidence", limits=(0, 1), place=17, of_split=of_split, of_labels=of_labels)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from bnncli.scores import Score
 
-SCORE = Score(title="entropy", place=18, computed_by="mean_confidence")
+SCORE = Score(title="entropy", limits=(0, inf), place=18, computed_by="mean_confidence")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from bnncli.scores import Score
@@ -21,4 +22,4 @@ def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
     return [means(members, [split.mutual_info])]
 
 
-SCORE = Score(title="mutual information", place=19, of_split=of_split, of_labels=of_split)
+SCORE = Score(title="mutual information", limits=(0, inf), place=19, of_split=of_split, of_labels=of_split)

@@ -19,4 +19,4 @@ def of_other_split(examples: ExampleStatistics, ood: str, bootstrap: Bootstrap |
     return mmc_row(examples.confidence, ood=ood, bootstrap=bootstrap)
 
 
-SCORE = Score(title="MMC", place=27, digits=3, of_other_split=of_other_split)
+SCORE = Score(title="MMC", limits=(0, 1), place=27, digits=3, of_other_split=of_other_split)

@@ -4,4 +4,11 @@ from __future__ import annotations
 
 from bnncli.scores import Score
 
-SCORE = Score(title="ranked accuracy", place=21, told_by=("rule",), facts=("threshold",), computed_by="ranked_length")
+SCORE = Score(
+    title="ranked accuracy",
+    limits=(0, 1),
+    place=21,
+    told_by=("rule",),
+    facts=("threshold",),
+    computed_by="ranked_length",
+)

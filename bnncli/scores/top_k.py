@@ -31,4 +31,4 @@ K = ScoreOption(
     minimum=1,
     place=3,
 )
-SCORE = Score(title="top-{k}", place=2, options={"top_k": K}, of_split=of_split)
+SCORE = Score(title="top-{k}", limits=(0, 1), place=2, options={"top_k": K}, of_split=of_split)

@@ -20,6 +20,7 @@ def of_reference(pair: PredictionPair) -> ScoreGroup:
 
 SCORE = Score(
     title="TV",
+    limits=(0, 1),
     place=36,
     digits=4,
     is_shown=True,

@@ -28,5 +28,11 @@ TRUE_INPUTS = ScoreOption(
     place=1,
 )
 SCORE = Score(
-    title="TPR", place=33, digits=3, is_shown=True, facts=("threshold",), options={"true_inputs": TRUE_INPUTS}
+    title="TPR",
+    limits=(0, 1),
+    place=33,
+    digits=3,
+    is_shown=True,
+    facts=("threshold",),
+    options={"true_inputs": TRUE_INPUTS},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from bnncli.scores import Score
@@ -17,4 +18,12 @@ def of_draws() -> Distance:
     return WASSERSTEIN
 
 
-SCORE = Score(title="Wasserstein", place=29, digits=3, usual={"over": "mean"}, told_by=("over",), of_draws=of_draws)
+SCORE = Score(
+    title="Wasserstein",
+    limits=(0, inf),
+    place=29,
+    digits=3,
+    usual={"over": "mean"},
+    told_by=("over",),
+    of_draws=of_draws,
+)

@@ -37,6 +37,7 @@ def run(run: Run, options: StatusOptions) -> Result:
         [folder.features(name) for name in folder.splits()]
         + folder.posteriors()
         + folder.prediction_files()
+        + folder.decision_files()
         + folder.metrics_files()
         + folder.export_files()
         + [path for path in (folder.recommended,) if path.is_file()]

@@ -13,6 +13,8 @@ from bnncli.options.command import Argument, Command
 from bnncli.run.inputs import open_posterior
 from bnncli.run.session import Result, Run, Table
 from bnncli.storage.artifacts import read_header
+from bnncli.storage.decisions import KIND as DECISION
+from bnncli.storage.decisions import read_decision
 from bnncli.storage.exports import KIND as EXPORT
 from bnncli.storage.exports import check_export
 from bnncli.storage.features import read_features
@@ -86,6 +88,8 @@ def check_artifact(path: Path) -> Header:
                 check_probabilities(group, len(content.classes), is_exclusive=content.is_exclusive)
     elif header.kind == "metrics":
         read_metrics(path)
+    elif header.kind == DECISION:
+        _ = read_decision(path).rule
     elif header.kind == "checkpoint":
         read_trained(path)
     elif header.kind == EXPORT:

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
-from bnncli.errors import BnnError, OutputExists, WriteError, resource_error
+from bnncli.errors import BnnError, DeviceError, OutputExists, WriteError, resource_error
 from bnncli.machine import signals
 from bnncli.machine.team import is_leader
 
@@ -47,6 +47,8 @@ def write_error(error: OSError, path: Path) -> BnnError:
             f"{path} is a symbolic link, which is not followed", hint="remove it", code="not_writable", path=path
         )
     hint = f"free space on the file system of {path.parent}" if error.errno in _FULL else None
+    if error.errno == errno.ENOENT:  # the folder cannot be made, as in /proc, or is gone
+        hint = "choose another place with \0run_dir\0 or \0out\0"
     return WriteError(f"writing {path} failed: {reason}{_UNCHANGED}", hint=hint, path=path)
 
 
@@ -251,6 +253,26 @@ def check_writable(folder: Path, *, hint: str = _ELSEWHERE) -> None:
             code="not_writable",
             path=place,
         )
+
+
+def check_takes_files(target: Path, *, hint: str) -> None:
+    """Raise OutputExists (73), with the hint, before any work when a file cannot be made where the target goes: one is, and removed.
+
+    Permissions do not tell everything: to root they say that /proc could be written.
+    """
+    if not is_leader():
+        return
+    trial = target.with_name(f".{_stem(target)}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        known = write_error(error, target)
+        if isinstance(known, DeviceError) or error.errno in _FULL:
+            raise known from None
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        message = f"cannot write {target}: {reason}"
+        raise OutputExists(message, hint=hint, code="not_writable", path=target) from None
+    _remove(trial)
 
 
 def temporaries(folder: Path) -> list[Path]:

@@ -79,9 +79,9 @@ def decide(
         why = why_anew(_chosen(recorded))
         if why is not None:
             return Decision("replace", why, header)
-        differences = _differences(recorded, params)
+        different = differences(recorded, params)
         raise OutputExists(
-            f"{target} exists and was made with other options ({differences})",
+            f"{target} exists and was made with other options ({different})",
             path=target,
             hint="add \0force\0 to replace it" + _KEEP_BOTH.get(kind, ", or \0name\0 NAME to keep both"),
         )
@@ -155,7 +155,8 @@ def _chosen(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name != "transform"}
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What differs between the options of what is there and those that were asked for, for people."""
     names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     return ", ".join(f"{name}: {_said(old, name)} there, {_said(new, name)} asked" for name in names) or "other options"
 

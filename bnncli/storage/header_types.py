@@ -94,6 +94,18 @@ _PROVENANCE_IF_THERE: dict[str, Check] = {
 }
 _META: dict[str, dict[str, Check]] = {
     "checkpoint": {"gradient_passes": _is_count},
+    "decision": {
+        "rule": is_text,
+        "settings": _is_object,
+        "fitted": _is_object,
+        "maker": _is_object,
+        "classes": _list_of(is_text),
+        "posterior": is_text,
+        "integrator": is_text,
+        "variant": is_text,
+        "split": is_text,
+        "num_examples": _is_count,
+    },
     "predictions": {"posterior": is_text, "integrator": is_text, "split": is_text, "num_examples": _is_count},
     "export": {"posterior": is_text, "variant": is_text, "format": is_text, "metrics": _is_object},
 }

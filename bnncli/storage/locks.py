@@ -39,7 +39,7 @@ def artifact_lock(
     Raises:
         Locked: another process holds it; the message names it.
         OutputExists: the lock file cannot be written.
-        WriteError: the file system has no locks.
+        WriteError: the file system has no locks, or is full.
     """
     if not is_leader():
         yield
@@ -52,8 +52,11 @@ def artifact_lock(
     try:
         _acquire(descriptor, path, wait, poll, held)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": sys.argv[:6]}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        except OSError as error:
+            raise write_error(error, path) from None
         yield
     finally:
         os.close(descriptor)

@@ -102,6 +102,10 @@ class RunFolder:
         """exports/<posterior>.<integrator>.onnx, or another suffix; `name` is <posterior>.<integrator>."""
         return self.root / "exports" / f"{name}{suffix}"
 
+    def decision(self, name: str, rule: str) -> Path:
+        """decisions/<posterior>.<integrator>/<rule>.safetensors; `name` is <posterior>.<integrator>."""
+        return self.root / "decisions" / name / f"{rule}.safetensors"
+
     def lock(self, target: Path) -> Path:
         """The lock file of an artifact: in .locks/, named after its place in the run folder; else beside it."""
         try:
@@ -130,6 +134,10 @@ class RunFolder:
         found = (self.root / "exports").glob("[!.]*")
         return sorted(path for path in found if path.suffix in FORMATS.values())
 
+    def decision_files(self, name: str = "[!.]*") -> list[Path]:
+        """Every decision file of the run, or of the predictions of this name."""
+        return sorted((self.root / "decisions").glob(f"{name}/[!.]*.safetensors"))
+
     @property
     def recommended(self) -> Path:
         """recommended.json: which posterior to predict with, by which integrator."""
@@ -154,7 +162,8 @@ class RunFolder:
         if is_path:
             if Path(name_or_file).is_file():
                 return Path(name_or_file)
-            raise MissingInput(f"{flag}: no file {name_or_file}", path=name_or_file)
+            came = f"{name_or_file} is a folder" if Path(name_or_file).is_dir() else f"no file {name_or_file}"
+            raise MissingInput(f"{flag}: expected a posterior's name or file; {came}", path=name_or_file)
         check_artifact_name(name_or_file, flag)
         places = [self.posterior(name_or_file, suffix=suffix) for suffix in POSTERIOR_SUFFIXES]
         for path in places:

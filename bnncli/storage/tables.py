@@ -7,6 +7,7 @@ are indices into `classes`; what is not there is NaN in real columns and -1 in w
 from __future__ import annotations
 
 import csv
+import io
 import math
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,10 +44,12 @@ class TableBlock:
             (n, k), class indices by rank and -1 behind the last; name is (n,) UTF-8 bytes. Others are (n, K), in a CSV file a
             column for each class: probabilities, and of several labels an example what each of them has; but predicted is
             then zeros and ones, in a CSV file the names of the ones.
+        sets: the names of columns that are sets of classes: (n, K) ones and zeros, or -1 where there is none; in a CSV file names.
     """
 
     origin: tuple[str, str, str]
     columns: dict[str, Array]
+    sets: frozenset[str] = frozenset()
 
 
 def is_table(path: Path) -> bool:
@@ -68,12 +71,30 @@ def write_table(target: Path, blocks: Iterable[TableBlock], classes: Sequence[st
     return f"sha256:{file_sha256(target)}"
 
 
+def csv_header(block: TableBlock, classes: Sequence[str]) -> bytes:
+    """The line of titles of a CSV file with these rows."""
+    text = io.StringIO(newline="")
+    _write_titles(text, block, classes)
+    return text.getvalue().encode()
+
+
+def csv_bytes(block: TableBlock, classes: Sequence[str]) -> bytes:
+    """The rows as lines of a CSV file."""
+    text = io.StringIO(newline="")
+    _writer(text).writerows(_text_rows(block, classes))
+    return text.getvalue().encode()
+
+
 def _write_csv(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str]) -> None:
     with open(path, "w", newline="", encoding="utf-8") as stream:
         for number, block in enumerate(blocks):
             if number == 0:
-                _writer(stream).writerow([title for name in _order(block) for title in _titles(block, name, classes)])
+                _write_titles(stream, block, classes)
             _writer(stream).writerows(_text_rows(block, classes))
+
+
+def _write_titles(stream: TextIO, block: TableBlock, classes: Sequence[str]) -> None:
+    _writer(stream).writerow([title for name in _order(block) for title in _titles(block, name, classes)])
 
 
 def _writer(stream: TextIO) -> Any:
@@ -97,7 +118,7 @@ def _titles(block: TableBlock, name: str, classes: Sequence[str]) -> list[str]:
     """The titles of a column in a CSV file; of what each class has, one a class."""
     if name == PROBABILITIES:
         return probability_columns(classes)
-    is_of_each = name not in (*ORIGIN, *JOINED) and block.columns[name].ndim == 2
+    is_of_each = name not in (*ORIGIN, *JOINED, *block.sets) and block.columns[name].ndim == 2
     return [f"{name}_{one}" for one in classes] if is_of_each else [name]
 
 
@@ -112,12 +133,14 @@ def _text_rows(block: TableBlock, classes: Sequence[str]) -> Iterator[tuple[str,
             if name in origin:
                 cells.append([origin[name]] * min(size, count - start))
             else:
-                cells += _texts(name, block.columns[name][start : start + size], classes)
+                cells += _texts(block, name, block.columns[name][start : start + size], classes)
         yield from zip(*cells, strict=True)
 
 
-def _texts(name: str, values: Array, classes: Sequence[str]) -> list[list[str]]:
+def _texts(block: TableBlock, name: str, values: Array, classes: Sequence[str]) -> list[list[str]]:
     """The cells of a column, and of one that has several in a CSV file of each."""
+    if name in block.sets:
+        return [_joined(values, classes)]
     if values.ndim == 2 and name not in JOINED:
         return [_numbers(column) for column in values.T]
     return [_cells(name, values, classes)]
@@ -129,11 +152,16 @@ def _cells(name: str, values: Array, classes: Sequence[str]) -> list[str]:
     if name == TOP_K:
         return [";".join(_escaped(classes[k]) for k in row if k >= 0) for row in values.tolist()]
     if name == PREDICTED and values.ndim == 2:
-        escaped = [_escaped(one) for one in classes]
-        return [";".join(escaped[k] for k in np.flatnonzero(row)) for row in values]
+        return _joined(values, classes)
     if name in CLASS_COLUMNS:
         return [classes[k] if k >= 0 else "" for k in values.tolist()]
     return _numbers(values)
+
+
+def _joined(values: Array, classes: Sequence[str]) -> list[str]:
+    """The names of the classes that each row has a one of, in one cell."""
+    escaped = [_escaped(one) for one in classes]
+    return [";".join(escaped[k] for k in np.flatnonzero(row > 0)) for row in values]
 
 
 def _numbers(values: Array) -> list[str]:

@@ -81,6 +81,27 @@ def test_engine_compares_every_job_and_says_how_far_the_floor_is(tiny_features: 
     assert equal["elbo"] <= equal["elbo_at_mode"] + 1
 
 
+def test_decisions_keep_their_word_until_the_data_shift(report_here: Report) -> None:
+    fixtures = BENCHMARKS.parent / "fixtures"
+    files = (
+        "--train",
+        fixtures / "train.npz",
+        "--test",
+        fixtures / "test.npz",
+        "--ood",
+        f"mnist={fixtures / 'mnist.npz'}",
+    )
+    report = report_here("decisions.py", fixtures / "lenet5-fmnist.pt", *files, "--held-out", 250, "--rotate", 45)
+    for posterior in report["posteriors"]:
+        divided = {row["rule"]: row for row in posterior["divisions"]}
+        for name in ("lac", "aps", "raps"):
+            assert abs(divided[name]["mean"] - divided[name]["expected"]) < 4 * divided[name]["standard_error"]
+        assert divided["risk"]["exceeded"] <= 0.2  # of 20 divisions
+        shifted = {row["split"]: row for row in posterior["shifts"]}
+        assert shifted["rotated-45"]["lac"] < 0.5 < shifted["test"]["lac"]
+        assert shifted["rotated-45"]["alarms"] == shifted["mnist"]["alarms"] == 1
+
+
 def test_scaling_grows_each_axis_and_expects_what_the_work_says(tmp_path: Path, report_here: Report) -> None:
     words = ("--base", "300,8,4", "--doublings", 1, "--from", "disk", "--dir", tmp_path)
     report = report_here("scaling.py", *words)

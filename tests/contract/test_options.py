@@ -23,10 +23,10 @@ from bnncli.options.declaration import flag_of, made
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
     "curvature": "fisher", "precision-per": "layer", "simulations": "50", "budget": "5m",
-    "metric": "nll", "score": "knn", "score score": "energy", "assert": "ece<=0.02", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
+    "metric": "nll", "score": "knn", "score score": "energy", "calibrate score": "energy", "assert": "ece<=0.02", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
     "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "predict top-k": "best", "table": "t.csv", "merge": "a=0,1", "grid devices": "0,1", "grid jobs": "3", "reproduce scale": "paper", "definitions": "right", "sampler": "nuts", "dynamics": "leapfrog", "gradients": "tf32", "hmc spread": "chains", "dtype": "float16", "autocast": "bf16", "task": "multiclass",
     "prior-precision": "2", "bias-precision": "2", "max-rhat": "1.5", "draws": "9", "alpha": "0.1", "bootstrap": "200", "format": "csv", "plot": "curve.png", "until": "ess>=9", "max-draws": "900", "model": "mlp", "elbo-draws": "9", "level": "0.5",
-    "figure-format": "svg", "export format": "pt2", "export score": "entropy", "recipe": "mlp-fmnist", "train optimizer": "sgd", "augment": "crop", "corrupt": "jpeg:3",
+    "sets": "raps", "figure-format": "svg", "export format": "pt2", "export score": "entropy", "recipe": "mlp-fmnist", "train optimizer": "sgd", "acquire by": "batchbald", "augment": "crop", "corrupt": "jpeg:3",
     "fit-sghmc sampler": "sghmc", "fit-sghmc draws": "9", "fit-sghmc epochs": "80", "fit-sghmc momentum-decay": "0.5", "preconditioner": "rmsprop", "start": "init",
     "fit-swag rank": "9", "fit-swag epochs": "30", "fit-swag scale": "0.3", "by": "cost", "optimizer": "ivon", "fit-vi estimator": "flipout",
     "fit-lbbnn hidden": "7,5", "fit-lbbnn estimator": "mnf", "schedule": "cosine", "variance": "published", "prior-inclusion": "0.5", "start-inclusion": "1,2", "flow-hidden": "7", "prune rule": "density", "density": "0.1", "slab-sd": "0.3", "true-inputs": "1,3",
@@ -34,6 +34,9 @@ SPECIAL = {
 # What an option needs beside it.
 BESIDE = {
     "report figure-format": ["--figures", "f"],
+    "predict data": ["--table", "t.csv"],
+    "predict follow": ["--table", "t.csv"],
+    "predict idle": ["--follow", "d", "--table", "t.csv"],
     "extract-features autocast": ["--model", "mlp", "--data", "train=npz:f"],
     "fit-laplace trust-code": ["--layers", "all"],
     "fit-laplace curvature": ["--layers", "all"],
@@ -312,3 +315,17 @@ def test_only_options_that_an_artifact_records_say_that_they_change_no_number() 
             said = [spec for spec in fields(group) if spec.name not in inherited]
             silent = [spec.name for spec in said if spec.metadata["numeric"] or "collected" in spec.metadata]
             assert silent == [spec.name for spec in said], f"{group.__name__} of {command.name}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("extract-features", "x.pt", "--rotate", "abc"), "--rotate: expected a number; got 'abc'"),
+        (("fit-lbbnn", "x.pt", "--epochs", "1.5"), "--epochs: expected a whole number; got '1.5'"),
+        (("fit-laplace", "x.pt", "more"), "expected 1 argument, CKPT; got 'more' as well"),
+    ],
+)
+def test_a_wrong_word_is_told_with_what_was_expected_and_what_came(cli: Cli, words: tuple[str, ...], said: str) -> None:
+    done = cli(*words)
+    assert done.code == 2
+    assert done.stderr == f"error: {said}\nhint: bnncli {words[0]} --help\n"

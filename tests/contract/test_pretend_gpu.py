@@ -127,6 +127,7 @@ LINES = (
     "predict b --integrator all --samples 6 --posterior laplace --split test",
     "predict m.pt --samples 6 --posterior n-diag --posterior n-full --posterior some --integrator logit-mc --integrator mc --split val",
     "predict m.pt --samples 6 --layers all --posterior hmc-all --split val",
+    "predict m.pt --samples 6 --posterior some --posterior map --data new=npz:raw.npz --table new.csv",
     "fit-ensemble m.pt n.pt",
     "predict m.pt --posterior ensemble --split val",
     "predict m.pt --posterior drawn --integrator logit-mc --integrator probit --split val",
@@ -142,6 +143,8 @@ LINES = (
         for name in choices(ExportOptions, "score")
     ),
     "evaluate s --bootstrap 5 --score all --integrator mc",
+    "acquire s --pool test --by batchbald --batch 3 --samples 8",
+    "acquire m.pt --pool val --batch 2 --posterior some --samples 8",
     "diagnose s --draws 16 --posterior laplace --posterior refine",
     "report s --posterior laplace --posterior refine --posterior hmc --figures drawn --figure-format png --figure-format pdf --figure-format svg",
     "extract-features v --from-npz labels.npz --ood far --task multilabel",
@@ -176,7 +179,11 @@ WITHOUT_LINE = {
     ("export", "--format", "pt2"): "the graph is made on the CPU, and not by a pretend device's operators",
     ("fit-lbbnn", "--variance", "exact"): "what lrt and mnf do without --variance",
 }
-LEFT_OUT = {"demo": "runs other commands, for a minute", "reproduce": "as demo"}
+LEFT_OUT = {
+    "calibrate": "counts and sorts on the CPU",
+    "demo": "runs other commands, for a minute",
+    "reproduce": "as demo",
+}
 
 
 NETWORK = """

@@ -58,6 +58,7 @@ MADE = (
     "predict small --samples 20 --split test --posterior temperature --posterior lbbnn",
     "predict net.pt --samples 20 --split test --trust-code",
     "export small --posterior laplace --integrator probit --head-only --format torch",
+    "calibrate small --posterior lbbnn --split test --sets lac --false-alarm 0.1",
     "evaluate small --bootstrap 20 --posterior lbbnn",
 )
 NOTHING_TO_DO = (
@@ -74,6 +75,7 @@ NOTHING_TO_DO = (
 )
 # These work whenever they are called, or their work is to read every byte.
 ALWAYS_WORK = {
+    "acquire",
     "compare",
     "diagnose",
     "integrals",
@@ -88,6 +90,7 @@ ALWAYS_WORK = {
     "report",
 }
 MISSING = {
+    "calibrate": "--sets lac",
     "convert": "out.safetensors",
     "extract-features": "--model net.py:make --data train=npz:data.npz",
     "fit-ensemble": "more.pt",

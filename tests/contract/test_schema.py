@@ -12,10 +12,12 @@ import pytest
 import torch
 from problems.command_line import Cli
 
+from bnncli.decisions.prediction_sets import SetRule
 from bnncli.run.inputs import open_posterior
 from bnncli.run.revisions import is_another
 from bnncli.storage import headers
 from bnncli.storage.artifacts import read_header
+from bnncli.storage.decisions import read_decision
 from bnncli.storage.features import read_features
 from bnncli.storage.metrics import read_metrics
 from bnncli.storage.predictions import read_predictions
@@ -23,7 +25,7 @@ from bnncli.storage.samples import read_samples
 
 SCHEMA = Path(__file__).parents[2] / "fixtures" / "schema"
 VERSIONS = sorted(path for path in SCHEMA.iterdir() if path.is_dir() and path.name[0].isdigit())
-KINDS = {"features", "posterior", "samples", "predictions", "metrics"}
+KINDS = {"features", "posterior", "samples", "predictions", "metrics", "decision"}
 
 
 @pytest.fixture(params=VERSIONS, ids=lambda path: path.name)
@@ -93,6 +95,13 @@ def test_golden_draws_predictions_and_metrics_are_read(golden: Path, expected: d
     assert expected["nll"] == pytest.approx(nll, rel=1e-6)
     rows = read_metrics(golden / "metrics.json").meta["rows"]
     assert expected["nll"] in [metric["value"] for metric in rows[0]["metrics"]]
+
+
+def test_golden_rules_are_read(golden: Path, expected: dict[str, Any]) -> None:
+    rule = read_decision(golden / "decision.safetensors").rule
+    assert isinstance(rule, SetRule)
+    assert rule.thresholds.tolist() == expected["set_thresholds"]
+    assert rule.sets(np.array([[0.98, 0.01, 0.01]])).tolist() == [[True, False, False]]
 
 
 def test_golden_files_work_as_a_run(cli: Cli, golden: Path, tmp_path: Path) -> None:

@@ -74,3 +74,23 @@ def _drawn(generator: np.random.Generator, count: int, scale: float) -> Estimate
 def test_an_estimate_is_finite_and_has_several_values_behind_its_error(wrong: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="expected"):
         Estimate(*wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("count", "trials"), [(0, 10), (10, 10), (100, 100), (37, 100), (1, 10)])
+def test_the_error_of_a_share_reaches_as_far_as_the_exact_interval(count: int, trials: int) -> None:
+    found = Estimate.of_share(count / trials, trials)
+    exact = stats.binomtest(count, trials).proportion_ci(1 - LEVEL, method="exact")
+    reach = max(found.value - exact.low, exact.high - found.value)
+    assert found.standard_error == pytest.approx(reach / quantile(math.inf))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.95])
+@pytest.mark.parametrize("trials", [10, 100])
+def test_a_share_is_told_from_another_no_more_often_than_the_level(share: float, trials: int) -> None:
+    for side in (1, -1):
+        signs = [
+            sign(Estimate(found.value - share, found.standard_error))
+            for found in (Estimate.of_share(count / trials, trials) for count in range(trials + 1))
+        ]
+        wrong = sum(stats.binom.pmf(count, trials, share) for count, one in enumerate(signs) if one == side)
+        assert wrong <= LEVEL / 2

@@ -12,7 +12,7 @@ from problems.score_samples import means, noisy_scores
 from scipy import stats
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.paired import Sample, bootstrap_p_value, difference, holm, integration, t_difference
+from bnncli.evaluation.paired import Sample, bootstrap_p_value, correlation, difference, holm, integration, t_difference
 
 
 def test_the_t_test_over_checkpoints_is_that_of_scipy() -> None:
@@ -229,3 +229,19 @@ def test_with_a_baseline_the_t_tests_over_checkpoints_keep_their_level(count: in
         p_values = holm([t_difference(own - values[0]).p_value for own in values[1:]])
         falsely += min(p for p in p_values if p is not None) <= 0.05
     assert falsely / trials <= 0.05 + 3.3 * math.sqrt(0.05 * 0.95 / trials)
+
+
+def test_correlations_give_the_standard_error_of_the_difference() -> None:
+    generator = np.random.default_rng(3)
+    shared = generator.standard_normal(4000)
+    own, other = (Sample(np.array([0.0]), shared + 0.3 * generator.standard_normal(4000)) for _ in range(2))
+    drawn = Sample(own.values, own.replicates, integration(0.5, 1e9, size=4000, seed=1))
+    for one in (own, drawn):
+        errors, known = (one.standard_error, other.standard_error), correlation(one, other)
+        assert known is not None
+        assert errors[0] is not None
+        assert errors[1] is not None
+        expected = difference(one, other).standard_error
+        assert math.sqrt(errors[0] ** 2 + errors[1] ** 2 - 2 * known * errors[0] * errors[1]) == pytest.approx(expected)
+    assert correlation(own, Sample(np.array([0.0, 1.0]))) is None
+    assert correlation(own, Sample(np.array([0.0]), np.zeros(4000))) is None

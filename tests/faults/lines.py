@@ -73,8 +73,10 @@ _TRAINED = (*_MLP, "--data", "train=npz:train.npz", "--batch-size", "64", "--sav
 _TRAIN, _VAL, _TEST = (f"small.bnn/features/{split}.h5" for split in ("train", "val", "test"))
 _LAPLACE, _LBBNN = (f"small.bnn/posteriors/{name}.safetensors" for name in ("laplace", "lbbnn"))
 _MC = "small.bnn/predictions/laplace.mc/test.h5"
+_CALIBRATED = ("--posterior", "laplace", "--integrator", "mc", "--split", "test", "--sets", "lac")
 _ALL = ("whole.pt", "--layers", "all", "--trust-code")  # of a network by code, whose inputs are read again
 _WHOLE = ("whole.pt", "net.py", "train.npz", "whole.pt.bnn/features/train.h5")
+_NEW = ("--posterior", "map", "--trust-code")  # of inputs that are no split of the run
 _LAPLACE_ALL = "whole.pt.bnn/posteriors/laplace-all.safetensors"
 
 LINES = {
@@ -242,11 +244,26 @@ LINES = {
             (_TEST, _VAL, _LAPLACE),
         ),
         Line(
+            "predict/new",
+            ("whole.pt", *_NEW, "--data", "new=npz:test.npz", "--table", "new.csv"),
+            ("new.csv",),
+            ("whole.pt", *_NEW, "--data", "new=npz:train.npz", "--table", "new.csv"),
+            ("whole.pt", "net.py", "test.npz", "whole.pt.bnn/posteriors/map.safetensors"),
+            force=(),
+        ),
+        Line(
             "predict/out",
             ("small", "--posterior", "laplace", "--integrator", "mc", "--split", "test", "--out", "else/p.h5"),
             ("else/p.h5",),
             None,
             (_TEST,),
+        ),
+        Line(
+            "calibrate",
+            ("small", *_CALIBRATED, "--name", "new"),
+            ("small.bnn/decisions/laplace.mc/new.safetensors",),
+            ("small", *_CALIBRATED, "--name", "new", "--coverage", "0.8"),
+            (_MC,),
         ),
         Line(
             "export",
@@ -284,8 +301,10 @@ LINES = {
         ),
         Line(
             "report",
-            ("small", "--posterior", "laplace", "--out", "pages/report.html", "--figures", "figures"),
-            ("pages/report.html", "figures/*.png"),  # of what is damaged the page says that it is
+            ("small", "--posterior", "laplace", "--out", "report.html", "--figures", "figures"),
+            ("report.html", "figures/*.png"),
+            None,
+            (_TRAIN, _LAPLACE),  # of other damage the page says that it is there
         ),
         Line("integrals", ("--plot", "map.png", "--grid-size", "3", "--integrator", "probit"), ("map.png",)),
         Line("auto", ("small",), ("small.bnn/recommended.json",), None, (_VAL, _LAPLACE)),
@@ -299,6 +318,14 @@ LINES = {
         Line("convert", ("net.pt", "plain.safetensors"), ("plain.safetensors",), ("other.pt", "plain.safetensors"), ("net.pt",)),
         Line("clean", ("small",), force=()),
         Line("demo", ("--dir", "demo"), ("demo/*.npz", "demo/*.pt"), force=()),
+        Line(
+            "acquire",
+            ("small", "--pool", "test", "--batch", "3", "--table", "next.csv"),
+            ("next.csv",),
+            ("small", "--pool", "test", "--batch", "2", "--table", "next.csv"),
+            (_TEST, _LAPLACE),
+            force=(),
+        ),
         Line("diagnose", ("small", "--posterior", "laplace"), inputs=(_TRAIN, _LAPLACE), is_read_only=True),
         Line("status", ("small",), is_read_only=True),
         Line("inspect", (_LAPLACE,), is_read_only=True),
@@ -308,7 +335,7 @@ LINES = {
 }  # fmt: skip
 # Options that name a file or folder which is written, and those that name one which is read.
 WRITTEN = {"--plot", "--figures", "--table", "--dense", "--out", "--dir", "--log-file", "--run-dir"}
-READ = {"--config", "--from-npz", "--base-model", "--data", "--checkpoints"}
+READ = {"--follow", "--exclude", "--config", "--from-npz", "--base-model", "--data", "--checkpoints"}
 
 
 def prepare(folder: Path) -> None:

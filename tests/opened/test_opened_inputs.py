@@ -296,3 +296,34 @@ def test_a_network_that_has_not_changed_is_loaded_once(coded: Path) -> None:
     Path("was-run").unlink()
     run.features(x)
     assert not Path("was-run").exists()
+
+
+def test_a_loaded_predictor_gives_the_same_and_looks_at_no_file(images: Path) -> None:
+    run, x = bnncli.open("ckpt.pt"), make_images()["test"]["x"]
+    features = run.split("test").features
+    loaded = [run.predictor(integrator=name) for name in ("probit", "mc", "mean-field")]
+    expected = [run.predict(features, integrator=one.integrator) for one in loaded]
+    opened = run.predictor("map")
+    assert np.array_equal(opened(x[:1]).probs, run.predict(x[:1], posterior="map").probs)
+    for path in (*Path("ckpt.pt.bnn").rglob("*.safetensors"), *Path("ckpt.pt.bnn").rglob("*.h5"), Path("ckpt.pt")):
+        path.unlink()
+    for one, other in zip(loaded, expected, strict=True):
+        found = one(features)
+        assert np.array_equal(found.probs, other.probs)
+        assert (found.draws, found.interval_level, found.classes) == (other.draws, other.interval_level, other.classes)
+    assert opened(x).probs.shape == (300, 3)
+    with pytest.raises(DataError):
+        opened(np.full((2, 6), np.nan, np.float32))
+
+
+def test_batches_of_a_loader_are_predicted_one_after_another(images: Path) -> None:
+    run, x = bnncli.open("ckpt.pt"), torch.from_numpy(make_images()["test"]["x"])
+    loaded = run.predictor(integrator="probit")
+    whole = loaded(x)
+    pairs = torch.utils.data.TensorDataset(x, torch.zeros(len(x)))
+    for dataset in (pairs, x):
+        found = loaded(torch.utils.data.DataLoader(dataset, batch_size=64))
+        assert np.allclose(found.probs, whole.probs, atol=1e-6)
+        assert found.entropy.shape == (300,)
+    with pytest.raises(UsageError, match="has none"):
+        loaded(torch.utils.data.DataLoader(torch.zeros(0, 4, 4)))

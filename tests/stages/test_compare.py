@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +321,16 @@ def test_the_same_seed_gives_the_same_document(cli: Cli, small_run: Path) -> Non
     first = document()
     assert first == document()
     assert first != document("--seed", 1)
+
+
+def test_the_document_has_correlations_that_give_the_standard_errors_of_differences(cli: Cli, small_run: Path) -> None:
+    words = ("compare", small_run, "--metric", "nll", "--baseline", "map", "--json")
+    scores = {row["name"]: row["scores"][0] for row in cli(*words).json["rows"]}
+    base = scores["map.plug-in"]
+    assert base["correlations"]["map.plug-in"] == pytest.approx(1)
+    for name in set(scores) - {"map.plug-in"}:
+        one, known = scores[name], scores[name]["correlations"]["map.plug-in"]
+        assert known == base["correlations"][name]
+        a, b = one["standard_error"], base["standard_error"]
+        expected = one["difference_standard_error"]
+        assert math.sqrt(a**2 + b**2 - 2 * known * a * b) == pytest.approx(expected, rel=0.02)

@@ -16,9 +16,11 @@ from problems.command_line import Cli, new_run
 from problems.label_sets import label_arrays
 from torch import Tensor
 
+from bnncli.decisions.prediction_sets import SetRule
 from bnncli.exported import steps
 from bnncli.stages.export import work
 from bnncli.storage.artifacts import read_header
+from bnncli.storage.decisions import read_decision
 from bnncli.storage.predictions import PredictionFile, read_predictions
 
 TORCH = ("--format", "torch", "--head-only")
@@ -359,3 +361,37 @@ def test_batches_that_take_too_long_are_not_timed(cli: Cli, small_run: Path, mon
     times = done.json["metrics"]["milliseconds"]["torch"]
     assert times["1"] > 0
     assert (times["32"], times["1024"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [("lac", "--nonempty"), ("aps", "--nonrandomized"), ("raps", "--nonrandomized"), ("lac", "--class-conditional")],
+)
+def test_sets_of_a_rule_of_calibrate_are_in_the_file(cli: Cli, small_run: Path, sets: tuple[str, ...]) -> None:
+    asked = ("--posterior", "laplace", "--integrator", "probit")
+    assert cli("predict", small_run, *asked).code == 0
+    fit = cli("calibrate", small_run, *asked, "--split", "test", "--coverage", "0.9", "--sets", *sets)
+    assert fit.code == 0, fit.stderr
+    done = cli("export", small_run, *asked, *TORCH, "--decide", "sets", "--json")
+    assert done.code == 0, done.stderr
+    assert done.json["metrics"]["sets"]["same"] >= 0.98
+    found = loaded(folder_of(small_run) / "exports" / "laplace.probit.safetensors")(features_of(small_run, "test"))
+    rule = read_decision(folder_of(small_run) / "decisions" / "laplace.probit" / "sets.safetensors").rule
+    assert isinstance(rule, SetRule)
+    expected = rule.sets(predicted(small_run, "laplace.probit").probs)
+    assert (found["set"].numpy() == expected).all(
+        axis=1
+    ).mean() >= 0.98  # thresholds are scores: rounding decides there
+    assert 0 < expected.mean() < 1
+
+
+def test_rules_that_a_file_cannot_have_are_refused(cli: Cli, small_run: Path) -> None:
+    asked = ("--posterior", "laplace", "--integrator", "probit")
+    assert cli("predict", small_run, *asked).code == 0
+    calibrate = ("calibrate", small_run, *asked, "--split", "test")
+    assert cli(*calibrate, "--sets", "aps", "--coverage", "0.7", "--name", "drawn").code == 0
+    assert cli(*calibrate, "--false-alarm", "0.1").code == 0
+    words = ("export", small_run, *asked, *TORCH, "--decide")
+    assert "draws a number for each example" in cli(*words, "drawn").stderr
+    assert "gives no prediction sets" in cli(*words, "ood").stderr
+    assert cli(*words, "absent").code == 66

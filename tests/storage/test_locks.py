@@ -122,3 +122,16 @@ def test_a_planted_link_is_not_followed(tmp_path: Path, is_there: bool) -> None:
         pass
     assert caught.value.hint == "remove it"
     assert (victim.read_text() if is_there else victim.exists()) == ("precious" if is_there else False)
+
+
+def test_a_full_disk_is_told_with_the_lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, content: bytes, place: int) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with (
+        pytest.raises(WriteError, match=r"writing .*/lock failed: No space left on device") as told,
+        artifact_lock(tmp_path / "lock", wait=0, poll=nothing),
+    ):
+        pass
+    assert "free space" in str(told.value.hint)

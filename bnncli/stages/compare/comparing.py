@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from bnncli.detectors import of_predictions
@@ -21,8 +22,11 @@ from bnncli.storage.artifacts import read_header
 Groups = dict[str, list[PredictionGroup]]  # by name, one for each checkpoint
 
 
-def compared_groups(runs: Sequence[Run], options: CompareOptions) -> Groups:
+def compared_groups(runs: Sequence[Run], options: CompareOptions, *, leave_out: Collection[Path] = ()) -> Groups:
     """The predictions to compare, which every checkpoint has.
+
+    Args:
+        leave_out: files that are not looked at.
 
     Raises:
         MissingInput, DataError: there are none, or none of the baseline.
@@ -30,7 +34,7 @@ def compared_groups(runs: Sequence[Run], options: CompareOptions) -> Groups:
     """
     named: dict[str, Any] = {"posteriors": options.posterior, "integrators": options.integrator}
     beside = [] if options.baseline is None else [options.baseline]
-    found = [open_groups(one, **named, layers=options.layers, beside=beside) for one in runs]
+    found = [open_groups(one, **named, layers=options.layers, beside=beside, leave_out=leave_out) for one in runs]
     groups = _shared(runs, found, options.split)
     if options.by == "cost":
         groups = dict(sorted(groups.items(), key=lambda entry: _cost(entry[1]).rank))
@@ -54,6 +58,7 @@ def _shared(
     labels = {(group.name, group.posterior, group.variant): None for groups in found for group in groups}
     shared: dict[str, list[PredictionGroup]] = {}
     left_out: dict[str, list[str]] = {}  # by the checkpoints that lack them
+    maker = runs[0]
     for label in labels:
         own = [
             next(
@@ -62,9 +67,10 @@ def _shared(
             )
             for groups in found
         ]
-        lacking = [str(one.checkpoint_path) for one, group in zip(runs, own, strict=True) if group is None]
+        lacking = [one for one, group in zip(runs, own, strict=True) if group is None]
         if lacking:
-            left_out.setdefault(", ".join(lacking), []).append(label[0])
+            left_out.setdefault(", ".join(str(one.checkpoint_path) for one in lacking), []).append(label[0])
+            maker = lacking[0]
             continue
         shared.setdefault(label[0], []).extend(group for group in own if group is not None)
     if shared or len(runs) > 1:
@@ -79,7 +85,7 @@ def _shared(
             f"--split: no posterior has predictions of an in-distribution split {split!r}"
             + (" for every checkpoint" if len(runs) > 1 else "")
             + f" (there: {', '.join(inside) or 'none'})",
-            hint=None if split in outside else runs[0].suggest("predict", split=split),
+            hint=None if split in outside else maker.suggest("predict", split=split),
         )
     return shared
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import WriteError
 from bnncli.run.session import Result, Run
+from bnncli.scores import declared
 from bnncli.stages.compare.measure import Column
 from bnncli.stages.compare.tables import Comparison, score_titles
 from bnncli.storage.figures import check_figure_path, write_figure
@@ -115,8 +116,19 @@ def _line(comparison: Comparison, column: Column, place: int, row: int) -> Line:
     values = sample.values if base is None else sample.values - base.values
     points = tuple(values.tolist()) if len(values) > 1 else ()
     if base is None:
-        return Line(points, sample.mean, sample.interval(1 - comparison.alpha), is_marked)
+        return Line(
+            points, sample.mean, _possible(sample.interval(1 - comparison.alpha), sample.mean, column), is_marked
+        )
     against = standing.against
     if against is None or against.low is None or against.high is None:
         return Line(points, float(values.mean()), None, is_marked)
     return Line(points, against.value, (against.low, against.high), is_marked)
+
+
+def _possible(interval: tuple[float, float] | None, value: float, column: Column) -> tuple[float, float] | None:
+    """The part of an interval that the score can have at all: those of Student over two checkpoints reach far beyond."""
+    score = declared().get(str(column.row["name"]))
+    if interval is None or score is None:
+        return interval
+    low, high = score.limits  # a form that is no usual one may pass them: never its own value
+    return max(interval[0], min(low, value)), min(interval[1], max(high, value))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bnncli.evaluation.paired import Difference, Sample
+from bnncli.evaluation.paired import Difference, Sample, correlation
 from bnncli.evaluation.standings import Standing
 from bnncli.names import percent, posterior_title
 from bnncli.run.cost import HEAD, NETWORK, TotalCost
@@ -267,6 +267,7 @@ def _documents(comparison: Comparison) -> list[list[dict[str, Any]]]:
             if score["integration_error"] is None:
                 score["integration_unknown"] = entry.integration_unknown or entry.undefined
             score["values"] = None if known is None else known.values.tolist()
+            score["correlations"] = None if known is None else _correlations(comparison, column, known)
             score |= {"is_best": standing.is_best, "is_close": standing.is_close}
             score["difference"] = None if standing.against is None else against.value
             score["difference_standard_error"] = against.standard_error
@@ -277,6 +278,13 @@ def _documents(comparison: Comparison) -> list[list[dict[str, Any]]]:
             scores.append(score)
         found.append(scores)
     return found
+
+
+def _correlations(comparison: Comparison, column: Column, known: Sample) -> dict[str, float] | None:
+    """With the same score of each posterior, by name, over examples; None where there are several checkpoints, or nothing was resampled."""
+    pairs = zip(comparison.names, column.entries, strict=True)
+    found = {name.folder: correlation(known, other.samples) for name, other in pairs if other.samples is not None}
+    return {name: one for name, one in found.items() if one is not None} or None
 
 
 def score_titles(comparison: Comparison) -> list[str]:

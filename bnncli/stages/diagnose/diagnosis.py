@@ -42,12 +42,14 @@ class Diagnosis:
         entry: the numbers of --json, null with a reason where undefined.
         draws: on the CPU, as many as num_compared says, with what is independent among them.
         losses: (N,) negative log probability of each val label, nats; None without a labelled val split.
+        predicted_by: the integrator that gave them, and of how many draws; None where it makes none.
     """
 
     judged: Judged
     entry: dict[str, Any]
     draws: ThinnedDraws
     losses: NDArray[np.float64] | None
+    predicted_by: tuple[str, int | None] | None = None
 
 
 def diagnose(
@@ -101,7 +103,8 @@ def diagnose(
     if posterior.type in DENSITIES or posterior.type == "samples":
         entry["doubts"] = doubts(judged)
         entry["is_good"] = not entry["doubts"]
-    return Diagnosis(judged, entry, draws, losses)
+    by = None if val is None or losses is None else _predictive(posterior, header, val)
+    return Diagnosis(judged, entry, draws, losses, by)
 
 
 def undefined(reason: str) -> dict[str, Any]:
@@ -200,15 +203,21 @@ def _losses(run: Run, posterior: Any, header: Header, val: Split | None) -> NDAr
     """
     if val is None or val.content.labels is None:
         return None
-    name = "plug-in" if posterior.type in POINTS else "mc" if val.is_last_layer else default_integrator(header)
+    name, size = _predictive(posterior, header, val)
     prediction = load_integrator(name).predict(
         posterior.to(run.device),
         val.features(run.device),
-        num_samples=None if posterior.type in (*POINTS, "samples", LINEAR_DRAWS) else VAL_DRAWS,
+        num_samples=size,
         generator=run.stream("diagnose/val"),
         progress=run.console,
     )
     return nll_per_example(prediction.probs.cpu().numpy(), val.content.labels)
+
+
+def _predictive(posterior: Any, header: Header, val: Split) -> tuple[str, int | None]:
+    """By which integrator val is predicted, and of how many draws; None where there are none to make."""
+    name = "plug-in" if posterior.type in POINTS else "mc" if val.is_last_layer else default_integrator(header)
+    return name, None if posterior.type in (*POINTS, "samples", LINEAR_DRAWS) else VAL_DRAWS
 
 
 def _independent(header: Header) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -60,8 +61,11 @@ class Judgement:
         return {one.judged.name: one.entry for one in self.diagnoses}
 
 
-def judge(run: Run, options: DiagnoseOptions) -> Judgement:
+def judge(run: Run, options: DiagnoseOptions, *, leave_out: Collection[Path] = ()) -> Judgement:
     """The judgement of the posteriors that are named, or of all.
+
+    Args:
+        leave_out: files that are not looked at where none is named.
 
     Raises:
         MissingInput: there are no features, or no posteriors.
@@ -71,7 +75,7 @@ def judge(run: Run, options: DiagnoseOptions) -> Judgement:
     train = load_split(run, "train").check_labeled()
     val = load_split(run, "val") if run.folder.features("val").is_file() else None
     seen = SeenSplits(run, options, train, val)
-    found = _open(run, options, train.layout, seen)
+    found = _open(run, options, train.layout, seen, leave_out)
     from bnncli.stages.diagnose.diagnosis import diagnose  # the work: slow to import
     from bnncli.stages.diagnose.memory import require_room
 
@@ -90,7 +94,7 @@ def judge(run: Run, options: DiagnoseOptions) -> Judgement:
 
 
 def _open(
-    run: Run, options: DiagnoseOptions, layout: ClassifierLayout, seen: SeenSplits
+    run: Run, options: DiagnoseOptions, layout: ClassifierLayout, seen: SeenSplits, leave_out: Collection[Path]
 ) -> dict[str, tuple[Path, Header, Source]]:
     """The posteriors to judge, by name, or by path when they lie elsewhere.
 
@@ -101,7 +105,7 @@ def _open(
         otherwise, trusts = run.suggest("status"), options.trust_code
         paths = [find_named(run, name, flag="--posterior", otherwise=otherwise, trust_code=trusts) for name in named]
     else:
-        paths = run.folder.posteriors()
+        paths = [path for path in run.folder.posteriors() if path not in leave_out]
     if not paths:
         raise MissingInput(
             f"{run.checkpoint_path} has no posteriors",

@@ -14,6 +14,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.options.declaration import spelled
 from bnncli.run import revisions as _revisions
 from bnncli.run.class_table import class_table, with_classes, without_classes
+from bnncli.run.decisions import ScoredDecisions
 from bnncli.run.prediction_groups import PredictionGroup, Skipped, open_groups
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.score_assertions import Absent, check_names, failure_text, hold_against
@@ -150,11 +151,13 @@ def _evaluate(
         sources.append(Source("reference", reference.path, reference.header.content_digest))
     if posterior is not None and (reference.path is not None or is_thinned):
         sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
-    beside: Callable[[PredictedSplit], list[dict[str, Any]]] | None = None
+    decisions = ScoredDecisions(run, options, group)
+    sources += decisions.sources
+    beside: list[Callable[[PredictedSplit], list[dict[str, Any]]]] = [decisions.rows]
     if fidelity is not None:
         splits = group.splits(is_ood=False) if group.name != fidelity.group else {}
         sources += dict.fromkeys(fidelity.sources[split] for split in splits if split in fidelity.sources)
-        beside = partial(fidelity.rows, run, options, group)
+        beside.append(partial(fidelity.rows, run, options, group))
     params = {**options.params(), "score": options.prediction_scores, "seed": run.compute.seed}
     params["reference"] = reference.name
     params |= fidelity.to_params() if fidelity is not None else {}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnncli.machine.memory import bytes_text
+from bnncli.names import percent
 
 SIZES = (1, 32, 1024)  # of batches that are timed
 
@@ -22,6 +23,12 @@ def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
     if metrics["draws"] is not None and metrics["draws"]["stored"] < metrics["draws"]["predict"]:
         draws = metrics["draws"]
         lines.append(f"draws: {draws['stored']} of the {draws['predict']} of predict{_loss(metrics)}")
+    if "sets" in metrics:
+        sets = metrics["sets"]
+        lines.append(
+            f"sets of the rule {meta['decide']}: {percent(sets['same'])} as of predict, of {sets['size']:.2f} classes in the mean "
+            f"({sets['size_of_predict']:.2f})"
+        )
     if metrics["milliseconds"] is not None:
         sizes = " / ".join(f"{size:,}" for size in SIZES)
         each = "; ".join(f"{name} {_times(times)}" for name, times in metrics["milliseconds"].items())

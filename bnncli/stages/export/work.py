@@ -28,6 +28,7 @@ from bnncli.run.predictor import Predictor
 from bnncli.run.produce import Computed, Request
 from bnncli.run.session import Run
 from bnncli.stages.export import publishing
+from bnncli.stages.export.decided import agreement, with_rule
 from bnncli.stages.export.inputs import GoesIn, features_in, inputs_in
 from bnncli.stages.export.report import SIZES, summary
 
@@ -53,9 +54,19 @@ class _Outcome:
 
 
 def compute(
-    run: Run, options: ExportOptions, request: Request, predictor: Predictor, choice: IntegratorChoice, split: Split
+    run: Run,
+    options: ExportOptions,
+    request: Request,
+    predictor: Predictor,
+    choice: IntegratorChoice,
+    split: Split,
+    rule: Any = None,
 ) -> Computed:
-    """Make, check and time the file. Raises NumericError where it does not give what predict does."""
+    """Make, check and time the file. Raises NumericError where it does not give what predict does.
+
+    Args:
+        rule: whose prediction sets the file has; None without.
+    """
     layout = predictor.posterior.layout
     if layout.head is None:
         raise UsageError(
@@ -67,6 +78,7 @@ def compute(
     kept = thinned(ready, options.draws, run.stream("export/draws"))
     parts = head_parts(predictor.posterior.to("cpu"), choice.integrator, kept)
     parts = with_ood_score(parts, options.score, layout, predictor.mean_theta.cpu())
+    parts = parts if rule is None else with_rule(parts, rule, layout.num_classes)
     is_halved = options.dtype == "float16"
     head = parts.module(dtype=torch.float16 if is_halved else torch.float32)
     goes_in = (
@@ -88,6 +100,8 @@ def compute(
         "draws": None if found.num_whole is None else {"stored": found.num_stored, "predict": found.num_whole},
         "nll": None if labels is None or len(labels) == 0 else _losses(found.whole, own["probs"], labels),
     }
+    if rule is not None:
+        metrics["sets"] = agreement(rule, found.whole.probs.cpu(), own["set"])
     meta = _meta(options, predictor, choice, split) | {
         "input": goes_in.described(example),
         "outputs": [{"name": name, "what": MEANINGS[name].format(score=options.score)} for name in own],
@@ -214,6 +228,7 @@ def _meta(options: ExportOptions, predictor: Predictor, choice: IntegratorChoice
         "format": options.format,
         "dtype": options.dtype,
         "score": options.score,
+        "decide": options.decide,
         "classes": list(split.content.classes),
     }
 

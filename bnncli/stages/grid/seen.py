@@ -63,7 +63,13 @@ def _artifacts(job: Job, run_dir: str | None) -> dict[Path, str]:
     except BnnError:
         return found
     features = [folder.features(name) for name in folder.splits()]
-    for path in [*features, *folder.posteriors(), *folder.prediction_files(), *folder.metrics_files()]:
+    for path in [
+        *features,
+        *folder.posteriors(),
+        *folder.prediction_files(),
+        *folder.decision_files(),
+        *folder.metrics_files(),
+    ]:
         try:
             found[path] = read_header(path).content_digest
         except NOT_OF_CONTENT:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.errors import CheckFailed
 from bnncli.evaluation.bfmi import LOW_BFMI, lowest_bfmi
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding
-from bnncli.names import percent
+from bnncli.names import counted, percent
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
 from bnncli.run.chain_report import deciding_line, other_lines, parameter_metrics, prediction_metrics
@@ -78,7 +78,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     bfmi = "" if metrics["min_bfmi"] is None else f", lowest E-BFMI {metrics['min_bfmi']:.2f}"
     coarse = f" with {metrics['gradients']} gradients and exact energies" if "gradients" in metrics else ""
     lines.append(
-        f"acceptance {metrics['acceptance_rate']:.2f}{coarse}, {metrics['divergences']} divergences, step size {metrics['step_size']:.3f}, "
+        f"acceptance {metrics['acceptance_rate']:.2f}{coarse}, {counted(metrics['divergences'], 'divergence')}, step size {metrics['step_size']:.3f}, "
         f"{metrics['mean_steps']:.1f} steps a draw{bfmi}"
     )
     return lines
@@ -95,7 +95,8 @@ def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
         lowest = metrics["lowest_chain_acceptance"]
         found.append(f"a chain is stuck: it accepts {percent(lowest)} of its moves; {_remedy(metrics)}")
     if metrics["divergences"]:
-        found.append(f"{metrics['divergences']} trajectories diverged; try a higher --target-accept")
+        diverged = "1 trajectory" if metrics["divergences"] == 1 else f"{metrics['divergences']} trajectories"
+        found.append(f"{diverged} diverged; try a higher --target-accept")
     if metrics["min_bfmi"] is not None and metrics["min_bfmi"] < LOW_BFMI:
         found.append(
             f"energies change too slowly: lowest E-BFMI {metrics['min_bfmi']:.2f} (below {LOW_BFMI}); the tails may be "

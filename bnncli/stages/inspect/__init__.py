@@ -137,7 +137,7 @@ def _arrays(header: Header) -> dict[str, str]:
     is_tensors = header.path.suffix == FORMATS["torch"]
     if header.kind == "metrics" or (header.kind == "export" and not is_tensors):
         return {}
-    if header.kind in ("posterior", "checkpoint", "export"):
+    if header.kind in ("posterior", "checkpoint", "decision", "export"):
         from bnncli.storage.posteriors import tensor_shapes
 
         return tensor_shapes(header.path)

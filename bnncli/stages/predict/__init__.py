@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
 from bnncli.integrators._intervals import LEVEL
-from bnncli.likelihoods import has_exclusive_classes
+from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.machine.team import is_leader
 from bnncli.names import percent
 from bnncli.options import InputOptions, NameOptions, PredictOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
+from bnncli.run.classes import posterior_classes
 from bnncli.run.inputs import Split, load_split, posterior_source
 from bnncli.run.integrator_choice import ALL, AskedIntegrators, IntegratorChoice, num_stored
 from bnncli.run.layers_selection import over_layers
@@ -24,8 +26,9 @@ from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_default, wa
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.recommendation import recommended
 from bnncli.run.session import Result, Run
+from bnncli.stages.predict.decided import SplitDecisions, decide, rule_columns
 from bnncli.stages.predict.memory import planned_bytes
-from bnncli.stages.predict.stored import facts_of, predict_split
+from bnncli.stages.predict.stored import facts_of, params_of, predict_split
 from bnncli.stages.predict.table import check_table_path, make_table, parse_merges
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -60,34 +63,26 @@ def run(run: Run, options: PredictOptions) -> Result:
     """Predict what was asked for; what cannot be used is skipped with a warning unless it was named."""
     options.check_together()
     options = _as_recommended(run, options)
+    if options.is_of_new_data:
+        return _predict_new(run, options)
     splits = [load_split(run, name) for name in _split_names(run, options)]
     posteriors = _posteriors(run, options)
-    asked = AskedIntegrators.of(options, [posterior.header for posterior in posteriors])
     classes = splits[0].content.classes
     if not has_exclusive_classes(splits[0].content.likelihood):
         _refuse_of_labels(options)
-    merges = parse_merges(options.merge, classes, probabilities=options.probabilities)
+    taken = rule_columns(run) if options.merge else []
+    merges = parse_merges(options.merge, classes, probabilities=options.probabilities, taken=taken)
     if options.table is not None:
         inputs = [source.path for source in (*(split.source for split in splits), *(one.source for one in posteriors))]
         check_table_path(run, Path(options.table), inputs)
-    train, total = TrainData(run, options.trust_code), Result()
-    for posterior in posteriors:
-        choices, refusals = asked.choices(posterior.header, len(classes))
-        for refusal in refusals:
-            if options.posterior:
-                raise refusal
-            run.console.warn(f"skipping {posterior.path.stem}: {refusal.message}")
-        warn_of_few_draws(run, posterior.path, posterior.header, options.samples)
-        if not options.integrator:
-            warn_of_default(run, posterior.path, posterior.header)
-        predictor = Predictor(run, posterior.path, posterior.header, train)
-        for choice in choices:
-            try:
-                total.add(_predict(run, options, predictor, choice, posterior.source, splits))
-            except (UsageError, MissingInput, Untrusted) as error:
-                if not _may_skip(options, choice, error):
-                    raise
-                run.console.warn(f"skipping {posterior.path.stem} with {choice.variant}: {error.message}{error.advice}")
+    total = Result()
+    for predictor, choice, source in _pairs(run, options, posteriors, len(classes)):
+        try:
+            total.add(_predict(run, options, predictor, choice, source, splits))
+        except (UsageError, MissingInput, Untrusted) as error:
+            if not _may_skip(options, choice, error):
+                raise
+            run.console.warn(f"skipping {source.path.stem} with {choice.variant}: {error.message}{error.advice}")
     if not total.outputs:
         raise DataError(
             "no posterior of the run can be used: each is stale, or does not fit the integrator",
@@ -97,12 +92,65 @@ def run(run: Run, options: PredictOptions) -> Result:
     counts = f"{_counted(len(total.outputs), 'file')}, {_counted(len(splits), 'split')}"
     if not run.write.dry_run:
         total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_about_draws(total.outputs)]
+    files = [Path(output["path"]) for output in total.outputs]
+    decided: list[SplitDecisions] = []
+    if (options.table is not None or options.decide) and is_leader() and not run.write.dry_run:
+        decided = decide(run, files, only=options.decide)
+        total.extra["decisions"] = [row for one in decided for row in one.to_json()]
+        total.summary += [line for one in decided for line in one.lines()]
     if options.table is not None and is_leader():
-        files = [Path(output["path"]) for output in total.outputs]
         names = {split.content.name: split.content.names for split in splits}
-        columns: dict[str, Any] = {"merges": merges, "classes": classes, "probabilities": options.probabilities}
+        columns: dict[str, Any] = {
+            "decided": decided,
+            "merges": merges,
+            "classes": classes,
+            "probabilities": options.probabilities,
+        }
         total.add(make_table(run, Path(options.table), files, names=names, **columns))
     return total
+
+
+def _pairs(
+    run: Run, options: PredictOptions, posteriors: list[PosteriorFile], num_classes: int
+) -> Iterator[tuple[Predictor, IntegratorChoice, Source]]:
+    """Each posterior with each integrator that it is predicted by; what does not fit and was not named is skipped with a warning."""
+    asked, train = AskedIntegrators.of(options, [one.header for one in posteriors]), TrainData(run, options.trust_code)
+    for posterior in posteriors:
+        choices, refusals = asked.choices(posterior.header, num_classes)
+        for refusal in refusals:
+            if options.posterior:
+                raise refusal
+            run.console.warn(f"skipping {posterior.path.stem}: {refusal.message}")
+        warn_of_few_draws(run, posterior.path, posterior.header, options.samples)
+        if not options.integrator:
+            warn_of_default(run, posterior.path, posterior.header)
+        predictor = Predictor(run, posterior.path, posterior.header, train)
+        for choice in choices:
+            yield predictor, choice, posterior.source
+
+
+def _predict_new(run: Run, options: PredictOptions) -> Result:
+    """Predict data that are no split of the run."""
+    if run.naming.name is not None or run.naming.out is not None:
+        raise UsageError("\0name\0 and \0out\0 are of predictions that are stored: new data have a \0table\0 alone")
+    posteriors = _posteriors(run, options)
+    classes = list(posterior_classes(run.folder, posteriors[0].header))
+    if not has_exclusive_classes(recorded_name(posteriors[0].header.meta)):
+        _refuse_of_labels(options)
+    taken = rule_columns(run) if options.merge else []
+    merges = parse_merges(options.merge, classes, probabilities=options.probabilities, taken=taken)
+    pairs = list(_pairs(run, options, posteriors, len(classes)))
+    if not pairs:
+        raise DataError("no posterior of the run fits the integrator", hint=run.suggest("status"))
+    from bnncli.stages.predict.new_data import Maker
+    from bnncli.stages.predict.one_go import predict_new
+
+    return predict_new(
+        run,
+        options,
+        [Maker(replace(predictor), choice, source.content_digest) for predictor, choice, source in pairs],
+        merges,
+    )
 
 
 def _as_recommended(run: Run, options: PredictOptions) -> PredictOptions:
@@ -245,19 +293,11 @@ def _request(
     posterior, name = sources[0].path.stem, split.content.name
     label = run.naming.name or f"{posterior}.{choice.variant}"
     is_sampling, header = choice.integrator.is_sampling, read_header(sources[0].path)
+    params = params_of(run, choice, posterior, keep_samples=options.keep_samples)
     is_drawn = is_sampling and header.meta.get("method") in (
         "laplace",
         "refine",
     )  # and not stored, or of a latent network
-    params: dict[str, Any] = {
-        "integrator": choice.name,
-        "settings": choice.settings,
-        "samples": choice.samples,
-        "posterior": posterior,
-        "seed": run.compute.seed if is_sampling else None,
-        "keep_samples": options.keep_samples and is_sampling,
-        "top_k": choice.top_k,
-    }
 
     @cache
     def planned_memory() -> int | None:

@@ -14,6 +14,7 @@ from bnncli.run.integrator_choice import IntegratorChoice
 from bnncli.run.predicted_rows import Predicted
 from bnncli.run.predictor import Predictor
 from bnncli.run.produce import Computed
+from bnncli.run.session import Run
 from bnncli.storage.predictions import PredictionFile, write_predictions
 
 if TYPE_CHECKING:
@@ -31,7 +32,13 @@ def predict_split(
     predicted = predictor.predict_together(choice, seen.stored, keep_samples=keep_samples)
     if predicted is None:
         return Computed(None)
-    content = _content(predicted, split, choice)
+    content = predictions_of(
+        predicted,
+        labels=split.content.labels,
+        sample_id=split.content.sample_id,
+        classes=split.content.classes,
+        choice=choice,
+    )
     notes = spelled(predicted.integrator.notes())  # the file speaks of options as they are written
     meta = {**_meta(predictor, choice, split), "num_examples": len(content.probs), **notes}
     meta["draws"] = predicted.integrator.num_draws
@@ -43,21 +50,41 @@ def predict_split(
     return Computed(publish, facts=facts_of(meta))
 
 
+def params_of(run: Run, choice: IntegratorChoice, posterior: str, *, keep_samples: bool) -> dict[str, Any]:
+    """What of a prediction's parameters provenance records."""
+    is_sampling = choice.integrator.is_sampling
+    return {
+        "integrator": choice.name,
+        "settings": choice.settings,
+        "samples": choice.samples,
+        "posterior": posterior,
+        "seed": run.compute.seed if is_sampling else None,
+        "keep_samples": keep_samples and is_sampling,
+        "top_k": choice.top_k,
+    }
+
+
 def facts_of(meta: dict[str, Any]) -> dict[str, Any]:
     """What the result says of a prediction: number of draws and level of the intervals; null where it has none."""
     return {name: meta.get(name) for name in ("draws", "interval_level")}
 
 
-def _content(predicted: Predicted, split: Split, choice: IntegratorChoice) -> PredictionFile:
-    """The arrays of a prediction file."""
+def predictions_of(
+    predicted: Predicted, *, labels: Any, sample_id: Any, classes: list[str], choice: IntegratorChoice
+) -> PredictionFile:
+    """What was predicted for N examples, as a prediction file has it.
+
+    Args:
+        labels: (N,) or (N, L), or None. sample_id: (N,).
+    """
     prediction, groups = predicted.prediction, predicted.integrator.groups
     return PredictionFile(
         probs=prediction.probs.numpy(),
         entropy=prediction.entropy.numpy(),
         mutual_info=_numpy(prediction.mutual_info),
-        labels=split.content.labels,
-        sample_id=split.content.sample_id,
-        classes=split.content.classes,
+        labels=labels,
+        sample_id=sample_id,
+        classes=classes,
         probs_samples=_numpy(predicted.probs_samples),
         interval=_numpy(prediction.interval),
         log_concentration=_numpy(prediction.log_concentration),

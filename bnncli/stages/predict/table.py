@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from bnncli.integrators._intervals import LEVEL
 from bnncli.lazy import torch
 from bnncli.numerics import dirichlet
 from bnncli.run.session import Result, Run
+from bnncli.stages.predict.decided import RuleColumns, SplitDecisions, columns_of
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import PredictionFile, read_predictions
 from bnncli.storage.side_outputs import check_side_output
@@ -56,17 +57,81 @@ class Merge:
     members: tuple[int, ...]
 
 
-def parse_merges(texts: Sequence[str], classes: Sequence[str], *, probabilities: bool = False) -> list[Merge]:
+class Origin(NamedTuple):
+    """What predictions are of, and what reading them as rows needs: the level of their intervals, whether classes exclude each other."""
+
+    split: str
+    posterior: str
+    variant: str
+    level: float | None
+    is_exclusive: bool
+
+
+@dataclass(frozen=True)
+class ShownColumns:
+    """Columns that a table has beside those that every table has.
+
+    Attributes:
+        merges: classes whose union has some.
+        has_top_k: whether examples have the classes that a ranking keeps.
+        has_names: whether they have names.
+        probabilities: whether every class has one.
+        rules: those of the rules of calibrate.
+    """
+
+    merges: Sequence[Merge]
+    has_top_k: bool
+    has_names: bool
+    probabilities: bool
+    rules: RuleColumns
+
+    def columns(self, classes: Sequence[str], *, is_exclusive: bool) -> TableBlock:
+        """No rows, with all the columns."""
+        count = len(classes)
+        nothing = PredictionFile(
+            probs=np.empty((0, count), np.float32), entropy=np.empty(0), mutual_info=None, labels=None,
+            sample_id=np.empty(0, np.int64), classes=list(classes),
+        )  # fmt: skip
+        said = {name: np.empty((0, count) if name in self.rules.sets else 0, np.int8) for name in self.rules.names}
+        return self.block(nothing, slice(None), Origin("", "", "", None, is_exclusive), np.empty(0, "S1"), said)
+
+    def block(
+        self, content: PredictionFile, rows: slice, origin: Origin, names: Array | None, said: Mapping[str, Array]
+    ) -> TableBlock:
+        """These rows of predictions as rows of the table.
+
+        Args:
+            names: (n,) of the rows, UTF-8 bytes; empty ones where there are none.
+            said: what rules say of the rows, by column.
+        """
+        columns = (
+            _of_classes(content, rows, self.merges, level=origin.level, has_top_k=self.has_top_k)
+            if origin.is_exclusive
+            else _of_labels(content, rows, level=origin.level)
+        )
+        ids = {"sample_id": content.sample_id[rows]}
+        block = TableBlock(origin[:3], {**ids, **columns, **said}, sets=self.rules.sets)
+        if self.has_names:
+            block.columns[NAME] = np.full(len(block.columns["sample_id"]), b"") if names is None else names
+        if self.probabilities or not origin.is_exclusive:
+            block.columns[PROBABILITIES] = np.asarray(content.probs[rows])
+        return block
+
+
+def parse_merges(
+    texts: Sequence[str], classes: Sequence[str], *, probabilities: bool = False, taken: Sequence[str] = ()
+) -> list[Merge]:
     """The unions that --merge NAME=CLASS,CLASS asks for, by class name or index.
 
     Args:
         probabilities: whether every class has a column too.
+        taken: further names of columns.
 
     Raises:
         UsageError: no such class, a class twice, all classes, or a name that is taken.
     """
     merges: list[Merge] = []
-    taken = {*_COLUMNS, *(probability_columns(classes) if probabilities else [])}
+    names = {*_COLUMNS, *taken, *(probability_columns(classes) if probabilities else [])}
     for text in texts:
         name, _, listed = text.partition("=")
         members = tuple(_class_index(text, part.strip(), classes) for part in listed.split(","))
@@ -75,11 +140,11 @@ def parse_merges(texts: Sequence[str], classes: Sequence[str], *, probabilities:
         if len(members) == len(classes):
             raise UsageError(f"--merge {text}: the union of all classes has probability 1")
         own = {name, f"{name}_low", f"{name}_high"}
-        if own & taken:
+        if own & names:
             raise UsageError(
-                f"--merge {text}: the table has a column {min(own & taken)!r} already; choose another name"
+                f"--merge {text}: the table has a column {min(own & names)!r} already; choose another name"
             )
-        taken |= own
+        names |= own
         merges.append(Merge(name, members))
     return merges
 
@@ -112,12 +177,14 @@ def make_table(
     classes: Sequence[str],
     names: Mapping[str, Array | None],
     probabilities: bool,
+    decided: Sequence[SplitDecisions] = (),
 ) -> Result:
     """Write the table of these prediction files.
 
     Args:
         names: of the examples (N,) of each split, as its features have them.
         probabilities: whether every class gets a column.
+        decided: what rules say of the files, in their order.
     """
     if run.write.dry_run:
         output: dict[str, Any] = {"role": "table", "path": str(target), "planned": "compute", "estimated_bytes": 0}
@@ -127,21 +194,18 @@ def make_table(
     has_names = any(names.get(str(meta["split"])) is not None for meta in metas)
     task = run.console.task("table", sum(int(meta["num_examples"]) for meta in metas))
 
+    rules = columns_of(decided)
+    shown = ShownColumns(merges, has_top_k, has_names, probabilities, rules)
+
     def blocks() -> Iterator[TableBlock]:
-        for path in files:
+        for place, path in enumerate(files):
             content = read_predictions(path)
-            size = max(1, BLOCK_PROBABILITIES // len(content.classes))
-            has_labels = not content.is_exclusive
+            origin, size = _origin(content), max(1, BLOCK_PROBABILITIES // len(content.classes))
+            named = names.get(origin.split)
             for start in range(0, max(1, len(content.probs)), size):
                 rows = slice(start, start + size)
-                columns = (
-                    _of_labels(content, rows) if has_labels else _of_classes(content, rows, merges, has_top_k=has_top_k)
-                )
-                block = TableBlock(_origin(content), {"sample_id": content.sample_id[rows], **columns})
-                if has_names:
-                    block.columns[NAME] = _names(names.get(block.origin[0]), rows, len(block.columns["sample_id"]))
-                if probabilities or has_labels:
-                    block.columns[PROBABILITIES] = np.asarray(content.probs[rows])
+                said = rules.of_rows(decided[place], np.asarray(content.probs[rows]), rows) if rules.names else {}
+                block = shown.block(content, rows, origin, None if named is None else named[rows], said)
                 task.advance(len(block.columns["sample_id"]))
                 yield block
 
@@ -149,18 +213,16 @@ def make_table(
     return Result("", [{"role": "table", "path": str(target), "content_digest": digest}])
 
 
-def _names(names: Array | None, rows: slice, count: int) -> Array:
-    """Names (n,) of the rows, UTF-8 bytes; empty ones where the split has none."""
-    return np.full(count, b"") if names is None else names[rows]
-
-
-def _origin(content: PredictionFile) -> tuple[str, str, str]:
+def _origin(content: PredictionFile) -> Origin:
     assert content.header is not None
     meta = content.header.meta
-    return str(meta["split"]), str(meta["posterior"]), str(meta["variant"])
+    level = meta.get("interval_level", LEVEL)  # files that do not say hold 95 %, or all of few draws
+    return Origin(str(meta["split"]), str(meta["posterior"]), str(meta["variant"]), level, content.is_exclusive)
 
 
-def _of_classes(content: PredictionFile, rows: slice, merges: Sequence[Merge], *, has_top_k: bool) -> dict[str, Array]:
+def _of_classes(
+    content: PredictionFile, rows: slice, merges: Sequence[Merge], *, level: float | None, has_top_k: bool
+) -> dict[str, Array]:
     """Columns of examples with one class each."""
     probs = np.asarray(content.probs[rows])
     predicted = probs.argmax(axis=1)
@@ -168,7 +230,7 @@ def _of_classes(content: PredictionFile, rows: slice, merges: Sequence[Merge], *
         "predicted": predicted,
         "probability": np.take_along_axis(probs, predicted[:, None], axis=1)[:, 0],
         **_of_examples(content, rows),
-        **_intervals(content, rows),
+        **_intervals(content, rows, level, is_exclusive=True),
         "label": np.full(len(probs), -1, dtype=np.int64) if content.labels is None else content.labels[rows],
     }
     if has_top_k:
@@ -180,14 +242,14 @@ def _of_classes(content: PredictionFile, rows: slice, merges: Sequence[Merge], *
     return columns
 
 
-def _of_labels(content: PredictionFile, rows: slice) -> dict[str, Array]:
+def _of_labels(content: PredictionFile, rows: slice, *, level: float | None) -> dict[str, Array]:
     """Columns of examples with several labels each: which are said to be there, and (n, L) of what each label has."""
     probs = np.asarray(content.probs[rows])
     absent = np.full(probs.shape, -1, dtype=np.int64)
     return {
         "predicted": (probs >= THRESHOLD).astype(np.int64),
         **_of_examples(content, rows),
-        **_intervals(content, rows),
+        **_intervals(content, rows, level, is_exclusive=False),
         "label": absent if content.labels is None else content.labels[rows].astype(np.int64),
     }
 
@@ -199,11 +261,9 @@ def _of_examples(content: PredictionFile, rows: slice) -> dict[str, Array]:
     return {name: missing if value is None else value[rows] for name, value in values.items()}
 
 
-def _intervals(content: PredictionFile, rows: slice) -> dict[str, Array]:
+def _intervals(content: PredictionFile, rows: slice, level: float | None, *, is_exclusive: bool) -> dict[str, Array]:
     """Ends of the intervals, (n,) or of labels (n, L), and the level (n,) that they hold; NaN where there are none."""
-    assert content.header is not None
-    level = content.header.meta.get("interval_level", LEVEL)  # files that do not say hold 95 %, or all of few draws
-    shape = content.probs[rows].shape[: 1 if content.is_exclusive else 2]
+    shape = content.probs[rows].shape[: 1 if is_exclusive else 2]
     if content.interval is None:
         missing = np.full(shape, np.nan, dtype=np.float32)
         return {"low": missing, "high": missing, "level": np.full(shape[0], np.nan, dtype=np.float32)}

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from bnncli.names import counted
-from bnncli.options import ComputeOptions, InputOptions, ReportOptions, WriteOptions
+from bnncli.options import ComputeOptions, InputOptions, LockOptions, ReportOptions, WriteOptions
 from bnncli.options.command import READ, Argument, Command
 from bnncli.run.each_checkpoint import each_checkpoint
 from bnncli.run.session import Result, Run
-from bnncli.stages.report.files import check_page, figure_paths, planned, write_files
+from bnncli.stages.report.files import (
+    UNWRITTEN,
+    check_folder,
+    check_page,
+    figure_paths,
+    locked,
+    planned,
+    recorded_options,
+    said_when_interrupted,
+    write_files,
+)
 
 COMMAND = Command(
     "Write one HTML file of a run: the verdict in words, scores, figures, inputs to look at.",
     "It opens from the disk, asks for nothing outside, and is the same bytes for the same artifacts. What diagnose judges is judged; scores "
     "with their intervals are those of evaluate, so run that first; what is not there is said in a sentence, with the command that makes it. "
     "Figures are drawn from aggregates, each with its numbers as a table. Several checkpoints are compared, and each has its own part.",
-    (ReportOptions, InputOptions, ComputeOptions, WriteOptions, *READ),
+    (ReportOptions, InputOptions, ComputeOptions, WriteOptions, LockOptions, *READ),
     (
         "bnncli report ckpt.pt",
         "bnncli report ckpt.pt --out report.html --figures figures --figure-format pdf",
@@ -26,17 +38,31 @@ COMMAND = Command(
 
 
 def run(run: Run, options: ReportOptions) -> Result:
-    """Gather, draw and write."""
+    """Gather, draw and write, once it is known what of, and where to."""
     runs = each_checkpoint(run)
+    for one in runs:
+        check_folder(one)
     path = check_page(run, runs, options)
+    with said_when_interrupted(UNWRITTEN):
+        from bnncli.stages.report.intact import check_run  # slow to import, like the work
+
+        for one in runs:
+            check_run(one)
     if run.write.dry_run:
         return planned(path, options)
-    from bnncli.stages.report import whole  # the work: slow to import
+    with locked(run, runs, path):
+        check_page(run, runs, options)  # who had the lock may have written it
+        return _written(run, runs, path, options)
 
-    sections, summaries = whole.sections_of(runs, options)
-    figures = [figure for section in sections for figure in section.figures]
-    paths = figure_paths(run, figures, path, options)
-    content = whole.page_of(runs, sections)
+
+def _written(run: Run, runs: list[Run], path: Path, options: ReportOptions) -> Result:
+    from bnncli.stages.report import whole
+
+    with said_when_interrupted(UNWRITTEN):
+        sections, summaries = whole.sections_of(runs, options)
+        figures = [figure for section in sections for figure in section.figures]
+        paths = figure_paths(run, figures, path, options)
+        content = whole.page_of(runs, sections, recorded_options(runs, options))
     result = write_files(run, (path, content), figures, paths)
     result.summary = [*summaries, counted(len(figures), "figure")]
     result.extra = {"verdicts": summaries, "figures": [figure.name for figure in figures]}

@@ -48,4 +48,4 @@ def _cell(metric: dict | None) -> TableCell:
     ends, floor = metric.get("interval"), metric.get("floor")
     below = [f"[{ends['low']:.4f}, {ends['high']:.4f}]"] if ends else []
     below += [f"(floor {floor:.4f})"] if floor is not None else []
-    return TableCell(f"{metric['value']:.4f}", float(metric["value"]), " ".join(below))
+    return TableCell(f"{metric['value']:.4f}", float(metric["value"]), below)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import WriteError
+from bnncli.errors import Interrupted, MissingInput, WriteError
 from bnncli.figures.shown import Shown, figure_file
 from bnncli.machine.input_files import reading
+from bnncli.numerics.digests import json_sha256
 from bnncli.options import ReportOptions
 from bnncli.run.session import Result, Run
-from bnncli.storage.atomic import check_writable
+from bnncli.storage.atomic import check_takes_files, check_writable
 from bnncli.storage.figures import check_figure_path, write_figure
+from bnncli.storage.locks import artifact_lock
 from bnncli.storage.pages import check_page_path, write_page
 
+UNWRITTEN = "no report was written"  # where a signal has come before it was
+_FLAG = "--out"
 _NAMES = ("report.html", "comparison.html")  # of one checkpoint, of several
 _SIZE = 1 << 20
+_MOST_RECORDED = 1 << 13  # letters of a request that stand in the page itself, not as their digest
 
 
 def page_path(runs: Sequence[Run], options: ReportOptions) -> Path:
@@ -27,13 +33,71 @@ def page_path(runs: Sequence[Run], options: ReportOptions) -> Path:
     return runs[0].folder.root / _NAMES[len(runs) > 1]
 
 
+def check_folder(run: Run) -> None:
+    """Pass where there is a run folder with features. Raises MissingInput otherwise."""
+    if not run.folder.root.is_dir():
+        raise MissingInput(
+            f"{run.checkpoint_path} has no run folder (looked for {run.folder.root})",
+            hint="bnncli extract-features --help",
+            path=run.folder.root,
+        )
+    if not run.folder.splits():
+        raise MissingInput(
+            f"{run.folder.root} has no features, which all else is made from",
+            hint=run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"]),
+            path=run.folder.root,
+        )
+
+
 def check_page(run: Run, runs: Sequence[Run], options: ReportOptions) -> Path:
-    """The same, once it is known to be free and the folder of figures to be one. Raises UsageError or OutputExists as check_page_path does."""
+    """The same, once it is known to be free, and the folder of figures to be one.
+
+    Raises:
+        UsageError, OutputExists: as check_page_path does.
+    """
     path = page_path(runs, options)
-    check_page_path(path, "--out", force=run.write.force, others=[one.checkpoint_path for one in runs])
+    others = [one.checkpoint_path for one in runs]
+    check_page_path(path, _FLAG, recorded_options(runs, options), force=run.write.force, others=others)
     if options.figures is not None:  # their names are known only after the work
         check_writable(Path(options.figures), hint="choose another place with --figures")
     return path
+
+
+def recorded_options(runs: Sequence[Run], options: ReportOptions) -> dict[str, Any]:
+    """What of a request changes the page, JSON values: the page has it in its head, and one of another request is not replaced.
+
+    Whether code is trusted is not among it: a page says itself where it has to be.
+    """
+    found = {
+        "checkpoints": [run.checkpoint_path.name for run in runs],
+        "examples": options.examples,
+        "posterior": list(dict.fromkeys(options.posterior)),
+        "seed": runs[0].compute.seed,
+        "split": options.split,
+    }
+    return found if len(str(found)) <= _MOST_RECORDED else {"request": json_sha256(found)}
+
+
+@contextmanager
+def locked(run: Run, runs: Sequence[Run], path: Path) -> Iterator[None]:
+    """Hold the lock of the page, whose place is known to take files; others wait, or are told who writes it.
+
+    Raises:
+        Locked: another process writes it.
+        OutputExists: its folder takes no files.
+    """
+    check_takes_files(path, hint=f"choose another place with {_FLAG}")
+    with artifact_lock(runs[0].folder.lock(path), wait=run.lock.wait, poll=run.console.poll):
+        yield
+
+
+@contextmanager
+def said_when_interrupted(how_far: str) -> Iterator[None]:
+    """Within, a signal is told with what there is of the report, in place of the step that it came in."""
+    try:
+        yield
+    except Interrupted as error:
+        raise Interrupted(error.exit - 128, f"{error.message.partition(' at ')[0]}; {how_far}") from None
 
 
 def planned(path: Path, options: ReportOptions) -> Result:
@@ -62,18 +126,19 @@ def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[Shown], pa
         WriteError: one could not be written; those before it are there.
     """
     path, content = page
-    result = _published("report", path, content, write_page)
+    with said_when_interrupted(UNWRITTEN):
+        result = _published("report", path, content, write_page)
     result.outputs[0]["bytes"] = len(content)
     names = {figure.name: figure for figure in figures}
-    for target in paths:
-        run.console.poll(f"draw {target.name}")
-        drawn = figure_file(names[target.stem], target.suffix[1:])
-        try:
-            result.add(_published(f"figure.{target.stem}", target, drawn, write_figure))
-        except WriteError as error:
-            raise WriteError(
-                f"--figures: {target} could not be written; the report is complete", hint=error.hint, path=target
-            ) from None
+    with said_when_interrupted("the report is written, not all of its figures are"):
+        for target in paths:
+            run.console.poll(f"draw {target.name}")
+            drawn = figure_file(names[target.stem], target.suffix[1:])
+            try:
+                result.add(_published(f"figure.{target.stem}", target, drawn, write_figure))
+            except WriteError as error:
+                message = f"--figures: {target} could not be written; the report is complete"
+                raise WriteError(message, hint=error.hint, path=target) from None
     return result
 
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from bnncli.evaluation.excess import FALSE_ALARM, WORSE_SHARE, Scored, excesses
 from bnncli.names import counted, percent
 from bnncli.pages.blocks import Missing
-from bnncli.run.recommendation import recommended
 from bnncli.run.val_report import temperature_on_val
 from bnncli.stages.diagnose.judgement import Judgement
 from bnncli.stages.report.subject import Subject, tried
@@ -33,21 +32,29 @@ def pays(subject: Subject, judgement: Judgement) -> Payoff:
     plain = tried(lambda: temperature_on_val(subject.run, val))
     if isinstance(plain, Missing) or plain is None:
         return Payoff(False, "Not to be said: the run has no network whose logits one temperature could divide.")
-    found = payoff_of(Scored(name, chosen.losses), plain, _how(subject))
-    return found._replace(text=found.text + _recommended(subject))
+    return payoff_of(Scored(name, chosen.losses), plain, how=_how(subject), by=_predicted_by(chosen.predicted_by))
 
 
-def payoff_of(own: Scored, plain: Scored, how: str) -> Payoff:
+def _predicted_by(how: tuple[str, int | None] | None) -> str:
+    """By what diagnose has predicted val: other draws than those of predict, whose number is another; of samples all are taken."""
+    if how is None:
+        return ""
+    integrator, size = how
+    return f" by {integrator}" + (f" of {counted(size, 'draw')}" if size else "")
+
+
+def payoff_of(own: Scored, plain: Scored, *, how: str, by: str = "") -> Payoff:
     """What a posterior's losses show against those at one temperature, each way by a test of its own at FALSE_ALARM.
 
     Args:
         own, plain: on the same examples of val.
         how: the command that predicts with one temperature.
+        by: by what the posterior predicts.
     """
     (gap,), (back,) = excesses(own, [plain]), excesses(plain, [own])
     size = counted(len(own.losses), "example")
     numbers = (
-        f"on {size} of val the network divided by one temperature has NLL {plain.nll:.4f}, {own.name} {own.nll:.4f} (difference "
+        f"on {size} of val the network divided by one temperature, held out, has NLL {plain.nll:.4f}, {own.name}{by} {own.nll:.4f} (difference "
         f"{with_error(gap.value, gap.standard_error)})"
     )
     is_shown = any(one.p_adjusted is not None and one.p_adjusted <= FALSE_ALARM for one in (gap, back))
@@ -67,11 +74,3 @@ def _how(subject: Subject) -> str:
     if "temperature" in subject.headers:
         return subject.run.suggest("predict", posterior="temperature")
     return subject.run.suggest("fit-temperature")
-
-
-def _recommended(subject: Subject) -> str:
-    """What auto has recommended, where it was run."""
-    found = tried(lambda: recommended(subject.run))
-    if found is None or isinstance(found, Missing):
-        return ""
-    return f" auto recommends {found.posterior} by {found.integrator}."

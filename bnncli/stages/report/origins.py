@@ -26,6 +26,10 @@ def origins(subject: Subject) -> list[Block]:
     found = tried(lambda: importlib.import_module("bnncli.stages.status").run(run, StatusOptions()))
     if isinstance(found, Missing):
         return [found]
+    told = {str(one.path): one.what for one in subject.damaged}  # status reads headers alone
+    for entry in found.extra["artifacts"]:
+        if entry["path"] in told:
+            entry |= {"state": "invalid", "why": told[entry["path"]]}
     entries = sorted(found.extra["artifacts"], key=lambda entry: _KINDS.get(entry["kind"], 9))
     entries = [entry for entry in entries if entry["state"] != "missing"]
     if not entries:
@@ -52,10 +56,10 @@ def origins(subject: Subject) -> list[Block]:
         columns,
         [_row(entry) for entry in made[:_MOST_ROWS]],
     )
-    told = tried(partial(_network, subject))
+    network = tried(partial(_network, subject))
     blocks: list[Block] = [
-        told if isinstance(told, Missing) else paragraph(told),
-        commands(list(dict.fromkeys(lines)), f"Commands that made the artifacts{subject.of}"),
+        network if isinstance(network, Missing) else paragraph(network),
+        commands(list(dict.fromkeys(lines))),
         first,
         table,
     ]

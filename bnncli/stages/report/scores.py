@@ -56,7 +56,17 @@ def data_table(table: Table, name: str, caption: str, *, first: int = 0) -> Data
         first: the column that heads the rows; those before it are left out.
     """
     rows = [[TableCell(row[first]), *(_cell(cell.strip()) for cell in row[first + 1 :])] for row in table.rows]
-    return DataTable(name, caption, table.columns[first:], rows, notes=table.notes)
+    heads = [_typeset(column) for column in table.columns[first:]]
+    return DataTable(name, caption, heads, rows, notes=[_sentence(_typeset(note)) for note in table.notes])
+
+
+def _typeset(text: str) -> str:
+    """What a terminal writes in ASCII, as a page has it."""
+    return text.replace("+-", "±").replace("MMD^2", "MMD²")
+
+
+def _sentence(note: str) -> str:
+    return f"{note[:1].upper()}{note[1:]}" + ("" if note.endswith(".") else ".")
 
 
 def _cell(text: str) -> TableCell:
@@ -64,9 +74,13 @@ def _cell(text: str) -> TableCell:
     found = _NUMBER.match(text)
     if found is None:
         return TableCell("–" if text == "-" else text)
-    rest = text[found.end() :].strip().replace("+-", "±")
+    rest = _typeset(text[found.end() :].strip())
     is_whole = bool(rest) and rest[0] not in "[(±p"
-    return TableCell(text if is_whole else found[0].strip(), float(found[1].replace(",", "")), "" if is_whole else rest)
+    shown = (text if is_whole else found[0].strip()).replace("-", "−")
+    below = (
+        [] if is_whole or not rest else re.split(r"(?<=\)) (?=\[)| (?=\(p )", rest)
+    )  # a floor, an interval, a p-value
+    return TableCell(shown, float(found[1].replace(",", "")), below)
 
 
 def _replicates(subject: Subject) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from bnncli.errors import NOT_OF_CONTENT, BnnError, MissingInput
 from bnncli.evaluation.binned_confidence import BinnedConfidence, bin_confidence
@@ -18,6 +20,7 @@ from bnncli.options import DiagnoseOptions, EvaluateOptions, ReportOptions
 from bnncli.options.declaration import spelled
 from bnncli.pages.blocks import Missing
 from bnncli.run.prediction_groups import PredictionGroup, open_groups
+from bnncli.run.recommendation import Recommended, recommended
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.run.session import Run
 from bnncli.stages.diagnose.judgement import Judgement, judge
@@ -25,8 +28,18 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 
 MOST_DRAWN = 8  # posteriors in one figure: more could not be told apart
+_OPTION = re.compile(r"^--[a-z][a-z-]*: ")  # that an error begins with, which is another command's
 _ROW_BYTES = 64  # of memory for each example of a prediction file
 Found = TypeVar("Found")
+
+
+class Damaged(NamedTuple):
+    """An artifact that is left out, by its name in the run folder: what is wrong with it, and the command that makes it again, where one is known."""
+
+    path: Path
+    name: str
+    what: str
+    command: str | None
 
 
 @dataclass(frozen=True)
@@ -35,17 +48,24 @@ class Subject:
 
     Args:
         key: what the names of its sections and figures begin with; empty where there is one checkpoint.
+        damaged: artifacts that are left out.
     """
 
     run: Run
     options: ReportOptions
     key: str = ""
+    damaged: Sequence[Damaged] = ()
     _binned: dict[tuple[str, str], BinnedConfidence] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """The checkpoint, as its file is called."""
         return self.run.checkpoint_path.name
+
+    @cached_property
+    def left_out(self) -> frozenset[Path]:
+        """Files that nothing is read from, as they are damaged."""
+        return frozenset(one.path for one in self.damaged)
 
     @property
     def of(self) -> str:
@@ -65,6 +85,8 @@ class Subject:
         """Of the posteriors that were asked for, by name; those that cannot be read are left out."""
         named, found = {name.partition(".")[0] for name in self.options.posterior}, {}
         for path in self.run.folder.posteriors():
+            if path in self.left_out:
+                continue
             header = tried(partial(read_header, path))
             if isinstance(header, Header) and (not named or path.stem in named):
                 found[path.stem] = header
@@ -78,7 +100,7 @@ class Subject:
             names = ", ".join(self.options.posterior)
             maker = self.run.suggest("predict", posterior=self.options.posterior)
             return Missing(f"There are no predictions of {names}.", maker)
-        found = tried(lambda: open_groups(self.run, posteriors=posteriors))
+        found = tried(lambda: open_groups(self.run, posteriors=posteriors, leave_out=self.left_out))
         if isinstance(found, Missing):
             return found
         kept = [group for group in found if self.split in group.splits(is_ood=False)]
@@ -134,7 +156,15 @@ class Subject:
                 f"There is no posterior {', '.join(self.options.posterior)}.", self.run.suggest("fit-laplace")
             )
         options = DiagnoseOptions(posterior=named, trust_code=self.options.trust_code)
-        return tried(lambda: judge(replace(self.run, heads={}), options))
+        return tried(lambda: judge(replace(self.run, heads={}), options, leave_out=self.left_out))
+
+    @cached_property
+    def recommended(self) -> Recommended | None:
+        """What auto recommends; None where it was not run, or its recommendation is stale or damaged."""
+        if self.run.folder.recommended in self.left_out:
+            return None
+        found = tried(lambda: recommended(self.run))
+        return None if isinstance(found, Missing) else found
 
     @cached_property
     def rows(self) -> list[dict[str, Any]] | Missing:
@@ -223,7 +253,7 @@ def tried(find: Callable[[], Found]) -> Found | Missing:
 
 def missing(error: BnnError) -> Missing:
     """An error as a sentence, and the command that helps, where the hint is one."""
-    message, hint = spelled(error.message), spelled(error.hint) if error.hint else None
+    message, hint = _OPTION.sub("", spelled(error.message)), spelled(error.hint) if error.hint else None
     is_word = message.split(" ", 1)[0].isalpha()  # and no file's name
     sentence = (f"{message[:1].upper()}{message[1:]}" if is_word else message).rstrip(".")
     is_command = hint is not None and hint.startswith("bnncli ")

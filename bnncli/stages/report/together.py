@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bnncli.figures.score_intervals import ScoreIntervals
+from bnncli.names import counted
 from bnncli.options import CompareOptions
 from bnncli.pages.blocks import Block, Missing
 from bnncli.pages.markup import Markup, bullets, element, joined, paragraph, strong
@@ -12,15 +13,24 @@ from bnncli.run.session import Run
 from bnncli.stages.compare.comparing import compared, compared_groups
 from bnncli.stages.compare.plot import labels, score_panels
 from bnncli.stages.compare.tables import Comparison, as_table
+from bnncli.stages.report.alike import what_differs
 from bnncli.stages.report.scores import data_table
 from bnncli.stages.report.subject import MOST_DRAWN, Subject, tried
 from bnncli.stages.report.words import listed_in_words
+
+_MOST_NAMED = 12  # posteriors or checkpoints in one sentence
 
 
 def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
     """The section."""
     options = CompareOptions(posterior=subjects[0].options.posterior, split=subjects[0].split)
-    comparison = tried(lambda: compared(runs, options, compared_groups(runs, options)))
+    comparison = tried(
+        lambda: compared(
+            runs,
+            options,
+            compared_groups(runs, options, leave_out=frozenset().union(*(one.left_out for one in subjects))),
+        )
+    )
     if isinstance(comparison, Missing):
         return [comparison]
     table = as_table(comparison)
@@ -35,12 +45,10 @@ def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
         "significantly worse than another",
         f"paired tests at level {comparison.alpha:g}",
     )
-    named = listed_in_words([subject.name for subject in subjects])
+    posteriors = [name.posterior for name in comparison.names]
     return [
         _verdict(comparison, subjects),
-        paragraph(
-            f"Each posterior was fitted to {named}: what differs between its numbers there is chance of training."
-        ),
+        paragraph(what_differs(subjects, posteriors, comparison.split)),
         data_table(table, "comparison-table", f"Scores on {comparison.split} over {len(runs)} checkpoints, by compare"),
         figure,
     ]
@@ -48,24 +56,35 @@ def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
 
 def _verdict(comparison: Comparison, subjects: Sequence[Subject]) -> Markup:
     """Which posteriors are best over all checkpoints, and which diagnose would use of each."""
-    best, size = _best(comparison), len(subjects)
-    names = labels(comparison)
-    first = "No NLL is known of every checkpoint."
-    if best:
-        verb = "has the lowest NLL" if len(best) == 1 else "have the lowest NLL, and cannot be told apart"
-        first = f"On {comparison.split} {listed_in_words([names[place] for place in best])} {verb}, over {size} checkpoints."
+    first = lowest_in_words(comparison, len(subjects))
     used: dict[str, list[str]] = {}
     for subject in subjects:
         use = None if isinstance(subject.judgement, Missing) else subject.judgement.verdict.use
         used.setdefault(use or "none yet", []).append(subject.name)
-    told = "; ".join(f"{use} for {listed_in_words(checkpoints)}" for use, checkpoints in used.items())
+    told = "; ".join(f"{use} for {listed_in_words(checkpoints, most=_MOST_NAMED)}" for use, checkpoints in used.items())
     words = bullets([joined(strong("True to the target: "), f"{told}.")])
     return element("div", paragraph(first), words, class_="verdict")
 
 
-def _best(comparison: Comparison) -> list[int]:
-    """The rows that are marked in the column of the NLL."""
+def lowest_in_words(comparison: Comparison, num_checkpoints: int) -> str:
+    """Which posteriors have the lowest NLL, as far as tests can tell."""
     place = next((place for place, one in enumerate(comparison.columns) if one.row["name"] == "nll"), None)
-    if place is None:
-        return []
-    return [row for row in range(len(comparison.names)) if comparison.is_marked(place, row)]
+    samples = [] if place is None else [entry.samples for entry in comparison.columns[place].entries]
+    known = [row for row, sample in enumerate(samples) if sample is not None]
+    if place is None or not known:
+        return "No NLL is known of every checkpoint."
+    names = labels(comparison)
+    best = [names[row] for row in known if comparison.is_marked(place, row)]
+    where = f"on {comparison.split}, over {counted(num_checkpoints, 'checkpoint')}"
+    if len(known) == 1:
+        return (
+            f"{names[known[0]]} is the only posterior that all checkpoints have predictions of {comparison.split} of."
+        )
+    if len(best) == 1:
+        return f"{best[0]} has the lowest NLL {where}."
+    named = listed_in_words(best, most=_MOST_NAMED)
+    if len(best) == len(known) == 2:
+        return f"Neither of {named} can be told to have the lower NLL {where}."
+    if len(best) == len(known):
+        return f"None of {named} can be told to have a lower NLL than another {where}."
+    return f"One of {named} has the lowest NLL {where}: which, cannot be told."

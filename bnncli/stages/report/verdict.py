@@ -6,18 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bnncli.evaluation.paired import holm
-from bnncli.names import percent
+from bnncli.names import counted, percent
 from bnncli.options.assertions import Quantity
 from bnncli.pages.blocks import Block, Missing
 from bnncli.pages.markup import Markup, bullets, code, element, joined, paragraph, strong
 from bnncli.run.prediction_groups import PredictionGroup
+from bnncli.run.recommendation import Recommended
 from bnncli.stages.diagnose.judgement import Judgement
 from bnncli.stages.report.calibration import score_metric, score_value
 from bnncli.stages.report.gain import Payoff, pays
-from bnncli.stages.report.subject import Subject
+from bnncli.stages.report.subject import Damaged, Subject
 from bnncli.stages.report.words import listed_in_words
 
 _MOST_DOUBTED = 3  # posteriors whose doubts are told
+_MOST_NAMED = 12  # posteriors that are good, or files that are damaged
 _CHANCE = 0.05  # of saying of any that are calibrated that they are not
 _KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian bent by a flow", "samples": "draws by Monte Carlo"}
 
@@ -30,35 +32,83 @@ def verdict(subject: Subject) -> list[Block]:
         fit: list[Markup] = [joined(judgement.sentence, *_to_run(judgement.command))]
     else:
         payoff = pays(subject, judgement)
-        first, is_good = _first(judgement, payoff), judgement.verdict.is_good
+        first = _first(judgement, payoff, subject.recommended)
+        is_good = judgement.verdict.is_good
         fit = [joined(strong("Fit. "), _fit(judgement)), joined(strong("Does it pay? "), payoff.text)]
+    if subject.recommended is not None:
+        fit.append(joined(strong("What auto recommends. "), recommended_in_words(subject.recommended, judgement)))
     words = [*fit, *_calibration(subject), *_outside(subject)]
     box = element("div", paragraph(first), bullets(words), class_="verdict" if is_good else "verdict doubt")
-    blocks: list[Block] = [box]
+    blocks: list[Block] = [box, *_left_out_of(subject)]
     if not isinstance(judgement, Missing):
         blocks.append(paragraph("In the words of diagnose: ", element("q", judgement.verdict.sentence), kind="note"))
         blocks += [paragraph(gain.sentence) for gain in judgement.gains]
     return blocks
 
 
+def _left_out_of(subject: Subject) -> list[Block]:
+    """What is damaged, some of it by name."""
+    told: list[Block] = [_left_out(one) for one in subject.damaged[:_MOST_NAMED]]
+    rest = len(subject.damaged) - len(told)
+    return (
+        [*told, Missing(f"{counted(rest, 'more artifact')} damaged.", subject.run.suggest("status"))]
+        if rest > 0
+        else told
+    )
+
+
+def _left_out(one: Damaged) -> Missing:
+    """What is said of a damaged artifact."""
+    what = one.what if one.what.startswith("is ") else f"cannot be used: {one.what}"
+    return Missing(f"{one.name} is left out: it {what}.", one.command)
+
+
 def _to_run(command: str | None) -> list[str]:
     return [] if command is None else [" Run ", code(command)]
 
 
-def _first(judgement: Judgement, payoff: Payoff) -> str:
+def _first(judgement: Judgement, payoff: Payoff, recommended: Recommended | None) -> str:
     """The sentence that a person remembers."""
     use = judgement.verdict.use
     if use is None:
-        return "No posterior of this run can be relied on yet."
+        return "No posterior of this run can be relied on yet." + _to_predict(recommended, None)
     kind = _KINDS.get(judgement.entries[use]["type"], "a posterior")
     if judgement.verdict.is_worse:
         best = judgement.verdict.predicts_best
-        return f"{use} ({kind}) is true to its target, but {best} predicts better: predict with {best}."
+        to_predict = _to_predict(recommended, best) or f" Predict with {best}."
+        return f"{use} ({kind}) is true to its target, but {best} predicts better.{to_predict}"
+    to_predict = _to_predict(recommended, use)
     if payoff.is_worse:
-        return f"{use} ({kind}) is true to its target, but on data like val one temperature predicts better."
+        return (
+            f"{use} ({kind}) is true to its target, but on data like val one temperature predicts better.{to_predict}"
+        )
+    if to_predict:
+        return f"{use} ({kind}) is true to its target.{to_predict}"
     if judgement.entries[use]["type"] == "samples" and _has_densities(judgement):
         return f"Use {use} ({kind}): no approximation of this run is close enough to its target."
     return f"Use {use} ({kind}): it is true to its target."
+
+
+def _to_predict(recommended: Recommended | None, other: str | None) -> str:
+    """What auto recommends for predictions, where it is another posterior than would be named."""
+    if recommended is None or recommended.posterior == other:
+        return ""
+    return f" To predict, auto recommends {recommended.posterior} by {recommended.integrator}."
+
+
+def recommended_in_words(recommended: Recommended, judgement: Judgement | Missing) -> str:
+    """What auto recommends and why, and how that goes with the verdict, which asks something else."""
+    said = recommended.sentence.removeprefix("recommended: ")
+    text = f"{said or f'{recommended.posterior} by {recommended.integrator}'}."
+    use = None if isinstance(judgement, Missing) else judgement.verdict.use
+    if use is None:
+        return text
+    if recommended.posterior == use:
+        return f"{text} The verdict names the same posterior."
+    return (
+        f"{text} auto asks what to predict with, the plainest of equals on val; the verdict, which posterior is true to its target. Both hold: predict "
+        f"with {recommended.posterior}, and take {use} for what asks for the posterior itself."
+    )
 
 
 def _has_densities(judgement: Judgement) -> bool:
@@ -72,7 +122,7 @@ def _fit(judgement: Judgement) -> Markup:
     parts = []
     if good:
         parts.append(
-            f"{listed_in_words(good)} {'are' if len(good) > 1 else 'is'} as close to the target as can be asked."
+            f"{listed_in_words(good, most=_MOST_NAMED)} {'are' if len(good) > 1 else 'is'} as close to the target as can be asked."
         )
     if bad:
         shown = [f"{name} ({_why(judgement, name)})" for name in bad[:_MOST_DOUBTED]]

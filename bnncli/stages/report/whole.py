@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bnncli import __version__
-from bnncli.errors import MissingInput
 from bnncli.names import counted
 from bnncli.options import ReportOptions
 from bnncli.pages.blocks import Block, Missing, Section
+from bnncli.pages.fitting import fitted
+from bnncli.pages.markup import Markup
 from bnncli.pages.page import MOST_BYTES, page
 from bnncli.run.session import Run
 from bnncli.stages.report.calibration import calibration
 from bnncli.stages.report.chains import chains
+from bnncli.stages.report.decisions import decisions
 from bnncli.stages.report.detection import detection
 from bnncli.stages.report.fidelity import fidelity
 from bnncli.stages.report.fits import fits
 from bnncli.stages.report.inputs import inputs
+from bnncli.stages.report.intact import check_is_something_left, damaged
 from bnncli.stages.report.origins import origins
 from bnncli.stages.report.posteriors import posteriors
 from bnncli.stages.report.scores import scores
@@ -42,6 +45,7 @@ PARTS = (
     ReportPart("scores", "Scores", scores),
     ReportPart("calibration", "Calibration", calibration),
     ReportPart("confidence", "Confidence, in and out of distribution", detection),
+    ReportPart("decisions", "Decisions with guarantees", decisions),
     ReportPart("posteriors", "Posteriors against their target", posteriors),
     ReportPart("chains", "Chains", chains),
     ReportPart("fits", "How they were fitted", fits),
@@ -51,6 +55,20 @@ PARTS = (
 # Of several checkpoints each has less: the rest is in reports of one.
 _OF_EACH = ("verdict", "origins", "scores", "calibration", "posteriors")
 _OF_MANY = ("verdict",)
+# What is left out of a page that would be too large, the first first.
+_LEAST = (
+    "inputs",
+    "fits",
+    "chains",
+    "fidelity",
+    "confidence",
+    "posteriors",
+    "calibration",
+    "origins",
+    "scores",
+    "verdict",
+)
+_MOST_TOLD = 12  # sections that are left out
 _FEW = 3  # checkpoints, up to which that is all of _OF_EACH
 
 
@@ -58,19 +76,17 @@ def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Secti
     """The sections, and what is to be said on a terminal.
 
     Raises:
-        MissingInput: a checkpoint has no run folder, or nothing of a name that was given.
+        MissingInput: a checkpoint has nothing of a name that was given.
+        DataError: what was named is damaged, or nothing is left to report on.
     """
-    for run in runs:
-        if not run.folder.root.is_dir():
-            raise MissingInput(
-                f"{run.checkpoint_path} has no run folder (looked for {run.folder.root})",
-                hint="bnncli extract-features --help",
-                path=run.folder.root,
-            )
     many = len(runs) > 1
-    subjects = [Subject(run, options, f"c{place}-" if many else "") for place, run in enumerate(runs, start=1)]
+    subjects = [
+        Subject(run, options, f"c{place}-" if many else "", damaged(run, options.posterior))
+        for place, run in enumerate(runs, start=1)
+    ]
     for subject in subjects:
         subject.check_named()
+        check_is_something_left(subject)
     if not many:
         return [_made(part, subjects[0]) for part in PARTS], [summary_of(subjects[0])]
     names = _OF_EACH if len(runs) <= _FEW else _OF_MANY
@@ -80,18 +96,43 @@ def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Secti
     return found, [f"{one.name}: {summary_of(one)}" for one in subjects]
 
 
-def page_of(runs: Sequence[Run], sections: Sequence[Section]) -> bytes:
-    """The file."""
+def page_of(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping[str, Any]) -> bytes:
+    """The file, of at most MOST_BYTES: where all would be more, the least important sections are left out, and it says so."""
     names = [run.checkpoint_path.name for run in runs]
     what = listed_in_words(names) if len(names) <= 3 else counted(len(names), "checkpoint")
     lead = "Calibrated probabilities, what they are worth, and how sure one can be of that."
     made_by = f"Written by bnncli {__version__}. This file needs no network, and holds aggregates, not the data, but for the inputs that it shows."
-    content = page(f"Report on {what}", lead, sections, made_by=made_by)
-    if len(content) > MOST_BYTES:
+
+    def whole_page(kept: Sequence[Section], ready: dict[str, Markup]) -> bytes:
+        return page(f"Report on {what}", lead, kept, made_by=made_by, options=made_with, ready=ready)
+
+    found = fitted(sections, importance=_importance, page_of=whole_page, note=_note, most_bytes=MOST_BYTES)
+    if found.left_out:
         runs[0].console.warn(
-            f"the report has {len(content):,} bytes: fewer of --posterior or --examples make it smaller"
+            f"the report is kept below {MOST_BYTES:,} bytes: {_titles(found.left_out)} left out; fewer of --posterior or --examples make room"
         )
-    return content
+    return found.content
+
+
+def _importance(section: Section) -> float:
+    """The place of a section among those that are left out of a page that is too large: the lowest goes first."""
+    name = section.name.rpartition("-")[2]
+    return _LEAST.index(name) if name in _LEAST else len(_LEAST)
+
+
+def _note(gone: Sequence[Section]) -> Block:
+    return Missing(
+        f"So that the page stays below {MOST_BYTES:,} bytes, {_titles(gone)} left out: fewer of --posterior, or --examples, make room, and --figures "
+        "draws all figures as files."
+    )
+
+
+def _titles(gone: Sequence[Section]) -> str:
+    """The sections that are left out, some by their titles, as the subject of a sentence, with its verb."""
+    titles = [f"\N{LEFT DOUBLE QUOTATION MARK}{section.title}\N{RIGHT DOUBLE QUOTATION MARK}" for section in gone]
+    rest = len(titles) - _MOST_TOLD
+    shown = titles[:_MOST_TOLD] + ([counted(rest, "more part")] if rest > 0 else [])
+    return f"{listed_in_words(shown)} {'is' if len(gone) == 1 else 'are'}"
 
 
 def _made(part: ReportPart, subject: Subject) -> Section:

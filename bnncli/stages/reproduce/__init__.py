@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import CheckFailed, UsageError
+from bnncli.errors import CheckFailed, Interrupted, UsageError
 from bnncli.machine import team
 from bnncli.names import counted
 from bnncli.options import CommonOptions, ComputeOptions, ReproduceOptions
@@ -42,6 +43,8 @@ def run(run: Run, options: ReproduceOptions) -> Result:
     asked = run.arguments["recipe"]
     places = Places.of(options)
     if asked is None and not options.all:
+        if said := [f"--{name}" for name in ("strict", "force") if getattr(options, name)]:
+            raise UsageError(f"{' and '.join(said)}: expected a recipe to run; got none", hint="bnncli reproduce --all")
         from bnncli.stages.reproduce.listing import listed, table_of
 
         entries = listed(places, options.scale)
@@ -56,17 +59,26 @@ def run(run: Run, options: ReproduceOptions) -> Result:
         )
     names = recipe_names() if asked is None else chosen(asked)
     folder = Path(options.out)
-    check_writable(folder, hint="choose another place with --out")
+    for place in (folder, folder / options.scale, *(folder / options.scale / name for name in ("studies", *names))):
+        check_writable(place, hint="choose another place with --out")
     run.require_device()
     with artifact_lock(folder / ".lock", wait=_WAIT, poll=run.console.poll, held=_HELD):
-        return _reproduced(run, options, places, names)
+        try:
+            return _reproduced(run, options, places, names)
+        except Interrupted as error:
+            error.hint = f"continue with: {run.line.having('force', False).pasted()}"
+            raise
 
 
 def chosen(asked: str) -> list[str]:
     """The recipes that a name, a work or a pattern means. Raises UsageError where it means none."""
     names = recipe_names()
     found = [name for name in names if asked in (name, name.partition("/")[0]) or fnmatchcase(name, asked)]
-    return found or [read_recipe(asked).name]
+    if found or not any(mark in asked for mark in "*?["):
+        return found or [read_recipe(asked).name]
+    near = get_close_matches(asked, names, n=3, cutoff=0.4)
+    said = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    raise UsageError(f"no recipe is like {asked!r}{said}", hint="bnncli reproduce")
 
 
 def _reproduced(run: Run, options: ReproduceOptions, places: Places, names: list[str]) -> Result:
@@ -87,14 +99,16 @@ def _reproduced(run: Run, options: ReproduceOptions, places: Places, names: list
         paths += files
         task.advance(note=name)
     if len(names) > 1:
-        write_index(documents, folder / "results.md", scale=options.scale, line=run.line.pasted())
+        write_index(
+            documents, folder / "results.md", scale=options.scale, line=run.line.having("force", False).pasted()
+        )
         paths.insert(0, folder / "results.md")
     return _result(options, outcomes, documents, paths)
 
 
 def _line(run: Run, name: str) -> str:
     """The command that makes one recipe, as this one was given otherwise."""
-    parts = tuple(part for part in run.line.having("all", False).parts if part[0] is not None)
+    parts = tuple(part for part in run.line.having("all", False).having("force", False).parts if part[0] is not None)
     return type(run.line)(run.line.command, run.line.groups, ((None, name), *parts)).pasted()
 
 

@@ -10,7 +10,7 @@ from bnncli.evaluation.agreement import Estimate
 from bnncli.figures import agreement, measured_lines
 from bnncli.figures.agreement import MarkedNumber, Pair
 from bnncli.figures.measured_lines import MeasuredLine
-from bnncli.stages.reproduce.formulas import Unmeasured, estimate
+from bnncli.stages.reproduce.formulas import Unmeasured
 from bnncli.stages.reproduce.judged import JudgedCell, Numbers
 from bnncli.stages.reproduce.recipe import LineFigure, PaperRecipe
 
@@ -30,7 +30,7 @@ def of_recipe(recipe: PaperRecipe, cells: Sequence[JudgedCell], numbers: Numbers
         panels = [(name, pairs) for name, pairs in columns.items() if any(pair.ours is not None for pair in pairs)]
         found[TABLE] = agreement.draw(panels, title=recipe.title)
     for figure in recipe.figures:
-        lines = dict(_lines(figure, numbers))
+        lines = dict(lines_of(figure, numbers))
         if lines:
             found[figure.name] = measured_lines.draw(
                 lines, title=figure.title, x_label=figure.x_label, y_label=figure.y_label, log=figure.log
@@ -47,14 +47,13 @@ def _point(one: Estimate) -> MarkedNumber:
     return MarkedNumber(one.value, one.standard_error)
 
 
-def _lines(figure: LineFigure, numbers: Numbers) -> Iterator[tuple[str, MeasuredLine]]:
+def lines_of(figure: LineFigure, numbers: Numbers) -> Iterator[tuple[str, MeasuredLine]]:
     """Lines with the places at which they were measured."""
     for name, formulas in figure.lines.items():
         points = []
         for x, formula in zip(figure.x, formulas, strict=True):
             try:
-                numbers.check(formula)
-                points.append((x, estimate(formula, numbers.found)))
+                points.append((x, numbers.estimate(formula)))
             except Unmeasured:
                 continue
         if points:

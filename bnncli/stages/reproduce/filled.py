@@ -31,14 +31,17 @@ def filled_settings(settings: Mapping[str, Any], files: Mapping[str, Path], *, a
 def filled_steps(
     steps: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], scale: str, *, absent: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The steps of a scale. An entry of a list that refers to an absent file is left out, and so is a step that has one alone."""
+    """The steps of a scale. An entry of a list that refers to an absent file is left out, and so is a step that has one alone; an option
+    whose value is the empty text has its default.
+    """
     found = []
     for step in steps:
         if scale in step.get(_SCALES, [scale]):
             try:
-                found.append({key: _filled(value, settings, absent) for key, value in step.items() if key != _SCALES})
+                filled = {key: _filled(value, settings, absent) for key, value in step.items() if key != _SCALES}
             except _LeftOut:
                 continue
+            found.append({key: value for key, value in filled.items() if value != ""})
     return found
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bnncli.evaluation.agreement import Agreement, Estimate, agreement
 from bnncli.options.reproduce import BOTH
-from bnncli.stages.reproduce.formulas import Replicates, Unmeasured, constants, decided, estimate, names_in
+from bnncli.stages.reproduce.formulas import (
+    Correlations,
+    Replicates,
+    Unmeasured,
+    constants,
+    decided,
+    estimate,
+    names_in,
+)
 from bnncli.stages.reproduce.recipe import Cell, Claim, PaperRecipe
 
 REPRODUCED, DIFFERS, NOT_RUN = "reproduced", "differs", "not runnable here"
+SHOWN = "shown"  # measured, and not judged
 HOLDS, FAILS, OPEN = "holds", "does not hold", "open"
 _OF_SEVERAL = {DIFFERS: "differ", HOLDS: "hold", FAILS: "do not hold"}
 
@@ -22,11 +31,18 @@ class Numbers:
 
     Args:
         found: by name. why: by the names of others. otherwise: of all that are in neither; empty where there is no such reason.
+        correlations: of pairs that were measured on the same examples.
     """
 
     found: Mapping[str, Replicates]
     why: Mapping[str, str]
     otherwise: str = ""
+    correlations: Correlations = field(default_factory=dict)
+
+    def estimate(self, formula: str) -> Estimate:
+        """The value of a formula. Raises Unmeasured where a part of it was not measured, or it has no finite value."""
+        self.check(formula)
+        return estimate(formula, self.found, self.correlations)
 
     def check(self, formula: str) -> None:
         """Pass where all that a formula names was measured. Raises Unmeasured otherwise."""
@@ -52,9 +68,9 @@ class JudgedCell:
 
     @property
     def status(self) -> str:
-        """reproduced, differs or not runnable here."""
+        """reproduced, differs, shown or not runnable here."""
         if self.judged is None:
-            return NOT_RUN
+            return NOT_RUN if self.ours is None else SHOWN
         return REPRODUCED if self.judged.is_within else DIFFERS
 
     def to_json(self) -> dict[str, Any]:
@@ -82,7 +98,7 @@ class JudgedClaim:
     """A claim with its verdict.
 
     Args:
-        verdict: holds, does not hold, open or not runnable here. why: in the last case, and where a standard error of 0 leaves it open.
+        verdict: holds, does not hold, open, shown or not runnable here. why: in the last two cases, and where a standard error of 0 leaves it open.
         numbers: that decided.
     """
 
@@ -135,34 +151,39 @@ def _judged(
     if lacking := [absent[name] for name in cell.needs if name in absent]:
         return JudgedCell(cell, definition, None, None, "; ".join(lacking))
     try:
-        numbers.check(cell.formulas[definition])
-        ours = estimate(cell.formulas[definition], numbers.found)
+        ours = numbers.estimate(cell.formulas[definition])
     except Unmeasured as error:
         return JudgedCell(cell, definition, None, None, error.message)
     if not_judged is not None:
         return JudgedCell(cell, definition, ours, None, not_judged)
     judged = agreement(ours, cell.published, cell.tolerance)
     if cell.is_coarse and judged.is_within:
-        why = f"a tolerance of {cell.tolerance:g} is as large as the number: within it nothing is shown"
+        why = f"a tolerance of {cell.tolerance:g} is as large as the number: what is within it is no agreement"
         return JudgedCell(cell, definition, ours, None, why)
     return JudgedCell(cell, definition, ours, judged, "")
 
 
-def judged_claims(recipe: PaperRecipe, numbers: Numbers) -> list[JudgedClaim]:
-    """Every claim of the recipe."""
-    return list(_claims(recipe, numbers))
+def judged_claims(recipe: PaperRecipe, numbers: Numbers, *, scale: str, absent: Mapping[str, str]) -> list[JudgedClaim]:
+    """Every claim of the recipe; absent as of judged_cells."""
+    return list(_claims(recipe, numbers, scale, absent))
 
 
-def _claims(recipe: PaperRecipe, numbers: Numbers) -> Iterator[JudgedClaim]:
+def _claims(recipe: PaperRecipe, numbers: Numbers, scale: str, absent: Mapping[str, str]) -> Iterator[JudgedClaim]:
     for claim in recipe.claims:
+        if lacking := [absent[name] for name in claim.needs if name in absent]:
+            yield JudgedClaim(claim, NOT_RUN, {}, "; ".join(lacking))
+            continue
         try:
             numbers.check(claim.rule)
-            holds = decided(claim.rule, numbers.found)
+            holds = decided(claim.rule, numbers.found, numbers.correlations)
         except Unmeasured as error:
             yield JudgedClaim(claim, NOT_RUN, {}, error.message)
             continue
         verdict = OPEN if holds is None else HOLDS if holds else FAILS
         known = {name: estimate(name, numbers.found) for name in names_in(claim.rule)}
+        if (not_judged := claim.not_at.get(scale)) is not None:
+            yield JudgedClaim(claim, SHOWN, known, not_judged)
+            continue
         constant = constants(claim.rule, numbers.found) if holds is None else []
         why = f"the standard error of {', '.join(constant)} is 0: what chance may do is not known" if constant else ""
         yield JudgedClaim(claim, verdict, known, why)

@@ -23,6 +23,7 @@ from bnncli.options import (
 )
 from bnncli.options.command_line import CommandLine
 from bnncli.options.declaration import made, spelled
+from bnncli.options.parts import declaration
 from bnncli.run.session import Run
 from bnncli.stages.grid.plan import Job
 from bnncli.stages.grid.steps import options_of
@@ -61,11 +62,11 @@ class Done:
         return {"line": self.line, "warnings": list(self.warnings), "failed": self.why}
 
 
-def run_lines(run: Run, jobs: list[Job], folder: Path, *, what: str) -> dict[int, Done]:
+def run_lines(run: Run, jobs: list[Job], folder: Path, *, what: str, force: bool = False) -> dict[int, Done]:
     """How each job ended, by number; what waits for one that failed is left out.
 
     Args:
-        folder: of the documents. what: the name of the progress.
+        folder: of the documents. what: the name of the progress. force: make anew what is there.
 
     Raises:
         Interrupted: a signal has come.
@@ -78,16 +79,16 @@ def run_lines(run: Run, jobs: list[Job], folder: Path, *, what: str) -> dict[int
             said = f"it waits for {jobs[failed].name}: {ended[failed].why}"
             ended[job.number] = Done(job.line.pasted(), None, 0.0, (), said)
         else:
-            ended[job.number] = _run_line(run, job, folder / f"{job.stem}.json")
+            ended[job.number] = _run_line(run, job, folder / f"{job.stem}.json", force=force)
         task.advance(note=job.name[:60])
     return ended
 
 
-def _run_line(run: Run, job: Job, target: Path) -> Done:
+def _run_line(run: Run, job: Job, target: Path, *, force: bool) -> Done:
     line = _with_compute(job.line, run.compute)
     aside, start = Aside(run.console), time.monotonic()
     try:
-        result = _stage(run, line, job, aside)
+        result = _stage(run, line, job, aside, force=force)
         said = {"metrics": result.metrics, **result.extra} if result.metrics else result.extra
         document = json.loads(json.dumps(spelled(said), allow_nan=False))
         if result.action == "up_to_date" and target.is_file():  # what it printed when it was made says more
@@ -101,13 +102,14 @@ def _run_line(run: Run, job: Job, target: Path) -> Done:
     return Done(line.pasted(), document, round(time.monotonic() - start, 3), tuple(aside.warnings), why)
 
 
-def _stage(run: Run, line: CommandLine, job: Job, aside: Aside) -> Any:
-    """The result of the line's stage, as the command line would have it run."""
-    values = line.values()
+def _stage(run: Run, line: CommandLine, job: Job, aside: Aside, *, force: bool) -> Any:
+    """The result of the line's stage, as the command line would have it run; --force is no part of what it records."""
+    values = line.values() | ({"force": True} if force else {})
     options = {group: made(group, values) for group in line.groups}
     own = next((one for group, one in options.items() if group not in (*_OF_RUNS, CommonOptions)), None)
     parts: dict[str, Any] = {name: options.get(group, group()) for group, name in _OF_RUNS.items()}
-    arguments = {"ckpt": Path(job.checkpoint)}
+    argument = declaration("stages", line.command, "COMMAND").arguments[0]
+    arguments = {argument.name: [Path(job.checkpoint)] if argument.is_many else Path(job.checkpoint)}
     step = replace(
         run,
         command=line.command,

@@ -23,7 +23,7 @@ def _entry(recipe: PaperRecipe, places: Places, scale: str) -> dict[str, Any]:
     ]
     files = dict.fromkeys(file for needs, _ in parts for file in needs.required.values())
     optional = dict.fromkeys(file for needs, _ in parts for file in needs.optional.values())
-    missing = [places.missing(needs.required.values()) for needs, _ in parts]
+    missing = [places.missing_each(needs.required.values()) for needs, _ in parts]
     times = [seconds.get(scale) for (_, seconds), lacks in zip(parts, missing, strict=True) if not lacks]
     return {
         "recipe": recipe.name,
@@ -34,22 +34,23 @@ def _entry(recipe: PaperRecipe, places: Places, scale: str) -> dict[str, Any]:
         "optional": list(optional),
         "seconds": None if None in times or not times else sum(one for one in times if one is not None),
         "can_run": not all(missing),
-        "missing": [one for one in dict.fromkeys(missing) if one],
+        "missing": list(dict.fromkeys(one for part in missing for one in part)),
     }
 
 
 def table_of(entries: list[dict[str, Any]], scale: str) -> Table:
-    """The list for people."""
+    """The list for people; files that are missing stand below it, each once."""
     rows = []
     for one in entries:
         can = "yes" if one["can_run"] and not one["missing"] else "in part" if one["can_run"] else "no"
-        needs = (
-            ", ".join(file.partition("/")[2] for file in one["needs"] if not file.startswith("fixtures/")) or "nothing"
-        )
-        seconds = "-" if one["seconds"] is None else f"{one['seconds']:g}"
-        rows.append([one["recipe"], one["title"], needs, seconds, can])
+        seconds = "" if not one["can_run"] else "not timed" if one["seconds"] is None else f"{one['seconds']:g}"
+        rows.append([one["recipe"], one["title"], seconds, can])
     notes = [
-        f"scale {scale}; seconds on two cores, of studies that recipes share counted with each, though they run once; of what can run; - where that was not timed",
-        "next: bnncli reproduce RECIPE, or a part of one as refinement, or --all; with --data DIR and --checkpoints DIR for what they need",
+        f"scale {scale}; seconds on two cores, of what can run; studies that recipes share are counted with each, though they run once"
     ]
-    return Table(["recipe", "what", "needs", "seconds", "can run"], rows, notes=notes)
+    if missing := dict.fromkeys(file for one in entries for file in one["missing"]):
+        notes += ["missing, so that recipes cannot run or run in part:", *(f"  {file}" for file in missing)]
+    notes.append(
+        "next: bnncli reproduce RECIPE, or a part of one as refinement, or --all; --data DIR and --checkpoints DIR for what they need"
+    )
+    return Table(["recipe", "what", "seconds", "can run"], rows, notes=notes)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
-from bnncli.errors import NumericError
+from bnncli.errors import BnnError, Interrupted, ReadError, WriteError
 from bnncli.experiments import Measurements
 from bnncli.options import ReproduceOptions
 from bnncli.run.session import Run
@@ -26,6 +26,8 @@ from bnncli.stages.reproduce.judged import (
     judged_cells,
     judged_claims,
 )
+from bnncli.stages.reproduce.kept import NAME, keep, kept, request_of
+from bnncli.stages.reproduce.marginals import marginals
 from bnncli.stages.reproduce.places import Places
 from bnncli.stages.reproduce.reader import read_study
 from bnncli.stages.reproduce.recipe import Needs, PaperRecipe
@@ -42,7 +44,8 @@ class Outcome:
     Args:
         studies: that it read. measured: by its experiment, None where it has none or it did not run.
         settings: of the experiment.
-        lacking: files without which a part of it did not run, and what to give; empty where all are there.
+        lacking: files without which a part of it did not run, and what to give, in a line; empty where all are there.
+        missing: every file that is not there, optional ones as well, with what it is and what to give.
     """
 
     recipe: PaperRecipe
@@ -53,7 +56,9 @@ class Outcome:
     measured: Measurements | None
     settings: Mapping[str, Any]
     lacking: str
+    missing: list[str]
     seconds: float
+    seed: int
 
     @property
     def differs(self) -> list[str]:
@@ -87,6 +92,10 @@ class Outcome:
             assert self.recipe.experiment is not None
             module = registry.load_module("experiments", self.recipe.experiment)
             found |= module.draw(self.measured, self.settings) if hasattr(module, "draw") else {}
+        for figure in self.recipe.marginals:
+            folder = next(one for one in self.studies if one.study.name == figure.study).posteriors
+            if folder is not None and (shown := marginals(figure, folder, seed=self.seed)) is not None:
+                found[figure.name] = shown.draw()
         return found
 
 
@@ -115,41 +124,78 @@ class Reproduction:
                 found[name] = next(one for one in studies if one.study.name == measure.study).replicates(measure)
             except Unmeasured as error:
                 why[name] = error.message
-        settings, measured, said = self._experiment(recipe)
+        correlations: dict[tuple[str, str], float] = {}
+        for study in studies:
+            own = {
+                name: one for name, one in recipe.measures.items() if one.study == study.study.name and name in found
+            }
+            correlations |= study.correlations(own)
+        settings, measured, said = self._experiment(recipe, studies)
         if measured is not None:
             found |= {name: (value,) for name, value in measured.values.items()}
-        numbers = Numbers(found, why, otherwise=said or "")
+        numbers = Numbers(found, why, otherwise=said or "", correlations=correlations)
         needs = [recipe.needs[scale], *(one.study.needs[scale] for one in studies)]
         absent = self._absent(needs)
         cells = judged_cells(recipe, numbers, scale=scale, definitions=self.options.definitions, absent=absent)
-        claims = judged_claims(recipe, numbers)
+        claims = judged_claims(recipe, numbers, scale=scale, absent=absent)
         lacks = [study.why for study in studies] + [self.places.missing(recipe.needs[scale].required.values())]
         lacking = "; ".join(dict.fromkeys(one for one in lacks if one))
-        seconds = round(time.monotonic() - start, 2)
-        return Outcome(recipe, numbers, cells, claims, studies, measured, settings, lacking, seconds)
+        files = dict.fromkeys(file for one in needs for part in (one.required, one.optional) for file in part.values())
+        missing, seconds = self.places.missing_each(files), round(time.monotonic() - start, 2)
+        seed = self.run.compute.seed
+        return Outcome(recipe, numbers, cells, claims, studies, measured, settings, lacking, missing, seconds, seed)
 
     def _study(self, name: str) -> StudyRun:
         if name not in self.done:
             folder = self.folder / "studies" / name
-            self.done[name] = run_study(self.run, read_study(name), self.options.scale, self.places, folder=folder)
+            self.done[name] = run_study(
+                self.run, read_study(name), self.options.scale, self.places, folder=folder, force=self.options.force
+            )
         return self.done[name]
 
-    def _experiment(self, recipe: PaperRecipe) -> tuple[dict[str, Any], Measurements | None, str | None]:
+    def _experiment(
+        self, recipe: PaperRecipe, studies: list[StudyRun]
+    ) -> tuple[dict[str, Any], Measurements | None, str | None]:
         """Settings of the recipe's experiment, what it gave, and why it gave nothing."""
         if recipe.experiment is None:
             return {}, None, None
         needs = recipe.needs[self.options.scale]
         if said := self.places.missing(needs.required.values()):
             return {}, None, said
-        files = self.places.found(needs)
+        files, said = self._files(recipe, needs, studies)
+        if said and not any(name in files for name in recipe.reads):
+            return {}, None, said
         absent = [name for name in needs.optional if name not in files]
-        settings = filled_settings(recipe.settings[self.options.scale], files, absent=absent)
+        asked = recipe.settings[self.options.scale]
+        settings = filled_settings(asked, files, absent=absent)
+        progress, place = self.run.console, self.folder / recipe.name / NAME
+        request = request_of(recipe.name, asked, files, seed=self.run.compute.seed, progress=progress)
+        if not self.options.force and (measured := kept(place, request)) is not None:
+            progress.info(f"{recipe.name}: measured before with the same settings and inputs; --force measures anew")
+            return settings, measured, said or None
         measure = registry.load_module("experiments", recipe.experiment).measure
         generator = self.run.stream(f"reproduce/{recipe.name}")
         try:
-            return settings, measure(settings, files, generator=generator, progress=self.run.console), None
-        except NumericError as error:
-            return settings, None, error.message
+            measured = measure(settings, files, generator=generator, progress=progress)
+        except (Interrupted, ReadError, WriteError):
+            raise
+        except BnnError as error:
+            return settings, None, f"{recipe.experiment} failed: {error.message}"
+        keep(place, request, measured)
+        return settings, measured, said or None
+
+    def _files(self, recipe: PaperRecipe, needs: Needs, studies: list[StudyRun]) -> tuple[dict[str, Path], str]:
+        """What the experiment reads, by its names, and why it lacks what studies have not written."""
+        files, why = self.places.found(needs), {}
+        for name, file in recipe.reads.items():
+            study = next(one for one in studies if one.study.name == file.partition("/")[0])
+            path = study.folder / file.partition("/")[2]
+            if study.why is None and path.is_file():
+                files[name] = path
+            else:
+                failed = next((done.why for done in study.ended if done.why is not None), f"{file} was not written")
+                why[name] = study.why or failed
+        return files, "; ".join(dict.fromkeys(why.values()))
 
     def _absent(self, needs: list[Needs]) -> dict[str, str]:
         """Optional files that are not there, with what to give."""

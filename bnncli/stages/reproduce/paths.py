@@ -38,16 +38,29 @@ def _conditions(text: str) -> Iterator[tuple[str, str]]:
 
 def number_at(document: Any, path: str) -> float:
     """The number at a path. Raises Unmeasured where there is none, with what the document says why."""
-    at = document
-    holder = None
-    for part in parts_of(path):
-        holder = at if isinstance(at, dict) else holder
-        at = _step(at, part, path)
+    at, holder = _followed(document, path)
     if at is None and isinstance(holder, dict) and holder.get("undefined"):
         raise Unmeasured(f"undefined: {holder['undefined']}")
     if isinstance(at, bool) or not isinstance(at, int | float):
         raise Unmeasured(f"no number at {path}: {str(at)[:80]}")
     return float(at)
+
+
+def object_at(document: Any, path: str) -> dict[str, Any]:
+    """The object at a path. Raises Unmeasured where there is none."""
+    at, _ = _followed(document, path)
+    if not isinstance(at, dict):
+        raise Unmeasured(f"no object at {path}: {str(at)[:80]}")
+    return at
+
+
+def _followed(document: Any, path: str) -> tuple[Any, Any]:
+    """What is at a path, and the last object on the way to it."""
+    at, holder = document, None
+    for part in parts_of(path):
+        holder = at if isinstance(at, dict) else holder
+        at = _step(at, part, path)
+    return at, holder
 
 
 def _step(at: Any, part: str | int | dict[str, str], path: str) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bnncli.errors import BnnError, MissingInput
+from bnncli.names import counted
 from bnncli.options import ReproduceOptions
 from bnncli.stages.demo.fixtures import fixture_path
 from bnncli.stages.reproduce.reader import known_files
@@ -48,13 +49,32 @@ class Places:
         return {name: path for name, file in every.items() if (path := self.find(file)) is not None}
 
     def missing(self, files: Iterable[str]) -> str:
-        """What to give for those that are not there, in words; empty where all are."""
-        return "; ".join(self._missing(file) for file in files if self.find(file) is None)
+        """What to give for those that are not there, in a line; empty where all are."""
+        lacking = [file for file in files if self.find(file) is None]
+        if len(lacking) < 2:
+            return "".join(f"needs {self._missing(file, known_files()[file].partition(':')[0])}" for file in lacking)
+        names = f"needs {lacking[0].partition('/')[2]} and {counted(len(lacking) - 1, 'other file')}"
+        asked = [
+            f"--{place} DIR" for place, folder in self.folders.items() if folder is None and _are_at(place, lacking)
+        ]
+        looked = [
+            str(folder) for place, folder in self.folders.items() if folder is not None and _are_at(place, lacking)
+        ]
+        return f"{names}: give {' and '.join(asked)}" if asked else f"{names}, which are not in {' and '.join(looked)}"
 
-    def _missing(self, file: str) -> str:
+    def missing_each(self, files: Iterable[str]) -> list[str]:
+        """The same, an entry for each, with what the file is."""
+        return [self._missing(file, known_files()[file]) for file in files if self.find(file) is None]
+
+    def _missing(self, file: str, described: str) -> str:
         place, _, name = file.partition("/")
-        what = f"needs {name} ({known_files()[file]})"
+        what = f"{name} ({described})"
         if place == _FIXTURES:
             return f"{what}, which this installation lacks"
         folder = self.folders[place]
         return f"{what}: give --{place} DIR" if folder is None else f"{what}, which is not in {folder}"
+
+
+def _are_at(place: str, files: list[str]) -> bool:
+    """Whether one of the files is of this place."""
+    return any(file.startswith(f"{place}/") for file in files)

@@ -20,6 +20,7 @@ from bnncli.stages.reproduce.recipe import (
     Cell,
     Claim,
     LineFigure,
+    MarginalFigure,
     Needs,
     PaperRecipe,
     PreparedArrays,
@@ -30,10 +31,11 @@ from bnncli.stages.reproduce.recipe import (
 FOLDER = Path(bnncli.__file__).parent / "recipes"
 _STUDIES = "studies"
 _STUDY_KEYS = ("title", "like", "seconds", "needs", "optional", "settings", "prepare", "step")
+_PATHS = ("value", "error", "count", "trials", "pairs")  # of a measure
 _SHARED = ("tolerance", "because", "unavailable", "needs", "count", "not_at")  # what a column may say for its cells
 _RECIPE_KEYS = (
     *("title", "where", "note", "studies", "experiment", "settings", "needs", "optional", "seconds"),
-    *("measure", "column", "claim", "figure"),
+    *("reads", "measure", "column", "claim", "figure", "marginals"),
 )
 
 
@@ -109,10 +111,12 @@ def read_recipe(name: str) -> PaperRecipe:
         settings=_settings(table),
         needs=_needs(table),
         seconds=_seconds(table),
+        reads=_reads(table, studies),
         measures=dict(_measures(table, studies)),
         cells=tuple(cell for column in table.tables("column") for cell in _cells(column)),
         claims=tuple(_claim(one) for one in table.tables("claim")),
         figures=tuple(_figure(one) for one in table.tables("figure")),
+        marginals=tuple(_marginals(one, studies) for one in table.tables("marginals")),
     )
     table.end(_RECIPE_KEYS)
     _check_names(recipe)
@@ -156,16 +160,40 @@ def _measures(table: Entries, studies: tuple[str, ...]) -> Iterator[tuple[str, R
         if study not in studies:
             raise one.fault(f"study: expected one of the recipe's studies; got {study!r}")
         step = one.take("step", str)
-        paths = {key: one.take(key, str, None) for key in ("value", "error", "count") if key in one.entries}
-        each = one.texts("each")
-        one.end(("study", "step", "value", "error", "count", "each"))
+        paths = {key: one.take(key, str, None) for key in _PATHS if key in one.entries}
+        each, other = one.texts("each"), one.take("trials_step", str, None)
+        one.end(("study", "step", "trials_step", *_PATHS, "each"))
         if "value" not in paths:
             raise one.fault("expected 'value', the path of a number; got none")
         for key, text in each.items() or [("", "")]:
             filled = {name: path.replace("$each", text) for name, path in paths.items()}
             for path in filled.values():
                 _check_path(one, path)
-            yield (f"{name}_{key}" if key else name), Reading(study, step.replace("$each", text), **filled)
+            yield (
+                (f"{name}_{key}" if key else name),
+                Reading(study, step.replace("$each", text), **filled, trials_step=other),
+            )
+
+
+def _reads(table: Entries, studies: tuple[str, ...]) -> dict[str, str]:
+    found = table.texts("reads")
+    for name, file in found.items():
+        study, slash, _ = file.partition("/")
+        if study not in studies or not slash:
+            raise table.fault(f"reads: {name}: expected STUDY/FILE of one of the recipe's studies; got {file!r}")
+    return found
+
+
+def _marginals(table: Entries, studies: tuple[str, ...]) -> MarginalFigure:
+    found = MarginalFigure(
+        table.take("name", str), table.take("study", str, studies[0] if studies else ""), table.texts("posteriors")
+    )
+    table.end(("name", "study", "posteriors"))
+    if found.study not in studies:
+        raise table.fault(f"study: expected one of the recipe's studies; got {found.study!r}")
+    if len(found.posteriors) < 2:
+        raise table.fault(f"posteriors: expected the reference and others; got {found.posteriors!r}")
+    return found
 
 
 def _check_path(table: Entries, path: str) -> None:
@@ -212,16 +240,22 @@ def _cell(column: str, table: Entries) -> Cell:
         needs=table.names("needs"),
         not_at=table.texts("not_at"),
     )
-    if not set(cell.not_at) <= set(SCALES):
-        raise table.fault(f"not_at: expected {' and '.join(SCALES)}; got {', '.join(cell.not_at)}")
+    _check_scales(table, cell.not_at)
     table.end(("row", "published", "error", "measure", *_SHARED))
     return cell
 
 
 def _claim(table: Entries) -> Claim:
-    claim = Claim(*(table.take(key, str) for key in ("id", "text", "where", "rule")))
-    table.end(("id", "text", "where", "rule"))
+    name, text, where, rule = (table.take(key, str) for key in ("id", "text", "where", "rule"))
+    claim = Claim(name, text, where, rule, table.texts("not_at"), table.names("needs"))
+    _check_scales(table, claim.not_at)
+    table.end(("id", "text", "where", "rule", "not_at", "needs"))
     return claim
+
+
+def _check_scales(table: Entries, not_at: Mapping[str, str]) -> None:
+    if not set(not_at) <= set(SCALES):
+        raise table.fault(f"not_at: expected {' and '.join(SCALES)}; got {', '.join(not_at)}")
 
 
 def _figure(table: Entries) -> LineFigure:
@@ -264,10 +298,11 @@ def _check_names(recipe: PaperRecipe) -> None:
             for scale in SCALES
         }
     names_known = {name for one in needed.values() for name in one.optional}
-    for cell in recipe.cells:
-        for name in cell.needs:
+    takers = [(f"{cell.row} / {cell.column}", cell.needs) for cell in recipe.cells]
+    for called, needs in [*takers, *((claim.name, claim.needs) for claim in recipe.claims)]:
+        for name in needs:
             if name not in names_known:
-                raise recipe.fault(f"{cell.row} / {cell.column}: no optional file is called {name!r}")
+                raise recipe.fault(f"{called}: no optional file is called {name!r}")
 
 
 def _check_unique(recipe: PaperRecipe, names: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from bnncli.errors import ConfigError
 from bnncli.evaluation.agreement import Estimate
+
+_CALLED = re.compile(r"\[name=([^,\]]+)")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ class Reading:
     Args:
         value, error, count: paths in it, of the number, its standard error, and how many values are behind that; None where the
             document has none.
+        trials: path of how many trials the number is a share of, in what trials_step has said, or the same step: its standard error is
+            theirs, in the place of `error`.
+        pairs: path of its correlations with the same score of others, by their names.
     """
 
     study: str
@@ -65,6 +71,20 @@ class Reading:
     value: str
     error: str | None = None
     count: str | None = None
+    trials: str | None = None
+    trials_step: str | None = None
+    pairs: str | None = None
+
+    @property
+    def called(self) -> str:
+        """The first name among the conditions of `pairs`, by which others have their correlation with it."""
+        found = _CALLED.search(self.pairs or "")
+        return found[1] if found else ""
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What it has in common with the numbers that it is correlated with: all but the name."""
+        return self.study, self.step, _CALLED.sub("[name=", self.pairs or "", count=1)
 
 
 @dataclass(frozen=True)
@@ -103,12 +123,16 @@ class Claim:
     Args:
         rule: comparisons of formulas, joined by and, or.
         where: the text says so.
+        not_at: scales at which the numbers cannot tell, so that they are shown and not judged, each with why.
+        needs: optional files that it takes.
     """
 
     name: str
     text: str
     where: str
     rule: str
+    not_at: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,6 +149,15 @@ class LineFigure:
 
 
 @dataclass(frozen=True)
+class MarginalFigure:
+    """Densities of single weights. posteriors: names of those of the study's first checkpoint, by what they are called; the first is the reference."""
+
+    name: str
+    study: str
+    posteriors: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class PaperRecipe:
     """One table or figure.
 
@@ -133,6 +166,7 @@ class PaperRecipe:
         note: what a reader of the results must know.
         studies: names of those whose documents it reads. experiment: the name of one, or None.
         settings, needs, seconds: of the experiment, by scale.
+        reads: what its experiment reads of studies, by its names: study/file.
         measures: by name.
     """
 
@@ -147,10 +181,12 @@ class PaperRecipe:
     settings: Mapping[str, Mapping[str, Any]]
     needs: Mapping[str, Needs]
     seconds: Mapping[str, float]
+    reads: Mapping[str, str]
     measures: Mapping[str, Reading]
     cells: tuple[Cell, ...]
     claims: tuple[Claim, ...]
     figures: tuple[LineFigure, ...]
+    marginals: tuple[MarginalFigure, ...]
 
     def fault(self, said: str) -> ConfigError:
         """The error for something in this file."""

@@ -20,7 +20,7 @@ def tables_of(outcomes: Sequence[Outcome]) -> list[Table]:
     rows = []
     for one in outcomes:
         counts = one.counts()
-        told = [counts_said(counts[kind]) or "-" for kind in ("cells", "claims")]
+        told = [counts_said(counts[kind]) or "none" for kind in ("cells", "claims")]
         rows.append([one.recipe.name, *told, f"{one.seconds:.1f}"])
     return [Table(["recipe", "numbers", "claims", "seconds"], rows)]
 
@@ -33,20 +33,31 @@ def _of_one(outcome: Outcome) -> list[Table]:
             f"k: two estimates of one number are further apart than the tolerance and k standard errors with probability {LEVEL:g}"
         ]
         columns = ["row", "column", "published", "ours", "tolerance", "k", "verdict"]
+        rows = [_row(one) for one in outcome.cells if one.ours is not None]
+        why = _reasons([one.why for one in outcome.cells if one.ours is None], "number")
         title = f"{recipe.title} ({recipe.where})"
-        shown = [one for one in outcome.cells if one.ours is not None]
-        reasons = Counter(one.why for one in outcome.cells if one.ours is None)
-        notes += [f"{NOT_RUN}, {counted(count, 'number')}: {why}" for why, count in reasons.items()]
-        found.append(Table(columns, [_row(one) for one in shown], title, notes))
+        found.append(Table(columns, rows, title, [*notes, *why]) if rows else _of_none(why, title))
     if outcome.claims:
-        rows = [[one.verdict, one.claim.text, reason(one)] for one in outcome.claims]
-        found.append(Table(["claim", "what the text says", "by"], rows, notes=[CLAIM_RULE]))
+        rows = [[one.verdict, one.claim.text, reason(one)] for one in outcome.claims if one.verdict != NOT_RUN]
+        why = _reasons([one.why for one in outcome.claims if one.verdict == NOT_RUN], "claim")
+        columns, notes = ["claim", "what the text says", "by"], [CLAIM_RULE, *why]
+        found.append(Table(columns, rows, notes=notes) if rows else _of_none(why, ""))
     return found or [Table(["recipe"], [[recipe.name]], notes=["it has neither numbers nor claims"])]
+
+
+def _of_none(why: list[str], title: str) -> Table:
+    """In the place of a table without a row."""
+    return Table(["nothing ran"], [[one] for one in why], title)
+
+
+def _reasons(why: Sequence[str], what: str) -> list[str]:
+    """Why cells or claims could not run, each reason once."""
+    return [f"{NOT_RUN}, {counted(count, what)}: {reason}" for reason, count in Counter(why).items()]
 
 
 def _row(one: JudgedCell) -> list[str]:
     column = f"{one.cell.column}, {one.definition}" if one.definition else one.cell.column
     assert one.ours is not None
-    factor = "-" if one.judged is None else f"{one.judged.factor:.2f}"
+    factor = "" if one.judged is None else f"{one.judged.factor:.2f}"
     verdict = f"{one.status}: {one.why}" if one.why else one.status
     return [one.cell.row, column, said(one.cell.published), said(one.ours), f"{one.cell.tolerance:g}", factor, verdict]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bnncli.evaluation.agreement import LEVEL, Estimate
 from bnncli.figures import render
 from bnncli.run.session import Run
-from bnncli.stages.reproduce.drawn import file_name
-from bnncli.stages.reproduce.judged import NOT_RUN, JudgedCell, JudgedClaim, counts_said
+from bnncli.stages.reproduce.drawn import file_name, lines_of
+from bnncli.stages.reproduce.judged import JudgedCell, JudgedClaim, Numbers, counts_said
 from bnncli.stages.reproduce.outcome import Outcome
+from bnncli.stages.reproduce.recipe import LineFigure
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.figures import write_figure
 
@@ -22,28 +23,27 @@ RULE = (
     f"Student's t that two estimates of one number exceed with probability {LEVEL:g}"
 )
 CLAIM_RULE = (
-    f"holds, or does not hold, where chance alone would say so with a probability of at most {LEVEL / 2:g}, and open otherwise; numbers without a "
-    "standard error are taken as they are, and one of 0 leaves what rests on it open"
+    f"holds, or does not hold, where chance alone would say so with a probability of at most {LEVEL / 2:g}, and open otherwise; scores of the same "
+    "examples are compared in pairs, which their standard errors do not show; numbers without a standard error are taken as they are, and one of 0 leaves what rests on it open"
 )
 
 
 def write_outcome(
     run: Run, outcome: Outcome, folder: Path, *, scale: str, line: str
 ) -> tuple[dict[str, Any], list[Path]]:
-    """The document of a recipe, and the files: figures, results.md, results.json last.
+    """The document of a recipe, and the files: results.json and results.md first, so that a full disk leaves no figures without numbers.
 
     Args:
         folder: of the recipe at this scale. line: the command that makes it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    figures = []
-    for name, figure in outcome.figures().items():
-        figures.append(folder / f"{file_name(name)}.png")
-        write_figure(figures[-1], render(figure, "png"))
+    figures = {folder / f"{file_name(name)}.png": figure for name, figure in outcome.figures().items()}
     document = _document(run, outcome, scale, line) | {"figures": [path.name for path in figures]}
     page = markdown(outcome, scale=scale, line=line, figures=[path.name for path in figures])
-    publish_bytes(folder / "results.md", page.encode(), may_replace=True)
     publish_bytes(folder / "results.json", (json.dumps(document, indent=1) + "\n").encode(), may_replace=True)
+    publish_bytes(folder / "results.md", page.encode(), may_replace=True)
+    for path, figure in figures.items():
+        write_figure(path, render(figure, "png"))
     times = {one.study.name: [done.seconds for done in one.ended] for one in outcome.studies}
     document |= {
         "seconds": outcome.seconds,
@@ -73,6 +73,7 @@ def _document(run: Run, outcome: Outcome, scale: str, line: str) -> dict[str, An
             for name, found in outcome.numbers.found.items()
         },
         "settings": dict(outcome.settings),
+        "missing": outcome.missing,
         "studies": {
             one.study.name: {"not_run": one.why, "lines": [done.to_json() for done in one.ended]}
             for one in outcome.studies
@@ -89,14 +90,30 @@ def markdown(outcome: Outcome, *, scale: str, line: str, figures: Sequence[str])
     if outcome.cells:
         rows = ["| row | column | published | ours | tolerance | k | verdict |", "|---|---|---|---|---|---|---|"]
         parts += ["\n".join([*rows, *map(_cell_line, outcome.cells)]), f"Verdicts: {RULE}."]
-        reasons = dict.fromkeys(one.cell.because for one in outcome.cells if one.status != NOT_RUN)
+        reasons = dict.fromkeys(one.cell.because for one in outcome.cells if one.judged is not None)
         parts.append("Tolerances: " + "; ".join(reasons) + ".") if reasons else None
     if outcome.claims:
         parts += ["## Claims", "\n".join(map(_claim_line, outcome.claims)), f"Verdicts: {CLAIM_RULE}."]
+    tables = [one for figure in recipe.figures for one in _figure_table(figure, outcome.numbers)]
+    parts += ["## Numbers of the figures", *tables] if tables else []
+    if outcome.missing:
+        parts += ["## What is missing", "\n".join(f"- {one}" for one in outcome.missing)]
     if outcome.failed:
         parts += ["## What failed", "\n".join(f"- `{one}`" for one in outcome.failed)]
     parts += [f"![{name.removesuffix('.png')}]({name})" for name in figures]
     return "\n\n".join(parts) + "\n"
+
+
+def _figure_table(figure: LineFigure, numbers: Numbers) -> Iterator[str]:
+    """What the lines of a figure are, where any was measured."""
+    lines = dict(lines_of(figure, numbers))
+    if lines:
+        rows = [f"| {figure.x_label} | {' | '.join(f'{x:g}' for x in figure.x)} |", "|---" * (len(figure.x) + 1) + "|"]
+        for name, line in lines.items():
+            found = {x: said(Estimate(value, error)) for x, value, error in zip(*line, strict=True)}
+            rows.append(f"| {name} | {' | '.join(found.get(x, '') for x in figure.x)} |")
+        yield f"{figure.title}, {figure.y_label}:"
+        yield "\n".join(rows)
 
 
 def _cell_line(one: JudgedCell) -> str:
@@ -130,6 +147,6 @@ def write_index(documents: Sequence[dict[str, Any]], target: Path, *, scale: str
     for one in documents:
         told = [counts_said(one["counts"][kind]) for kind in ("cells", "claims")]
         rows.append(
-            f"| [{one['title']}]({one['recipe']}/results.md) | {told[0] or '-'} | {told[1] or '-'} | `{one['command']}` |"
+            f"| [{one['title']}]({one['recipe']}/results.md) | {told[0] or 'none'} | {told[1] or 'none'} | `{one['command']}` |"
         )
     publish_bytes(target, ("\n\n".join([*head, "\n".join(rows)]) + "\n").encode(), may_replace=True)

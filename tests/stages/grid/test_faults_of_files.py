@@ -20,7 +20,7 @@ WRONG = {
     "unknown key": (FIT + "[steps]\n", r"grid.toml:4: unknown key 'steps'; did you mean 'step'\?"),
     "no command": ('[[step]]\nstructure = "kron"\n' + FIT, r"grid.toml:2: step 1 command: expected the command of the step; got none"),
     "unknown command": (FIT + '[[step]]\ncommand = "refin"\n', r":5: step 2 command: no command of a grid is called 'refin'; did you mean 'refine'"),
-    "another's command": ('[[step]]\ncommand = "clean"\n', r":3: .*no command of a grid is called 'clean'; expected one of auto, compare"),
+    "another's command": ('[[step]]\ncommand = "clean"\n', r":3: .*no command of a grid is called 'clean'; expected one of auto, calibrate, compare"),
     "command of no checkpoint": ('[[step]]\ncommand = "grid"\n', r"no command of a grid is called 'grid'"),
     "unknown option": (REFINE + "epochs = 2\nepoch = 3\n", r":5: step 1 \(refine\) epoch: refine has no such option; did you mean 'epochs'"),
     "option of a later step": (REFINE + "seed = 'x'\n" + REFINE + "seed = 1\n", r":4: step 1 \(refine\) seed: expected a whole number; got 'x'"),

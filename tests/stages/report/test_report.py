@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,13 @@ from problems.pages import Node, check_is_self_contained, check_names, read_page
 from bnncli.cli.execute import run_command_line
 from bnncli.names import percent
 from bnncli.pages.page import MOST_BYTES
+from bnncli.stages.report.subject import Damaged
 from bnncli.storage.artifacts import read_header
+from bnncli.storage.locks import artifact_lock
 from bnncli.storage.predictions import read_predictions
 
 SECTIONS = (
-    "verdict", "origins", "scores", "calibration", "confidence", "posteriors", "chains", "fits", "fidelity", "inputs",
+    "verdict", "origins", "scores", "calibration", "confidence", "decisions", "posteriors", "chains", "fits", "fidelity", "inputs",
 )  # fmt: skip
 
 
@@ -67,7 +71,8 @@ def test_whether_it_pays_is_told_by_the_numbers_that_fits_have_recorded(run: Pat
     val = read_header(run.with_name("small.bnn") / "posteriors/laplace.safetensors").meta["metrics"]["val"]
     text = page.one("verdict").text
     told = re.search(
-        r"on 80 examples of val the network divided by one temperature has NLL ([0-9.]+), (\w+) ([0-9.]+)", text
+        r"on 80 examples of val the network divided by one temperature, held out, has NLL ([0-9.]+), (\w+) by mc of 200 draws ([0-9.]+)",
+        text,
     )
     assert told is not None
     assert float(told[1]) == pytest.approx(val["temperature"]["nll"], abs=6e-5)
@@ -154,8 +159,42 @@ def test_the_same_artifacts_give_the_same_bytes(cli: Cli, run: Path, tmp_path: P
     assert (output["role"], output["bytes"], output["path"]) == ("report", len(first), str(tmp_path / "again.html"))
     third = cli("report", run, "--out", tmp_path / "again.html", "--json").json
     assert (again["action"], third["action"], third["outputs"]) == ("computed", "up_to_date", again["outputs"])
-    other = cli("report", run, "--out", tmp_path / "again.html", "--examples", 1, "--json").json
-    assert other["action"] == "replaced"
+
+
+def test_a_page_of_other_options_is_not_replaced_without_force(cli: Cli, run: Path, tmp_path: Path) -> None:
+    words = ("--out", tmp_path / "page.html", "--posterior", "map")
+    assert cli("report", run, *words).code == 0
+    before = (tmp_path / "page.html").read_bytes()
+    done = cli("report", run, *words, "--examples", 1)
+    assert (done.code, done.stdout, (tmp_path / "page.html").read_bytes()) == (73, "", before)
+    assert done.stderr.splitlines() == [
+        f"error: {tmp_path / 'page.html'} exists and was made with other options (examples: 6 there, 1 asked)",
+        "hint: add --force to replace it, or --out FILE to keep both",
+    ]
+    assert cli("report", run, *words, "--examples", 1, "--force", "--json").json["action"] == "replaced"
+
+
+@pytest.mark.parametrize("place", ["no/such/page.html", "/proc/page.html"])
+def test_a_place_that_takes_no_page_is_told_before_any_work(
+    cli: Cli, run: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bnncli.stages.report.whole.sections_of", None)  # no work is done
+    path = tmp_path / place
+    done = cli("report", run, "--out", path)
+    assert (done.code, done.stdout) == (73, "")
+    error, hint = done.stderr.splitlines()
+    assert str(path.parent) in error
+    assert hint.endswith("choose another place with --out")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_page_that_another_process_writes_is_left_to_it(cli: Cli, run: Path, tmp_path: Path) -> None:
+    lock = tmp_path / ".locks" / "page.html"
+    with artifact_lock(lock, wait=0, poll=lambda: None):
+        done = cli("report", run, "--out", tmp_path / "page.html")
+    assert (done.code, done.stdout) == (75, "")
+    assert "another bnncli is writing this artifact" in done.stderr
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_figures_go_into_a_folder_as_files_by_the_names_that_the_page_has(
@@ -212,19 +251,6 @@ def test_a_damaged_file_is_told_and_the_rest_is_shown(cli: Cli, small_run: Path)
     assert page.one("reliability-test")
 
 
-def test_damaged_predictions_are_told_where_they_would_be_shown(cli: Cli, small_run: Path) -> None:
-    folder = small_run.with_name("small.bnn")
-    path = folder / "predictions" / "laplace.mc" / "test.h5"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    done = cli("report", small_run)
-    assert done.code == 0, done.stderr
-    page = read_page(folder / "report.html")
-    assert "test.h5" in page.one("calibration").text
-    assert page.one("pareto-k")
-
-
 def test_only_the_posteriors_that_are_named_are_shown(cli: Cli, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "some.html"
     assert cli("report", run, "--posterior", "map", "--posterior", "laplace", "--out", out).code == 0
@@ -250,6 +276,58 @@ def test_several_checkpoints_are_compared_and_have_a_part_each(cli: Cli, small_r
         assert f"{nll['value']:.4f}" in shown[row["posterior"]]["NLL"]
         best = page.one("comparison").all("p")[0].text
         assert (row["posterior"] in re.findall(r"[\w-]+", best)) == nll["is_close"]
+
+
+@pytest.fixture
+def two(cli: Cli, tmp_path: Path) -> list[Path]:
+    """Two runs of other training examples, fitted with another prior precision each."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 60), ("test", 40)):
+        images, labels = rng.integers(0, 256, size=(count, 4, 4), dtype=np.uint8), rng.integers(0, 3, size=count)
+        images[:, 0, 0] = 120 * labels
+        np.savez(tmp_path / f"{split}.npz", x=images, y=labels)
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for run, size, precision in zip(runs, (60, 30), (1, 100), strict=True):
+        data = ("--data", f"train=npz:{tmp_path / 'train.npz'}@{size}", "--data", f"test=npz:{tmp_path / 'test.npz'}")
+        assert cli("extract-features", run, "--model", "flatten", *data).code == 0
+        assert cli("fit-laplace", run, "--prior-precision", precision).code == 0
+        assert cli("predict", run, "--integrator", "mc", "--integrator", "probit").code == 0
+    return runs
+
+
+def test_what_sets_checkpoints_apart_is_more_than_chance_where_their_examples_or_options_differ(
+    cli: Cli, two: list[Path]
+) -> None:
+    assert cli("report", *two, "--out", two[0].with_name("both.html")).code == 0
+    section = read_page(two[0].with_name("both.html")).one("comparison")
+    text = section.text
+    assert (
+        "differ in more than chance of training: their training examples are not the same (60 and 30 of them)" in text
+    )
+    assert "options of laplace (prior_precision: 1.0 for one, 100.0 for two)" in text
+    headline = section.all("p")[0].text
+    assert (
+        headline
+        == "Neither of laplace (mc) and laplace (probit) can be told to have the lower NLL on test, over 2 checkpoints."
+    )
+
+
+def test_intervals_over_checkpoints_end_where_scores_do(cli: Cli, two: list[Path]) -> None:
+    assert cli("report", *two, "--out", two[0].with_name("both.html")).code == 0
+    rows = read_page(two[0].with_name("both.html")).one("scores-of-all-test").rows()
+    ends = {row["score"].split(",")[0]: (float(row["low"]), float(row["high"])) for row in rows if row["low"] != "–"}
+    assert ends["accuracy higher is better"] == (0, 1)
+    assert ends["NLL lower is better"][0] == 0
+
+
+def test_predictions_that_a_checkpoint_lacks_are_told_with_its_own_name(cli: Cli, small_run: Path) -> None:
+    shutil.copytree(small_run.with_name("small.bnn"), small_run.with_name("other.bnn"))
+    for path in small_run.with_name("other.bnn").glob("predictions/*/test.h5"):
+        path.unlink()
+    assert cli("report", small_run, small_run.with_name("other")).code == 0
+    (told,) = read_page(small_run.with_name("small.bnn") / "comparison.html").one("comparison").all("p")
+    assert told.text.startswith("No posterior has predictions of ")
+    assert told.all("code")[0].text == f"bnncli predict {small_run.with_name('other')} --split test"
 
 
 @pytest.mark.parametrize(
@@ -287,6 +365,19 @@ def test_a_dry_run_says_where_and_writes_nothing(cli: Cli, small_run: Path, tmp_
     assert (done["action"], done["outputs"][0]["path"]) == ("planned", str(path))
     assert not path.exists()
     assert not (tmp_path / "f").exists()
+
+
+def test_a_signal_is_told_with_what_there_is_of_the_report(
+    cli: Cli, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*words: object) -> list[Damaged]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return []
+
+    monkeypatch.setattr("bnncli.stages.report.whole.damaged", interrupted)
+    done = cli("report", run, "--out", tmp_path / "page.html")
+    assert (done.code, done.stderr) == (130, "error: interrupted by SIGINT; no report was written\n")
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_figures_go_into_no_file_which_is_told_before_any_work(cli: Cli, small_run: Path) -> None:

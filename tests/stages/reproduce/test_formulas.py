@@ -132,3 +132,56 @@ def test_a_formula_without_a_finite_value_is_unmeasured() -> None:
             estimate(text, NUMBERS)
     with pytest.raises(Unmeasured, match="of 2 and of 3 checkpoints"):
         estimate("seeds - two", NUMBERS | {"two": NUMBERS["seeds"][:2]})
+
+
+def pair(first: str, second: str, value: float) -> dict[tuple[str, str], float]:
+    return {(first, second): value}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("b - a", 0.5 * math.sqrt(1 - 2 * 0.9 * 0.3 * 0.4 / 0.25)),  # variances 0.09 and 0.16, correlation 0.9
+        ("a + b", 0.5 * math.sqrt(1 + 2 * 0.9 * 0.3 * 0.4 / 0.25)),
+        ("abs(a - b)", 0.5 * math.sqrt(1 - 2 * 0.9 * 0.3 * 0.4 / 0.25)),
+        ("abs(a - b + 1)", 0.5 * math.sqrt(1 - 2 * 0.9 * 0.3 * 0.4 / 0.25)),  # at its bend
+        ("a - exact", 0.3),
+        ("max(a, b) - a", 0.5),  # which is larger is chance: as if they were independent
+    ],
+)
+def test_parts_that_are_correlated_move_together(text: str, error: float) -> None:
+    for correlations in (pair("a", "b", 0.9), pair("b", "a", 0.9)):
+        assert estimate(text, NUMBERS, correlations).standard_error == pytest.approx(error)
+
+
+def test_correlations_of_none_change_nothing() -> None:
+    for text in ("b - a", "abs(b - a) * a", "mean(a, b)"):
+        expected = estimate(text, NUMBERS).standard_error
+        assert estimate(text, NUMBERS, pair("a", "b", 0.0)).standard_error == pytest.approx(expected, rel=1e-3)
+
+
+def scored(losses: np.ndarray, generator: np.random.Generator, replicates: int) -> tuple[np.ndarray, np.ndarray]:
+    """Standard errors and correlations of mean losses (N, K), from a bootstrap that draws the same examples for all."""
+    weights = generator.multinomial(len(losses), np.full(len(losses), 1 / len(losses)), replicates) / len(losses)
+    return np.std(weights @ losses, axis=0, ddof=1), np.corrcoef((weights @ losses).T)
+
+
+@pytest.mark.parametrize("rule", ["a < b", "a > b", "abs(a - b) < 0.05", "2 * a < b + c"])
+def test_rules_of_pairs_are_decided_falsely_no_more_often_than_the_level(rule: str) -> None:
+    generator, trials, wrong = np.random.default_rng(7), 1500, 0
+    for _ in range(trials):
+        easy = generator.exponential(0.3, 600)
+        own = [easy + 0.05 * generator.exponential(1.0, 600) for _ in range(3)]  # one mean, correlated above 0.9
+        losses = np.stack([own[0], own[1] + 0.05 * ("abs" in rule), own[2]], axis=1)  # of abs, at its border
+        errors, correlations = scored(losses, generator, 200)
+        names = dict(zip("abc", range(3), strict=True))
+        numbers = {name: (Estimate(losses[:, k].mean(), errors[k]),) for name, k in names.items()}
+        known = {(x, y): correlations[i, j] for x, i in names.items() for y, j in names.items() if i < j}
+        wrong += decided(rule, numbers, known) is True
+    assert wrong / trials <= LEVEL / 2 + 3 * math.sqrt(LEVEL / 2 / trials)
+
+
+def test_a_difference_that_is_open_alone_is_decided_in_pairs() -> None:
+    numbers = {"a": (Estimate(0.40, 0.02),), "b": (Estimate(0.41, 0.02),)}
+    assert decided("a < b", numbers) is None
+    assert decided("a < b", numbers, pair("a", "b", 0.99)) is True

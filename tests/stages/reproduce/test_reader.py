@@ -44,7 +44,9 @@ Recipes = Callable[..., Path]
         ('needs = ["more"]', 'needs = ["less"]', "no optional file is called 'less'"),
         ("published = 100.0", "published = nan", "expected a finite value"),
         ('["nll_map", "nll_g"]', '["nll_map"]', "expected 2 formulas in each line"),
+        ('studies = ["small"]', 'studies = ["small"]\nreads = { t = "no/x.npz" }', "reads: t: expected STUDY/FILE"),
         ("not_at = { quick", "not_at = { quickly", "not_at: expected"),
+        ('rule = "nll_map < -1"', 'rule = "nll_map < -1"\nnot_at = { slow = "x" }', "not_at: expected quick and paper"),
         ("[figure.lines]", 'log = "z"\n[figure.lines]', "log: expected x, y or xy"),
     ],
 )
@@ -86,6 +88,7 @@ def test_what_refers_to_an_absent_file_is_left_out() -> None:
     steps = [{"ood": ["a=$a", "b=$b"]}, {"from": "$b"}, {"n": "$n", "scales": ["paper"]}, {"n": "$n", "text": "x$n"}]
     settings = filled_settings({"n": 3}, {"a": Path("/x")}, absent=["b"])
     assert filled_steps(steps, settings, "quick", absent=["b"]) == [{"ood": ["a=/x"]}, {"n": 3, "text": "x3"}]
+    assert filled_steps([{"n": "$m", "o": 1}], {"m": ""}, "quick", absent=[]) == [{"o": 1}]  # left to its default
     with pytest.raises(ConfigError, match=r"\$c: expected a setting or a file"):
         filled_steps([{"n": "$c"}], settings, "quick", absent=["b"])
 
@@ -109,7 +112,7 @@ def test_every_study_that_ships_is_a_grid_whose_lines_its_commands_take(path: Pa
     study = reader.read_study(path.stem)
     needs = study.needs[scale]
     files = {name: tmp_path / Path(file).name for name, file in {**needs.required, **needs.optional}.items()}
-    settings = filled_settings(study.settings[scale], files, absent=[])
+    settings = filled_settings({"folder": str(tmp_path), **study.settings[scale]}, files, absent=[])
     settings |= {one.name: str(tmp_path / one.name) for one in study.prepared}
     text = grid_text(
         settings["checkpoints"],
@@ -122,7 +125,8 @@ def test_every_study_that_ships_is_a_grid_whose_lines_its_commands_take(path: Pa
     names = {job.name for job in jobs}
     measures = [one for name in NAMES for one in reader.read_recipe(name).measures.values() if one.study == study.name]
     assert measures
-    assert {one.step for one in measures} <= names
+    left_out = {step.get("name") for step in study.steps if scale not in step.get("scales", [scale])}
+    assert {one.step for one in measures} <= names | left_out
 
 
 def test_recipes_are_in_the_order_of_their_numbers(recipes: Recipes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import tomllib
 from collections.abc import Callable
@@ -14,7 +15,10 @@ from problems.arrays import make_arrays
 from problems.command_line import Cli
 from problems.recipes import RECIPE, STUDY
 
+from bnncli.errors import Interrupted
 from bnncli.figures import MARK
+from bnncli.stages.reproduce import outcome, written
+from bnncli.storage.atomic import write_error
 
 Recipes = Callable[..., Path]
 TABLE = "test/table-1"
@@ -52,13 +56,13 @@ def test_every_cell_and_claim_is_judged(recipes: Recipes, data: Path, out: Path,
         ("both", "right"): "differs",
         ("elsewhere", None): "not runnable here",
         ("more", None): "not runnable here",
-        ("not at quick", None): "not runnable here",
+        ("not at quick", None): "shown",
     }
     assert found["elsewhere", None]["why"] == "it takes a telescope"
     assert found["more", None]["why"] == f"needs more.npz (more features), which is not in {data}"
     assert (found["not at quick", None]["ours"] is None, found["not at quick", None]["why"]) == (False, "other units")
     assert [claim["verdict"] for claim in document["claims"]] == ["holds", "does not hold"]
-    assert document["counts"]["cells"] == {"differs": 2, "reproduced": 1, "not runnable here": 3}
+    assert document["counts"]["cells"] == {"differs": 2, "reproduced": 1, "not runnable here": 2, "shown": 1}
 
 
 def test_a_number_is_the_mean_of_what_evaluate_said_of_each_checkpoint(
@@ -82,10 +86,11 @@ def test_the_pages_tell_the_same_and_show_every_figure(recipes: Recipes, data: P
     assert cli("reproduce", TABLE, "--data", data, "--out", out).code == 0
     folder, document = out / "quick" / TABLE, results(out)
     page = (folder / "results.md").read_text()
-    assert page.count("| not runnable here") == 3
+    assert page.count("| not runnable here") == 2
     assert "- **does not hold**: NLL is below minus one." in page
     assert "with a probability of at most 0.005, and open otherwise" in page
     assert document["figures"] == ["numbers.png", "lines.png"]
+    assert "NLL, NLL:\n\n| number | 0 | 1 |\n|---|---|---|\n| both | " in page
     for name in document["figures"]:
         assert MARK.encode() in (folder / name).read_bytes()
         assert f"]({name})" in page
@@ -181,7 +186,7 @@ def test_all_has_a_page_of_every_recipe(recipes: Recipes, data: Path, out: Path,
     assert [one["recipe"] for one in done.json["recipes"]] == [TABLE, "test/table-2"]
     page = (out / "quick/results.md").read_text()
     assert (
-        "[another table](test/table-2/results.md) | 2 differ, 1 reproduced, 3 not runnable here | 1 holds, 1 does not hold |"
+        "[another table](test/table-2/results.md) | 2 differ, 1 reproduced, 2 not runnable here, 1 shown | 1 holds, 1 does not hold |"
         in page
     )
     assert f"bnncli reproduce {TABLE} --data {data} --out {out}" in page
@@ -194,6 +199,9 @@ def test_all_has_a_page_of_every_recipe(recipes: Recipes, data: Path, out: Path,
         ([TABLE, "--all"], 2, "give one of them"),
         ([TABLE, "--data", "absent"], 66, "--data: expected a folder; absent is none"),
         ([TABLE, "--scale", "huge"], 2, "scale"),
+        (["--strict"], 2, "--strict: expected a recipe to run; got none"),
+        (["tets/*"], 2, "no recipe is like 'tets/*'; did you mean 'test/table-1'?"),
+        ([TABLE, "more"], 2, "expected 1 argument, RECIPE; got 'more' as well"),
     ],
 )
 def test_wrong_words_are_told_in_one_line(recipes: Recipes, cli: Cli, words: list[str], code: int, match: str) -> None:
@@ -212,3 +220,64 @@ def test_under_torchrun_it_is_refused(recipes: Recipes, cli: Cli, monkeypatch: p
     assert team.rank_and_size() == (0, 2)
     done = cli("reproduce", TABLE)
     assert (done.code, "start one, without torchrun" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("taken", ["quick", "quick/studies", f"quick/{TABLE}"])
+def test_a_place_that_cannot_be_written_is_told_before_anything_runs(
+    recipes: Recipes, data: Path, out: Path, cli: Cli, taken: str
+) -> None:
+    recipes()
+    (out / taken).parent.mkdir(parents=True)
+    (out / taken).write_text("a file")
+    done = cli("reproduce", TABLE, "--data", data, "--out", out)
+    assert done.code == 73
+    assert f"{out / taken} is not a folder" in done.stderr
+    assert "choose another place with --out" in done.stderr
+    assert [path for path in out.rglob("*") if path.is_file()] == [out / taken]
+
+
+def test_where_a_figure_cannot_be_written_the_numbers_are_there(
+    recipes: Recipes, data: Path, out: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise write_error(OSError(errno.ENOSPC, "no space"), path)
+
+    recipes()
+    monkeypatch.setattr(written, "write_figure", full)
+    done = cli("reproduce", TABLE, "--data", data, "--out", out)
+    assert done.code == 74
+    assert "numbers.png failed: No space left on device" in done.stderr
+    assert "hint: free space" in done.stderr
+    assert results(out)["counts"]["cells"]["reproduced"] == 1
+
+
+def test_a_signal_leaves_a_line_that_goes_on(
+    recipes: Recipes, data: Path, out: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*given: object) -> None:
+        raise Interrupted(2, "interrupted by SIGINT")
+
+    recipes()
+    monkeypatch.setattr(outcome.Reproduction, "outcome", stopped)
+    done = cli("reproduce", TABLE, "--data", data, "--out", out, "--force")
+    assert done.code == 130
+    assert f"hint: continue with: bnncli reproduce {TABLE} --data {data} --out {out}\n" in done.stderr
+
+
+def test_several_missing_files_are_one_short_line_and_each_has_its_own_in_the_results(
+    recipes: Recipes, out: Path, cli: Cli
+) -> None:
+    recipes(study=STUDY.replace('arrays = "data/features.npz"', 'arrays = "data/features.npz"\nb = "data/other.npz"'))
+    assert "needs features.npz and 1 other file: give --data DIR" in cli("reproduce", TABLE, "--out", out).stderr
+    each = [
+        f"{name}.npz ({what}): give --data DIR"
+        for name, what in (
+            ("features", "features of a small head"),
+            ("other", "other features"),
+            ("more", "more features"),
+        )
+    ]
+    assert results(out)["missing"] == each
+    assert "\n".join(f"- {one}" for one in each) in (out / "quick" / TABLE / "results.md").read_text()
+    listed = cli("reproduce").stdout.splitlines()
+    assert [f"  {one}" for one in each[:2]] == [line for line in listed if "give --data" in line][:2]

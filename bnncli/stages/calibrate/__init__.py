@@ -1,0 +1,152 @@
+"""calibrate: predictions of a split that chose nothing else in, rules with guarantees out, one file a rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bnncli.decisions import RISK, SETS
+from bnncli.errors import BnnError, CheckFailed, DataError, MissingInput, UsageError
+from bnncli.options import CalibrateOptions, InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command
+from bnncli.run import revisions as _revisions
+from bnncli.run.decisions import maker_of
+from bnncli.run.prediction_groups import PredictionGroup, open_groups
+from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.recommendation import recommended
+from bnncli.run.session import Result, Run
+from bnncli.run.split_uses import fresh_split, require_unused
+from bnncli.stages.calibrate.report import said
+from bnncli.storage.decisions import KIND, write_decision
+from bnncli.storage.headers import Header
+from bnncli.storage.provenance import Source
+
+COMMAND = Command(
+    "Calibrate decisions with guarantees: prediction sets, accepted predictions, outliers, shift.",
+    "Reads the predictions of a split that chose nothing else, such as extract-features --hold-out calib=test:2000 makes; one that the "
+    "posterior was fitted to, tuned on or chosen by is refused. The levels hold for examples like those of the split, whatever the "
+    "posterior is worth; predict adds the decisions to its table, evaluate says what they come to on other splits. Exits 3 where no threshold "
+    "meets --risk. Writes decisions/<posterior>.<integrator>/<rule>.safetensors, of the rules sets, risk, ood and shift.",
+    (CalibrateOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli calibrate ckpt.pt --sets lac --coverage 0.9",
+        "bnncli calibrate ckpt.pt --posterior laplace --risk 0.02 --confidence 0.95 --false-alarm 0.05 --shift-level 0.01",
+        "bnncli calibrate ckpt.pt --sets raps --class-conditional --name by-class",
+    ),
+    place=85,
+)
+
+
+def run(run: Run, options: CalibrateOptions) -> Result:
+    """Fit and publish every rule that was asked for, for every group of predictions; the result's metrics are by rule."""
+    options.check_together()
+    groups = _groups(run, options)
+    if len(options.kinds) * len(groups) > 1 and run.naming.out is not None:
+        raise UsageError(
+            "--out FILE holds one rule of one posterior: ask for one, and name --posterior and --integrator"
+        )
+    if len(options.kinds) > 1 and run.naming.name is not None:
+        raise UsageError("--name names one rule: ask for one of --sets, --risk, --false-alarm, --shift-level")
+    run.require_device()
+    total = Result()
+    rules: list[dict[str, Any]] = []
+    for group, header in groups:
+        require_unused(run, group, header)
+        for kind in options.kinds:
+            result = _calibrate(run, options, kind, group, header)
+            total.add(result)
+            if result.metrics:
+                rules.append({"rule": kind, "posterior": group.posterior, "variant": group.variant, **result.metrics})
+    total.extra["rules"] = rules
+    return total
+
+
+def _groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, Header]]:
+    """The predictions to calibrate, each with the header of those of the split.
+
+    Raises:
+        MissingInput: none has predicted the split; with the command that does.
+        DataError: the split is out-of-distribution.
+    """
+    posterior, integrator = options.posterior, options.integrator
+    if posterior is None and integrator is None and (found := recommended(run)) is not None:
+        posterior, integrator = found.posterior, found.integrator
+        run.console.info(f"{posterior} by {integrator}, as auto recommends; --posterior NAME takes another")
+    if not run.folder.features(options.split).is_file() and run.folder.splits():
+        raise MissingInput(
+            f"{run.checkpoint_path} has no split {options.split!r} (there: {', '.join(run.folder.splits())})",
+            hint=fresh_split(run, options.split),
+            path=run.folder.features(options.split),
+        )
+    posteriors, integrators = ([name] if name else [] for name in (posterior, integrator))
+    groups = open_groups(run, posteriors=posteriors, integrators=integrators)
+    chosen = []
+    for group in groups:
+        if options.split in group.splits(is_ood=True):
+            message = (
+                f"split {options.split!r} is out-of-distribution: levels hold for examples like those calibrated on"
+            )
+            raise DataError(message, code="ood_split", hint=fresh_split(run, options.split))
+        header = group.splits(is_ood=False).get(options.split)
+        if header is not None:
+            chosen.append((group, header))
+        elif posterior is None:
+            run.console.warn(f"skipping {group.name}: it has not predicted split {options.split!r}")
+    if not chosen:
+        hint = run.suggest("predict", posterior=posterior, integrator=integrator, split=options.split)
+        raise MissingInput(f"no predictions of split {options.split!r}", hint=hint)
+    return chosen
+
+
+def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: PredictionGroup, header: Header) -> Result:
+    """One rule for one group of predictions."""
+    settings = options.settings(kind, run.compute.seed)
+    named = run.folder.decision(group.name, run.naming.name or kind)
+    target = Path(run.naming.out) if run.naming.out else named
+    source = Source(f"predictions.{options.split}", header.path, header.content_digest)
+    checkpoint = header.provenance.get("checkpoint")
+    if kind in (SETS, RISK) and not header.meta.get("is_labeled"):
+        message = f"split {options.split!r} has no labels; they are needed to know which sets and predictions are right"
+        raise DataError(message, code="no_labels", path=header.path)
+    request = Request(
+        target,
+        KIND,
+        f"{KIND}.{group.name}.{target.stem}",
+        {"rule": kind, **settings},
+        _revisions.CALIBRATE,
+        [source],
+        checkpoint,
+        lambda: 8 * int(header.meta["num_examples"]) + (1 << 12),
+    )
+
+    def compute() -> Computed:
+        from bnncli.stages.calibrate.work import fit_rule
+
+        rule, classes, metrics = fit_rule(header, kind, settings, is_tuned=options.is_tuned)
+        names = ("posterior", "integrator", "split", "num_examples")
+        meta = {name: header.meta[name] for name in names} | {"variant": group.variant, "rule": kind}
+        meta |= {"classes": classes, "settings": settings, "maker": maker_of(header), "metrics": metrics}
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            return write_decision(target, rule, meta=meta, provenance=provenance, may_replace=may_replace)
+
+        return Computed(publish, metrics, [f"{group.name}: {said(kind, settings, metrics)}"], _failure(kind, metrics))
+
+    def when_fresh(found: Header) -> Computed:
+        metrics = found.meta["metrics"]
+        text = f"{group.name}: {said(kind, settings, metrics)}"
+        return Computed(lambda provenance, may_replace: found.content_digest, metrics, [text], _failure(kind, metrics))
+
+    return produce(run, request, compute, when_fresh=when_fresh)
+
+
+def _failure(kind: str, metrics: dict[str, Any]) -> BnnError | None:
+    """Of a risk that no threshold is shown to meet: the rule accepts nothing."""
+    if kind != RISK or metrics["most_doubt"] is not None:
+        return None
+    return CheckFailed(
+        f"no threshold is shown to have at most the risk asked for: of the {metrics['num_accepted']} most confident, {metrics['num_wrong']} are "
+        f"wrong; the rule accepts nothing",
+        code="no_threshold",
+        hint="ask for a larger --risk, or calibrate on more examples",
+    )

@@ -1,0 +1,50 @@
+"""What is said of a rule, made now or before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bnncli.decisions import OOD, RISK, SETS
+from bnncli.names import percent
+
+
+def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    """One line: what is guaranteed, and what it took."""
+    certainty = settings.get("confidence")
+    often = (
+        "on average over calibration splits"
+        if certainty is None
+        else f"for {percent(certainty, 'g')} of calibration splits"
+    )
+    count = metrics["num_examples"]
+    if kind == SETS:
+        whose = "of each class's examples" if settings["class_conditional"] else "of examples"
+        thresholds = metrics["thresholds"]
+        shown = (
+            f"threshold {thresholds[0]:.4g}"
+            if len(thresholds) == 1
+            else f"thresholds {min(thresholds):.4g} to {max(thresholds):.4g}"
+        )
+        raps = (
+            f"; penalty {metrics['penalty']:g} beyond rank {metrics['free_ranks']}"
+            if settings["sets"] == "raps"
+            else ""
+        )
+        return f"{settings['sets']} sets hold the class of at least {percent(settings['coverage'], 'g')} {whose}, {often} ({shown}{raps}; {count} examples)"
+    if kind == RISK:
+        if metrics["most_doubt"] is None:
+            return f"no threshold is shown to have at most {percent(settings['risk'], 'g')} wrong ({count} examples)"
+        return (
+            f"accepted from confidence {metrics['threshold']:.6g} on, at most {percent(settings['risk'], 'g')} are wrong, {often} "
+            f"(here {metrics['num_wrong']} of {metrics['num_accepted']}, and {count - metrics['num_accepted']} not accepted)"
+        )
+    if kind == OOD:
+        return (
+            f"out-of-distribution is what scores below {metrics['threshold']:.6g} by {settings['score']} (higher for what looks in-distribution): at most "
+            f"{percent(settings['false_alarm'], 'g')} false alarms, {often} ({count} examples)"
+        )
+    return (
+        f"a batch has shifted where p is at most {settings['shift_level']:g}: the two-sample test of Kolmogorov and Smirnov on {settings['score']} "
+        f"against {count} examples"
+    )

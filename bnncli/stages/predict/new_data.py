@@ -1,0 +1,181 @@
+"""Data that are no split of the run, predicted in one go: the network and the posteriors take them block by block, and no features are kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bnncli import data
+from bnncli.data.images import image_dataset
+from bnncli.errors import DataError, UsageError
+from bnncli.extraction.features import Extracted
+from bnncli.likelihoods import has_exclusive_classes
+from bnncli.options.extract_features import ExtractFeaturesOptions
+from bnncli.run.integrator_choice import IntegratorChoice
+from bnncli.run.predictor import Predictor
+from bnncli.run.session import Run
+from bnncli.stages.predict.new_data_rules import NewDataRules
+from bnncli.stages.predict.stored import predictions_of
+from bnncli.stages.predict.table import Origin, ShownColumns
+from bnncli.storage.predictions import PredictionFile
+from bnncli.storage.tables import TableBlock, csv_header
+
+BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of extract-features by default: sums depend on it
+BLOCK = 16 * BATCH_SIZE  # examples predicted at once
+STDIN = "-"  # the data whose files are named there
+
+
+@dataclass(frozen=True)
+class Maker:
+    """A posterior and the integrator that it predicts by."""
+
+    predictor: Predictor
+    choice: IntegratorChoice
+    digest: str
+    """Of the posterior."""
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """Posterior and integrator, as tables have them."""
+        return self.predictor.path.stem, self.choice.variant
+
+    @property
+    def is_last_layer(self) -> bool:
+        """Whether it takes features, and not the network's inputs."""
+        return self.predictor.header.meta.get("layers") is None
+
+
+@dataclass(frozen=True)
+class NewData:
+    """What predicts new data.
+
+    Attributes:
+        classes: of the posteriors, index = output.
+        rules: of calibrate, of each maker.
+        shown: the columns of the table.
+    """
+
+    run: Run
+    makers: Sequence[Maker]
+    classes: list[str]
+    shown: ShownColumns
+    rules: Sequence[NewDataRules]
+
+    @property
+    def titles(self) -> bytes:
+        """The line of titles of the table, as a CSV file has it."""
+        exclusive = has_exclusive_classes(self.makers[0].predictor.posterior.layout.likelihood_name)
+        return csv_header(self.shown.columns(self.classes, is_exclusive=exclusive), self.classes)
+
+    @property
+    def _reader(self) -> Any:
+        return self.makers[0].predictor.train.reader
+
+    @property
+    def preprocess(self) -> data.Preprocess:
+        """What was done to the inputs that the run's features were made of."""
+        found: data.Preprocess = self._reader.recorded.preprocess
+        return found
+
+    def split(self, text: str) -> data.InputSplit:
+        """The data that SPLIT=SPEC names, with labels as outputs of the network.
+
+        Raises:
+            UsageError, MissingInput, DataError, Untrusted: as the data's readers say; labels of classes that there are not.
+        """
+        name, spec = data.parse_split(text, option="\0data\0")
+        if spec == STDIN:
+            return self.images(name, spec, Path(), _named_on_stdin())
+        kind = spec.partition(":")[0]
+        if kind == "py" and not self._reader.trusts_code:
+            raise UsageError(f"\0data\0: {spec!r} is code; if it is yours, or you have read it, add \0trust_code\0")
+        opened = data.load_split(spec, name=name, preprocess=self.preprocess, takes_any_labels=True)
+        are_names = self.classes != [str(index) for index in range(len(self.classes))]
+        return data.matched_to(opened, tuple(self.classes) if are_names else None)
+
+    def images(self, name: str, spec: str, folder: Path, files: Sequence[str]) -> data.InputSplit:
+        """Image files without labels."""
+        transform = self.preprocess.transform
+        if transform is not None and transform.takes != "images":
+            raise DataError(f"the run's network takes {transform.takes}, and no files of images", code="wrong_inputs")
+        dataset = image_dataset(folder, files, None, None, self.preprocess)
+        return data.InputSplit(spec, dataset, np.arange(len(files)), self.preprocess, is_labeled=False, name=name)
+
+    def blocks(self, split: data.InputSplit, *, first_id: int = 0) -> Iterator[TableBlock]:
+        """The rows of the table for a split, as they are predicted; sample ids are its rows, counted from first_id."""
+        names = split.names
+        task = self.run.console.task(f"predict {split.name}", len(split))
+        start = 0
+        for extracted in self._extracted(split):
+            stop = start + len(extracted.features)
+            rows = slice(start, stop)
+            named = None if names is None else np.array([name.encode() for name in names[rows]])
+            for maker, rules in zip(self.makers, self.rules, strict=True):
+                content, origin = self._predicted(maker, split, rows, extracted, first_id)
+                said = rules.of_block(split.name, content, first_id + start, self.shown.rules)
+                yield self.shown.block(content, slice(None), origin, named, said)
+            task.advance(stop - start)
+            start = stop
+
+    def _extracted(self, split: data.InputSplit) -> Iterator[Extracted]:
+        """Features, or nothing but labels where no posterior takes them, of BLOCK examples at a time."""
+        recorded = self._reader.recorded
+        with recorded.visible():
+            head = recorded.network.head(split)
+            recorded.check_head(head)
+            batches = recorded.network.batches(
+                split, head, batch_size=BATCH_SIZE, dtype=recorded.dtype, num_workers=0, first_row=0, num_logits=0
+            )
+            held: list[Extracted] = []
+            for batch in batches:
+                held.append(batch)
+                if sum(len(one.features) for one in held) >= BLOCK:
+                    yield _joined(held)
+                    held = []
+            if held:
+                yield _joined(held)
+
+    def _predicted(
+        self, maker: Maker, split: data.InputSplit, rows: slice, extracted: Extracted, first_id: int
+    ) -> tuple[PredictionFile, Origin]:
+        predictor, layout = maker.predictor, maker.predictor.posterior.layout
+        if maker.is_last_layer:
+            inputs = extracted.features
+            if inputs.shape[1] != layout.num_features:
+                raise DataError(
+                    f"the network gives {inputs.shape[1]} features, {predictor.path.stem} takes {layout.num_features}",
+                    code="wrong_layout",
+                )
+        else:
+            inputs = predictor.train.reader.given_inputs(split.take(np.arange(rows.start, rows.stop)), layout)
+        predicted = predictor.predict(maker.choice, inputs)
+        content = predictions_of(
+            predicted, labels=None if extracted.labels is None else extracted.labels.numpy(), sample_id=split.rows[rows] + first_id,
+            classes=self.classes, choice=maker.choice,
+        )  # fmt: skip
+        level = None if content.interval is None else predicted.integrator.interval_level
+        exclusive = has_exclusive_classes(layout.likelihood_name)
+        return content, Origin(split.name, *maker.origin, level, exclusive)
+
+
+def _joined(held: Sequence[Extracted]) -> Extracted:
+    labels = [one.labels for one in held if one.labels is not None]
+    features = torch.cat([one.features for one in held])
+    return Extracted(features, None, torch.cat(labels) if labels else None)
+
+
+def _named_on_stdin() -> list[str]:
+    """Files that stdin names, one a line, in that order. Raises UsageError where it names none."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError("\0data\0: `-` reads the names of files from stdin, which is a terminal: pipe them into it")
+    names = [line.rstrip("\r\n") for line in sys.stdin]
+    names = [name for name in names if name]
+    if not names:
+        raise UsageError("\0data\0: `-` reads the names of files from stdin, one a line; it has none")
+    return names

@@ -1,0 +1,80 @@
+"""predict with data given: features and predictions in one go, into a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import UsageError
+from bnncli.machine.team import team
+from bnncli.options import PredictOptions
+from bnncli.run.classes import posterior_classes
+from bnncli.run.session import Result, Run
+from bnncli.stages.predict.follow import Arrivals, Followed
+from bnncli.stages.predict.new_data import Maker, NewData
+from bnncli.stages.predict.new_data_rules import NewDataRules, columns_of_rules
+from bnncli.stages.predict.stored import params_of
+from bnncli.stages.predict.table import Merge, ShownColumns, check_table_path
+from bnncli.storage.tables import TableBlock, write_table
+
+
+def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merges: Sequence[Merge]) -> Result:
+    """Predict data that are no split of the run, or what arrives in a folder, into the table.
+
+    Raises:
+        UsageError: several processes share the command.
+    """
+    if team() is not None:
+        raise UsageError("\0data\0 and \0follow\0 are of one process: start the command without torchrun")
+    assert options.table is not None
+    target, first = Path(options.table), makers[0].predictor
+    has_top_k = any(maker.choice.top_k for maker in makers)
+    classes = list(posterior_classes(run.folder, first.header))
+    has_names = options.follow is not None
+    rules = [_rules(run, options, maker, classes) for maker in makers]
+    shown = ShownColumns(merges, has_top_k, has_names, options.probabilities, columns_of_rules(rules))
+    new = NewData(run, makers, classes, shown, rules)
+    if options.follow is not None:
+        return Followed(new, Arrivals(Path(options.follow)), target).until(options.idle)
+    check_table_path(run, target, [maker.predictor.path for maker in makers])
+    splits = [new.split(text) for text in options.data]
+    if len({split.name for split in splits}) < len(splits):
+        raise UsageError("\0data\0: a split is named twice")
+    if any(split.names is not None for split in splits):
+        new = replace(new, shown=replace(shown, has_names=True))
+    counts = ", ".join(f"{len(split):,} of {split.name}" for split in splits)
+    if run.write.dry_run:
+        return Result("planned", [_output(target)], lines=[f"write: {target} ({counts})"])
+    begun = time.monotonic()
+
+    def blocks() -> Iterator[TableBlock]:
+        for split in splits:
+            yield from new.blocks(split)
+
+    digest = write_table(target, blocks(), classes)
+    alarms = [{"posterior": one.origin[0], "variant": one.origin[1], **row} for one in rules for row in one.alarms()]
+    num_rows, seconds = sum(map(len, splits)), time.monotonic() - begun
+    return Result(
+        "computed",
+        [_output(target) | {"content_digest": digest}],
+        metrics={"examples": num_rows, "posteriors": len(makers), "seconds": seconds},
+        extra={"decisions": alarms},
+        summary=[f"predicted {counts} in {seconds:.1f} s; no features are kept", *map(_alarm_line, alarms)],
+    )
+
+
+def _output(target: Path) -> dict[str, object]:
+    return {"role": "table", "path": str(target)}
+
+
+def _rules(run: Run, options: PredictOptions, maker: Maker, classes: list[str]) -> NewDataRules:
+    params = params_of(run, maker.choice, maker.origin[0], keep_samples=False)
+    return NewDataRules.of(run, maker.origin, params, maker.digest, classes, only=options.decide)
+
+
+def _alarm_line(row: dict[str, Any]) -> str:
+    shown = "-" if row["p_value"] is None else f"{row['p_value']:.3g}"
+    return f"{row['name']} {row['split']}: shift p {shown}{': ALARM' if row['is_alarm'] else ''}"
