@@ -48,7 +48,7 @@ def head(integrator: str = "probit", *, structure: str = "kron", **dtype: torch.
     posterior, chosen = gaussian_at_mode(head_target(THREE), structure), load_integrator(integrator)
     ready = chosen.prepare(posterior, num_samples=20, generator=torch.Generator().manual_seed(0))
     parts = with_ood_score(head_parts(posterior, chosen, ready), "energy", THREE, posterior.mean)
-    return with_sets(parts, torch.tensor([0.9]), torch.tensor([0.0, 0.05, 0.1])).module(**dtype)
+    return with_sets(parts, torch.tensor([0.9]), torch.tensor([0.0, 0.05, 0.1]), is_filled=True).module(**dtype)
 
 
 def inputs(count: int, *shape: int) -> Tensor:
