@@ -66,6 +66,7 @@ COMPUTING = {
     "report",
     "auto",
     "merge",
+    "export",
     "calibrate",
 }
 
@@ -274,6 +275,12 @@ LINES = (
     Line("predict wide --samples 20 --posterior laplace --split test", SOLVED),
     Line("predict flat --samples 10 --split test", TRAINED),
     Line("predict net.pt --samples 20 --posterior laplace --split test --split mnist", SOLVED),
+    # Files that predict by themselves.
+    Line("export small --posterior laplace --draws 15 --head-only --format torch", SOLVED),
+    Line(
+        "export small --posterior block --integrator bridge --head-only --format torch --score entropy --quiet",
+        SEARCHED,
+    ),
     # Scores.
     Line(f"{SCORES} --score all", SOLVED),
     Line("evaluate small --posterior hmc --bootstrap 0", TRAINED),

@@ -28,6 +28,7 @@ LAYERS = (
     ("run",),
     ("console", "storage"),
     ("pages",),
+    ("exported",),
     ("models",),
     ("experiments",),
     ("checkpoints", "extraction", "figures", "integrators", "networks"),

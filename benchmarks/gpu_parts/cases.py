@@ -222,6 +222,7 @@ def _trainings() -> list[str]:
 def _readers(diagnosed: str = "") -> list[str]:
     return [
         f"diagnose FOLDER/run {diagnosed}",
+        "export FOLDER/run --posterior laplace --integrator probit --head-only --format torch",
         "compare FOLDER/run",
         "report FOLDER/run",
         "status FOLDER/run",

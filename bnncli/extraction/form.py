@@ -119,7 +119,9 @@ class HeadForm:
         if self.positions == "row":
             return tensor
         if self.positions == "all":
-            return tensor.reshape(len(tensor), -1)
+            return tensor.reshape(
+                tensor.shape[0], -1
+            )  # len would fix the size of the batch where the network is exported
         vectors = tensor.movedim(axis, -1).flatten(1, -2)
         return vectors.mean(1) if self.positions == "mean" else vectors
 

@@ -215,7 +215,7 @@ def _trapezoid(size: Tensor, scale: Tensor, points: int) -> BinaryIntegral:
 
 def _gauss_hermite(size: Tensor, scale: Tensor, points: int) -> BinaryIntegral:
     """For logits of mean -size (n,) <= 0."""
-    nodes, weights = (part.to(size.device) for part in _hermite_nodes(points))
+    nodes, weights = (part.to(size.device) for part in hermite_nodes(points))
     logits = scale.unsqueeze(1) * nodes - size.unsqueeze(1)
     return BinaryIntegral(torch.sigmoid(logits) @ weights, _binary_entropy(logits) @ weights)
 
@@ -227,7 +227,7 @@ def _grid(window: tuple[float, float], points: int, like: Tensor) -> tuple[Tenso
 
 
 @lru_cache(maxsize=8)
-def _hermite_nodes(points: int) -> tuple[Tensor, Tensor]:
+def hermite_nodes(points: int) -> tuple[Tensor, Tensor]:
     """Nodes and weights (points,) of the standard normal, float64 on the CPU."""
     from scipy.special import roots_hermitenorm
 

@@ -10,17 +10,18 @@ from typing import Any
 from bnncli.errors import UsageError
 
 
-def require(name: str, *, extra: str, kind: str | None = None) -> ModuleType:
+def require(name: str, *, extra: str, kind: str | None = None, what: str | None = None) -> ModuleType:
     """The module called `name`, imported now.
 
     Args:
         extra: of this package, with which the library is installed.
         kind: of model that needs it; None where it is called as the extra is.
+        what: needs it, where that is no model.
 
     Raises:
         UsageError: it is not installed, or cannot be imported; one line, with what installs it.
     """
-    what, hint = f"\0model\0 {kind or extra}", f"pip install 'bnncli[{extra}]'"
+    what, hint = what or f"\0model\0 {kind or extra}", f"pip install 'bnncli[{extra}]'"
     library = name.partition(".")[0]
     if importlib.util.find_spec(library) is None:
         raise UsageError(f"{what} needs {library}, which is not installed", code="missing_library", hint=hint)

@@ -40,7 +40,7 @@ def onnx_files(path: Path) -> tuple[Path, ...]:
     with open_regular(path) as stream:
         try:
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                if not any(field == 7 for field, _, _ in _fields(content, 0, len(content))):
+                if not any(field == 7 for field, _, _ in fields_of(content, 0, len(content))):
                     raise ValueError("it has no graph")
                 names = sorted(set(_places(content, 0, len(content), "model")))
         except (ValueError, IndexError, RecursionError) as error:
@@ -62,17 +62,17 @@ def onnx_files(path: Path) -> tuple[Path, ...]:
 
 def _places(content: mmap.mmap, start: int, end: int, kind: str) -> Iterator[str]:
     """The names of files in a message."""
-    for field, at, until in _fields(content, start, end):
+    for field, at, until in fields_of(content, start, end):
         inner = _WAYS[kind].get(field)
         if inner == "place":
-            entry = {number: content[low:high] for number, low, high in _fields(content, at, until)}
+            entry = {number: content[low:high] for number, low, high in fields_of(content, at, until)}
             if entry.get(1) == b"location":
                 yield entry.get(2, b"").decode()
         elif inner is not None:
             yield from _places(content, at, until, inner)
 
 
-def _fields(content: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+def fields_of(content: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """The number of each field of bytes in a message, and where these start and end."""
     while start < end:
         key, start = _number(content, start)

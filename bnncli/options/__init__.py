@@ -36,6 +36,7 @@ from bnncli.options.convert import ConvertOptions as ConvertOptions
 from bnncli.options.demo import DemoOptions as DemoOptions
 from bnncli.options.diagnose import DiagnoseOptions as DiagnoseOptions
 from bnncli.options.evaluate import EvaluateOptions as EvaluateOptions
+from bnncli.options.export import ExportOptions as ExportOptions
 from bnncli.options.extract_features import ExtractFeaturesOptions as ExtractFeaturesOptions
 from bnncli.options.fit_ensemble import FitEnsembleOptions as FitEnsembleOptions
 from bnncli.options.fit_laplace import FitLaplaceOptions as FitLaplaceOptions

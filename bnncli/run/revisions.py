@@ -28,6 +28,7 @@ FIT_VI = 1
 EVALUATE = 2
 EVALUATE_FEATURES = 1
 AUTO = 1
+EXPORT = 1
 CALIBRATE = 1
 
 
@@ -134,5 +135,6 @@ _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     "checkpoint": lambda header: {TRAIN},
     "predictions": lambda header: {of_predict(0), of_predict(sys.maxsize)},  # their header does not say how long
     "metrics": _metrics_today,
+    "export": lambda header: {EXPORT},
     "decision": lambda header: {CALIBRATE},
 }

@@ -39,6 +39,7 @@ def run(run: Run, options: StatusOptions) -> Result:
         + folder.prediction_files()
         + folder.decision_files()
         + folder.metrics_files()
+        + folder.export_files()
         + [path for path in (folder.recommended,) if path.is_file()]
     )
     followed: Followed = {}

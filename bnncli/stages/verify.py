@@ -15,6 +15,8 @@ from bnncli.run.session import Result, Run, Table
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.decisions import KIND as DECISION
 from bnncli.storage.decisions import read_decision
+from bnncli.storage.exports import KIND as EXPORT
+from bnncli.storage.exports import check_export
 from bnncli.storage.features import read_features
 from bnncli.storage.headers import Header
 from bnncli.storage.metrics import read_metrics
@@ -30,7 +32,7 @@ COMMAND = Command(
     place=150,
 )
 
-SUFFIXES = (".h5", ".safetensors", ".nc", ".json")
+SUFFIXES = (".h5", ".safetensors", ".nc", ".json", ".onnx", ".pt2")
 
 
 def run(run: Run, options: Any) -> Result:
@@ -90,6 +92,8 @@ def check_artifact(path: Path) -> Header:
         _ = read_decision(path).rule
     elif header.kind == "checkpoint":
         read_trained(path)
+    elif header.kind == EXPORT:
+        check_export(path)
     else:
         posterior, _ = open_posterior(path)
         if _places(posterior.layout.to_json()) != _places(header.meta.get("param_layout")):

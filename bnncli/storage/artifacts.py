@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bnncli.errors import DataError
 from bnncli.machine.input_files import reading
+from bnncli.storage.exports import EXPORT_MAGIC, read_export_header
 from bnncli.storage.headers import Header, check_is_file
 from bnncli.storage.known_files import is_settled, known_header, remember_header, state_of
 from bnncli.storage.metrics import read_metrics_header
@@ -47,5 +48,7 @@ def _read_header(path: Path) -> Header:
         return read_metrics_header(path)
     if len(magic) > 8 and magic[8:9] == b"{":
         return read_posterior_header(path)
+    if magic.startswith(EXPORT_MAGIC):
+        return read_export_header(path)
     what = "empty" if not magic else "truncated, or not a bnncli artifact"
     raise DataError(f"{path} is {what}", code="not_an_artifact", path=path)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, OutputExists, UsageError
 from bnncli.numerics.digests import file_sha256
 from bnncli.storage.artifacts import read_header
+from bnncli.storage.exports import EXPORT_MAGIC
 from bnncli.storage.feature_set import of_another_recipe, replaced_in_part
 from bnncli.storage.headers import Header
 from bnncli.storage.newer_request import newer_request
@@ -27,7 +28,12 @@ _KEEP_BOTH = {
     "checkpoint": ", or give another CKPT to keep both",
 }  # they have no --name
 _ANOTHER_REVISION = "made by another revision of the algorithm"
-_MARKS = ((0, b"\x89HDF\r\n\x1a\n", b"bnncli_"), (8, b"{", b'"bnncli"'), (0, b"{", b'"bnncli.'))
+_MARKS = (
+    (0, b"\x89HDF\r\n\x1a\n", b"bnncli_"),
+    (8, b"{", b'"bnncli"'),
+    (0, b"{", b'"bnncli.'),
+    *((0, magic, b'"bnncli.provenance/') for magic in EXPORT_MAGIC),
+)
 _MARK_WINDOW = 1 << 20
 
 

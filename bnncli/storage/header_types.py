@@ -107,6 +107,7 @@ _META: dict[str, dict[str, Check]] = {
         "num_examples": _is_count,
     },
     "predictions": {"posterior": is_text, "integrator": is_text, "split": is_text, "num_examples": _is_count},
+    "export": {"posterior": is_text, "variant": is_text, "format": is_text, "metrics": _is_object},
 }
 _META_IF_THERE: dict[str, Check] = {
     "split": is_text,

@@ -18,7 +18,7 @@ from bnncli.numerics.digests import json_sha256
 from bnncli.storage.header_types import is_text, odd_field
 
 SCHEMA = "1.0"
-KINDS = ("features", "posterior", "samples", "predictions", "metrics", "checkpoint", "decision")
+KINDS = ("features", "posterior", "samples", "predictions", "metrics", "checkpoint", "decision", "export")
 _SEALED_KINDS = (*KINDS, "resume")  # a resume state is no artifact, but its document has a digest too
 MAX_JSON_BYTES = 1 << 20
 MAX_JSON_DEPTH = 32

@@ -12,6 +12,7 @@ from bnncli.checkpoints.shards import sharded_folder, shards_of
 from bnncli.errors import MissingInput, OutputExists, UsageError
 from bnncli.options.declaration import check_artifact_name, check_split_name
 from bnncli.options.evaluate import FEATURES_NAME
+from bnncli.options.export import FORMATS
 
 POSTERIOR_SUFFIXES = (".safetensors", ".nc")
 FEATURES_SUFFIX = ".h5"
@@ -97,6 +98,10 @@ class RunFolder:
         """metrics/<posterior>.<integrator>.json"""
         return self.root / "metrics" / f"{name}.json"
 
+    def export(self, name: str, suffix: str) -> Path:
+        """exports/<posterior>.<integrator>.onnx, or another suffix; `name` is <posterior>.<integrator>."""
+        return self.root / "exports" / f"{name}{suffix}"
+
     def decision(self, name: str, rule: str) -> Path:
         """decisions/<posterior>.<integrator>/<rule>.safetensors; `name` is <posterior>.<integrator>."""
         return self.root / "decisions" / name / f"{rule}.safetensors"
@@ -123,6 +128,11 @@ class RunFolder:
     def prediction_files(self) -> list[Path]:
         """Every prediction file of the run."""
         return sorted((self.root / "predictions").glob("[!.]*/[!.]*.h5"))
+
+    def export_files(self) -> list[Path]:
+        """Every exported model of the run."""
+        found = (self.root / "exports").glob("[!.]*")
+        return sorted(path for path in found if path.suffix in FORMATS.values())
 
     def decision_files(self, name: str = "[!.]*") -> list[Path]:
         """Every decision file of the run, or of the predictions of this name."""

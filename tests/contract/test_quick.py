@@ -57,6 +57,7 @@ MADE = (
     "fit-sghmc net.pt --layers all --prior-precision 3 --chains 1 --epochs 20 --batch-size 16 --trust-code",
     "predict small --samples 20 --split test --posterior temperature --posterior lbbnn",
     "predict net.pt --samples 20 --split test --trust-code",
+    "export small --posterior laplace --integrator probit --head-only --format torch",
     "calibrate small --posterior lbbnn --split test --sets lac --false-alarm 0.1",
     "evaluate small --bootstrap 20 --posterior lbbnn",
 )

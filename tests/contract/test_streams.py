@@ -59,6 +59,7 @@ def words_of(name: str, run: Path) -> list[object]:
         "fit-lbbnn": [name, run, "--epochs", 50, "--inclusion-rate", 0.1],
         "sbc": [name, run, "--simulations", 20, "--draws", 9],
         "train": [name, run.with_name("net.safetensors"), *TINY, *data_of(run), "--epochs", 1],
+        "export": [name, run, "--posterior", "laplace", "--integrator", "probit", "--head-only", "--format", "torch"],
         "merge": [name, run, "--posterior", "hmc", "--posterior", "again"],
         "acquire": [name, run, "--pool", "test", "--batch", 3],
         "calibrate": [name, run, "--posterior", "laplace", "--split", "test", "--sets", "lac"],

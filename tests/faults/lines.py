@@ -266,6 +266,20 @@ LINES = {
             (_MC,),
         ),
         Line(
+            "export",
+            ("small", "--posterior", "laplace", "--name", "new", "--head-only", "--format", "pt2", "--draws", "9"),
+            ("small.bnn/exports/new.pt2",),
+            ("small", "--posterior", "laplace", "--name", "new", "--head-only", "--format", "pt2", "--draws", "5"),
+            (_VAL, _LAPLACE),
+        ),
+        Line(
+            "export/tensors",
+            ("small", "--posterior", "laplace", "--name", "new", "--head-only", "--format", "torch", "--draws", "9"),
+            ("small.bnn/exports/new.safetensors", "small.bnn/exports/new.py"),
+            ("small", "--posterior", "laplace", "--name", "new", "--head-only", "--format", "torch", "--draws", "5"),
+            (_VAL, _LAPLACE),
+        ),
+        Line(
             "evaluate",
             ("small", "--posterior", "laplace", "--bootstrap", "0", "--split", "test", "--plot", "figures"),
             ("small.bnn/metrics/laplace.mc.json", "figures/*.png"),

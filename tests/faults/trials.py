@@ -249,7 +249,9 @@ def _digest(path: Path) -> str:
 
 
 def _is_artifact(name: str) -> bool:
-    return ".bnn/" in name or name.startswith("else/")
+    return not name.endswith(".py") and (
+        ".bnn/" in name or name.startswith("else/")
+    )  # the module beside an export is none
 
 
 def _is_same(one: Path, other: Path) -> bool:

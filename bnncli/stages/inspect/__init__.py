@@ -12,6 +12,7 @@ from bnncli.machine.input_files import open_regular, reading
 from bnncli.names import quoted
 from bnncli.options import CommonOptions
 from bnncli.options.command import Argument, Command
+from bnncli.options.export import FORMATS
 from bnncli.run.session import Result, Run, Table
 from bnncli.stages.inspect.data_files import idx_found, npz_found, table_found
 from bnncli.stages.inspect.folders import folder_found
@@ -110,7 +111,7 @@ def _artifact(header: Header) -> Result:
     shown = {
         name: value
         for name, value in meta.items()
-        if name not in ("metrics", "rows", "curve", "classes", "param_layout", "predictions")
+        if name not in ("metrics", "rows", "curve", "classes", "param_layout", "predictions", "code")
     }
     facts += [
         [short(name), quoted(value, limit=120) if isinstance(value, str) else short(value)]
@@ -132,10 +133,11 @@ def _artifact(header: Header) -> Result:
 
 
 def _arrays(header: Header) -> dict[str, str]:
-    """Name to type and shape of everything stored; nothing for metrics."""
-    if header.kind == "metrics":
+    """Name to type and shape of everything stored; nothing for metrics and graphs."""
+    is_tensors = header.path.suffix == FORMATS["torch"]
+    if header.kind == "metrics" or (header.kind == "export" and not is_tensors):
         return {}
-    if header.kind in ("posterior", "checkpoint", "decision"):
+    if header.kind in ("posterior", "checkpoint", "decision", "export"):
         from bnncli.storage.posteriors import tensor_shapes
 
         return tensor_shapes(header.path)

@@ -23,7 +23,8 @@ _OF_CLASSES = {
     "images": (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"),
     "audio": tuple(_sound.SUFFIXES),
 }
-_PARTS = ("features", "posteriors", "predictions", "metrics", "decisions")
+_PARTS = ("features", "posteriors", "predictions", "metrics", "decisions", "exports")
+_LATER = ("decisions", "exports")  # shown where they are
 _DATA = {"Image": "images:TRAIN", "Sequence": "csv:TRAIN.csv"}
 _CLASSIFIER = re.compile(r"For(Image|Sequence|Audio)Classification$")
 
@@ -52,7 +53,7 @@ def _run(folder: Path, names: list[str]) -> Found | None:
     if folder.suffix != ".bnn" or not {*_PARTS} & {*names}:
         return None
     found = Found("run")
-    for part in _PARTS if "decisions" in names else _PARTS[:-1]:
+    for part in [part for part in _PARTS if part not in _LATER or part in names]:
         files = sorted(file.name for file in (folder / part).glob("[!.]*")) if part in names else []
         found.add(part, ", ".join(files) or "none", key=part)
     found.suggested = pasted("status", str(folder.with_suffix("")))

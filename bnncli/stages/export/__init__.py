@@ -1,0 +1,179 @@
+"""export: a posterior over the last layer in, one file that predicts without bnncli out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import MissingInput, UsageError
+from bnncli.exported.libraries import require_onnx
+from bnncli.options import ExportOptions, InputOptions, NameOptions, PredictOptions
+from bnncli.options.command import COMPUTE, Command
+from bnncli.options.export import FORMATS
+from bnncli.options.extract_features import NO_NETWORK
+from bnncli.run import revisions as _revisions
+from bnncli.run.inputs import Split, load_split, posterior_source
+from bnncli.run.integrator_choice import AskedIntegrators, IntegratorChoice, num_stored, type_of
+from bnncli.run.named_posterior import find_named
+from bnncli.run.network_sources import network_sources
+from bnncli.run.predictor import Predictor, TrainData
+from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.recommendation import recommended
+from bnncli.run.session import Result, Run
+from bnncli.stages.export import publishing
+from bnncli.stages.export.report import summary
+from bnncli.storage.exports import KIND
+from bnncli.storage.headers import Header, interpreting
+from bnncli.storage.provenance import Source
+
+COMMAND = Command(
+    "Write network and Bayesian head as one file that predicts without bnncli: ONNX, pt2 or safetensors.",
+    "Inputs go in as the run's data has them, a batch of any size; probs, entropy, mutual_information (where the integrator has "
+    "it) and ood_score come out. Before the file is published its probabilities are held against those of predict on val, in "
+    "onnxruntime and in torch on the CPU; size and milliseconds are said. The file says of what it was made, what its classes and "
+    "outputs are, and which ood_score 95 and 99 % of val stay below. Writes exports/<posterior>.<integrator>.onnx.",
+    (ExportOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli export ckpt.pt --posterior laplace --integrator probit",
+        "bnncli export ckpt.pt --posterior hmc --head-only --draws 200 --dtype float16",
+        "bnncli export ckpt.pt --posterior laplace --integrator probit --head-only --format torch --out head.safetensors",
+    ),
+    place=85,
+)
+
+
+def run(run: Run, options: ExportOptions) -> Result:
+    """Export one posterior by one integrator."""
+    options.check_together()
+    name, integrator = _chosen(run, options)
+    path = find_named(run, name, flag="\0posterior\0", otherwise=run.suggest("status"))
+    header, source = posterior_source(run, path, "posterior")
+    if header.meta.get("layers") is not None:
+        raise UsageError(
+            f"{path.stem} is over other layers than the last; export takes posteriors over the last layer",
+            code="unsupported_export",
+        )
+    split = _judge(run)
+    choice = _integrator(options, integrator, header, len(split.content.classes))
+    sources = [split.source, source, *([split.classes_source] if split.classes_source is not None else [])]
+    if not options.head_only:
+        _require_network(run, split)
+        sources += network_sources([split])
+    rule = None
+    if options.decide is not None:
+        from bnncli.stages.export.decided import open_rule
+
+        rule = open_rule(run, f"{path.stem}.{choice.variant}", options.decide, posterior=source.content_digest)
+        sources.append(Source(f"decision.{rule.name}", rule.header.path, rule.header.content_digest))
+    predictor = Predictor(run, path, header, TrainData(run, options.trust_code))
+    if choice.integrator.needs_target:
+        sources.append(predictor.train.split.source)
+    request = _request(run, options, predictor, choice, split, sources)
+    if options.format == "torch":
+        publishing.check_code_path(request.target, force=run.write.force)
+
+    def compute() -> Computed:
+        from bnncli.stages.export import work
+
+        return work.compute(run, options, request, predictor, choice, split, None if rule is None else rule.rule)
+
+    def when_fresh(found: Header) -> Computed:
+        with interpreting(found.path):
+            publishing.complete(found)
+            metrics = {"bytes": found.path.stat().st_size, **found.meta["metrics"], "milliseconds": None}
+            return Computed(lambda provenance, may_replace: found.content_digest, metrics, summary(found.meta, metrics))
+
+    return produce(run, request, compute, when_fresh=when_fresh)
+
+
+def _chosen(run: Run, options: ExportOptions) -> tuple[str, str | None]:
+    """The posterior and the integrator: as named, or as auto recommends."""
+    if options.posterior is not None:
+        return options.posterior, options.integrator
+    found = recommended(run)
+    if found is None:
+        there = ", ".join(path.stem for path in run.folder.posteriors())
+        if not there:
+            place = run.folder.root / "posteriors"
+            raise MissingInput(f"{run.checkpoint_path} has no posteriors", hint=run.suggest("fit-laplace"), path=place)
+        raise UsageError(f"export takes one posterior: name it with \0posterior\0 (there: {there})")
+    run.console.info(f"{found.posterior}, as auto recommends; \0posterior\0 NAME takes another")
+    return found.posterior, options.integrator or found.integrator
+
+
+def _judge(run: Run) -> Split:
+    """The split that the file is held against predict on: val, else another labelled one, else the training split."""
+    there = run.folder.splits()
+    for name in [one for one in ("val", *there) if one in there and one != "train"]:
+        split = load_split(run, name)
+        if split.content.labels is not None:
+            return split
+    return load_split(run, "train")
+
+
+def _integrator(options: ExportOptions, name: str | None, header: Header, num_classes: int) -> IntegratorChoice:
+    """Raises UsageError where it does not fit the posterior."""
+    asked = PredictOptions(integrator=[] if name is None else [name], settings=options.settings)
+    choices, refusals = AskedIntegrators.of(asked, [header]).choices(header, num_classes)
+    if refusals:
+        raise refusals[0]
+    return choices[0]
+
+
+def _require_network(run: Run, split: Split) -> None:
+    """Pass where the run's features were made by a network. Raises MissingInput otherwise."""
+    header = split.content.header
+    spec = None if header is None else header.provenance.get("params", {}).get("model")
+    if not isinstance(spec, str) or spec == NO_NETWORK:
+        raise MissingInput(
+            f"the run {run.checkpoint_path} has no network, only features",
+            hint="export the head, which takes features: add \0head_only\0",
+            code="no_network",
+        )
+
+
+def _request(
+    run: Run,
+    options: ExportOptions,
+    predictor: Predictor,
+    choice: IntegratorChoice,
+    split: Split,
+    sources: list[Source],
+) -> Request:
+    label = run.naming.name or f"{predictor.path.stem}.{choice.variant}"
+    named = run.folder.export(label, FORMATS[options.format])
+    is_drawn = choice.integrator.is_sampling
+    params: dict[str, Any] = {
+        **options.params(),
+        "posterior": predictor.path.stem,
+        "integrator": choice.name,
+        "settings": choice.settings,
+        "samples": choice.samples,
+        "draws": options.draws if is_drawn else None,
+        "seed": run.compute.seed if is_drawn else None,
+    }
+    return Request(
+        Path(run.naming.out) if run.naming.out else named,
+        KIND,
+        f"export.{label}",
+        params,
+        _revisions.EXPORT,
+        sources,
+        split.checkpoint,
+        lambda: _estimated_bytes(options, predictor.header, choice, split),
+        require=lambda: predictor.require_memory(choice.samples, option=None) if is_drawn else None,
+        begin=require_onnx if options.format == "onnx" else lambda: None,
+    )
+
+
+def _estimated_bytes(options: ExportOptions, header: Header, choice: IntegratorChoice, split: Split) -> int:
+    """Of the head's tensors and, where it is in the file, of the checkpoint."""
+    layout = split.layout
+    size = 4 * layout.num_params * 2
+    if choice.integrator.is_sampling:
+        size += 4 * layout.num_params * min(options.draws, num_stored(header) or options.draws)
+    elif type_of(header) == "gaussian":
+        size += 4 * layout.num_outputs * (layout.num_features + 1) ** 2
+    checkpoint: Mapping[str, Any] = {} if options.head_only or split.checkpoint is None else split.checkpoint
+    return size + int(checkpoint.get("size", 0)) + (1 << 17)

@@ -1,0 +1,133 @@
+"""What a file takes and is checked with: features as they are stored, or the inputs that the run's data have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bnncli import data
+from bnncli.errors import DataError
+from bnncli.exported.graphs import FEATURES, INPUTS
+from bnncli.exported.network import FeatureNetwork, Halved
+from bnncli.run.inputs import Split
+from bnncli.run.network_splits import NetworkReader
+from bnncli.run.session import Run
+
+MOST_ROWS = 2000  # of a split that a whole network is checked on: each is a pass, twice
+BATCH = 256
+
+
+@dataclass(frozen=True)
+class GoesIn:
+    """What goes into a file.
+
+    Attributes:
+        name: of the input. rows: (n,) of the split, those that are checked.
+        trunk: from inputs to features; None where features go in.
+        read: inputs (B, ...) of the examples at some of the positions among `rows`.
+        preprocessing: what of it is inside, in words.
+        split: whose examples they are; None for features.
+    """
+
+    name: str
+    rows: np.ndarray
+    trunk: nn.Module | None
+    preprocessing: str
+    stored: Tensor | None = None
+    split: data.InputSplit | None = None
+    is_raw: bool = False
+
+    def batches(self, most: int | None = None) -> Iterator[Tensor]:
+        """Inputs (B, ...) of the rows in order, at most so many of them."""
+        count = len(self.rows) if most is None else min(most, len(self.rows))
+        if self.stored is not None:
+            for start in range(0, count, BATCH):
+                yield self.stored[self.rows[start : min(start + BATCH, count)]].float()
+            return
+        assert self.split is not None
+        if not self.is_raw:
+            for batch in self.split.take(np.arange(count)).batches(BATCH):
+                yield _single(batch.inputs)
+            return
+        dataset: Any = getattr(self.split.dataset, "opened", self.split.dataset)
+        for start in range(0, count, BATCH):
+            raw = dataset.read(self.split.rows[start : min(start + BATCH, count)])[0]
+            tensor = torch.as_tensor(np.ascontiguousarray(raw) if isinstance(raw, np.ndarray) else raw)
+            yield tensor.float() if tensor.is_floating_point() else tensor
+
+    def first(self, count: int) -> Tensor:
+        """So many inputs: the first rows, from the start again where there are fewer."""
+        found = torch.cat(list(self.batches(count)))
+        return found[torch.arange(count) % len(found)]
+
+    def described(self, example: Tensor) -> dict[str, Any]:
+        """As files say it."""
+        kind = str(example.dtype).removeprefix("torch.")
+        shape = ["batch", *example.shape[1:]]
+        return {"name": self.name, "type": kind, "shape": shape, "preprocessing": self.preprocessing}
+
+
+def features_in(split: Split) -> GoesIn:
+    """Features of all rows."""
+    rows = np.arange(len(split.content.features))
+    return GoesIn(FEATURES, rows, None, "none: features go in", stored=split.stored)
+
+
+def inputs_in(run: Run, split: Split, *, trusts_code: bool, is_halved: bool) -> GoesIn:
+    """Inputs of at most MOST_ROWS rows, evenly spaced, and the network that made their features, on the CPU.
+
+    Raises:
+        Untrusted, MissingInput, DataError: the network or the data cannot be had, or cannot be exported.
+    """
+    header = split.content.header
+    assert header is not None
+    reader = NetworkReader(run, trusts_code)
+    whole = reader.input_split(split, header)
+    count = min(MOST_ROWS, len(whole))
+    rows = np.arange(count) * len(whole) // count
+    chosen, recorded = whole.take(rows), reader.recorded
+    with recorded.visible():
+        head = recorded.network.head(chosen)
+        recorded.check_head(head)
+        assert head is not None
+        model = recorded.network.module.eval().requires_grad_(False).cpu()
+    is_raw = _is_inside(chosen)
+    trunk: nn.Module = FeatureNetwork(model, head, chosen.preprocess if is_raw else None).eval()
+    trunk = Halved(trunk).eval() if is_halved else trunk
+    words = _in_words(chosen.preprocess) if is_raw else "outside: inputs go in as the network takes them"
+    return GoesIn(INPUTS, rows, trunk, words, split=chosen, is_raw=is_raw)
+
+
+def _is_inside(split: data.InputSplit) -> bool:
+    """Whether stored inputs can go in: arrays that no image library has to decode or resize."""
+    done, is_sized = split.preprocess, split.dataset.is_sized
+    is_plain = done.transform is None and split.shift is None and split.items == "arrays"
+    return is_plain and (is_sized or (done.resize is None and done.crop is None)) and not _is_named(split)
+
+
+def _is_named(split: data.InputSplit) -> bool:
+    """Whether an example is several arrays by name."""
+    dataset: Any = getattr(split.dataset, "opened", split.dataset)
+    return isinstance(dataset.read(split.rows[:1])[0], Mapping)
+
+
+def _in_words(done: data.Preprocess) -> str:
+    parts = ["uint8 to [0, 1], channels first"]
+    parts += [f"mean {', '.join(map(str, done.mean))}"] if done.mean else []
+    parts += [f"std {', '.join(map(str, done.std))}"] if done.std else []
+    return f"inside: {'; '.join(parts)}"
+
+
+def _single(inputs: data.Inputs) -> Tensor:
+    if isinstance(inputs, dict):
+        raise DataError(
+            f"the network takes several inputs ({', '.join(inputs)}); a file takes one",
+            hint="export the head alone: \0head_only\0",
+            code="not_exportable",
+        )
+    return inputs

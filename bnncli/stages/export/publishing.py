@@ -1,0 +1,60 @@
+"""How an export becomes a file, or two where the tensors go with the code that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnncli.errors import UsageError
+from bnncli.exported import MARK
+from bnncli.storage.atomic import publish_bytes, published_together
+from bnncli.storage.exports import KIND, write_export
+from bnncli.storage.headers import Header
+from bnncli.storage.posteriors import write_tensors
+from bnncli.storage.side_outputs import check_side_output
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CODE = "code"  # in what a file of tensors says of itself: the module that reads it
+
+
+def code_path(target: Path) -> Path:
+    """Where the module that reads a file of tensors lies: beside it."""
+    return target.with_suffix(".py")
+
+
+def check_code_path(target: Path, *, force: bool) -> None:
+    """Raise before any work where the module may not be written there."""
+    if code_path(target) == target:
+        raise UsageError("\0out\0: expected a file of tensors, as head.safetensors; the module is written beside it")
+    check_side_output(code_path(target), "\0out\0", "module", is_ours=_is_ours, force=force, others=[])
+
+
+def write(
+    target: Path,
+    content: bytes | Mapping[str, Tensor],
+    *,
+    meta: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    may_replace: bool,
+) -> str:
+    """Publish a graph, or tensors with their module, and return the content digest."""
+    if isinstance(content, bytes):
+        return write_export(target, content, meta=meta, provenance=provenance, may_replace=may_replace)
+    with published_together(lambda targets: None):
+        digest = write_tensors(target, content, kind=KIND, meta=meta, provenance=provenance, may_replace=may_replace)
+        publish_bytes(code_path(target), meta[CODE].encode(), may_replace=True)
+    return digest
+
+
+def complete(header: Header) -> None:
+    """Write the module of a file of tensors again where it is gone."""
+    if CODE in header.meta and not code_path(header.path).exists():
+        publish_bytes(code_path(header.path), header.meta[CODE].encode(), may_replace=False)
+
+
+def _is_ours(path: Path) -> bool:
+    with open(path, "rb") as stream:
+        return stream.read(len(MARK)) == MARK.encode()

@@ -1,0 +1,56 @@
+"""What is said of an export: what goes in and comes out, how near it is to predict, what it loses, how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bnncli.machine.memory import bytes_text
+from bnncli.names import percent
+
+SIZES = (1, 32, 1024)  # of batches that are timed
+
+
+def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
+    """Lines for people."""
+    parity, goes_in = metrics["parity"], meta["input"]
+    shape = ", ".join(map(str, goes_in["shape"]))
+    lines = [
+        f"{meta['posterior']} by {meta['variant']}, {bytes_text(metrics['bytes'])}: {goes_in['name']} ({shape}) {goes_in['type']} -> "
+        + ", ".join(output["name"] for output in meta["outputs"]),
+        f"probabilities on {parity['split']}, {parity['rows']} rows: within {_each(parity['max_difference'])} of predict",
+    ]
+    if metrics["draws"] is not None and metrics["draws"]["stored"] < metrics["draws"]["predict"]:
+        draws = metrics["draws"]
+        lines.append(f"draws: {draws['stored']} of the {draws['predict']} of predict{_loss(metrics)}")
+    if "sets" in metrics:
+        sets = metrics["sets"]
+        lines.append(
+            f"sets of the rule {meta['decide']}: {percent(sets['same'])} as of predict, of {sets['size']:.2f} classes in the mean "
+            f"({sets['size_of_predict']:.2f})"
+        )
+    if metrics["milliseconds"] is not None:
+        sizes = " / ".join(f"{size:,}" for size in SIZES)
+        each = "; ".join(f"{name} {_times(times)}" for name, times in metrics["milliseconds"].items())
+        lines.append(f"time for {sizes} inputs: {each}")
+    return lines
+
+
+def _each(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{value:.1e} ({name})" for name, value in values.items())
+
+
+def _loss(metrics: Mapping[str, Any]) -> str:
+    """What fewer draws lose, where there are labels."""
+    nll = metrics["nll"]
+    return "" if nll is None else f"; NLL {nll['export']:.4f}, with all {nll['predict']:.4f} ({nll['loss']:+.4f})"
+
+
+def _times(times: Mapping[str, float | None]) -> str:
+    return " / ".join(_time(times[str(size)]) for size in SIZES)
+
+
+def _time(milliseconds: float | None) -> str:
+    if milliseconds is None:
+        return "-"
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2g} ms"

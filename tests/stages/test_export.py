@@ -1,0 +1,397 @@
+"""export: the files give what predict does, say what they are, and are refused where they would not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problems.arrays import make_arrays
+from problems.command_line import Cli, new_run
+from problems.label_sets import label_arrays
+from torch import Tensor
+
+from bnncli.decisions.prediction_sets import SetRule
+from bnncli.exported import steps
+from bnncli.stages.export import work
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.decisions import read_decision
+from bnncli.storage.predictions import PredictionFile, read_predictions
+
+TORCH = ("--format", "torch", "--head-only")
+WHOLE = ("--draws", "100000")  # of predict
+
+
+def folder_of(run: Path) -> Path:
+    return run.with_name(f"{run.name}.bnn")
+
+
+def loaded(path: Path) -> Any:
+    """The head in a file of tensors, by the module beside it, as somebody without bnncli has it."""
+    space: dict[str, Any] = {}
+    exec(path.with_suffix(".py").read_text(), space)
+    return space["load"](path)
+
+
+def features_of(run: Path, split: str) -> Tensor:
+    with np.load(run.with_name(f"{run.name}.npz" if run.name != "small" else "features.npz")) as arrays:
+        return torch.from_numpy(arrays[f"features_{split}"])
+
+
+def predicted(run: Path, name: str, split: str = "test") -> PredictionFile:
+    return read_predictions(folder_of(run) / "predictions" / name / f"{split}.h5")
+
+
+def assert_as_predicted(outputs: dict[str, Tensor], expected: PredictionFile, *, tolerance: float = 1e-5) -> None:
+    np.testing.assert_allclose(outputs["probs"], expected.probs, atol=tolerance)
+    np.testing.assert_allclose(outputs["entropy"], expected.entropy, atol=3 * tolerance)
+    assert ("mutual_information" in outputs) == (expected.mutual_info is not None)
+    if expected.mutual_info is not None:
+        np.testing.assert_allclose(outputs["mutual_information"], expected.mutual_info, atol=3 * tolerance)
+
+
+def check_every_integrator(cli: Cli, run: Path, *posteriors: str) -> int:
+    """Export each posterior by every integrator that predict has for it; how many were."""
+    count = 0
+    for posterior in posteriors:
+        asked = ("predict", run, "--posterior", posterior, "--split", "test")
+        assert cli(*asked, "--integrator", "all", "--force").code == 0
+        for folder in sorted((folder_of(run) / "predictions").glob(f"{posterior}.*")):
+            integrator = folder.name.partition(".")[2]
+            done = cli("export", run, "--posterior", posterior, "--integrator", integrator, *TORCH, *WHOLE)
+            if "cannot be exported" in done.stderr:
+                assert (posterior, integrator) in {("laplace", "logit-mc"), ("laplace", "bridge")}
+                continue
+            assert done.code == 0, (posterior, integrator, done.stderr)
+            outputs = loaded(folder_of(run) / "exports" / f"{folder.name}.safetensors")(features_of(run, "test"))
+            assert_as_predicted(outputs, predicted(run, folder.name))
+            count += 1
+    return count
+
+
+def test_every_posterior_by_every_integrator_gives_what_predict_wrote(cli: Cli, small_run: Path) -> None:
+    assert cli("fit-lbbnn", small_run, "--epochs", 1).code == 0
+    assert cli("fit-temperature", small_run).code == 0
+    found = check_every_integrator(cli, small_run, "laplace", "refine", "hmc", "map", "lbbnn", "temperature")
+    assert found == 25
+
+
+def test_one_logit_gives_two_classes(cli: Cli, tmp_path: Path) -> None:
+    arrays = make_arrays()
+    for split in ("train", "val", "test"):
+        arrays[f"labels_{split}"] = arrays[f"labels_{split}"] % 2
+    arrays["head_weight"], arrays["head_bias"] = arrays["head_weight"][:1], arrays["head_bias"][:1]
+    run = new_run(cli, tmp_path / "one", arrays, "--ood", "far")
+    assert cli("fit-laplace", run, "--prior-precision", 3).code == 0
+    assert check_every_integrator(cli, run, "laplace") == 8
+
+
+def test_labels_of_which_an_example_has_several(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "labels", label_arrays(), "--task", "multilabel", "--ood", "far")
+    assert cli("fit-laplace", run, "--prior-precision", 3, "--structure", "diag").code == 0
+    assert check_every_integrator(cli, run, "laplace") == 7
+
+
+def test_fewer_examples_than_features(cli: Cli, tmp_path: Path) -> None:
+    arrays = make_arrays(num_features=30)
+    few = {name: part[:12] if name.endswith("train") else part for name, part in arrays.items()}
+    run = new_run(cli, tmp_path / "wide", few, "--ood", "far")
+    assert cli("fit-laplace", run, "--prior-precision", 4).code == 0
+    assert "row_space_rank" in read_header(folder_of(run) / "posteriors" / "laplace.safetensors").meta
+    assert check_every_integrator(cli, run, "laplace") == 6
+
+
+def test_a_program_takes_batches_of_any_size(cli: Cli, small_run: Path) -> None:
+    done = cli("export", small_run, "--posterior", "laplace", "--format", "pt2", "--head-only", *WHOLE)
+    assert done.code == 0
+    program = torch.export.load(folder_of(small_run) / "exports" / "laplace.mc.pt2").module()
+    features = features_of(small_run, "test")
+    assert_as_predicted(program(features), predicted(small_run, "laplace.mc"))
+    for count in (1, 7):
+        few = program(features[:count])
+        assert few["probs"].shape == (count, 3)
+        assert torch.allclose(few["probs"], program(features)["probs"][:count], atol=1e-6)
+
+
+def test_the_file_of_tensors_needs_no_bnncli(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    words = ("--posterior", "laplace", "--integrator", "bridge", "--out", tmp_path / "head.safetensors")
+    assert cli("export", small_run, *words, *TORCH).code == 0
+    np.save(tmp_path / "x.npy", features_of(small_run, "test").numpy())
+    lines = "import sys; sys.modules['bnncli'] = None; import numpy, torch; from head import load"
+    lines += "; out = load('head.safetensors')(torch.from_numpy(numpy.load('x.npy')))"
+    lines += "; numpy.savez('out.npz', **{name: value.numpy() for name, value in out.items()})"
+    subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, check=True, env={"PYTHONPATH": ""})
+    with np.load(tmp_path / "out.npz") as out:
+        np.testing.assert_array_equal(out["ood_score"], -out["probs"].max(axis=1))
+        assert cli("predict", small_run, *words[:4], "--split", "test").code == 0
+        assert_as_predicted({name: torch.from_numpy(out[name]) for name in out}, predicted(small_run, "laplace.bridge"))
+    assert len((tmp_path / "head.py").read_text().splitlines()) < 50
+
+
+NETWORK = """
+from torch import nn
+
+def make():
+    layers = nn.Conv2d(3, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 3)
+    return nn.Sequential(*layers)
+"""
+
+
+@pytest.fixture
+def checkpoint(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of a network by the user's own code on uint8 images, channels last, that are normalised."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NETWORK)
+    random = np.random.default_rng(0)
+    for name, count in (("train", 60), ("val", 40), ("test", 30)):
+        images = random.integers(0, 256, (count, 3, 3, 3), dtype=np.uint8)
+        np.savez(f"{name}.npz", x=images, y=images[:, 0, 0, 0].astype(np.int64) % 3)
+    space: dict[str, Any] = {}
+    exec(NETWORK, space)
+    torch.manual_seed(0)
+    torch.save(space["make"]().state_dict(), "ckpt.pt")
+    splits = [word for name in ("train", "val", "test") for word in ("--data", f"{name}=npz:{name}.npz")]
+    words = ("--model", "net.py:make", "--mean", "0.4,0.5,0.6", "--std", "0.2,0.3,0.4", *splits)
+    assert cli("extract-features", "ckpt.pt", *words).code == 0
+    assert cli("fit-laplace", "ckpt.pt", "--prior-precision", "3", "--structure", "kron").code == 0
+    assert cli("predict", "ckpt.pt", "--integrator", "probit", "--split", "test", "--posterior", "laplace").code == 0
+    return tmp_path / "ckpt.pt"
+
+
+ASKED = ("export", "ckpt.pt", "--posterior", "laplace", "--integrator", "probit", "--format", "pt2")
+
+
+def test_a_whole_network_takes_the_images_as_they_are_stored(cli: Cli, checkpoint: Path) -> None:
+    done = cli(*ASKED, "--trust-code", "--json")
+    assert done.code == 0, done.stderr
+    path = folder_of(checkpoint) / "exports" / "laplace.probit.pt2"
+    program = torch.export.load(path).module()
+    with np.load("test.npz") as arrays:
+        images = torch.from_numpy(arrays["x"])
+    assert_as_predicted(program(images), predicted(checkpoint, "laplace.probit"))
+    assert program(images[:1])["probs"].shape == (1, 3)
+    meta = read_header(path).meta
+    assert (meta["input"]["type"], meta["input"]["shape"]) == ("uint8", ["batch", 3, 3, 3])
+    assert "mean 0.4, 0.5, 0.6" in meta["input"]["preprocessing"]
+    assert done.json["metrics"]["parity"]["rows"] == 40
+
+
+CONVOLUTION = """
+from torch import nn
+
+def make():
+    layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 3, 1), nn.Flatten()
+    return nn.Sequential(*layers)
+"""
+
+
+@pytest.mark.parametrize("sized", [(), ("--resize", "8", "--crop", "6")], ids=["as stored", "resized"])
+def test_a_head_that_is_a_convolution_and_images_that_are_resized_outside(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sized: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(CONVOLUTION)
+    space: dict[str, Any] = {}
+    exec(CONVOLUTION, space)
+    torch.manual_seed(0)
+    torch.save(space["make"]().state_dict(), "ckpt.pt")
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (60, 12, 10), dtype=np.uint8)
+    np.savez("data.npz", x=images, y=random.integers(0, 3, 60))
+    data = ("--data", "train=npz:data.npz", "--hold-out", "val=train:20")
+    assert cli("extract-features", "ckpt.pt", "--model", "net.py:make", *data, *sized).code == 0
+    assert cli("fit-laplace", "ckpt.pt", "--prior-precision", "1").code == 0
+    done = cli(*ASKED, "--trust-code", "--json")
+    assert done.code == 0, done.stderr
+    program = torch.export.load(done.json["outputs"][0]["path"]).module()
+    shape, dtype = ((1, 6, 6), torch.float32) if sized else ((12, 10), torch.uint8)
+    meta = read_header(Path(done.json["outputs"][0]["path"])).meta
+    assert meta["input"]["shape"] == ["batch", *shape]
+    assert meta["input"]["preprocessing"].startswith("outside" if sized else "inside")
+    assert program(torch.zeros(5, *shape, dtype=dtype))["probs"].shape == (5, 3)
+
+
+def test_code_of_the_network_is_not_run_without_trust(cli: Cli, checkpoint: Path) -> None:
+    done = cli(*ASKED)
+    assert done.code == 77
+    assert "--trust-code" in done.stderr
+    assert cli(*ASKED, "--head-only").code == 0
+    assert cli(*ASKED, "--head-only", "--trust-code").code == 2
+
+
+def test_numbers_stored_as_float16_take_half_the_place(cli: Cli, checkpoint: Path) -> None:
+    sizes, errors = {}, {}
+    for dtype in ("float32", "float16"):
+        done = cli(*ASKED, "--trust-code", "--dtype", dtype, "--name", dtype, "--json")
+        assert done.code == 0, done.stderr
+        archive = torch.export.load(folder_of(checkpoint) / "exports" / f"{dtype}.pt2")
+        sizes[dtype] = sum(tensor.nbytes for tensor in archive.state_dict.values())
+        errors[dtype] = done.json["metrics"]["parity"]["max_difference"]["torch"]
+    assert sizes["float16"] < 0.65 * sizes["float32"]  # what has few numbers stays whole
+    assert errors["float32"] < 1e-5 < errors["float16"] < 1e-2
+
+
+def test_a_run_without_a_network_has_its_head_alone(cli: Cli, small_run: Path) -> None:
+    done = cli("export", small_run, "--posterior", "laplace", "--format", "pt2")
+    assert done.code == 66
+    assert "--head-only" in done.stderr
+
+
+def test_fewer_draws_are_stored_and_what_they_lose_is_said(cli: Cli, small_run: Path) -> None:
+    words = ("export", small_run, "--posterior", "laplace", *TORCH, "--draws", 50, "--json")
+    done = cli(*words)
+    metrics = done.json["metrics"]
+    assert metrics["draws"] == {"stored": 50, "predict": 1000}
+    nll = metrics["nll"]
+    assert nll["loss"] == pytest.approx(nll["export"] - nll["predict"])
+    assert nll["loss"] != 0
+    outputs = loaded(folder_of(small_run) / "exports" / "laplace.mc.safetensors")(features_of(small_run, "val"))
+    labels = np.load(small_run.with_name("features.npz"))["labels_val"]
+    own = -np.log(outputs["probs"].numpy()[np.arange(len(labels)), labels]).mean()
+    assert nll["export"] == pytest.approx(own, abs=1e-6)
+    assert "50 of the 1000 of predict; NLL" in " ".join(done.stderr.split())
+
+
+def test_the_file_says_what_it_is(cli: Cli, small_run: Path) -> None:
+    words = ("export", small_run, "--posterior", "laplace", "--integrator", "probit", *TORCH)
+    assert cli(*words).code == 0
+    path = folder_of(small_run) / "exports" / "laplace.probit.safetensors"
+    header = read_header(path)
+    posterior = read_header(folder_of(small_run) / "posteriors" / "laplace.safetensors")
+    assert posterior.content_digest in [entry["content_digest"] for entry in header.inputs]
+    assert [output["name"] for output in header.meta["outputs"]] == ["probs", "entropy", "ood_score"]
+    assert header.meta["classes"] == predicted(small_run, "laplace.mc").classes
+    scores = loaded(path)(features_of(small_run, "val"))["ood_score"].numpy()
+    for share, threshold in header.meta["thresholds"]["ood_score"]["at_most"].items():
+        assert (scores <= np.float32(threshold)).mean() >= float(share) > (scores < np.float32(threshold)).mean()
+    assert cli("verify", path).code == 0
+    assert "laplace.probit.safetensors" in cli("status", small_run).stdout
+    assert "export" in cli("inspect", path).stdout
+
+
+def test_the_same_again_is_up_to_date_and_other_options_are_refused(cli: Cli, small_run: Path) -> None:
+    words = ("export", small_run, "--posterior", "laplace", "--integrator", "probit", *TORCH)
+    first, again = cli(*words, "--json").json, cli(*words, "--json").json
+    assert (first["action"], again["action"]) == ("computed", "up_to_date")
+    assert first["outputs"] == again["outputs"]
+    assert cli("status", small_run, "--check").code == 0
+    assert again["metrics"]["milliseconds"] is None
+    other = cli(*words, "--score", "entropy")
+    assert other.code == 73
+    assert "score: 'max_prob' there, 'entropy' asked" in other.stderr
+    assert cli(*words, "--force", "--json").json["outputs"] == first["outputs"]
+    module = folder_of(small_run) / "exports" / "laplace.probit.py"
+    module.unlink()
+    assert cli(*words).code == 0
+    assert module.read_text().startswith('"""Written by bnncli')
+
+
+def test_an_export_of_another_posterior_is_stale(cli: Cli, small_run: Path) -> None:
+    words = ("export", small_run, "--posterior", "laplace", "--format", "pt2", "--integrator", "probit", "--head-only")
+    assert cli(*words).code == 0
+    assert cli("fit-laplace", small_run, "--prior-precision", "20", "--force").code == 0
+    state = {one["name"]: one["state"] for one in cli("status", small_run, "--json").json["artifacts"]}
+    assert state["exports/laplace.probit.pt2"] == "stale"
+    assert cli(*words, "--json").json["action"] == "replaced"
+
+
+def test_somebody_elses_module_is_not_replaced(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "head.py").write_text("mine = 1\n")
+    words = ("--posterior", "laplace", "--integrator", "probit", *TORCH, "--out", tmp_path / "head.safetensors")
+    done = cli("export", small_run, *words)
+    assert done.code == 73
+    assert (tmp_path / "head.py").read_text() == "mine = 1\n"
+    assert not (tmp_path / "head.safetensors").exists()
+    assert cli("export", small_run, *words[:-1], tmp_path / "head.py").code == 2
+
+
+def test_a_file_that_is_not_at_par_is_not_written(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(v: steps.Values) -> steps.Values:
+        return {"logits": v["mean"] / (1 + 0.39 * v["variance"]).sqrt()}
+
+    monkeypatch.setattr(steps, "probit", wrong)
+    words = ("export", small_run, "--posterior", "laplace", "--integrator", "probit", "--format", "pt2", "--head-only")
+    done = cli(*words, "--json")
+    assert (done.code, done.json["error"]["code"]) == (70, "not_at_par")
+    assert not (folder_of(small_run) / "exports").exists() or not [*(folder_of(small_run) / "exports").glob("*.pt2")]
+    assert cli(*words, "--tolerance", "0.1").code == 0
+
+
+def test_posteriors_over_other_layers_are_refused(cli: Cli, checkpoint: Path) -> None:
+    fit = ("fit-laplace", "ckpt.pt", "--layers", "all", "--structure", "diag", "--prior-precision", "3", "--trust-code")
+    assert cli(*fit).code == 0
+    done = cli("export", "ckpt.pt", "--posterior", "laplace-all", "--head-only", "--format", "pt2", "--json")
+    assert (done.code, done.json["error"]["code"]) == (2, "unsupported_export")
+
+
+def test_hidden_layers_of_a_posterior_are_refused(cli: Cli, small_run: Path) -> None:
+    assert cli("fit-lbbnn", small_run, "--epochs", 1, "--hidden", "3", "--name", "deep").code in (0, 2)
+    if (folder_of(small_run) / "posteriors" / "deep.safetensors").exists():
+        done = cli("export", small_run, "--posterior", "deep", *TORCH)
+        assert (done.code, "hidden layers of its own" in done.stderr) == (2, True)
+
+
+def test_without_a_name_it_is_what_auto_recommends(cli: Cli, small_run: Path) -> None:
+    done = cli("export", small_run, *TORCH)
+    assert done.code == 2
+    assert "--posterior (there: map, laplace, refine, hmc)" in done.stderr
+    assert cli("auto", small_run).code == 0
+    rows = json.loads((folder_of(small_run) / "recommended.json").read_text())["rows"]
+    best = next(row for row in rows if row["is_recommended"])
+    assert cli("export", small_run, *TORCH).code == 0
+    found = [path.stem for path in (folder_of(small_run) / "exports").glob("*.safetensors")]
+    assert found == [f"{best['posterior']}.{best['integrator']}"]
+
+
+def test_a_run_without_val_is_judged_on_another_labelled_split(cli: Cli, tmp_path: Path) -> None:
+    arrays = {name: part for name, part in make_arrays().items() if not name.endswith("val")}
+    run = new_run(cli, tmp_path / "noval", arrays, "--ood", "far")
+    done = cli("export", run, "--posterior", "map", *TORCH, "--json")
+    assert done.json["metrics"]["parity"]["split"] == "test"
+
+
+def test_batches_that_take_too_long_are_not_timed(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "_MOST_SECONDS", 0.0)
+    done = cli("export", small_run, "--posterior", "map", *TORCH, "--json")
+    times = done.json["metrics"]["milliseconds"]["torch"]
+    assert times["1"] > 0
+    assert (times["32"], times["1024"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [("lac", "--nonempty"), ("aps", "--nonrandomized"), ("raps", "--nonrandomized"), ("lac", "--class-conditional")],
+)
+def test_sets_of_a_rule_of_calibrate_are_in_the_file(cli: Cli, small_run: Path, sets: tuple[str, ...]) -> None:
+    asked = ("--posterior", "laplace", "--integrator", "probit")
+    assert cli("predict", small_run, *asked).code == 0
+    fit = cli("calibrate", small_run, *asked, "--split", "test", "--coverage", "0.9", "--sets", *sets)
+    assert fit.code == 0, fit.stderr
+    done = cli("export", small_run, *asked, *TORCH, "--decide", "sets", "--json")
+    assert done.code == 0, done.stderr
+    assert done.json["metrics"]["sets"]["same"] >= 0.98
+    found = loaded(folder_of(small_run) / "exports" / "laplace.probit.safetensors")(features_of(small_run, "test"))
+    rule = read_decision(folder_of(small_run) / "decisions" / "laplace.probit" / "sets.safetensors").rule
+    assert isinstance(rule, SetRule)
+    expected = rule.sets(predicted(small_run, "laplace.probit").probs)
+    assert (found["set"].numpy() == expected).all(
+        axis=1
+    ).mean() >= 0.98  # thresholds are scores: rounding decides there
+    assert 0 < expected.mean() < 1
+
+
+def test_rules_that_a_file_cannot_have_are_refused(cli: Cli, small_run: Path) -> None:
+    asked = ("--posterior", "laplace", "--integrator", "probit")
+    assert cli("predict", small_run, *asked).code == 0
+    calibrate = ("calibrate", small_run, *asked, "--split", "test")
+    assert cli(*calibrate, "--sets", "aps", "--coverage", "0.7", "--name", "drawn").code == 0
+    assert cli(*calibrate, "--false-alarm", "0.1").code == 0
+    words = ("export", small_run, *asked, *TORCH, "--decide")
+    assert "draws a number for each example" in cli(*words, "drawn").stderr
+    assert "gives no prediction sets" in cli(*words, "ood").stderr
+    assert cli(*words, "absent").code == 66
