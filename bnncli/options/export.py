@@ -62,10 +62,10 @@ class ExportOptions(Checked):
         "What ood_score is: one of the scores of evaluate, its sign turned, so that higher is farther from the training data.",
         choices=EXPORTED_SCORES,
     )
-    decide: str | None = option(
-        None,
-        "Put the prediction sets of this rule of calibrate into the file, as `set`: by its name, such as sets. Rules of aps and raps "
-        "that draw numbers are refused.",
+    decide: list[str] = option(
+        [],
+        "Put what this rule of calibrate decides by into the file: prediction sets as the output `set`, thresholds of ood and risk "
+        "beside its outputs' names. By its name, such as sets; rules of aps and raps that draw numbers are refused. Repeatable.",
         metavar="NAME",
     )
     tolerance: float | None = option(

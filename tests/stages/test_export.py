@@ -16,6 +16,8 @@ from problems.command_line import Cli, new_run
 from problems.label_sets import label_arrays
 from torch import Tensor
 
+from bnncli.decisions.acceptance import AcceptanceRule
+from bnncli.decisions.outliers import OutlierRule
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.exported import steps
 from bnncli.stages.export import work
@@ -393,5 +395,40 @@ def test_rules_that_a_file_cannot_have_are_refused(cli: Cli, small_run: Path) ->
     assert cli(*calibrate, "--false-alarm", "0.1").code == 0
     words = ("export", small_run, *asked, *TORCH, "--decide")
     assert "draws a number for each example" in cli(*words, "drawn").stderr
-    assert "gives no prediction sets" in cli(*words, "ood").stderr
+    assert (
+        "goes by max_prob, and ood_score is entropy: add --score max_prob"
+        in cli(*words, "ood", "--score", "entropy").stderr
+    )
+    assert cli(*calibrate, "--shift-level", "0.1").code == 0
+    assert "whole batches" in cli(*words, "shift").stderr
+    for name in ("one", "two"):
+        assert cli(*calibrate, "--sets", "lac", "--coverage", "0.7", "--name", name).code == 0
+    assert "one and two both give sets" in cli(*words, "one", "--decide", "two").stderr
     assert cli(*words, "absent").code == 66
+
+
+def test_thresholds_of_rules_decide_on_what_the_file_gives_as_the_rules_do(cli: Cli, small_run: Path) -> None:
+    asked = ("--posterior", "laplace", "--integrator", "probit")
+    assert cli("predict", small_run, *asked).code == 0
+    rules = ("--sets", "lac", "--coverage", "0.8", "--false-alarm", "0.2", "--risk", "0.6", "--confidence", "0.8")
+    fit = cli("calibrate", small_run, *asked, "--split", "test", *rules)
+    assert fit.code in (0, 3), fit.stderr
+    decided = [word for name in ("sets", "ood", "risk") for word in ("--decide", name)]
+    done = cli("export", small_run, *asked, *TORCH, *decided)
+    assert done.code == 0, done.stderr
+    path = folder_of(small_run) / "exports" / "laplace.probit.safetensors"
+    about, found = read_header(path).meta["decisions"], loaded(path)(features_of(small_run, "val"))
+    probs = predicted(small_run, "laplace.probit", "val").probs
+    folder = folder_of(small_run) / "decisions" / "laplace.probit"
+    outliers = read_decision(folder / "ood.safetensors").rule
+    accepted = read_decision(folder / "risk.safetensors").rule
+    assert isinstance(outliers, OutlierRule)
+    assert isinstance(accepted, AcceptanceRule)
+    is_outlier = found["ood_score"].numpy() > about["ood"]["outlier_above"]
+    assert (is_outlier == outliers.is_outlier(probs.max(axis=1))).mean() >= 0.98
+    assert 0 < is_outlier.mean() < 1
+    least = about["risk"]["accept_largest_from"]
+    is_accepted = np.zeros(len(probs), bool) if least is None else found["probs"].numpy().max(axis=1) >= least
+    assert (is_accepted == accepted.accepts(probs.max(axis=1))).mean() >= 0.98
+    assert (about["ood"]["false_alarm"], about["risk"]["risk"], about["sets"]["coverage"]) == (0.2, 0.6, 0.8)
+    assert "is an outlier, at 20.0 % false alarms" in done.stderr

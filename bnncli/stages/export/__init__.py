@@ -60,12 +60,12 @@ def run(run: Run, options: ExportOptions) -> Result:
     if not options.head_only:
         _require_network(run, split)
         sources += network_sources([split])
-    rule = None
-    if options.decide is not None:
-        from bnncli.stages.export.decided import open_rule
+    rules = []
+    if options.decide:
+        from bnncli.stages.export.decided import open_rules
 
-        rule = open_rule(run, f"{path.stem}.{choice.variant}", options.decide, posterior=source.content_digest)
-        sources.append(Source(f"decision.{rule.name}", rule.header.path, rule.header.content_digest))
+        rules = open_rules(run, f"{path.stem}.{choice.variant}", options, posterior=source.content_digest)
+        sources += [Source(f"decision.{one.name}", one.header.path, one.header.content_digest) for one in rules]
     predictor = Predictor(run, path, header, TrainData(run, options.trust_code))
     if choice.integrator.needs_target:
         sources.append(predictor.train.split.source)
@@ -76,7 +76,7 @@ def run(run: Run, options: ExportOptions) -> Result:
     def compute() -> Computed:
         from bnncli.stages.export import work
 
-        return work.compute(run, options, request, predictor, choice, split, None if rule is None else rule.rule)
+        return work.compute(run, options, request, predictor, choice, split, rules)
 
     def when_fresh(found: Header) -> Computed:
         with interpreting(found.path):

@@ -1,4 +1,4 @@
-"""The prediction sets of a rule of calibrate, as a file has them."""
+"""What rules of calibrate decide by, as a file has it: prediction sets, and thresholds for its outputs."""
 
 from __future__ import annotations
 
@@ -8,36 +8,63 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bnncli.decisions.acceptance import AcceptanceRule
+from bnncli.decisions.outliers import OutlierRule
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.errors import DataError, UsageError
 from bnncli.exported.parts import HeadParts, with_sets
+from bnncli.options import ExportOptions
 from bnncli.run.decisions import open_decisions
 from bnncli.run.session import Run
 from bnncli.storage.decisions import DecisionFile
 
 
-def open_rule(run: Run, name: str, rule: str, *, posterior: str) -> DecisionFile:
-    """A rule of calibrate for the predictions of this name, <posterior>.<integrator>.
+def open_rules(run: Run, name: str, options: ExportOptions, *, posterior: str) -> list[DecisionFile]:
+    """The rules of calibrate that were named, for the predictions of this name, <posterior>.<integrator>.
 
     Args:
         posterior: the content digest of the one that is exported.
 
     Raises:
         MissingInput, DataError: there is none that can be used, or it is of another posterior.
-        UsageError: it gives no sets, or draws numbers.
+        UsageError: a file cannot have what it decides by, or two give sets.
     """
-    (found,) = open_decisions(run, name, only=[rule])
-    decided = found.rule
-    if not isinstance(decided, SetRule) or decided.score.seed is not None:
-        why = "draws a number for each example" if isinstance(decided, SetRule) else "gives no prediction sets"
-        raise UsageError(
-            f"\0decide\0: the rule {rule!r} of {name} {why}; a file has sets of rules that do not",
-            code="unsupported_export",
-        )
-    if found.header.meta["maker"].get("posterior") != posterior:
-        message = f"{found.header.path} was calibrated with another posterior than {name.partition('.')[0]}"
-        raise DataError(message, code="wrong_posterior", path=found.header.path)
+    found = open_decisions(run, name, only=list(dict.fromkeys(options.decide)))
+    for one in found:
+        if (why := _why_not(one, options.score)) is not None:
+            message = f"\0decide\0: the rule {one.name!r} of {name} {why}"
+            raise UsageError(message, code="unsupported_export")
+        if one.header.meta["maker"].get("posterior") != posterior:
+            message = f"{one.header.path} was calibrated with another posterior than {name.partition('.')[0]}"
+            raise DataError(message, code="wrong_posterior", path=one.header.path)
+    if len(sets := [one.name for one in found if isinstance(one.rule, SetRule)]) > 1:
+        raise UsageError(f"\0decide\0: a file has one output `set`; {' and '.join(sets)} both give sets")
     return found
+
+
+def _why_not(decision: DecisionFile, score: str) -> str | None:
+    """Why a file cannot have what a rule decides by; None where it can."""
+    rule = decision.rule
+    if isinstance(rule, SetRule):
+        return None if rule.score.seed is None else "draws a number for each example, which a file does not"
+    if isinstance(rule, OutlierRule):
+        own = decision.header.meta["settings"]["score"]
+        return None if own == score else f"goes by {own}, and ood_score is {score}: add \0score\0 {own}"
+    return None if isinstance(rule, AcceptanceRule) else "decides on whole batches, of which a file knows nothing"
+
+
+def thresholds_of(decision: DecisionFile) -> dict[str, Any]:
+    """What whoever runs the file decides by: of which output, from where on, and what is guaranteed."""
+    rule, settings = decision.rule, decision.header.meta["settings"]
+    found: dict[str, Any] = {"kind": decision.kind, "confidence": settings["confidence"]}
+    if isinstance(rule, SetRule):
+        return {**found, "output": "set", "coverage": settings["coverage"]}
+    if isinstance(rule, OutlierRule):
+        above = -rule.threshold
+        return {**found, "output": "ood_score", "outlier_above": above, "false_alarm": settings["false_alarm"]}
+    assert isinstance(rule, AcceptanceRule)
+    least = None if rule.most_doubt is None else 1 - rule.most_doubt
+    return {**found, "output": "probs", "accept_largest_from": least, "risk": settings["risk"]}
 
 
 def with_rule(parts: HeadParts, rule: SetRule, num_classes: int) -> HeadParts:

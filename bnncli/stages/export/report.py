@@ -26,14 +26,28 @@ def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
     if "sets" in metrics:
         sets = metrics["sets"]
         lines.append(
-            f"sets of the rule {meta['decide']}: {percent(sets['same'])} as of predict, of {sets['size']:.2f} classes in the mean "
+            f"sets of the rule {_of_kind(meta, 'sets')}: {percent(sets['same'])} as of predict, of {sets['size']:.2f} classes in the mean "
             f"({sets['size_of_predict']:.2f})"
         )
+    for name, rule in meta["decisions"].items():
+        if rule["kind"] == "ood":
+            lines.append(
+                f"{name}: ood_score above {rule['outlier_above']:.6g} is an outlier, at {percent(rule['false_alarm'])} false alarms"
+            )
+        if rule["kind"] == "risk":
+            least = rule["accept_largest_from"]
+            said = "nothing is accepted" if least is None else f"accepted from a largest probability of {least:.6g} on"
+            lines.append(f"{name}: {said}, at a risk of {percent(rule['risk'])}")
     if metrics["milliseconds"] is not None:
         sizes = " / ".join(f"{size:,}" for size in SIZES)
         each = "; ".join(f"{name} {_times(times)}" for name, times in metrics["milliseconds"].items())
         lines.append(f"time for {sizes} inputs: {each}")
     return lines
+
+
+def _of_kind(meta: Mapping[str, Any], kind: str) -> str:
+    """The name of the rule of a kind."""
+    return next(name for name, rule in meta["decisions"].items() if rule["kind"] == kind)
 
 
 def _each(values: Mapping[str, float]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bnncli.decisions.prediction_sets import SetRule
 from bnncli.errors import NumericError, UsageError
 from bnncli.evaluation.excess import score
 from bnncli.exported import graphs
@@ -28,9 +29,10 @@ from bnncli.run.predictor import Predictor
 from bnncli.run.produce import Computed, Request
 from bnncli.run.session import Run
 from bnncli.stages.export import publishing
-from bnncli.stages.export.decided import agreement, with_rule
+from bnncli.stages.export.decided import agreement, thresholds_of, with_rule
 from bnncli.stages.export.inputs import GoesIn, features_in, inputs_in
 from bnncli.stages.export.report import SIZES, summary
+from bnncli.storage.decisions import DecisionFile
 
 MEANINGS = {
     "probs": "class probabilities (batch, classes), which sum to one; of several labels an example, of each being there",
@@ -60,12 +62,12 @@ def compute(
     predictor: Predictor,
     choice: IntegratorChoice,
     split: Split,
-    rule: Any = None,
+    rules: Sequence[DecisionFile] = (),
 ) -> Computed:
     """Make, check and time the file. Raises NumericError where it does not give what predict does.
 
     Args:
-        rule: whose prediction sets the file has; None without.
+        rules: whose prediction sets and thresholds the file has.
     """
     layout = predictor.posterior.layout
     if layout.head is None:
@@ -78,7 +80,8 @@ def compute(
     kept = thinned(ready, options.draws, run.stream("export/draws"))
     parts = head_parts(predictor.posterior.to("cpu"), choice.integrator, kept)
     parts = with_ood_score(parts, options.score, layout, predictor.mean_theta.cpu())
-    parts = parts if rule is None else with_rule(parts, rule, layout.num_classes)
+    set_rule = next((one.rule for one in rules if isinstance(one.rule, SetRule)), None)
+    parts = parts if set_rule is None else with_rule(parts, set_rule, layout.num_classes)
     is_halved = options.dtype == "float16"
     head = parts.module(dtype=torch.float16 if is_halved else torch.float32)
     goes_in = (
@@ -100,13 +103,14 @@ def compute(
         "draws": None if found.num_whole is None else {"stored": found.num_stored, "predict": found.num_whole},
         "nll": None if labels is None or len(labels) == 0 else _losses(found.whole, own["probs"], labels),
     }
-    if rule is not None:
-        metrics["sets"] = agreement(rule, found.whole.probs.cpu(), own["set"])
+    if set_rule is not None:
+        metrics["sets"] = agreement(set_rule, found.whole.probs.cpu(), own["set"])
     meta = _meta(options, predictor, choice, split) | {
         "input": goes_in.described(example),
         "outputs": [{"name": name, "what": MEANINGS[name].format(score=options.score)} for name in own],
         "steps": [step.__name__ for step in parts.steps],
         "thresholds": _thresholds(split, own["ood_score"]),
+        "decisions": {one.name: thresholds_of(one) for one in rules},
         "draws": found.num_stored,
         "metrics": metrics,
     }
