@@ -102,6 +102,7 @@ def test_distances_and_weights_are_those_of_diagnose(cli: Cli, run: Path, page: 
         assert row["Pareto k"] == f"{found['posteriors'][row['posterior']]['pareto_k']['value']:.4g}"
 
 
+@pytest.mark.long
 def test_another_split_is_shown_where_it_is_named(cli: Cli, run: Path, tmp_path: Path) -> None:
     assert cli("report", run, "--split", "val", "--out", tmp_path / "val.html").code == 0
     rows = read_page(tmp_path / "val.html").one("reliability-val").rows()
@@ -150,6 +151,7 @@ def test_reliability_is_what_the_predictions_say(run: Path, page: Node) -> None:
         assert float(row["mean confidence"]) == pytest.approx(confidence[inside].mean(), rel=1e-3)
 
 
+@pytest.mark.long
 def test_the_same_artifacts_give_the_same_bytes(cli: Cli, run: Path, tmp_path: Path) -> None:
     assert cli("report", run, "--out", tmp_path / "first.html").code == 0
     first = (tmp_path / "first.html").read_bytes()
@@ -197,6 +199,7 @@ def test_a_page_that_another_process_writes_is_left_to_it(cli: Cli, run: Path, t
     assert not (tmp_path / "page.html").exists()
 
 
+@pytest.mark.long
 def test_figures_go_into_a_folder_as_files_by_the_names_that_the_page_has(
     cli: Cli, run: Path, tmp_path: Path, page: Node
 ) -> None:
@@ -232,6 +235,7 @@ def test_a_run_without_one_of_its_posteriors_is_reported_on(cli: Cli, small_run:
     check_names(read_page(folder / "report.html"))
 
 
+@pytest.mark.long
 def test_posteriors_whose_names_begin_alike_have_figures_of_their_own(cli: Cli, small_run: Path) -> None:
     folder = small_run.with_name("small.bnn") / "posteriors"
     shutil.copy(folder / "hmc.nc", folder / "hmc-1.nc")
@@ -259,6 +263,7 @@ def test_only_the_posteriors_that_are_named_are_shown(cli: Cli, run: Path, tmp_p
     assert {row["posterior"] for row in page.one("score-table").rows()} == {"map", "laplace"}
 
 
+@pytest.mark.long
 def test_several_checkpoints_are_compared_and_have_a_part_each(cli: Cli, small_run: Path) -> None:
     shutil.copytree(small_run.with_name("small.bnn"), small_run.with_name("other.bnn"))
     done = cli("report", small_run, small_run.with_name("other"))
@@ -320,6 +325,7 @@ def test_intervals_over_checkpoints_end_where_scores_do(cli: Cli, two: list[Path
     assert ends["NLL lower is better"][0] == 0
 
 
+@pytest.mark.long
 def test_predictions_that_a_checkpoint_lacks_are_told_with_its_own_name(cli: Cli, small_run: Path) -> None:
     shutil.copytree(small_run.with_name("small.bnn"), small_run.with_name("other.bnn"))
     for path in small_run.with_name("other.bnn").glob("predictions/*/test.h5"):
@@ -348,6 +354,7 @@ def test_wrong_options_are_told_in_a_line(cli: Cli, small_run: Path, words: list
     assert not small_run.with_name("small.bnn").joinpath("report.html").exists()
 
 
+@pytest.mark.long
 def test_what_is_no_report_is_not_replaced_without_force(cli: Cli, small_run: Path, tmp_path: Path) -> None:
     path = tmp_path / "letter.html"
     path.write_text("<html>a letter")
@@ -414,6 +421,7 @@ def test_names_that_look_like_markup_are_texts(cli: Cli, tmp_path: Path) -> None
     assert "a&amp;b $x$" in page.one("inputs").text
 
 
+@pytest.mark.long
 def test_the_page_does_not_grow_with_the_examples(cli: Cli, tmp_path: Path) -> None:
     rng, sizes = np.random.default_rng(0), []
     head = rng.normal(size=(3, 2)).astype(np.float32)

@@ -23,9 +23,21 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", ["cut", "flipped"])
 @pytest.mark.parametrize(
-    "name", ["posteriors/laplace.safetensors", "posteriors/hmc.nc", "predictions/laplace.mc/test.h5"]
+    ("name", "how"),
+    [
+        ("posteriors/laplace.safetensors", "cut"),
+        *(
+            pytest.param(name, how, marks=pytest.mark.long)
+            for name, how in (
+                ("posteriors/laplace.safetensors", "flipped"),
+                ("posteriors/hmc.nc", "cut"),
+                ("posteriors/hmc.nc", "flipped"),
+                ("predictions/laplace.mc/test.h5", "cut"),
+                ("predictions/laplace.mc/test.h5", "flipped"),
+            )
+        ),
+    ],
 )
 def test_a_damaged_artifact_is_left_out_and_told_with_a_command_that_mends_it(
     cli: Cli, small_run: Path, name: str, how: str
@@ -48,6 +60,7 @@ def test_a_damaged_artifact_is_left_out_and_told_with_a_command_that_mends_it(
     assert "leaving out" not in cli("report", small_run).stderr
 
 
+@pytest.mark.long
 def test_what_is_left_of_predictions_is_shown(cli: Cli, small_run: Path) -> None:
     folder = small_run.with_name("small.bnn")
     damage(folder / "predictions/laplace.mc/test.h5", "flipped")

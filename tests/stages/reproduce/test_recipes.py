@@ -17,7 +17,7 @@ KNOWN = (
 QUICK = ("refinement/figure-2", "bridge/figure-5.3")  # seconds, with what travels with the package
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.long)])
 def test_a_quick_recipe_measures_every_number_that_it_judges(name: str, tmp_path: Path, cli: Cli) -> None:
     done = cli("reproduce", name, "--out", tmp_path, "--json")
     assert done.code == 0, done.stderr
