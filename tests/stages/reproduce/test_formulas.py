@@ -168,10 +168,7 @@ def scored(losses: np.ndarray, generator: np.random.Generator, replicates: int) 
 
 @pytest.mark.parametrize(
     "rule",
-    [
-        "a > b",
-        *(pytest.param(rule, marks=pytest.mark.long) for rule in ("a < b", "abs(a - b) < 0.05", "2 * a < b + c")),
-    ],
+    [pytest.param(rule, marks=pytest.mark.long) for rule in ("a < b", "a > b", "abs(a - b) < 0.05", "2 * a < b + c")],
 )
 def test_rules_of_pairs_are_decided_falsely_no_more_often_than_the_level(rule: str) -> None:
     generator, trials, wrong = np.random.default_rng(7), 1500, 0
