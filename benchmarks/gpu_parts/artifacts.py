@@ -6,6 +6,8 @@ run: of these the results are compared, by their own standard errors.
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from bnncli.latent.history import History
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import read_features
 from bnncli.storage.headers import Header
 from bnncli.storage.metrics import read_metrics
@@ -38,7 +41,12 @@ UNTRAINED = 0.2  # of what a training gains, for trainings that end before they 
 TRAINED = 0.01  # of a bound, beside what repeats scatter by
 STANDARD_ERRORS = 5.0
 DIAGNOSED = 1e-3  # of a diagnosis's numbers, which are sums of 10,000 nats in float32
+TABLE = 1e-4  # of 1 + |number|, in a table of what a network gives from the inputs on
 LOOSE_NLL = 5e-3  # nats per example, where each device went its own way from the features on
+
+
+TRAINED_BY_DRAWS = ("swag", "vi")  # Gaussians whose shuffles and noise are drawn where they run
+PAGES = (".html", ".py")  # for people, of numbers that are compared where they are made; no artifacts
 
 
 class Difference(NamedTuple):
@@ -52,9 +60,10 @@ class Difference(NamedTuple):
 def differences(reference: Path, made: Path) -> Iterator[Difference]:
     """Those of one artifact, made twice."""
     by_suffix: dict[str, Callable[[Path, Path], Iterator[Difference]]] = {
-        ".h5": _of_hdf5, ".nc": _of_samples, ".safetensors": _of_posteriors, ".json": _of_metrics,
+        ".h5": _of_hdf5, ".nc": _of_samples, ".safetensors": _of_tensors, ".json": _of_metrics, ".csv": _of_tables,
     }  # fmt: skip
-    yield from by_suffix[made.suffix](reference, made)
+    if made.suffix not in PAGES:
+        yield from by_suffix[made.suffix](reference, made)
 
 
 def document_differences(command: str, reference: dict[str, Any], made: dict[str, Any]) -> Iterator[Difference]:
@@ -106,10 +115,36 @@ def _draws(file: SampleFile) -> np.ndarray:
     return draws.reshape(-1, draws.shape[2])
 
 
+def _of_tensors(reference: Path, made: Path) -> Iterator[Difference]:
+    one, other = read_header(reference), read_header(made)
+    if one.kind == "posterior":
+        yield from _of_posteriors(reference, made)
+    elif one.kind == "decision":
+        yield _of_numbers("what was fitted", one.meta["fitted"], other.meta["fitted"], POINT)
+    elif one.kind == "export":
+        yield _of_numbers("thresholds", one.meta["thresholds"], other.meta["thresholds"], POINT)
+    else:  # a trained network: each device went its own way
+        losses = [header.meta["metrics"]["loss"] for header in (one, other)]
+        yield Difference("loss of the last epoch, nats", abs(losses[0] - losses[1]), LOOSE_NLL)
+
+
+def _of_tables(reference: Path, made: Path) -> Iterator[Difference]:
+    one, other = (list(csv.DictReader(io.StringIO(path.read_bytes().decode()))) for path in (reference, made))
+    yield _of_numbers("rows", [_cells(row) for row in one], [_cells(row) for row in other], TABLE)
+
+
+def _cells(row: dict[str, str]) -> dict[str, str | float]:
+    """Real numbers as such, the rest as it is."""
+    return {name: float(cell) if "." in cell and cell[:1] in "-0123456789" else cell for name, cell in row.items()}
+
+
 def _of_posteriors(reference: Path, made: Path) -> Iterator[Difference]:
     (first, header), (second, other) = read_posterior(reference), read_posterior(made)
-    kind = header.meta["type"]
-    if kind == "gaussian":
+    kind, method = header.meta["type"], header.meta["method"]
+    if method in TRAINED_BY_DRAWS:
+        nll = [one.meta["metrics"]["val"][method]["nll"] for one in (header, other)]
+        yield Difference("NLL on val, nats per example", abs(nll[0] - nll[1]), LOOSE_NLL)
+    elif kind == "gaussian":
         yield from _of_gaussians((first, header), (second, other))
     elif kind == "flow":
         gain = abs(header.meta["metrics"]["elbo_gain"]["value"])
@@ -214,6 +249,7 @@ def _is_told(place: str) -> bool:
         "reason",
         "content_digest",
         "verdict",
+        "judged",  # by digest
     )
 
 

@@ -144,8 +144,8 @@ class HeadLayout:
         return False
 
     def can_replace(self, head: HeadLayout) -> bool:
-        """Whether a theta of this layout can stand where a network has such a head: only one of the same."""
-        return self == head
+        """Whether a theta of this layout can stand where a network has such a head: one of the same, or with a bias beside."""
+        return self == head or (self.has_bias and replace(self, has_bias=False) == head)
 
     @property
     def parts(self) -> tuple[ParamPart, ...]:

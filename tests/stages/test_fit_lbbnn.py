@@ -416,3 +416,20 @@ def test_a_head_gets_at_least_6000_steps_by_default(
     options = FitLbbnnOptions(batch_size=batch_size, hidden=hidden)
     assert options.resolved(num_examples).epochs == epochs
     assert FitLbbnnOptions(epochs=7, hidden=hidden).resolved(num_examples).epochs == 7
+
+
+def test_a_head_without_bias_has_predictions_of_a_latent_one_with_it(cli: Cli, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, np.ndarray] = {"head_weight": rng.normal(size=(3, 4)).astype(np.float32)}
+    for split, count in (("train", 60), ("test", 20)):
+        arrays[f"features_{split}"] = rng.normal(size=(count, 4)).astype(np.float32)
+        arrays[f"labels_{split}"] = rng.integers(3, size=count)
+    run = new_run(cli, tmp_path / "bare", arrays)
+    fitted(cli, run)
+    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
+    assert cli("predict", run, "--posterior", "lbbnn", "--posterior", "laplace", "--split", "test").code == 0
+    judged = cli("diagnose", run)
+    assert judged.code == 0, judged.stderr
+    assert "skipping lbbnn" in judged.stderr
+    named = cli("diagnose", run, "--posterior", "lbbnn")
+    assert (named.code, "has a bias, other posteriors of this run have none" in named.stderr) == (65, True)

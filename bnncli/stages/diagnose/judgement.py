@@ -27,6 +27,7 @@ from bnncli.stages.diagnose.commands import commands
 from bnncli.stages.diagnose.layers import SeenSplits, gains_of_layers
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
+from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import ClassifierLayout
 from bnncli.theta.prior import Prior
 
@@ -136,12 +137,14 @@ def _open(
 
 
 def _check_is_of_head(path: Path, header: Header, layout: ClassifierLayout) -> None:
-    """Raise DataError for a network of its own: with hidden layers, or a single logit where the last layer has two."""
+    """Raise DataError for a network of its own: with hidden layers, a single logit where the last layer has two, or a bias where that has none."""
     sizes = header.meta.get("sizes", ())
     if len(sizes) > 2:
         raise DataError(f"{path} has hidden layers of its own; only posteriors over the last layer are diagnosed")
     if sizes and sizes[1] != layout.num_outputs and likelihood_of(sizes[1]).num_classes == layout.num_classes:
         raise DataError(f"{path} has a single logit, other posteriors of this run have two; only those are diagnosed")
+    if sizes and isinstance(layout, HeadLayout) and not layout.has_bias:
+        raise DataError(f"{path} has a bias, other posteriors of this run have none; only those are diagnosed")
 
 
 def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
