@@ -27,7 +27,6 @@ from bnncli.stages.diagnose.commands import commands
 from bnncli.stages.diagnose.layers import SeenSplits, gains_of_layers
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
-from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import ClassifierLayout
 from bnncli.theta.prior import Prior
 
@@ -143,7 +142,7 @@ def _check_is_of_head(path: Path, header: Header, layout: ClassifierLayout) -> N
         raise DataError(f"{path} has hidden layers of its own; only posteriors over the last layer are diagnosed")
     if sizes and sizes[1] != layout.num_outputs and likelihood_of(sizes[1]).num_classes == layout.num_classes:
         raise DataError(f"{path} has a single logit, other posteriors of this run have two; only those are diagnosed")
-    if sizes and isinstance(layout, HeadLayout) and not layout.has_bias:
+    if sizes and layout.num_params == layout.num_outputs * layout.num_features:
         raise DataError(f"{path} has a bias, other posteriors of this run have none; only those are diagnosed")
 
 
