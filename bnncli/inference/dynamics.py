@@ -28,6 +28,7 @@ JITTER = (0.8, 1.2)
 LONGEST_TURN = TURN * JITTER[1]
 MAX_STEPS = 128
 DIVERGENCE = 1000.0  # nats of energy error, as in Stan
+FALL = 5.0  # of the potential, in units of sqrt(P), about its standard deviation between draws that know nothing of each other
 
 
 class State(NamedTuple):
@@ -49,12 +50,14 @@ class WhitenedPotential:
         coarse: the gradient that kicks where it is not the target's own, (C, P) at mode + displacement (C, P). A trajectory
             needs only that: whatever function of position kicks, it is reversible and preserves volume, and the energy at
             its end, which decides about it, is the target's.
+        pivot: what the Gaussian of the split dynamics turns about, z (P,), float64; 0 by default. It may be written while nothing moves.
     """
 
     target: WholeTarget
     mode: Tensor
     covariance: Covariance
     coarse: Callable[[Tensor], Tensor] | None = None
+    pivot: Tensor | None = None
 
     def theta(self, z: Tensor) -> Tensor:
         """theta (C, P) at z (C, P)."""
@@ -78,6 +81,14 @@ class WhitenedPotential:
         if self.coarse is None:
             return state
         return state._replace(potential=-self.target.log_joint(self.theta(state.z)))
+
+    def offset(self, z: Tensor) -> Tensor:
+        """How far z (C, P) is from the pivot."""
+        return z if self.pivot is None else z - self.pivot
+
+    def at_offset(self, offset: Tensor) -> Tensor:
+        """The inverse of `offset`."""
+        return offset if self.pivot is None else self.pivot + offset
 
 
 # Parts of a step: a kick, a move, a kick, as shares of the step, for each gradient that it takes. Kicks in the middle are in halves.
@@ -135,14 +146,16 @@ def integrate(
     potential: WhitenedPotential, state: State, momentum: Tensor, factors: StepFactors, *, is_split: bool
 ) -> tuple[State, Tensor]:
     """The chains and their momenta (C, P) one part of a step later: a kick, a rotation or a straight move, a kick."""
-    momentum = momentum - factors.before * _force(state, is_split)
-    if is_split:
-        z = factors.cosine * state.z + factors.sine * momentum
-        momentum = factors.cosine * momentum - factors.sine * state.z
-    else:
-        z = state.z + factors.whole * momentum
-    state = potential.moving(z)
-    return state, momentum - factors.after * _force(state, is_split)
+    if not is_split:
+        momentum = momentum - factors.before * state.gradient
+        state = potential.moving(state.z + factors.whole * momentum)
+        return state, momentum - factors.after * state.gradient
+    offset = potential.offset(state.z)
+    momentum = momentum - factors.before * (state.gradient - offset)
+    turned = factors.cosine * offset + factors.sine * momentum
+    momentum = factors.cosine * momentum - factors.sine * offset
+    state = potential.moving(potential.at_offset(turned))
+    return state, momentum - factors.after * (state.gradient - turned)
 
 
 def trajectory(
@@ -157,16 +170,12 @@ def trajectory(
     """The chains, their energy as `moving` has it, and their momenta (C, P) after num_steps gradients, step_size each.
 
     Reversible and volume-preserving.
-    split: kicks by the gradient of potential - |z|^2 / 2, rotations of (z, momentum) between them.
+    split: kicks by the gradient of potential - |z - pivot|^2 / 2, rotations of (z - pivot, momentum) between them.
     leapfrog: half a kick by the gradient of the potential, a straight move, half a kick.
     """
     for factors in parts(num_steps, step_size, dynamics=dynamics):
         state, momentum = integrate(potential, state, momentum, factors, is_split=dynamics == "split")
     return state, momentum
-
-
-def _force(state: State, is_split: bool) -> Tensor:
-    return state.gradient - state.z if is_split else state.gradient
 
 
 class Mover(Protocol):
@@ -195,13 +204,14 @@ class PlainMover:
 
 
 class Transition(NamedTuple):
-    """One step of all chains."""
+    """One step of all chains; is_falling (C,): far above the posterior's energies, and moved down whatever the energy error."""
 
     state: State
     energy: Tensor
     acceptance: Tensor
     is_divergent: Tensor
     num_steps: int
+    is_falling: Tensor | None = None
 
 
 def transition(
@@ -212,6 +222,7 @@ def transition(
     dynamics: str,
     *,
     max_steps: int = MAX_STEPS,
+    is_settling: bool = False,
     mover: Mover | None = None,
 ) -> Transition:
     """New momenta, a trajectory of jittered length, and each chain's acceptance by the exact energy.
@@ -219,6 +230,8 @@ def transition(
     Args:
         generator: of momenta, length and acceptances, on the CPU; its state is all there is to store of them.
         step_size: the largest allowed; the steps divide the trajectory evenly.
+        is_settling: chains need not be in the posterior yet: those whose potential falls by FALL move, as short as their trajectories
+            would have to be for the exact energy.
         mover: of the same potential and dynamics; `trajectory` by default.
     """
     num_chains, dim = state.z.shape
@@ -235,12 +248,17 @@ def transition(
     error = (new_energy - energy).nan_to_num(nan=math.inf)
     acceptance = torch.exp(-error.clamp(min=0))
     is_accepted = move(unit[1:], acceptance.device) < acceptance
+    is_falling = None
+    if is_settling:
+        is_falling = state.potential - proposal.potential > FALL * math.sqrt(dim)
+        is_accepted = is_accepted | is_falling
     return Transition(
         State(*(_choose(is_accepted, new, old) for new, old in zip(proposal, state, strict=True))),
         torch.where(is_accepted, new_energy, energy),
         acceptance,
         error > DIVERGENCE,
         num_steps,
+        is_falling,
     )
 
 

@@ -8,11 +8,9 @@ chains. A run can be stored between any two transitions and continued to the sam
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +19,13 @@ from bnncli.covariances import Covariance
 from bnncli.errors import Interrupted, NumericError
 from bnncli.inference.chain_groups import Workers
 from bnncli.inference.draw_stores import DrawStore, MemoryDraws, NoResume, ResumeStore
-from bnncli.inference.dynamics import DYNAMICS, MAX_STEPS, TURN, Mover, State, Transition, WhitenedPotential, transition
-from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
+from bnncli.inference.dynamics import DYNAMICS, Mover, Transition, WhitenedPotential
 from bnncli.inference.trajectory_graph import GraphMover
+from bnncli.inference.walk import SamplerSettings, Walk, advance
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import WholeTarget
 
-# The first part of the warm-up only brings the chains from their over-dispersed starts to where the posterior is.
-SETTLING_SHARE = 0.4
-SETTLING_STEPS = 16
 # All of theta (C, P), for draws (C, P') of a part of it, and the log density of what is added, (C,); the generator draws that.
 Completion = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
 OVERDISPERSION = 2.0  # standard deviation of the starts, in posterior standard deviations
@@ -116,13 +111,13 @@ def sample_hmc(
     # Of many parameters whitening in float64 would cost more than the gradients, whose products have float32's digits.
     is_large = target.dtype != torch.float64 and len(mode) > _LARGE
     whitening = covariance.to(device=target.device, dtype=torch.float32 if is_large else None)
-    potential = WhitenedPotential(target, mode, whitening, coarse)
+    potential = WhitenedPotential(target, mode, whitening, coarse, pivot=torch.zeros_like(mode))
     settings = SamplerSettings(num_warmup, target_accept, dynamics)
     new_mover = partial(GraphMover.where_possible, potential, dynamics, warn=progress.warn)
     mover = new_mover() if workers is None else workers.mover(potential, dynamics, num_chains, new_mover)
     resume = resume or NoResume()
     kept = KeptDraws(store or MemoryDraws())
-    walk = _restored_walk(resume, kept, generator, device=target.device)
+    walk = _restored_walk(resume, kept, generator, potential)
     if walk is None:
         z = dispersion * standard_normal(num_chains, mode.shape[0], generator, target.device)
         walk = Walk.start(potential, settings, z)
@@ -146,14 +141,17 @@ def sample_hmc(
 
 
 def _restored_walk(
-    resume: ResumeStore, kept: KeptDraws, generator: torch.Generator, *, device: torch.device
+    resume: ResumeStore, kept: KeptDraws, generator: torch.Generator, potential: WhitenedPotential
 ) -> Walk | None:
-    """Where an unfinished run was, its draws back in `kept` and the generator in its state; None where there is none."""
+    """Where an unfinished run was, its draws back in `kept`, generator and pivot as they were; None where there is none."""
     stored = resume.restore()
     if stored is None:
         return None
+    device = potential.target.device
     kept.restore(stored, device)
     generator.set_state(stored["generator"])
+    if potential.pivot is not None:
+        potential.pivot.copy_(stored["pivot"])
     return Walk.from_tensors(stored, device)
 
 
@@ -162,103 +160,6 @@ def goals(num_draws: int, max_draws: int | None) -> Iterator[int]:
     largest = 20 * num_draws if max_draws is None else max_draws
     yield from itertools.takewhile(lambda goal: goal < largest, itertools.count(num_draws, max(1, num_draws // 2)))
     yield largest
-
-
-class SamplerSettings(NamedTuple):
-    """How a run warms up and moves."""
-
-    num_warmup: int
-    target_accept: float
-    dynamics: str
-
-    @property
-    def num_settling(self) -> int:
-        """Transitions that bring the chains to where the posterior is."""
-        return math.ceil(SETTLING_SHARE * self.num_warmup)
-
-    def new_adaptation(self) -> StepSizeAdaptation:
-        """The search for the step size, before the first transition that counts for it."""
-        return StepSizeAdaptation.start(initial=TURN / 4, target_accept=self.target_accept)
-
-
-class Walk(NamedTuple):
-    """Where all chains are, and what the warm-up has found: all that the next transition needs but the generator.
-
-    Args:
-        state: of all chains.
-        adaptation: of the step size.
-        smoothed: (C,), each chain's recent acceptance rate in the warm-up.
-        num_done: transitions made, warm-up included.
-        num_gradients: evaluations in all of them, of each chain; None where it goes on from a state that did not count them.
-    """
-
-    state: State
-    adaptation: StepSizeAdaptation
-    smoothed: Tensor
-    num_done: int
-    num_gradients: int | None = 0
-
-    @classmethod
-    def start(cls, potential: WhitenedPotential, settings: SamplerSettings, z: Tensor) -> Walk:
-        """Chains at z (C, P), before the first transition."""
-        smoothed = torch.full(z.shape[:1], settings.target_accept, dtype=torch.float64, device=z.device)
-        return cls(potential.state(z), settings.new_adaptation(), smoothed, 0)
-
-    def more_gradients(self, count: int) -> int | None:
-        """The evaluations after so many more."""
-        return None if self.num_gradients is None else self.num_gradients + count
-
-    def to_tensors(self) -> dict[str, Tensor]:
-        """All of it, to be stored."""
-        return {
-            **self.state._asdict(),
-            "adaptation": self.adaptation.to_tensor(),
-            "smoothed": self.smoothed,
-            "num_done": torch.tensor(self.num_done),
-            "num_gradients": torch.tensor(-1 if self.num_gradients is None else self.num_gradients),
-        }
-
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], device: torch.device) -> Walk:
-        """The inverse of to_tensors."""
-        return cls(
-            State(*(tensors[name].to(device) for name in State._fields)),
-            StepSizeAdaptation.from_tensor(tensors["adaptation"]),
-            tensors["smoothed"].to(device),
-            int(tensors["num_done"]),
-            _counted(tensors.get("num_gradients")),
-        )
-
-
-def _counted(stored: Tensor | None) -> int | None:
-    """The evaluations that a state has; None where it has none."""
-    return None if stored is None or int(stored) < 0 else int(stored)
-
-
-def advance(
-    potential: WhitenedPotential,
-    walk: Walk,
-    settings: SamplerSettings,
-    *,
-    generator: torch.Generator,
-    mover: Mover | None = None,
-) -> tuple[Walk, Transition]:
-    """One transition of all chains, of the warm-up as long as that lasts; mover as for `transition`."""
-    if walk.num_done >= settings.num_warmup:
-        step_size = walk.adaptation.final
-        result = transition(potential, walk.state, generator, step_size, settings.dynamics, mover=mover)
-        made = walk.more_gradients(result.num_steps)
-        return walk._replace(state=result.state, num_done=walk.num_done + 1, num_gradients=made), result
-    # The steps that freed stuck chains say nothing about the steps to sample with.
-    adaptation = settings.new_adaptation() if walk.num_done == settings.num_settling else walk.adaptation
-    max_steps = SETTLING_STEPS if walk.num_done < settings.num_settling else MAX_STEPS
-    result = transition(
-        potential, walk.state, generator, adaptation.current, settings.dynamics, max_steps=max_steps, mover=mover
-    )
-    smoothed = 0.7 * walk.smoothed + 0.3 * result.acceptance
-    adaptation = adaptation.update(adaptation_statistic(smoothed, result.acceptance, settings.target_accept))
-    made = walk.more_gradients(result.num_steps)
-    return Walk(result.state, adaptation, smoothed, walk.num_done + 1, made), result
 
 
 class KeptDraws:
@@ -334,4 +235,5 @@ class _Chains:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """All that a run continues from, to be stored."""
-        return {**self.walk.to_tensors(), **self.kept.to_tensors(), "generator": self.generator.get_state()}
+        pivot = {} if self.potential.pivot is None else {"pivot": self.potential.pivot}
+        return {**self.walk.to_tensors(), **pivot, **self.kept.to_tensors(), "generator": self.generator.get_state()}

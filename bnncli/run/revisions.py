@@ -16,7 +16,7 @@ from bnncli.storage.run_folder import RECOMMENDED
 
 EXTRACT_FEATURES = 1
 FIT_TEMPERATURE = 1
-HMC_OF_LAYERS = 2  # other than the last. 2: steps of two and three stages
+HMC_OF_LAYERS = 3  # other than the last. 2: steps of two and three stages; 3: chains fall from their starts, and turn about their mean
 MERGE = 1
 PRUNE = 1
 TRAIN = 1
@@ -40,11 +40,11 @@ def of_laplace(*, in_span: bool) -> int:
 
 
 def of_hmc(*, in_span: bool, num_params: int) -> int:
-    """6: chains in the row space of the features, which moved over all of theta before. 7 and 8: the same of long draws.
+    """10: chains in the row space of the features, 9: over all of theta. 11 and 12: the same of long draws.
 
-    5 to 8 are steps of two and three stages, 1 to 4 were of one.
+    Of 9 to 12 chains fall from their starts and turn about their mean, of 5 to 8 they did not; steps were of one stage of 1 to 4.
     """
-    return (6 if in_span else 5) + (2 if _is_long(num_params) else 0)
+    return (10 if in_span else 9) + (2 if _is_long(num_params) else 0)
 
 
 def of_predict(num_drawn: int) -> int:

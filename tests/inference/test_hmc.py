@@ -31,9 +31,10 @@ from bnncli.inference.dynamics import (
     trajectory,
     transition,
 )
-from bnncli.inference.hmc import HmcRun, MemoryDraws, Walk, goals, sample_hmc
+from bnncli.inference.hmc import HmcRun, MemoryDraws, goals, sample_hmc
 from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
+from bnncli.inference.walk import Walk
 from bnncli.numerics import seeds
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.coarse_gradient import GRADIENTS, CoarseGradient, choose_gradient
