@@ -33,6 +33,7 @@ _MAX_HALVINGS = 30
 _STALE_ITERATIONS = {"full": 40, "kron": -1}  # more than this, and a new Hessian pays (measured: LeNet-5, P = 850)
 _TOLERANCE = 1e-3  # posterior standard deviations, all parameters together
 _FEW, _MANY = 10_000, 100_000  # parameters
+_ROUGH = 0.05  # accuracy of a Newton step, ten times what rough products are off by
 _FAR, _ROUGHEST = 10.0, 0.5  # standard deviations, of all together; accuracy of a Newton step further away
 _TOLERANCE_OF_MANY = 0.1  # five thousandths of a nat, where a draw is hundreds of standard deviations away
 _SUFFICIENT_INCREASE = 1e-4  # Armijo constant, as usual
@@ -167,8 +168,11 @@ def _newton_step(
     accuracy: Callable[[float], float],
 ) -> tuple[Tensor, int]:
     """H^{-1} gradient (P,), and how many products with H it took."""
-    multiply = target.hessian_operator(theta)
     white_gradient = whitening.pull_back(gradient.unsqueeze(0))
+    exactly = accuracy(float(white_gradient.norm()))
+    # A few digits are enough for a step that is not solved exactly, and of large heads the products are most of the work.
+    is_rough = len(theta) > _MANY and exactly >= _ROUGH
+    multiply = target.hessian_operator(theta, is_rough=is_rough)
     # Of large heads these are a third of the work in float64; the products between them have float32's digits.
     inner = whitening
     if target.dtype != torch.float64 and target.layout.num_params > MAX_FULL_PRECONDITIONER:
@@ -176,7 +180,7 @@ def _newton_step(
     white_step, num_products = _conjugate_gradients(
         lambda v: inner.pull_back(multiply(inner.unwhiten(v))).double(),
         white_gradient,
-        accuracy(float(white_gradient.norm())),
+        exactly,
     )
     if not bool(
         (white_gradient * white_step).sum() > 0

@@ -152,6 +152,13 @@ def _with_precision() -> list[Any]:
     return [place for place in [torch.backends, torch.backends.cudnn, *parts] if hasattr(place, "fp32_precision")]
 
 
+def has_bfloat16_products(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 numbers faster than float32's: such GPUs, and CPUs with instructions for it."""
+    if device.type != "cpu":
+        return has_coarse_products(device)
+    return any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+
+
 def has_coarse_products(device: torch.device) -> bool:
     """Whether the device multiplies TF32 and bfloat16 numbers itself: GPUs from NVIDIA's Ampere on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -137,10 +137,11 @@ class NetworkTarget:
                 logits = self.logits(theta, rows).permute(2, 0, 1).contiguous()
             yield rows, self.likelihood.normalize_(logits)[1][:, 0]
 
-    def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
+    def hessian_operator(self, theta: Tensor, *, is_rough: bool = False) -> Callable[[Tensor], Tensor]:
         """A function (M, P) -> (M, P) float64 that multiplies by the generalised Gauss-Newton matrix plus the prior's precisions.
 
-        sum_n J_n^T (diag(p) - p p^T) J_n v (Schraudolph 2002, Neural Computation 14(7)): positive definite everywhere.
+        sum_n J_n^T (diag(p) - p p^T) J_n v (Schraudolph 2002, Neural Computation 14(7)): positive definite everywhere. Rough
+        products would be no faster here, and are the same.
         """
         product = self.ggn_operator(theta)
         return lambda vectors: product(vectors) - self.prior.gradient(vectors.to(self.device).double(), self.layout)

@@ -103,8 +103,11 @@ class CurvedTarget(Target, Protocol):
     def log_joint_and_grad(self, theta: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Log joint (S,), nats, and its gradient (S, P), for theta (S, P), by products in dtype; the target's by default."""
 
-    def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
-        """A function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,), the prior's with it."""
+    def hessian_operator(self, theta: Tensor, *, is_rough: bool = False) -> Callable[[Tensor], Tensor]:
+        """A function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,), the prior's with it.
+
+        Rough products are right to a percent, where that is faster.
+        """
 
     def curvature(self, structure: str) -> Curvature:
         """How H is made in a structure: in the full one always. Raises UsageError where the target has no such structure."""

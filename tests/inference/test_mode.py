@@ -10,12 +10,15 @@ import torch
 from launches import count
 from problems.heads import LAYOUTS, by_noisy_sign, every_layout, head_target
 from problems.oracles import in_theta_order
+from torch import Tensor
 
 from bnncli import registry
 from bnncli.curvature import ggn
 from bnncli.errors import NumericError
 from bnncli.inference import mode as mode_module
+from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.mode import find_mode
+from bnncli.targets import last_layer, products
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
@@ -307,6 +310,41 @@ def test_modes_of_many_parameters_are_found_by_rough_steps_to_the_tolerance(monk
     assert distance < 0.1  # posterior standard deviations
     assert found.newton_decrement < 0.1
     assert found.log_joint == pytest.approx(exact.log_joint, abs=0.01)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_modes_of_many_parameters_are_found_to_the_tolerance_by_products_of_few_digits(
+    monkeypatch: pytest.MonkeyPatch, has_bias: bool
+) -> None:
+    layout = HeadLayout(6, 20, has_bias=has_bias)
+    target = head_target(layout, 400, prior=0.1, dtype=torch.float32)
+    start = 3 * torch.randn(layout.num_params, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    exact = find_mode(target, start, tolerance=1e-6)
+    rounded: list[int] = []
+
+    def multiply(left: Tensor, right: Tensor) -> Tensor:
+        rounded.append(1)
+        return products._multiply_and_round(left, right)
+
+    monkeypatch.setattr(last_layer, "rough_multiply", lambda device: multiply)
+    monkeypatch.setattr(mode_module, "_MANY", 50)
+    monkeypatch.setattr(mode_module, "_structure_for", lambda target: "kron")
+    found = find_mode(target, start)
+    gap = (found.theta - exact.theta).unsqueeze(0)
+    distance = math.sqrt(float((gap * target.hessian_vector_product(exact.theta, gap)).sum()))
+    assert distance < 0.1  # posterior standard deviations
+    assert len(rounded) > 20
+    for accuracy, is_rough in ((0.06, True), (0.04, False)):
+        del rounded[:]
+        whitening = covariance_at(target, exact.theta, "kron")
+        mode_module._newton_step(
+            target,
+            exact.theta,
+            torch.ones_like(exact.theta),
+            whitening=whitening.covariance,
+            accuracy=lambda _, accuracy=accuracy: accuracy,
+        )
+        assert bool(rounded) is is_rough
 
 
 def test_the_last_step_counts_what_rough_solutions_leave(monkeypatch: pytest.MonkeyPatch) -> None:

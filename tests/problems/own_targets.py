@@ -76,7 +76,7 @@ class Banana:
     def with_prior(self, prior: Prior) -> Banana:
         return replace(self, prior=prior)
 
-    def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
+    def hessian_operator(self, theta: Tensor, *, is_rough: bool = False) -> Callable[[Tensor], Tensor]:
         """By the Gauss-Newton matrix, which is positive definite everywhere."""
         jacobian = torch.tensor([1.0, 2 * float(theta[1])], dtype=torch.float64)
         matrix = self.num_examples / NOISE_SD**2 * torch.outer(jacobian, jacobian)
@@ -220,7 +220,7 @@ class TanhTarget:
     def with_prior(self, prior: Prior) -> TanhTarget:
         return replace(self, prior=prior)
 
-    def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
+    def hessian_operator(self, theta: Tensor, *, is_rough: bool = False) -> Callable[[Tensor], Tensor]:
         matrix = self.ggn(theta)
         return lambda vectors: vectors.double() @ matrix - self.prior.gradient(vectors.double(), self.layout)
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.machine.devices import configure_torch
-from bnncli.targets import coarse_gradient
+from bnncli.targets import coarse_gradient, products
 from bnncli.targets.coarse_gradient import CoarseGradient
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.products import multiply_in, round_to_tf32
+from bnncli.targets.products import multiply_in, rough_multiply, round_to_tf32
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
@@ -80,6 +80,41 @@ def test_a_gpu_multiplies_by_itself_and_means_the_same(precision: str) -> None:
     assert names <= {"mm", "_to_copy", "copy_"}  # nothing is rounded apart
     assert torch.equal(on_gpu.cpu(), multiply_in(precision)(left, right))
     assert torch.equal(exact.cpu(), left @ right)
+
+
+def test_rough_products_are_of_bfloat16_numbers_where_the_device_is_faster_at_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left, right = (torch.randn(*shape, generator=seeded()) for shape in ((7, 300), (300, 5)))
+    expected = rounded(left, 8) @ rounded(right, 8)
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(products, "has_bfloat16_products", lambda device: True)
+    multiply = rough_multiply(cpu)
+    assert multiply is not None
+    np.testing.assert_allclose(multiply(left, right).numpy(), expected, rtol=2.0**-8, atol=2e-5)
+    with pretend_cuda.pretend() as gpu:
+        multiply = rough_multiply(gpu.device)
+        assert multiply is not None
+        on_gpu = multiply(left.to(gpu.device), right.to(gpu.device))
+    np.testing.assert_allclose(on_gpu.cpu().numpy(), expected, rtol=0, atol=2e-5)
+    monkeypatch.setattr(products, "has_bfloat16_products", lambda device: False)
+    assert rough_multiply(cpu) is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rough_products_with_the_hessian_are_right_to_a_percent(
+    layout: HeadLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "has_bfloat16_products", lambda device: True)
+    target = make_target(layout, num_examples=500)
+    theta, vectors = anchor_of(target), torch.randn(3, layout.num_params, generator=seeded(5), dtype=torch.float64)
+    exact = target.hessian_operator(theta)(vectors)
+    rough = target.hessian_operator(theta, is_rough=True)(vectors)
+    error = (rough - exact).norm(dim=1) / exact.norm(dim=1)
+    assert (error < 0.01).all()
+    assert (error > 1e-5).all()
+    double = LastLayerTarget(target.features.double(), target.labels, layout, target.prior)
+    assert torch.equal(double.hessian_operator(theta, is_rough=True)(vectors), double.hessian_operator(theta)(vectors))
 
 
 @every_precision
