@@ -147,7 +147,7 @@ LINES = (
     *(f"acquire s --pool test --by {rule} --batch 3 --posterior diag" for rule in ("entropy", "margin", "random")),
     "acquire m.pt --pool val --batch 2 --posterior some --samples 8",
     "diagnose s --draws 16 --posterior laplace --posterior refine",
-    "report s --posterior laplace --posterior refine --posterior hmc --figures drawn --figure-format png --figure-format pdf --figure-format svg",
+    "report s --posterior laplace --posterior refine --posterior hmc",
     "extract-features v --from-npz labels.npz --ood far --task multilabel",
     "fit-laplace v --prior-precision val --structure full",
     f"refine v --flow radial {SMALL}",
@@ -179,6 +179,7 @@ WITHOUT_LINE = {
     ("train", "--recipe", "resnet20-cifar"): "as that",
     **{("acquire", "--integrator", name): "predicts as predict does" for name in registry.names("integrators")},
     ("export", "--format", "pt2"): "the graph is made on the CPU, and not by a pretend device's operators",
+    **{("report", "--figure-format", form): "files of the page's figures, drawn of numbers" for form in FORMS},
     ("fit-lbbnn", "--variance", "exact"): "what lrt and mnf do without --variance",
 }
 LEFT_OUT = {
