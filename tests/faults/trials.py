@@ -26,6 +26,7 @@ from bnncli.errors import BnnError
 from bnncli.figures import inline, shown
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.atomic import temporaries
+from faults.forked_lines import fork_lines
 from faults.lines import LINES, Line, copy_tree, leave_leftovers
 from faults.mutations import mutations
 from faults.shim import READS, WRITES, Shim
@@ -276,6 +277,7 @@ def serve(requests: Connection) -> None:
     A request is the arguments of `run_line`; the answer is how its process ended.
     """
     _draw_nothing()
+    fork_lines()
     assert run_command_line(["config", "show", "refine", "-q"], io.StringIO()) == 0  # what parses is imported late
     gc.collect()
     gc.freeze()  # a collection of everything takes longer than most commands
