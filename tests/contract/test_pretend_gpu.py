@@ -27,7 +27,7 @@ from bnncli.inference import refine, sghmc, swag, vi
 from bnncli.latent import fit as latent_fit
 from bnncli.networks import mlp
 from bnncli.numerics import seeds
-from bnncli.options import CommonOptions, ComputeOptions, EvaluateOptions, ExportOptions, FitLbbnnOptions
+from bnncli.options import CommonOptions, ComputeOptions, EvaluateOptions, ExportOptions, FitLbbnnOptions, ReportOptions
 from bnncli.options.command import Command
 from bnncli.options.declaration import choices_of, declared, flag_of
 from bnncli.options.train import AUGMENTATIONS, OPTIMIZERS, SCHEDULES
@@ -179,7 +179,10 @@ WITHOUT_LINE = {
     ("train", "--recipe", "resnet20-cifar"): "as that",
     **{("acquire", "--integrator", name): "predicts as predict does" for name in registry.names("integrators")},
     ("export", "--format", "pt2"): "the graph is made on the CPU, and not by a pretend device's operators",
-    **{("report", "--figure-format", form): "files of the page's figures, drawn of numbers" for form in FORMS},
+    **{
+        ("report", "--figure-format", form): "files of the page's figures, drawn of numbers"
+        for form in choices(ReportOptions, "figure_format")
+    },
     ("fit-lbbnn", "--variance", "exact"): "what lrt and mnf do without --variance",
 }
 LEFT_OUT = {
