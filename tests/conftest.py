@@ -154,6 +154,14 @@ def arrays() -> dict[str, np.ndarray]:
     return make_arrays()
 
 
+@pytest.fixture
+def pictures_are_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pages: to draw them takes longer than the rest, and what is looked at is around them."""
+    from bnncli.pages import sections
+
+    monkeypatch.setattr(sections, "inline_svg", lambda shown: f"<svg><title>{shown.name}</title></svg>")
+
+
 def make_scores_rough(patch: pytest.MonkeyPatch) -> None:
     """Few replicates and permutations: less is known of how sure a score is, and the scores are the same."""
     from bnncli.evaluation import calibrated
