@@ -31,6 +31,7 @@ from bnncli.options import CommonOptions, ComputeOptions, EvaluateOptions, Expor
 from bnncli.options.command import Command
 from bnncli.options.declaration import choices_of, declared, flag_of
 from bnncli.options.train import AUGMENTATIONS, OPTIMIZERS, SCHEDULES
+from bnncli.stages.export import work as export
 from bnncli.stages.fit_lbbnn import report
 from bnncli.storage.artifacts import read_header
 from bnncli.targets.last_layer import LastLayerTarget
@@ -294,6 +295,8 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folders = [tmp_path_factory.mktemp(name) for name in ("cpu", "gpu")]
     done = []
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(export, "_SECONDS", 0.0)  # no time of a pretend device says anything
+        monkeypatch.setattr(export, "_MOST_SECONDS", 0.0)
         for folder in folders:
             make_inputs(folder)
         monkeypatch.chdir(folders[0])

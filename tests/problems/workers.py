@@ -56,6 +56,7 @@ def work(words: Sequence[str], folder: Path, said: Path, environment: dict[str, 
 
     from bnncli.__main__ import main
 
+    os.environ.clear()  # it is that of the process that all are forked from
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # read when torch was imported
     os.chdir(folder)
@@ -93,7 +94,7 @@ def start_workers(
         Worker(
             [str(word) for word in words],
             elsewhere if elsewhere is not None and rank == size - 1 else cwd,
-            {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             before,
         )
         for rank in range(size)
