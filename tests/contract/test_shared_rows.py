@@ -18,6 +18,11 @@ from torch import nn
 def make():
     return nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 """
+ROUGH = """
+import pytest
+from conftest import make_scores_rough
+make_scores_rough(pytest.MonkeyPatch())
+"""  # as `cli` has it
 SIZES = {"train": 211, "val": 1300, "test": 1300, "two": 2, "far": 1100}
 ALONE, TRUST = ("--shards", 64, "--threads", 1, "--json"), ("--trust-code",)
 
@@ -109,8 +114,8 @@ def test_scores_are_equal_for_any_number_of_workers(cli: Cli, tmp_path: Path, si
         assert cli("hmc", one, "--chains", 4, "--warmup", 8, "--draws", 8, *ALONE).code == 0
         assert cli("predict", one, *ALONE).code == 0
     words = ("--score", "all", "--per-class", "--reference", "hmc", "--bootstrap", 1000, "--json", "--plot")
-    (done,) = run_workers(1, "evaluate", alone, *words, "alone", cwd=tmp_path)  # here scores are simulated less often
-    workers = run_workers(size, "evaluate", run, *words, "run", cwd=tmp_path)
+    done = cli("evaluate", alone, *words, tmp_path / "alone", "--threads", 1)
+    workers = run_workers(size, "evaluate", run, *words, "run", cwd=tmp_path, before=ROUGH)
     assert_equal(done, workers)
     assert workers[0].json["rows"] == done.json["rows"]
 
