@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         for path in Path(__file__).parent.rglob("test_*.py")
     }
     sharing = {file for file, text in texts.items() if 'scope="module"' in text}
-    forking = {file for file, text in texts.items() if "from kills import" in text}
+    forks = ("from kills import", "from problems.workers import")
+    forking = {file for file, text in texts.items() if any(one in text for one in forks)}
 
     class Scheduler(LoadScopeScheduling):
         """Few units of work: each is a message to a worker, at which the other end waits."""
@@ -126,17 +127,11 @@ def files_that_do_not_change_are_checked_once() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with every artifact, made once; its name (there is no checkpoint). Tests copy it before they change it."""
-    from bnncli.cli.execute import run_command_line
-
     folder = tmp_path_factory.mktemp("finished")
     np.savez(folder / "features.npz", **make_arrays())
     name = folder / "small"
     first = ("extract-features", name, "--from-npz", folder / "features.npz", "--ood", "far")
-    with pytest.MonkeyPatch.context() as patch:
-        make_scores_rough(patch)
-        for command, *words in (first, *STEPS):
-            argv = [command, name, *words] if command != "extract-features" else [command, *words]
-            assert run_command_line([str(word) for word in argv], io.StringIO()) == 0
+    run_all(first, *((command, name, *words) for command, *words in STEPS))
     return name
 
 
@@ -146,6 +141,16 @@ def small_run(finished_run: Path, tmp_path: Path, scores_are_rough: None) -> Pat
     shutil.copytree(finished_run.with_name("small.bnn"), tmp_path / "small.bnn")
     shutil.copy(finished_run.with_name("features.npz"), tmp_path / "features.npz")
     return tmp_path / "small"
+
+
+def run_all(*lines: Sequence[object]) -> None:
+    """Commands that succeed, in this process, for fixtures of a file or of all of them."""
+    from bnncli.cli.execute import run_command_line
+
+    with pytest.MonkeyPatch.context() as patch:
+        make_scores_rough(patch)
+        for words in lines:
+            assert run_command_line([str(word) for word in words], io.StringIO()) == 0, words
 
 
 @pytest.fixture

@@ -73,6 +73,9 @@ def _run(argv: list[str]) -> int:
     Shim.rests = True
     os.closerange(3, _MAX_DESCRIPTOR)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with open(1, "w", encoding="utf-8", closefd=False) as results, open(2, "w", encoding="utf-8", closefd=False) as said:
+    with (
+        open(1, "w", encoding="utf-8", closefd=False) as results,
+        open(2, "w", encoding="utf-8", closefd=False) as said,
+    ):
         sys.stderr = said
         return run_command_line(argv, results)
