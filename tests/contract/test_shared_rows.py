@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from problems.command_line import Cli, Invocation, new_run
-from problems.workers import run_workers
+from problems.workers import run_processes, run_workers
 
 NETWORK = """
 from torch import nn
@@ -138,7 +138,7 @@ def test_rows_that_one_worker_cannot_predict_end_all(cli: Cli, tmp_path: Path, s
     arrays["features_test"][-1] = 3e38  # whose logits are infinite
     run = fitted(cli, tmp_path / "run", arrays)
     words = ("predict", run, "--posterior", "laplace", "--integrator", "mc", "--json")
-    first, *others = run_workers(size, *words, cwd=tmp_path)
+    first, *others = run_processes(size, *words, cwd=tmp_path)
     assert first.code == 70
     assert all(one.code in (69, 70) for one in others)  # 69 where it has lost the first before it heard why
     said = f"worker {size - 1}: expected finite class probabilities, 1 of 434 examples have none"
