@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from problems.arrays import make_arrays
 from problems.command_line import SCRIPT, STEPS, Cli, Invocation
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the console script sets it, before torch is imported
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as cli/spread.py has it for workers: here they are forked later
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))  # all cores, shared
 
@@ -51,7 +52,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         for path in Path(__file__).parent.rglob("test_*.py")
     }
     sharing = {file for file, text in texts.items() if 'scope="module"' in text}
-    forking = {file for file, text in texts.items() if "from kills import" in text}
+    forks = ("from kills import", "from problems.workers import")
+    forking = {file for file, text in texts.items() if any(one in text for one in forks)}
 
     class Scheduler(LoadScopeScheduling):
         """Few units of work: each is a message to a worker, at which the other end waits."""
@@ -126,17 +128,11 @@ def files_that_do_not_change_are_checked_once() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with every artifact, made once; its name (there is no checkpoint). Tests copy it before they change it."""
-    from bnncli.cli.execute import run_command_line
-
     folder = tmp_path_factory.mktemp("finished")
     np.savez(folder / "features.npz", **make_arrays())
     name = folder / "small"
     first = ("extract-features", name, "--from-npz", folder / "features.npz", "--ood", "far")
-    with pytest.MonkeyPatch.context() as patch:
-        make_scores_rough(patch)
-        for command, *words in (first, *STEPS):
-            argv = [command, name, *words] if command != "extract-features" else [command, *words]
-            assert run_command_line([str(word) for word in argv], io.StringIO()) == 0
+    run_all(first, *((command, name, *words) for command, *words in STEPS))
     return name
 
 
@@ -148,19 +144,43 @@ def small_run(finished_run: Path, tmp_path: Path, scores_are_rough: None) -> Pat
     return tmp_path / "small"
 
 
+def run_all(*lines: Sequence[object]) -> None:
+    """Commands that succeed, in this process, for fixtures of a file or of all of them."""
+    from bnncli.cli.execute import run_command_line
+
+    with pytest.MonkeyPatch.context() as patch:
+        make_scores_rough(patch)
+        for words in lines:
+            assert run_command_line([str(word) for word in words], io.StringIO()) == 0, words
+
+
 @pytest.fixture
 def arrays() -> dict[str, np.ndarray]:
     """What --from-npz reads: three overlapping classes, a head, an unlabelled split `far`."""
     return make_arrays()
 
 
+@pytest.fixture
+def pictures_are_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pages: to draw them takes longer than the rest, and what is looked at is around them."""
+    from bnncli.pages import sections
+
+    monkeypatch.setattr(sections, "inline_svg", lambda shown: f"<svg><title>{shown.name}</title></svg>")
+
+
 def make_scores_rough(patch: pytest.MonkeyPatch) -> None:
-    """Few replicates and permutations: less is known of how sure a score is, and the scores are the same."""
+    """Few replicates and permutations: less is known of how sure a score is, and the scores are the same.
+
+    And few repeats, of a batch of one alone, of what export says the time of: that was half the time of its tests.
+    """
     from bnncli.evaluation import calibrated
     from bnncli.evaluation.draw_blocks import compare_draws
+    from bnncli.stages.export import work as export
 
     patch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
     patch.setattr(calibrated, "NUM_DRAWS", 200)
+    patch.setattr(export, "_SECONDS", 0.0)
+    patch.setattr(export, "_MOST_SECONDS", 0.0)
     patch.setitem(compare_draws.__kwdefaults__, "num_permutations", 99)
 
 

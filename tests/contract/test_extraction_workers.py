@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from problems.command_line import Cli, Invocation
-from problems.workers import ended, free_port, run_workers, start_workers
+from problems.workers import ended, free_port, run_processes, run_workers, start_workers
 from torch import nn
 
 from bnncli.stages.demo.fixtures import fixture_path
@@ -182,7 +182,7 @@ def test_an_error_that_only_another_worker_meets_is_that_of_one_process(
     cli: Cli, folder: Path, data: str, said: str
 ) -> None:
     alone = cli(*line("--run-dir", "alone.bnn", data=data))
-    first, *others = run_workers(3, *line(data=data), cwd=folder)
+    first, *others = run_processes(3, *line(data=data), cwd=folder)
     assert said in first.stderr
     assert first.code == alone.code != 0
     number = "worker 1: " if "Exits" in data else ""  # that is none of the row's, but what ends the process
@@ -208,7 +208,7 @@ def test_an_error_that_only_another_worker_meets_is_that_of_one_process(
 def test_what_ends_another_worker_alone_is_said_with_its_number(
     folder: Path, data: str, make: str, code: int, said: str
 ) -> None:
-    first, second = run_workers(2, *line(data=data, make=make), cwd=folder)
+    first, second = run_processes(2, *line(data=data, make=make), cwd=folder)
     assert (first.code, second.stdout, second.stderr) == (code, "", ""), first.stderr
     assert said in last_words(first)[0]
     assert second.code == code
@@ -277,7 +277,7 @@ def test_a_plan_and_a_refusal_are_those_of_one_process(cli: Cli, folder: Path) -
     first, second = run_workers(2, *line(), cwd=folder)
     assert (first.code, second.code, second.stdout, second.stderr) == (0, 0, "", "")
     assert "artifacts are up to date" in first.stderr
-    first, second = run_workers(2, *line("--dtype", "float16"), cwd=folder)
+    first, second = run_processes(2, *line("--dtype", "float16"), cwd=folder)
     assert (first.code, second.stdout, second.stderr) == (73, "", "")
     assert "exists and was made with other options" in first.stderr
     assert second.code != 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from problems.command_line import Cli, Invocation, new_run
-from problems.workers import run_workers
+from problems.workers import run_processes, run_workers
 
 NETWORK = """
 from torch import nn
@@ -18,6 +18,11 @@ from torch import nn
 def make():
     return nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 """
+ROUGH = """
+import pytest
+from conftest import make_scores_rough
+make_scores_rough(pytest.MonkeyPatch())
+"""  # as `cli` has it
 SIZES = {"train": 211, "val": 1300, "test": 1300, "two": 2, "far": 1100}
 ALONE, TRUST = ("--shards", 64, "--threads", 1, "--json"), ("--trust-code",)
 
@@ -109,8 +114,8 @@ def test_scores_are_equal_for_any_number_of_workers(cli: Cli, tmp_path: Path, si
         assert cli("hmc", one, "--chains", 4, "--warmup", 8, "--draws", 8, *ALONE).code == 0
         assert cli("predict", one, *ALONE).code == 0
     words = ("--score", "all", "--per-class", "--reference", "hmc", "--bootstrap", 1000, "--json", "--plot")
-    (done,) = run_workers(1, "evaluate", alone, *words, "alone", cwd=tmp_path)  # here scores are simulated less often
-    workers = run_workers(size, "evaluate", run, *words, "run", cwd=tmp_path)
+    done = cli("evaluate", alone, *words, tmp_path / "alone", "--threads", 1)
+    workers = run_workers(size, "evaluate", run, *words, "run", cwd=tmp_path, before=ROUGH)
     assert_equal(done, workers)
     assert workers[0].json["rows"] == done.json["rows"]
 
@@ -133,7 +138,7 @@ def test_rows_that_one_worker_cannot_predict_end_all(cli: Cli, tmp_path: Path, s
     arrays["features_test"][-1] = 3e38  # whose logits are infinite
     run = fitted(cli, tmp_path / "run", arrays)
     words = ("predict", run, "--posterior", "laplace", "--integrator", "mc", "--json")
-    first, *others = run_workers(size, *words, cwd=tmp_path)
+    first, *others = run_processes(size, *words, cwd=tmp_path)
     assert first.code == 70
     assert all(one.code in (69, 70) for one in others)  # 69 where it has lost the first before it heard why
     said = f"worker {size - 1}: expected finite class probabilities, 1 of 434 examples have none"

@@ -182,6 +182,7 @@ def test_computed_outputs_and_inputs_are_named_with_their_digests(cli: Cli, run:
     assert (document["seed"], inspected["provenance"]["seed"], document["device"]) == (7, 7, "cpu")
 
 
+@pytest.mark.usefixtures("pictures_are_names")
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "demo"])
 def test_quiet_is_silent_on_success_and_changes_no_result(cli: Cli, run: Path, name: str) -> None:
     loud = cli(*words_of(name, run))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from problems.command_line import Cli, new_run
-from problems.workers import ended, run_workers, start_workers
+from problems.workers import ended, run_processes, run_workers, start_workers
 
 from bnncli.cli import spread
 from bnncli.errors import UsageError
@@ -206,7 +206,7 @@ def test_repeats_go_on_with_another_number_of_workers(cli: Cli, tmp_path: Path) 
 def test_a_repeat_that_fails_on_another_worker_is_told_once_by_the_first(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "run", problem(70))
     words = ("--repeats", 1, "--hidden", 5, "--learning-rate", 1e30)  # one batch, which is the second worker's
-    first, second = run_workers(2, "fit-lbbnn", run, *words, cwd=tmp_path)
+    first, second = run_processes(2, "fit-lbbnn", run, *words, cwd=tmp_path)
     assert (first.code, second.code, second.stdout + second.stderr) == (70, 70, "")
     assert first.stderr.count("error: ") == 1
     assert "error: the bound is not finite in epoch 1" in first.stderr
@@ -221,7 +221,7 @@ def test_what_is_up_to_date_is_so_for_all_workers_and_errors_are_said_once(cli: 
     first, second = run_workers(2, "fit-laplace", run, "--prior-precision", 3, cwd=tmp_path)
     assert (first.code, second.code, second.stderr) == (0, 0, "")
     assert "up to date" in first.stderr
-    first, second = run_workers(2, "fit-laplace", run, "--prior-precision", 4, cwd=tmp_path)
+    first, second = run_processes(2, "fit-laplace", run, "--prior-precision", 4, cwd=tmp_path)
     assert (first.code, second.stdout + second.stderr) == (73, "")
     assert "exists and was made with other options" in first.stderr
     assert second.code == 73

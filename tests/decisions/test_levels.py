@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from scipy import stats
 
@@ -31,11 +32,12 @@ def test_the_excluding_rank_is_the_largest_whose_mean_rate_is_small_enough(level
 @pytest.mark.parametrize("level", LEVELS)
 def test_ranks_with_a_confidence_are_quantiles_of_the_beta_law(level: float) -> None:
     for size in SIZES:
-        laws = [stats.beta(k, size + 1 - k) for k in range(1, size + 1)]
-        enough = [k for k, law in enumerate(laws, start=1) if law.sf(level) >= 0.95]
-        assert covering_rank(size, level, 0.95) == (enough[0] if enough else None)
-        few = [k for k, law in enumerate(laws, start=1) if law.cdf(1 - level) >= 0.95]
-        assert excluding_rank(size, 1 - level, 0.95) == (few[-1] if few else None)
+        ranks = np.arange(1, size + 1)
+        laws = stats.beta(ranks, size + 1 - ranks)
+        enough = ranks[laws.sf(level) >= 0.95]
+        assert covering_rank(size, level, 0.95) == (enough[0] if len(enough) else None)
+        few = ranks[laws.cdf(1 - level) >= 0.95]
+        assert excluding_rank(size, 1 - level, 0.95) == (few[-1] if len(few) else None)
 
 
 @pytest.mark.parametrize("confidence", [None, 0.5, 0.9, 0.95, 0.999])

@@ -47,7 +47,7 @@ PAIRS = [(3, 5, 1.0), (3, 5, 4.0), (2, 5, 3.0), (10, 5, 0.3), (3, 0, 1.0), (3, 0
 @pytest.mark.parametrize(("ours", "theirs", "ratio"), PAIRS)
 def test_two_estimates_of_one_number_differ_no_more_often_than_the_level(ours: int, theirs: int, ratio: float) -> None:
     """Seeds of both (0: the standard error is known), and the ratio of their standard deviations."""
-    generator, trials = np.random.default_rng(0), 20_000
+    generator, trials = np.random.default_rng(0), 10_000
     pairs = ((_drawn(generator, ours, ratio), _drawn(generator, theirs, 1.0)) for _ in range(trials))
     wrong = sum(not agreement(*pair, 0.0).is_within for pair in pairs) / trials
     assert wrong <= LEVEL + 3 * math.sqrt(LEVEL / trials)

@@ -69,7 +69,7 @@ def test_samples_of_the_logits_are_those_of_a_multivariate_normal() -> None:
 
 
 def test_the_prior_makes_samples_less_confident_by_a_twentieth(target: NetworkTarget) -> None:
-    curvature, few = digit_network.curvature(target, 20), target.inputs[:20]
+    curvature, few = digit_network.curvature(target, 20), target.inputs[:8]
     tau = digit_bridge.prior_precision(target, curvature, few, seeded(4), draws=400)
     gaussian = digit_network.gaussian(target, 1 / (120 * curvature + tau))
     noise = torch.randn(4000, 10, generator=seeded(5)).double()

@@ -105,7 +105,7 @@ def test_losses_by_logits_are_those_by_draws_of_theta(structure: str, layout: He
     target = head_target(layout, 40, prior=1.0, labels=by_noisy_sign)
     held_out = target.held_out(*draw_examples(layout, 30, labels=by_noisy_sign, seed=1))
     gaussian = gaussian_at_mode(target, structure)
-    num_draws, parts = 400_000, 20
+    num_draws, parts = 100_000, 20
     size = num_draws // parts
 
     def probabilities(draw: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import run_all
 from problems.arrays import make_arrays
 from problems.command_line import Cli, new_run
 from problems.label_sets import label_arrays
@@ -22,21 +24,32 @@ LAPLACE = ("--posterior", "laplace", "--integrator", "mc")
 ALL = ("--sets", "lac", "--coverage", 0.8, "--risk", 0.2, "--false-alarm", 0.1, "--shift-level", 0.05)
 
 
-@pytest.fixture
-def run(cli: Cli, tmp_path: Path, scores_are_rough: None) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a split `calib` of 200 rows that nothing has used, and predictions of laplace."""
+    folder = tmp_path_factory.mktemp("calibrate")
     arrays = make_arrays()
     centers, generator = arrays["head_weight"] / 2, np.random.default_rng(1)
     labels = generator.integers(3, size=400)
     arrays["features_test"] = (centers[labels] + generator.normal(size=(400, 5))).astype(np.float32)
     arrays["labels_test"] = labels
-    np.savez(tmp_path / "arrays.npz", **arrays)  # type: ignore[arg-type]
-    name = tmp_path / "small"
-    extract = ("extract-features", name, "--from-npz", tmp_path / "arrays.npz", "--ood", "far")
-    assert cli(*extract, "--hold-out", "calib=test:200").code == 0
-    assert cli("fit-laplace", name, "--prior-precision", 10).code == 0
-    assert cli("predict", name, "--posterior", "laplace", "--samples", 50).code == 0
+    np.savez(folder / "arrays.npz", **arrays)  # type: ignore[arg-type]
+    name = folder / "small"
+    extract = ("extract-features", name, "--from-npz", folder / "arrays.npz", "--ood", "far")
+    run_all(
+        (*extract, "--hold-out", "calib=test:200"),
+        ("fit-laplace", name, "--prior-precision", 10),
+        ("predict", name, "--posterior", "laplace", "--samples", 50),
+    )
     return name
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path, scores_are_rough: None) -> Path:
+    """A copy of it that a test may change."""
+    shutil.copytree(made.with_name("small.bnn"), tmp_path / "small.bnn")
+    shutil.copy(made.with_name("arrays.npz"), tmp_path)
+    return tmp_path / "small"
 
 
 def file_of(run: Path, rule: str, maker: str = "laplace.mc") -> Path:

@@ -120,6 +120,7 @@ def test_a_network_that_reads_padding_is_warned_of(
     assert any("train: padding changes what the network makes of a text" in text for text in done.json["warnings"])
 
 
+@pytest.mark.usefixtures("pictures_are_names")
 def test_a_report_shows_the_least_certain_texts_as_texts(cli: Cli, run: list[object], tmp_path: Path) -> None:
     from problems.pages import read_page
 

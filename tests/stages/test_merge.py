@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from arviz_stats.base import array_stats
+from conftest import run_all
 from problems.command_line import Cli
 
 from bnncli.evaluation.bfmi import bfmi
@@ -21,11 +22,20 @@ HMC = ("--chains", 4, "--warmup", 10, "--draws", 20)
 TWO = ("--posterior", "one", "--posterior", "two")
 
 
+@pytest.fixture(scope="module")
+def draws(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the draws `one` and `two`, of four chains each, of a copy of finished_run."""
+    run = tmp_path_factory.mktemp("merge") / "small"
+    shutil.copytree(finished_run.with_name("small.bnn"), run.with_name("small.bnn"))
+    run_all(*(("hmc", run, *HMC, "--seed", seed, "--name", name) for seed, name in ((1, "one"), (2, "two"))))
+    return run.with_name("small.bnn") / "posteriors"
+
+
 @pytest.fixture
-def run(cli: Cli, small_run: Path) -> Path:
-    """A run with the draws `one` and `two`, of four chains each."""
-    for seed, name in enumerate(("one", "two"), start=1):
-        assert cli("hmc", small_run, *HMC, "--seed", seed, "--name", name).code == 0
+def run(draws: Path, small_run: Path) -> Path:
+    """A run with these draws."""
+    for name in ("one.nc", "two.nc"):
+        shutil.copy(draws / name, small_run.with_name("small.bnn") / "posteriors")
     return small_run
 
 

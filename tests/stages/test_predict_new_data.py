@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kills import run_to_files, start
 from PIL import Image
 from problems.command_line import SCRIPT, Cli, Invocation
 
@@ -112,17 +113,18 @@ def test_a_posterior_over_all_layers_predicts_new_data_as_a_split(folder: Path, 
         assert np.array_equal(one["label"], two["label"])
 
 
-def test_files_are_named_on_stdin_and_their_names_stand_in_the_table(folder: Path) -> None:
+def test_files_are_named_on_stdin_and_their_names_stand_in_the_table(
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ['b, "1".png', "a.png"]
     for seed, name in enumerate(names):
         draw(Path("seen") / name, seed)
-    command = [SCRIPT, "predict", "net.pt", "--posterior", "laplace", "--data", "new=-", "--table", "t.csv"]
-    listed = "".join(f"seen/{name}\n" for name in names)
-    done = subprocess.run(command, input=listed, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    words = ("--data", "new=-", "--table", "t.csv")
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"seen/{name}\n" for name in names)))
+    predict(cli, *words)
     assert [row["name"] for row in rows("t.csv")] == [f"seen/{name}" for name in names]
-    none = subprocess.run([*command, "--force"], input="\n", capture_output=True, text=True)
-    assert (none.returncode, "stdin" in none.stderr) == (2, True)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert "stdin" in predict(cli, *words, "--force", code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -258,8 +260,8 @@ def test_kills_at_any_time_lose_no_file_and_do_none_twice(folder: Path, name: st
 
 def test_two_commands_do_not_follow_into_one_table(folder: Path, cli: Cli) -> None:
     draw(Path("in") / "0.png", 0)
-    command = [SCRIPT, "predict", "net.pt", "--posterior", "laplace", "--follow", "in", "--table", "t.csv"]
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    argv = ["predict", "net.pt", "--posterior", "laplace", "--follow", "in", "--table", "t.csv"]
+    first = start(run_to_files, argv, folder)
     try:
         end = time.monotonic() + 60
         while not (Path("t.csv").exists() and len(rows("t.csv")) == 1):
@@ -268,7 +270,7 @@ def test_two_commands_do_not_follow_into_one_table(folder: Path, cli: Cli) -> No
         assert "another bnncli follows into this table" in follow(cli, code=75).stderr
     finally:
         first.terminate()
-        first.wait(timeout=30)
+        first.join(timeout=30)
 
 
 def test_a_full_disk_leaves_whole_rows_and_says_so(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

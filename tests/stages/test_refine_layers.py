@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import run_all
 from kills import kill_midway
 from problems.command_line import Cli
 
@@ -22,10 +24,26 @@ QUICK = ("--epochs", "4", "--batch-size", "16", "--elbo-draws", "8")
 TRUST = ("--trust-code",)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose Gaussian over all layers is there, of a network by the user's own code."""
+    folder = tmp_path_factory.mktemp("layers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        make()
+    return folder
+
+
 @pytest.fixture
-def run(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run whose Gaussian over all layers is there, of a network by the user's own code; the test works beside it."""
+def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, beside which the test works."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    return tmp_path / "ckpt.pt"
+
+
+def make() -> None:
+    """The run, in the working folder."""
     Path("net.py").write_text(NETWORK)
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(80, 1, 2, 2)).astype(np.float32)
@@ -36,10 +54,8 @@ def run(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch.manual_seed(0)
     torch.save(space["make"]().state_dict(), "ckpt.pt")  # type: ignore[operator]
     splits = [word for name in ("train", "val", "test") for word in ("--data", f"{name}=npz:{name}.npz")]
-    assert cli("extract-features", "ckpt.pt", "--model", "net.py:make", *splits).code == 0
-    fit = cli("fit-laplace", "ckpt.pt", "--prior-precision", "3", "--structure", "full", "--layers", "all", *TRUST)
-    assert fit.code == 0
-    return tmp_path / "ckpt.pt"
+    fit = ("fit-laplace", "ckpt.pt", "--prior-precision", "3", "--structure", "full", "--layers", "all", *TRUST)
+    run_all(("extract-features", "ckpt.pt", "--model", "net.py:make", *splits), fit)
 
 
 def test_all_layers_are_refined_predicted_with_and_up_to_date(cli: Cli, run: Path) -> None:

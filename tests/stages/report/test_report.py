@@ -102,6 +102,7 @@ def test_distances_and_weights_are_those_of_diagnose(cli: Cli, run: Path, page: 
         assert row["Pareto k"] == f"{found['posteriors'][row['posterior']]['pareto_k']['value']:.4g}"
 
 
+@pytest.mark.usefixtures("pictures_are_names")
 @pytest.mark.long
 def test_another_split_is_shown_where_it_is_named(cli: Cli, run: Path, tmp_path: Path) -> None:
     assert cli("report", run, "--split", "val", "--out", tmp_path / "val.html").code == 0
@@ -163,6 +164,7 @@ def test_the_same_artifacts_give_the_same_bytes(cli: Cli, run: Path, tmp_path: P
     assert (again["action"], third["action"], third["outputs"]) == ("computed", "up_to_date", again["outputs"])
 
 
+@pytest.mark.usefixtures("pictures_are_names")
 def test_a_page_of_other_options_is_not_replaced_without_force(cli: Cli, run: Path, tmp_path: Path) -> None:
     words = ("--out", tmp_path / "page.html", "--posterior", "map")
     assert cli("report", run, *words).code == 0
@@ -226,6 +228,7 @@ def test_a_bare_run_says_what_is_missing_and_the_command_that_makes_it(cli: Cli,
     assert "There is no verdict" in told["verdict"]
 
 
+@pytest.mark.usefixtures("pictures_are_names")
 @pytest.mark.parametrize("gone", ["hmc.nc", "laplace.safetensors", "map.safetensors"])
 def test_a_run_without_one_of_its_posteriors_is_reported_on(cli: Cli, small_run: Path, gone: str) -> None:
     folder = small_run.with_name("small.bnn")
@@ -245,6 +248,7 @@ def test_posteriors_whose_names_begin_alike_have_figures_of_their_own(cli: Cli, 
     assert {"traces-hmc", "traces-hmc-1"} <= {one.attributes["id"] for one in page.all("figure")}
 
 
+@pytest.mark.usefixtures("pictures_are_names")
 def test_a_damaged_file_is_told_and_the_rest_is_shown(cli: Cli, small_run: Path) -> None:
     folder = small_run.with_name("small.bnn")
     path = folder / "posteriors" / "hmc.nc"
@@ -255,6 +259,7 @@ def test_a_damaged_file_is_told_and_the_rest_is_shown(cli: Cli, small_run: Path)
     assert page.one("reliability-test")
 
 
+@pytest.mark.usefixtures("pictures_are_names")
 def test_only_the_posteriors_that_are_named_are_shown(cli: Cli, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "some.html"
     assert cli("report", run, "--posterior", "map", "--posterior", "laplace", "--out", out).code == 0
@@ -300,6 +305,7 @@ def two(cli: Cli, tmp_path: Path) -> list[Path]:
     return runs
 
 
+@pytest.mark.usefixtures("pictures_are_names")
 def test_what_sets_checkpoints_apart_is_more_than_chance_where_their_examples_or_options_differ(
     cli: Cli, two: list[Path]
 ) -> None:
@@ -317,6 +323,7 @@ def test_what_sets_checkpoints_apart_is_more_than_chance_where_their_examples_or
     )
 
 
+@pytest.mark.usefixtures("pictures_are_names")
 def test_intervals_over_checkpoints_end_where_scores_do(cli: Cli, two: list[Path]) -> None:
     assert cli("report", *two, "--out", two[0].with_name("both.html")).code == 0
     rows = read_page(two[0].with_name("both.html")).one("scores-of-all-test").rows()
@@ -325,6 +332,7 @@ def test_intervals_over_checkpoints_end_where_scores_do(cli: Cli, two: list[Path
     assert ends["NLL lower is better"][0] == 0
 
 
+@pytest.mark.usefixtures("pictures_are_names")
 @pytest.mark.long
 def test_predictions_that_a_checkpoint_lacks_are_told_with_its_own_name(cli: Cli, small_run: Path) -> None:
     shutil.copytree(small_run.with_name("small.bnn"), small_run.with_name("other.bnn"))
@@ -354,6 +362,7 @@ def test_wrong_options_are_told_in_a_line(cli: Cli, small_run: Path, words: list
     assert not small_run.with_name("small.bnn").joinpath("report.html").exists()
 
 
+@pytest.mark.usefixtures("pictures_are_names")
 @pytest.mark.long
 def test_what_is_no_report_is_not_replaced_without_force(cli: Cli, small_run: Path, tmp_path: Path) -> None:
     path = tmp_path / "letter.html"

@@ -10,6 +10,7 @@ import pytest
 from problems.command_line import Cli
 from problems.pages import check_names, read_page
 
+pytestmark = pytest.mark.usefixtures("pictures_are_names")
 OLD = "<html><head><meta name=generator content=bnncli-page></head>the old report"
 
 

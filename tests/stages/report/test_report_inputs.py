@@ -15,6 +15,7 @@ from problems.pages import Node, check_is_self_contained, read_page
 from bnncli.stages.report.thumbnails import png_of, text_of
 from bnncli.storage.predictions import read_predictions
 
+pytestmark = pytest.mark.usefixtures("pictures_are_names")
 SIDE = 6
 
 

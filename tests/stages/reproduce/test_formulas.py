@@ -96,7 +96,7 @@ def test_numbers_without_spread_are_named() -> None:
     ],
 )
 def test_a_rule_of_numbers_that_are_zero_is_decided_no_more_often_than_the_level(rule: str, told: bool) -> None:
-    generator, trials, wrong = np.random.default_rng(2), 4000, 0
+    generator, trials, wrong = np.random.default_rng(2), 2000, 0
     for _ in range(trials):
         numbers = {name: (Estimate(generator.standard_normal(), 1.0),) for name in "abcd"}
         wrong += decided(rule, numbers) is told

@@ -82,7 +82,7 @@ def test_a_number_is_the_mean_of_what_evaluate_said_of_each_checkpoint(
 
 
 def test_the_pages_tell_the_same_and_show_every_figure(recipes: Recipes, data: Path, out: Path, cli: Cli) -> None:
-    recipes()
+    recipes(is_drawn=True)
     assert cli("reproduce", TABLE, "--data", data, "--out", out).code == 0
     folder, document = out / "quick" / TABLE, results(out)
     page = (folder / "results.md").read_text()
@@ -92,7 +92,9 @@ def test_the_pages_tell_the_same_and_show_every_figure(recipes: Recipes, data: P
     assert document["figures"] == ["numbers.png", "lines.png"]
     assert "NLL, NLL:\n\n| number | 0 | 1 |\n|---|---|---|\n| both | " in page
     for name in document["figures"]:
-        assert MARK.encode() in (folder / name).read_bytes()
+        content = (folder / name).read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert MARK.encode() in content
         assert f"]({name})" in page
 
 
