@@ -128,6 +128,7 @@ LINES = (
     "predict m.pt --samples 6 --posterior n-diag --posterior n-full --posterior some --integrator logit-mc --integrator mc --split val",
     "predict m.pt --samples 6 --layers all --posterior hmc-all --split val",
     "predict m.pt --samples 6 --posterior some --posterior map --data new=npz:raw.npz --table new.csv",
+    "predict m.pt --posterior map --ood far=npz:raw.npz --table kept.csv --keep-features",
     "fit-ensemble m.pt n.pt",
     "predict m.pt --posterior ensemble --split val",
     "predict m.pt --posterior drawn --integrator logit-mc --integrator probit --split val",

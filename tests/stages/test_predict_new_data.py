@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import errno
-import io
 import os
 import signal
 import subprocess
@@ -13,51 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
 from problems.command_line import SCRIPT, Cli, Invocation
+from problems.image_runs import draw, make_run, rows
 
 from bnncli.errors import OutputExists
-from bnncli.networks.mlp import build
 from bnncli.stages.predict.follow import Arrivals, continued
-
-Row = dict[str, str]
-
-
-def draw(path: Path, seed: int) -> None:
-    path.parent.mkdir(exist_ok=True)
-    Image.fromarray(np.random.default_rng(seed).integers(256, size=(4, 4), dtype=np.uint8)).save(path)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Path:
-    """A run of a network on images of 4 x 4, in the working folder, with posteriors of last layer and of all."""
+    """A run of a network on images of 4 x 4, in the working folder."""
     monkeypatch.chdir(tmp_path)
-    random = np.random.default_rng(0)
-    for name, count in (("train", 60), ("test", 300), ("labelled", 20)):
-        pixels = random.integers(256, size=(count, 4, 4), dtype=np.uint8)
-        np.savez(f"{name}.npz", x=pixels, y=np.arange(count) % 3)
-    torch.manual_seed(0)
-    torch.save(build(inputs=16, hidden=(6,), classes=3).state_dict(), "net.pt")
-    for words in (
-        (
-            "extract-features",
-            "net.pt",
-            "--model",
-            "mlp",
-            "--data",
-            "train=npz:train.npz",
-            "--data",
-            "test=npz:test.npz",
-        ),
-        ("fit-laplace", "net.pt", "--prior-precision", 1),
-    ):
-        assert cli(*words).code == 0
+    make_run(cli)
     return tmp_path
-
-
-def rows(name: str) -> list[Row]:
-    return list(csv.DictReader(io.StringIO(Path(name).read_bytes().decode())))
 
 
 def predict(cli: Cli, *words: object, code: int = 0) -> Invocation:
