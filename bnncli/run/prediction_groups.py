@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from bnncli import registry
 from bnncli.errors import DataError, MissingInput
 from bnncli.run.layers_selection import layers_of, over_layers
 from bnncli.run.named_posterior import maker_of
@@ -140,11 +141,10 @@ def _named(
             raise MissingInput(f"no predictions of posterior {name!r} (there: {there})", hint=_maker(run, name, groups))
     for name in integrators:
         if not any(group.is_named([], [name]) for group in groups):
-            family = next((group.integrator for group in groups if name.startswith(f"{group.integrator}-")), name)
-            raise MissingInput(
-                f"no predictions by integrator {name!r} (there: {there})",
-                hint=run.suggest("predict", integrator=family),
-            )
+            known = registry.names("integrators")
+            of = [one for one in known if name == one or name.startswith(f"{one}-")]  # mean, and mean-field
+            hint = run.suggest("predict", integrator=max(of, key=len)) if of else None
+            raise MissingInput(f"no predictions by integrator {name!r} (there: {there})", hint=hint)
     wanted = [group for group in groups if group.is_named(posteriors, integrators)]
     if not wanted:
         what = f"no such predictions (there: {there})" if groups else "no predictions"

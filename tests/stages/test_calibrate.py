@@ -316,6 +316,7 @@ def test_a_rule_is_stale_with_its_predictions(cli: Cli, run: Path) -> None:
         (("--sets", "aps", "--raps-rank", "2"), "--raps-rank is of raps"),
         (("--sets", "raps", "--raps-rank", "2"), "--raps-penalty and --raps-rank go together"),
         (("--sets", "lac", "--coverage", "1"), "--coverage: expected a number between 0 and 1; got 1"),
+        (("--sets", "lac", "--integrator", "exact"), "--integrator: expected one of bridge, "),
         (("--sets", "lac", "--risk", "0.1", "--name", "x"), "--name names one rule"),
         (("--sets", "lac", "--risk", "0.1", "--out", "x.safetensors"), "--out FILE holds one rule"),
     ],

@@ -293,6 +293,15 @@ def test_the_same_again_is_up_to_date_and_other_options_are_refused(cli: Cli, sm
     assert module.read_text().startswith('"""Written by bnncli')
 
 
+def test_a_file_is_not_named_as_one_of_another_format(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    words = ("export", small_run, "--posterior", "laplace", "--integrator", "probit", *TORCH)
+    done = cli(*words, "--out", tmp_path / "head.onnx")
+    assert (done.code, "add --format onnx, or give it another name" in done.stderr) == (2, True)
+    assert cli(*words, "--out", tmp_path / "head.st").code == 0
+    other = cli(*words, "--out", tmp_path / "head.st", "--score", "entropy")
+    assert (other.code, "or another --out to keep both" in other.stderr) == (73, True)
+
+
 def test_an_export_of_another_posterior_is_stale(cli: Cli, small_run: Path) -> None:
     words = ("export", small_run, "--posterior", "laplace", "--format", "pt2", "--integrator", "probit", "--head-only")
     assert cli(*words).code == 0

@@ -118,6 +118,20 @@ def test_a_label_that_is_no_class_and_a_missing_file_are_refused(folder: Path, c
     assert not Path("t.csv").exists()
 
 
+@pytest.mark.parametrize("keep", [(), ("--keep-features",)], ids=["streamed", "kept"])
+def test_what_is_wrong_with_data_names_no_option_of_extract_features(
+    folder: Path, cli: Cli, keep: tuple[str, ...]
+) -> None:
+    np.savez("wide.npz", x=np.zeros((2, 9, 9), np.uint8))
+    np.savez("nan.npz", x=np.full((2, 4, 4), np.nan, np.float32))
+    for name in ("wide", "nan"):
+        done = predict(cli, "--data", f"a=npz:{name}.npz", "--table", "t.csv", *keep, code=65)
+        assert "hint: network, preprocessing and task are those of the run" in done.stderr, name
+    os.mkdir("seen")
+    done = predict(cli, "--data", "a=seen", "--table", "t.csv", *keep, code=2)
+    assert "hint: perhaps images:seen" in done.stderr
+
+
 def follow(cli: Cli, *words: object, code: int = 0) -> Invocation:
     return predict(cli, "--follow", "in", "--table", "t.csv", "--idle", 0, *words, code=code)
 
@@ -291,4 +305,6 @@ def test_rules_of_calibrate_decide_on_new_data_as_on_a_split(folder: Path, cli: 
     assert [row["ood"] in ("0", "1") for row in rows("t.csv")] == [True, True]
     predict(cli, "--data", "new=npz:labelled.npz", "--table", "none.csv", "--decide", "none")
     assert "ood" not in rows("none.csv")[0]
-    predict(cli, "--data", "new=npz:labelled.npz", "--table", "x.csv", "--decide", "absent", code=66)
+    done = predict(cli, "--data", "new=npz:labelled.npz", "--table", "x.csv", "--decide", "absent", code=66)
+    assert "laplace.mc has no rule 'absent' (there: ood, risk, sets, shift)" in done.stderr
+    assert "hint: bnncli calibrate net.pt --posterior laplace --integrator mc --sets lac" in done.stderr

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 
 from bnncli import data
 from bnncli.data.images import image_dataset
-from bnncli.errors import DataError, UsageError
+from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.extraction.features import Extracted
 from bnncli.likelihoods import has_exclusive_classes
 from bnncli.options.extract_features import ExtractFeaturesOptions
-from bnncli.options.predict import STDIN
+from bnncli.options.predict import STDIN, PredictOptions
 from bnncli.run.integrator_choice import IntegratorChoice
 from bnncli.run.predictor import Predictor
 from bnncli.run.session import Run
@@ -32,6 +33,7 @@ from bnncli.storage.predictions import PredictionFile
 from bnncli.storage.tables import TableBlock, csv_header
 
 BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of extract-features by default: sums depend on it
+_OF_THE_RUN = {spec.name for spec in fields(ExtractFeaturesOptions)} - {spec.name for spec in fields(PredictOptions)}
 BLOCK = 16 * BATCH_SIZE  # examples predicted at once
 
 
@@ -106,7 +108,8 @@ class NewData:
         name, spec = data.parse_split(text, option=flag)
         if spec == STDIN:
             return self.images(name, spec, Path(), _named_on_stdin())
-        opened = data.load_split(spec, name=name, preprocess=self.preprocess, takes_any_labels=True)
+        with about_given_data():
+            opened = data.load_split(spec, name=name, preprocess=self.preprocess, takes_any_labels=True)
         if flag == "\0ood\0":
             return opened.as_ood()
         are_names = self.classes != [str(index) for index in range(len(self.classes))]
@@ -142,7 +145,7 @@ class NewData:
             yield from _stored(self.kept[split.name])
             return
         recorded = self.reader.recorded
-        with recorded.visible():
+        with recorded.visible(), about_given_data():
             head = recorded.network.head(split)
             recorded.check_head(head)
             batches = recorded.network.batches(
@@ -169,7 +172,8 @@ class NewData:
                     code="wrong_layout",
                 )
         else:
-            inputs = predictor.train.reader.given_inputs(split.take(np.arange(rows.start, rows.stop)), layout)
+            with about_given_data():
+                inputs = predictor.train.reader.given_inputs(split.take(np.arange(rows.start, rows.stop)), layout)
         predicted = predictor.predict(maker.choice, inputs)
         content = predictions_of(
             predicted, labels=None if extracted.labels is None else extracted.labels.numpy(), sample_id=split.rows[rows] + first_id,
@@ -178,6 +182,19 @@ class NewData:
         level = None if content.interval is None else predicted.integrator.interval_level
         exclusive = has_exclusive_classes(layout.likelihood_name)
         return content, Origin(split.name, *maker.origin, level, exclusive)
+
+
+@contextmanager
+def about_given_data() -> Iterator[None]:
+    """What is wrong with data names no option that the run was made with, and that cannot be given here."""
+    try:
+        yield
+    except BnnError as error:
+        if any(f"\0{name}\0" in (error.hint or "") for name in _OF_THE_RUN):
+            error.hint = (
+                "network, preprocessing and task are those of the run: give data like those that its features are of"
+            )
+        raise
 
 
 def _stored(content: FeatureFile) -> Iterator[Extracted]:

@@ -16,7 +16,7 @@ from bnncli.run.classes import posterior_classes
 from bnncli.run.session import Result, Run
 from bnncli.stages.extract_features.added import AddedSplits
 from bnncli.stages.predict.follow import Arrivals, Followed
-from bnncli.stages.predict.new_data import Maker, NewData
+from bnncli.stages.predict.new_data import Maker, NewData, about_given_data
 from bnncli.stages.predict.new_data_rules import NewDataRules, columns_of_rules
 from bnncli.stages.predict.stored import params_of
 from bnncli.stages.predict.table import Merge, ShownColumns, check_table_path
@@ -49,7 +49,8 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
         new = replace(new, shown=replace(shown, has_names=True))
     counts = ", ".join(f"{len(split):,} of {split.name}" for split in splits)
     begun = time.monotonic()
-    total = Result() if added is None else added.result()
+    with about_given_data():
+        total = Result() if added is None else added.result()
     if run.write.dry_run:
         total.add(Result("planned", [_output(target)], lines=[f"write: {target} ({counts})"]))
         return total
@@ -90,7 +91,8 @@ def _added(run: Run, options: PredictOptions, new: NewData) -> AddedSplits:
     """The new data as splits of the run. Raises OutputExists where the run has others of these names."""
     for text, flag in _named(options):
         new.check_trusted(text, flag)
-    added = AddedSplits(run, new.reader.recorded, data=options.data, ood=options.ood)
+    with about_given_data():
+        added = AddedSplits(run, new.reader.recorded, data=options.data, ood=options.ood)
     added.check_replaces_none()
     return added
 
