@@ -20,7 +20,7 @@ from bnncli.decisions.acceptance import AcceptanceRule
 from bnncli.decisions.outliers import OutlierRule
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.exported import steps
-from bnncli.stages.export import work
+from bnncli.stages.export import measures
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.decisions import read_decision
 from bnncli.storage.predictions import PredictionFile, read_predictions
@@ -367,7 +367,7 @@ def test_a_run_without_val_is_judged_on_another_labelled_split(cli: Cli, tmp_pat
 
 
 def test_batches_that_take_too_long_are_not_timed(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(measures, "_MOST_SECONDS", 0.0)
     done = cli("export", small_run, "--posterior", "map", *TORCH, "--json")
     times = done.json["metrics"]["milliseconds"]["torch"]
     assert times["1"] > 0
