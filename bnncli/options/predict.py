@@ -116,7 +116,7 @@ class PredictOptions(Checked):
         metavar="NAME",
         numeric=False,
     )
-    trust_code: bool = trust_code_option()
+    trust_code: bool = trust_code_option(also=", or new data are given")
 
     def __post_init__(self) -> None:
         super().__post_init__()
