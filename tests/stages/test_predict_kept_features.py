@@ -147,3 +147,22 @@ def test_image_files_keep_their_names_and_code_is_run_where_it_is_trusted(folder
     assert cli("predict", "own.pt", "--posterior", "map", "--split", "new", "--table", "split.csv").code == 0
     assert kept("split.csv") == kept("kept.csv")
     assert [row["name"] for row in rows("kept.csv")] == ["0.png", "1.png", "2.png"]
+
+
+@pytest.mark.parametrize("task", ["multiclass", "binary", "multilabel"])
+def test_raw_inputs_and_labels_of_every_kind_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, task: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    for name, count in (("train", 40), ("new", 9)):
+        x = random.normal(size=(count, 3)).astype(np.float32)
+        np.savez(f"{name}.npz", x=x, y=(x > 0).astype(np.uint8) if task == "multilabel" else (x[:, 0] > 0).astype(int))
+    raw = ("extract-features", "raw", "--model", "flatten", "--task", task)
+    assert cli(*raw, "--data", "train=npz:train.npz").code == 0
+    assert cli("fit-laplace", "raw", "--prior-precision", 1).code == 0
+    one = ("predict", "raw", "--posterior", "laplace", "--samples", 20)
+    assert cli(*one, "--data", "new=npz:new.npz", *KEPT).code == 0
+    assert cli(*one, "--split", "new", "--table", "split.csv").code == 0
+    assert kept("kept.csv") == kept("split.csv")
+    assert cli(*raw, "--data", "new=npz:new.npz", "--json").json["action"] == "up_to_date"
