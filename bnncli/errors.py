@@ -11,6 +11,8 @@ import os
 from enum import IntEnum
 from pathlib import Path
 
+ELSEWHERE = "choose another place"  # as a hint: the command line adds by which of its options
+
 
 class Exit(IntEnum):
     """The exit codes of every command; a signal n exits with 128 + n."""

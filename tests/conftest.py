@@ -175,7 +175,7 @@ def make_scores_rough(patch: pytest.MonkeyPatch) -> None:
     """
     from bnncli.evaluation import calibrated
     from bnncli.evaluation.draw_blocks import compare_draws
-    from bnncli.stages.export import work as export
+    from bnncli.stages.export import measures as export
 
     patch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
     patch.setattr(calibrated, "NUM_DRAWS", 200)

@@ -215,7 +215,7 @@ def _trainings() -> list[str]:
         f"extract-features FOLDER/net-0.safetensors {data}",
         "fit-ensemble FOLDER/net-0.safetensors FOLDER/net-1.safetensors",
         "auto FOLDER/net-0.safetensors",
-        f"predict FOLDER/net-0.safetensors --data new=npz:{fixture_path('val.npz')}@50 --table FOLDER/new.csv",
+        f"predict FOLDER/net-0.safetensors --data new=npz:{fixture_path('val.npz')}@50 --table FOLDER/new.csv --keep-features",
     ]
 
 

@@ -19,7 +19,7 @@ from bnncli.cli.option_values import OptionValue, config_path, read_config, reso
 from bnncli.cli.tables import print_table
 from bnncli.cli.usage_words import usage_words
 from bnncli.console import Console
-from bnncli.errors import BnnError, Exit, UsageError, WriteError, bug, left_by, machine_error
+from bnncli.errors import ELSEWHERE, BnnError, Exit, UsageError, WriteError, bug, left_by, machine_error
 from bnncli.machine import signals
 from bnncli.machine.last_words import LOST
 from bnncli.names import printable
@@ -75,6 +75,7 @@ class _Invocation:
         self.started = time.monotonic()
         self.code: int = Exit.OK
         self.settings: dict[str, OptionValue] = {}
+        self.line: CommandLine | None = None
 
     def run(self) -> int:
         try:
@@ -133,9 +134,10 @@ class _Invocation:
             arguments["resolved"] = resolve_named(arguments["of"], common.config)
         compute = spread.own_device(options.get(ComputeOptions, ComputeOptions()))
         own = next((options[group] for group in command.groups if group not in _SHARED), None)
+        self.line = self._line(command)
         run = Run(
             command=command.name,
-            line=self._line(command),
+            line=self.line,
             arguments=arguments,
             console=self.console,
             run_options=options.get(RunOptions, RunOptions()),
@@ -169,6 +171,8 @@ class _Invocation:
         for line in result.summary:
             self.console.info(line)
         failure = result.failure
+        if failure is not None:
+            self._advise(failure)
         if self.is_json:
             document = self._document(run, result)
             if failure is not None:
@@ -199,6 +203,15 @@ class _Invocation:
     def _print_json(self, document: dict[str, Any]) -> None:
         print(json.dumps(spelled(document), allow_nan=False), file=self.results)
 
+    def _advise(self, error: BnnError) -> None:
+        """Name the options of this command that help."""
+        if error.code == "out_of_memory" and error.hint is None:
+            error.hint = memory_advice(self._named_command(), is_gpu="cuda" in error.message.lower())
+        if error.hint == ELSEWHERE:
+            from bnncli.cli.place_advice import place_advice  # here, for what knows run folders
+
+            error.hint = place_advice(self._named_command(), self.line, error.path)
+
     def _fail(self, error: Exception) -> None:
         """Turn an exception into an exit code, its lines on stderr, and the JSON document of a failure."""
         if isinstance(error, BrokenPipeError):
@@ -217,8 +230,7 @@ class _Invocation:
             self.console.traceback(error)
         elif self.console.options.verbose:
             self.console.traceback(error)
-        if known.code == "out_of_memory" and known.hint is None:
-            known.hint = memory_advice(self._named_command(), is_gpu="cuda" in known.message.lower())
+        self._advise(known)
         self.console.stop_bar()
         self.code = known.exit
         if spread.is_follower():

@@ -58,16 +58,21 @@ def read_ahead(
         BnnError: as the data set's `read`; the transform cannot take what it gives; a process that reads died.
     """
     chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)[turns]]
-    loader = torch_data.DataLoader(
-        _Chunks(dataset, chunks, transform, where),
-        batch_size=None,
-        num_workers=num_workers,
-        worker_init_fn=_quiet_worker,
-    )
-    for outcome in loader if num_workers == 0 else _from_workers(loader, where):
+    batches = _Chunks(dataset, chunks, transform, where)
+    # Without a loader where none reads ahead: it takes longer than one small batch. And in the loop itself, which closes it: an error
+    # that somebody holds would keep what a name here holds, and with that its processes.
+    for outcome in _here(batches) if num_workers == 0 else _from_workers(_loader(batches, num_workers), where):
         if isinstance(outcome, BnnError):
             raise outcome
         yield outcome
+
+
+def _here(batches: _Chunks) -> Iterator[Chunk | BnnError]:
+    return (batches[index] for index in range(len(batches)))
+
+
+def _loader(batches: _Chunks, num_workers: int) -> torch_data.DataLoader[Any]:
+    return torch_data.DataLoader(batches, batch_size=None, num_workers=num_workers, worker_init_fn=_quiet_worker)
 
 
 def _from_workers(loader: torch_data.DataLoader[Any], where: str) -> Iterator[Any]:

@@ -41,7 +41,8 @@ def opened_image(stream: IO[bytes], where: str, path: Path | None = None) -> Ite
     except _DAMAGE as error:
         if is_failure(error):
             raise
-        raise DataError(f"cannot decode {where}: {error}", path=path) from error
+        why = "it is no image of a known kind" if isinstance(error, UnidentifiedImageError) else error
+        raise DataError(f"cannot decode {where}: {why}", path=path) from error
 
 
 def mode_of(modes: set[str]) -> str:

@@ -19,6 +19,7 @@ from bnncli.options.declaration import check_split_name
 from bnncli.options.parts import forms
 
 _FAMILY = "data"
+_FOLDER = "images"  # what a folder most often is
 
 
 def parse_split(text: str, *, option: str = "\0data\0") -> tuple[str, str]:
@@ -39,9 +40,11 @@ def _forms() -> str:
 
 
 def _perhaps(place: str) -> str | None:
-    """What may be meant, where the name of a file ends as a kind is called."""
+    """What may be meant, where the name of a file ends as a kind is called, or is that of a folder."""
     suffixes = Path(re.split(r"[:@]", place)[0]).suffixes
     kinds = [suffix[1:] for suffix in suffixes if registry.has_name(_FAMILY, suffix[1:])]
+    if not kinds and Path(place).is_dir():
+        kinds = [_FOLDER]
     return f"perhaps {kinds[-1]}:{place}" if kinds else None
 
 

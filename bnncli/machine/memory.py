@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from contextlib import suppress
-from pathlib import Path
 
 from bnncli.errors import DeviceError
 from bnncli.lazy import torch
@@ -53,7 +52,8 @@ def return_large_blocks() -> None:
 def resident_bytes() -> int:
     """Bytes of memory that this process has; 0 on a system that does not tell."""
     try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/self/statm", "rb", buffering=0) as stream:  # asked between blocks that take as long
+            return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
 

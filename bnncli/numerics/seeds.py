@@ -6,6 +6,7 @@ Adding a random draw to one step does not shift another, since every purpose has
 from __future__ import annotations
 
 import zlib
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from bnncli.lazy import torch
 LARGE = 2**15
 
 
+@lru_cache(maxsize=256)
 def stream_seed(seed: int, name: str) -> int:
     """A 63-bit seed for the stream `name` (such as "refine/shuffle") under the user's seed."""
     sequence = np.random.SeedSequence([seed, zlib.crc32(name.encode())])

@@ -10,6 +10,7 @@ from bnncli.errors import UsageError
 from bnncli.names import percent
 from bnncli.options.declaration import Checked, check_split_name, option
 from bnncli.options.evaluate import DEFAULT_SCORE
+from bnncli.options.predicted import check_variant
 
 DEFAULT_CONFIDENCE = 0.95  # of a bound on the risk, which without one is none
 TUNING_SHARE = 0.2  # of the calibration examples, that choose how raps is regularised
@@ -39,6 +40,7 @@ class CalibrateOptions(Checked):
         None,
         "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc).",
         metavar="NAME",
+        check=check_variant,
         numeric=False,
     )
     sets: str | None = option(

@@ -10,6 +10,7 @@ from bnncli.options.assertions import Quantity, parse_score
 from bnncli.options.declaration import Checked, collected, option
 from bnncli.options.layers import chosen_layers_option
 from bnncli.options.of_scores import of_compared_scores
+from bnncli.options.predicted import check_variant
 from bnncli.scores import declared
 
 
@@ -42,6 +43,7 @@ class CompareOptions(Checked):
         [],
         "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc). Repeatable.",
         metavar="NAME",
+        check=check_variant,
     )
     split: str = option("test", "Split to compare on.", metavar="SPLIT")
     baseline: str | None = option(

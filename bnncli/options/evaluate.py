@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bnncli import detectors, registry
+from bnncli import detectors
 from bnncli.errors import UsageError
 from bnncli.options.assertions import Assertion, Quantity, parse_assertion
 from bnncli.options.declaration import Checked, collected, option
 from bnncli.options.layers import chosen_layers_option
 from bnncli.options.of_scores import of_detectors, of_scores
+from bnncli.options.predicted import check_variant
 from bnncli.scores import declared
 
 
@@ -76,6 +77,7 @@ class EvaluateOptions(ShownScores):
         [],
         "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc). Repeatable.",
         metavar="NAME",
+        check=check_variant,
         numeric=False,
     )
     split: list[str] = option([], "Only this in-distribution split. Repeatable.", metavar="SPLIT", numeric=False)
@@ -110,13 +112,6 @@ class EvaluateOptions(ShownScores):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_intervals(self.bootstrap)
-        families = registry.names("integrators")
-        for name in self.integrator:
-            if not any(name == family or name.startswith(f"{family}-") for family in families):
-                message = (
-                    f"\0integrator\0: expected one of {', '.join(families)}, or one with its settings; got {name!r}"
-                )
-                raise UsageError(message)
 
     @property
     def shown_scores(self) -> list[str]:

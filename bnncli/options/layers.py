@@ -10,11 +10,15 @@ from bnncli.options.declaration import Checked, option
 from bnncli.theta.module import LAST, STATE
 
 
-def trust_code_option(*, is_recorded: bool = True) -> Any:
-    """The option --trust-code, of a group that artifacts record or of another."""
+def trust_code_option(*, is_recorded: bool = True, also: str = "") -> Any:
+    """The option --trust-code, of a group that artifacts record or of another.
+
+    Args:
+        also: another case in which that code runs.
+    """
     text = (
         "Run the code that the run's features were made by (a network of file.py:factory or package.module:factory, data of "
-        "py:), where a posterior is over other layers than the last. Without it a run folder that somebody else made runs nothing."
+        f"py:), where a posterior is over other layers than the last{also}. Without it a run folder that somebody else made runs nothing."
     )
     return option(False, text, numeric=not is_recorded)
 

@@ -12,6 +12,7 @@ from bnncli.options.layers import chosen_layers_option, trust_code_option
 from bnncli.options.parts import Setting, declarations
 
 QMC = Setting("Draw by scrambled Sobol points instead of pseudo-random numbers", bool, False, place=10)
+STDIN = "-"  # the data whose files are named there
 PROJECTION = Setting("What the logits are reduced to first", place=20)
 
 
@@ -48,8 +49,19 @@ class PredictOptions(Checked):
     data: list[str] = option(
         [],
         "Predict new data in one go, instead of splits of the run: the run's network reads them, predictions go to \0table\0, and no "
-        "features are kept. SPEC as for extract-features; - reads the names of image files from stdin, one a line. Repeatable.",
+        "features are kept unless \0keep_features\0 asks for it. SPEC as for extract-features; - reads the names of image files from stdin, one a line. Repeatable.",
         metavar="SPLIT=SPEC",
+        numeric=False,
+    )
+    ood: list[str] = option(
+        [],
+        "New data of other classes than the network's: the same as \0data\0, and whatever labels they have are left out. Repeatable.",
+        metavar="SPLIT=SPEC",
+        numeric=False,
+    )
+    keep_features: bool = option(
+        False,
+        "Keep the features of new data as splits of the run, as extract-features writes them, for predict, evaluate and all others to go on with.",
         numeric=False,
     )
     follow: str | None = option(
@@ -104,7 +116,7 @@ class PredictOptions(Checked):
         metavar="NAME",
         numeric=False,
     )
-    trust_code: bool = trust_code_option()
+    trust_code: bool = trust_code_option(also=", or new data are given")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,6 +137,8 @@ class PredictOptions(Checked):
             self._check_new_data()
         elif self.idle is not None:
             raise UsageError("\0idle\0 ends \0follow\0: add \0follow\0 DIR")
+        elif self.keep_features:
+            raise UsageError("\0keep_features\0 is of new data: add \0data\0 SPLIT=SPEC")
         if self.top_k is None and (self.top_k_threshold, self.top_k_cap) != (None, None):
             raise UsageError(
                 "\0top_k_threshold\0 and \0top_k_cap\0 say how \0top_k\0 ranks: add \0top_k\0 neighbor or best"
@@ -133,18 +147,34 @@ class PredictOptions(Checked):
     @property
     def is_of_new_data(self) -> bool:
         """Whether what is predicted are no splits of the run."""
-        return bool(self.data) or self.follow is not None
+        return bool(self.data or self.ood) or self.follow is not None
 
     def _check_new_data(self) -> None:
         """Raise UsageError for what does not go with data that are no split of the run."""
-        flag = "\0data\0" if self.data else "\0follow\0"
-        if self.data and self.follow is not None:
-            raise UsageError("\0data\0 and \0follow\0 exclude each other: give one")
+        given = [flag for flag, value in (("\0data\0", self.data), ("\0ood\0", self.ood)) if value]
+        flag = given[0] if given else "\0follow\0"
+        if given and self.follow is not None:
+            raise UsageError(f"{flag} and \0follow\0 exclude each other: give one")
         if self.split:
             raise UsageError(f"\0split\0 is a split of the run, {flag} new data: give one")
         if self.keep_samples:
             raise UsageError(f"\0keep_samples\0 is for splits of the run: {flag} writes a table alone")
         if self.table is None:
             raise UsageError(f"{flag} writes a table: add \0table\0 FILE")
+        if self.keep_features:
+            self._check_is_split()
         if self.follow is not None and not self.table.lower().endswith(".csv"):
             raise UsageError(f"\0follow\0 appends to a .csv table; got \0table\0 {self.table}")
+
+    def _check_is_split(self) -> None:
+        """Raise UsageError where new data cannot be a split of the run: one that can be read again, and is whole."""
+        if self.follow is not None:
+            raise UsageError(
+                "\0keep_features\0: a split is whole, and \0follow\0 has no end: of what is in the folder, extract-features "
+                f"\0data\0 SPLIT=images:{self.follow} makes one"
+            )
+        if any(text.partition("=")[2] == STDIN for text in (*self.data, *self.ood)):
+            raise UsageError(
+                "\0keep_features\0: a split is made again of its data when these have changed, and stdin cannot be read again: "
+                "name the files' folder, as \0data\0 SPLIT=images:DIR"
+            )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bnncli.decisions import OOD, RISK, SETS, SHIFT
-from bnncli.errors import BnnError, DataError
+from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.evaluation.weighted_scores import ScoreGroup
 from bnncli.run.score_rows import PredictedSplit, bootstrap_of
 from bnncli.run.session import Run
@@ -30,6 +31,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
     RISK: ("acceptance", "selective_risk"),
     OOD: ("false_alarm_rate",),
     SHIFT: ("shift_p",),
+}
+_ASKED_BY: dict[str, dict[str, object]] = {
+    SETS: {"sets": "lac"},
+    RISK: {"risk": 0.02},
+    OOD: {"false_alarm": 0.05},
+    SHIFT: {"shift_level": 0.05},
 }
 _OF_BOTH = ("keep_samples", "top_k")  # parameters of predict that leave the probabilities what they are
 
@@ -71,7 +78,11 @@ def open_decisions(run: Run, name: str, *, only: Sequence[str] = ()) -> list[Dec
         DataError, MissingInput: one that was named cannot be used.
     """
     found = []
-    paths = run.folder.decision_files(name) if not only else [run.folder.decision(name, rule) for rule in only]
+    there = run.folder.decision_files(name)
+    paths = [run.folder.decision(name, rule) for rule in only] if only else there
+    for path in paths:
+        if not path.exists():
+            raise _missing_rule(run, name, path, [one.stem for one in there])
     for path in paths:
         try:
             decision = read_decision(path)
@@ -83,6 +94,16 @@ def open_decisions(run: Run, name: str, *, only: Sequence[str] = ()) -> list[Dec
             continue
         found.append(decision)
     return found
+
+
+def _missing_rule(run: Run, name: str, path: Path, there: Sequence[str]) -> MissingInput:
+    posterior, _, integrator = name.partition(".")
+    asked = _ASKED_BY.get(path.stem, _ASKED_BY[SETS])
+    return MissingInput(
+        f"{name} has no rule {path.stem!r} (there: {', '.join(there) or 'none'})",
+        hint=run.suggest("calibrate", posterior=posterior, integrator=integrator, **asked),
+        path=path,
+    )
 
 
 def why_unfit(decision: DecisionFile, header: Header, classes: Sequence[str]) -> str | None:

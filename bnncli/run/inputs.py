@@ -180,7 +180,11 @@ def load_split(run: Run, name: str) -> Split:
         has += f"; did you mean {near[0]!r}?" if near else ""
         raise MissingInput(
             f"no features of split {name!r} for {run.checkpoint_path} (looked for {path}; {has})",
-            hint=run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"]),
+            hint=run.suggest(
+                "extract-features",
+                model="MODEL",
+                data=[f"{one}=SPEC" for one in ([name] if there else ["train", "test"])],
+            ),
             path=path,
         )
     content = read_features(path)

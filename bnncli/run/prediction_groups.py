@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from bnncli import registry
 from bnncli.errors import DataError, MissingInput
 from bnncli.run.layers_selection import layers_of, over_layers
 from bnncli.run.named_posterior import maker_of
@@ -137,14 +138,14 @@ def _named(
     there = ", ".join(group.name for group in groups) or "none"
     for name in posteriors:
         if not any(group.is_named([name], []) for group in groups):
-            raise MissingInput(f"no predictions of posterior {name!r} (there: {there})", hint=_maker(run, name, groups))
+            raise MissingInput(
+                f"no predictions of posterior {name!r} (there: {there})", hint=_maker(run, name, groups, integrators)
+            )
     for name in integrators:
         if not any(group.is_named([], [name]) for group in groups):
-            family = next((group.integrator for group in groups if name.startswith(f"{group.integrator}-")), name)
-            raise MissingInput(
-                f"no predictions by integrator {name!r} (there: {there})",
-                hint=run.suggest("predict", integrator=family),
-            )
+            family = _family(name)
+            hint = None if family is None else run.suggest("predict", integrator=family)
+            raise MissingInput(f"no predictions by integrator {name!r} (there: {there})", hint=hint)
     wanted = [group for group in groups if group.is_named(posteriors, integrators)]
     if not wanted:
         what = f"no such predictions (there: {there})" if groups else "no predictions"
@@ -164,12 +165,19 @@ def _is_of_another(group: str, posteriors: Sequence[str]) -> bool:
     return bool(posteriors) and "." in group and {group, group.partition(".")[0]}.isdisjoint(posteriors)
 
 
-def _maker(run: Run, name: str, groups: Sequence[PredictionGroup]) -> str:
+def _family(variant: str) -> str | None:
+    """The integrator that a name with settings is of: mean-field-order2 of mean-field, and not of mean."""
+    of = [one for one in registry.names("integrators") if variant == one or variant.startswith(f"{one}-")]
+    return max(of, key=len, default=None)
+
+
+def _maker(run: Run, name: str, groups: Sequence[PredictionGroup], integrators: Sequence[str]) -> str:
     """The command that predicts with a posterior of the run; where there is none of this name, what makes it, or the name that was meant."""
     known = {path.stem for path in run.folder.posteriors()}
     posterior = name if name in known else name.partition(".")[0]
     if posterior in known:
-        return run.suggest("predict", posterior=posterior)
+        families = dict.fromkeys(found for one in integrators if (found := _family(one)) is not None)
+        return run.suggest("predict", posterior=posterior, integrator=[*families])
     maker = maker_of(run, posterior)
     if maker is not None:
         return maker

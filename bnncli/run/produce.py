@@ -203,6 +203,7 @@ def _decide(run: Run, request: Request) -> Decision:
         weights_digest=request.checkpoint["weights_digest"] if request.checkpoint else None,
         force=run.write.force,
         why_anew=request.why_anew,
+        another="\0name\0 NAME" if run.naming.out is None else "another \0out\0",
     )
 
 

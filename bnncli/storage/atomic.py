@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
-from bnncli.errors import BnnError, DeviceError, OutputExists, WriteError, resource_error
+from bnncli.errors import ELSEWHERE, BnnError, DeviceError, OutputExists, WriteError, resource_error
 from bnncli.machine import signals
 from bnncli.machine.team import is_leader
 
@@ -39,16 +39,14 @@ def write_error(error: OSError, path: Path) -> BnnError:
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in _NOT_WRITABLE:
         message = f"cannot write {path}: {reason}"
-        return OutputExists(
-            message, hint="choose another place with \0run_dir\0 or \0out\0", code="not_writable", path=path
-        )
+        return OutputExists(message, hint=ELSEWHERE, code="not_writable", path=path)
     if error.errno == errno.ELOOP:
         return OutputExists(
             f"{path} is a symbolic link, which is not followed", hint="remove it", code="not_writable", path=path
         )
     hint = f"free space on the file system of {path.parent}" if error.errno in _FULL else None
     if error.errno == errno.ENOENT:  # the folder cannot be made, as in /proc, or is gone
-        hint = "choose another place with \0run_dir\0 or \0out\0"
+        hint = ELSEWHERE
     return WriteError(f"writing {path} failed: {reason}{_UNCHANGED}", hint=hint, path=path)
 
 
@@ -237,10 +235,10 @@ def check_free_space(folder: Path, size: int) -> None:
         )
 
 
-_ELSEWHERE = "choose another place with \0run_dir\0 DIR: a copy of the run folder, where there is one already"
+_COPY_ELSEWHERE = "choose another place with \0run_dir\0 DIR: a copy of the run folder, where there is one already"
 
 
-def check_writable(folder: Path, *, hint: str = _ELSEWHERE) -> None:
+def check_writable(folder: Path, *, hint: str = _COPY_ELSEWHERE) -> None:
     """Raise OutputExists (73), with the hint, before any work when the folder, or the nearest that exists, cannot be written."""
     place = folder
     while not place.exists() and place != place.parent:

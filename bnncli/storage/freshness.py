@@ -56,11 +56,13 @@ def decide(
     weights_digest: str | None,
     force: bool,
     why_anew: Callable[[Mapping[str, Any]], str | None] = lambda recorded: None,
+    another: str = "\0name\0 NAME",
 ) -> Decision:
     """What a request means for the file at `target`.
 
     Args:
         why_anew: why it is made anew though it was made with these other parameters, for people; None: it is not.
+        another: the option that gives it another place.
 
     Raises:
         UsageError: the target is one of the inputs.
@@ -83,7 +85,7 @@ def decide(
         raise OutputExists(
             f"{target} exists and was made with other options ({different})",
             path=target,
-            hint="add \0force\0 to replace it" + _KEEP_BOTH.get(kind, ", or \0name\0 NAME to keep both"),
+            hint="add \0force\0 to replace it" + _KEEP_BOTH.get(kind, f", or {another} to keep both"),
         )
     changes = _changes(header, algo_rev, sources, weights_digest)
     if recorded.get("transform") != params.get("transform"):

@@ -18,6 +18,7 @@ POSTERIOR_SUFFIXES = (".safetensors", ".nc")
 FEATURES_SUFFIX = ".h5"
 RECOMMENDED = "recommended.json"
 MAX_NAME_BYTES = 255
+_LOCKS = ".locks"
 # How a folder with this file is named.
 _MODELS = {
     "adapter_config.json": "name it as the model: \0model\0 peft:DIR \0base_model\0 BASE",
@@ -111,8 +112,8 @@ class RunFolder:
         try:
             name = "-".join(target.resolve().relative_to(self.root.resolve()).parts)
         except ValueError:  # --out: somewhere else
-            return target.resolve().parent / ".locks" / target.name
-        return self.root / ".locks" / name
+            return lock_beside(target.resolve())
+        return self.root / _LOCKS / name
 
     def splits(self) -> list[str]:
         """Names of the splits whose features are there, sorted, train first."""
@@ -196,3 +197,8 @@ def _is_folder(folder: Path) -> MissingInput:
     own = folder.with_suffix("") if folder.suffix == ".bnn" else None
     hint = f"give the checkpoint itself: {own}" if own else "give the checkpoint file in it"
     return MissingInput(f"expected a checkpoint file; {folder} is a folder", hint=hint, path=folder)
+
+
+def lock_beside(target: Path) -> Path:
+    """The lock file of what lies outside a run folder."""
+    return target.parent / _LOCKS / target.name

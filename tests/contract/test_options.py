@@ -35,6 +35,8 @@ SPECIAL = {
 BESIDE = {
     "report figure-format": ["--figures", "f"],
     "predict data": ["--table", "t.csv"],
+    "predict ood": ["--table", "t.csv"],
+    "predict keep-features": ["--data", "new=npz:x", "--table", "t.csv"],
     "predict follow": ["--table", "t.csv"],
     "predict idle": ["--follow", "d", "--table", "t.csv"],
     "extract-features autocast": ["--model", "mlp", "--data", "train=npz:f"],

@@ -31,7 +31,7 @@ from bnncli.options import CommonOptions, ComputeOptions, EvaluateOptions, Expor
 from bnncli.options.command import Command
 from bnncli.options.declaration import choices_of, declared, flag_of
 from bnncli.options.train import AUGMENTATIONS, OPTIMIZERS, SCHEDULES
-from bnncli.stages.export import work as export
+from bnncli.stages.export import measures as export
 from bnncli.stages.fit_lbbnn import report
 from bnncli.storage.artifacts import read_header
 from bnncli.targets.last_layer import LastLayerTarget
@@ -129,6 +129,7 @@ LINES = (
     "predict m.pt --samples 6 --posterior n-diag --posterior n-full --posterior some --integrator logit-mc --integrator mc --split val",
     "predict m.pt --samples 6 --layers all --posterior hmc-all --split val",
     "predict m.pt --samples 6 --posterior some --posterior map --data new=npz:raw.npz --table new.csv",
+    "predict m.pt --posterior map --ood far=npz:raw.npz --table kept.csv --keep-features",
     "fit-ensemble m.pt n.pt",
     "predict m.pt --posterior ensemble --split val",
     "predict m.pt --posterior drawn --integrator logit-mc --integrator probit --split val",

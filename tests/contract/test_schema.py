@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -25,7 +26,7 @@ from bnncli.storage.samples import read_samples
 
 SCHEMA = Path(__file__).parents[2] / "fixtures" / "schema"
 VERSIONS = sorted(path for path in SCHEMA.iterdir() if path.is_dir() and path.name[0].isdigit())
-KINDS = {"features", "posterior", "samples", "predictions", "metrics", "decision"}
+KINDS = {"features", "posterior", "samples", "predictions", "metrics", "decision", "export"}
 
 
 @pytest.fixture(params=VERSIONS, ids=lambda path: path.name)
@@ -102,6 +103,40 @@ def test_golden_rules_are_read(golden: Path, expected: dict[str, Any]) -> None:
     assert isinstance(rule, SetRule)
     assert rule.thresholds.tolist() == expected["set_thresholds"]
     assert rule.sets(np.array([[0.98, 0.01, 0.01]])).tolist() == [[True, False, False]]
+
+
+def maker_of_golden_files() -> Any:
+    spec = importlib.util.spec_from_file_location("make_schema", SCHEMA / "make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_golden_exports_predict_by_the_module_that_they_hold(golden: Path) -> None:
+    meta = read_header(golden / "export.safetensors").meta
+    module: dict[str, Any] = {}
+    exec(meta["code"], module)
+    features = np.array(read_features(golden / "named-features.h5").features)
+    outputs = module["load"](str(golden / "export.safetensors"))(torch.from_numpy(features))
+    assert [output["name"] for output in meta["outputs"]] == list(outputs)
+    parity, probs = meta["metrics"]["nll"], outputs["probs"].double().numpy()
+    assert -np.log(probs[np.arange(30), np.arange(30) % 3]).mean() == pytest.approx(parity["export"], rel=1e-5)
+    assert outputs["set"].sum(dim=1).double().mean().item() == meta["metrics"]["sets"]["size"]
+
+
+def test_exports_say_of_themselves_what_the_golden_one_says(
+    golden: Path, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker = maker_of_golden_files()
+    assert maker.types_of(dict(read_header(golden / "export.safetensors").meta)) == expected["export_meta"]
+    if golden.name != headers.SCHEMA:
+        return
+    monkeypatch.chdir(tmp_path)
+    maker.make_run(tmp_path)
+    own = read_header(tmp_path / "tiny.bnn" / maker.FILES["export.safetensors"])
+    assert maker.types_of(dict(own.meta)) == expected["export_meta"]
 
 
 def test_golden_files_work_as_a_run(cli: Cli, golden: Path, tmp_path: Path) -> None:

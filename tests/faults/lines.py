@@ -77,6 +77,7 @@ _CALIBRATED = ("--posterior", "laplace", "--integrator", "mc", "--split", "test"
 _ALL = ("whole.pt", "--layers", "all", "--trust-code")  # of a network by code, whose inputs are read again
 _WHOLE = ("whole.pt", "net.py", "train.npz", "whole.pt.bnn/features/train.h5")
 _NEW = ("--posterior", "map", "--trust-code")  # of inputs that are no split of the run
+_KEPT = ("--data", "new=npz:train.npz", "--keep-features")  # and are one
 _LAPLACE_ALL = "whole.pt.bnn/posteriors/laplace-all.safetensors"
 
 LINES = {
@@ -250,6 +251,13 @@ LINES = {
             ("whole.pt", *_NEW, "--data", "new=npz:train.npz", "--table", "new.csv"),
             ("whole.pt", "net.py", "test.npz", "whole.pt.bnn/posteriors/map.safetensors"),
             force=(),
+        ),
+        Line(
+            "predict/kept",
+            ("whole.pt", *_NEW, *_KEPT, "--table", "new.csv"),
+            ("new.csv", "whole.pt.bnn/features/new.h5"),
+            ("whole.pt", *_NEW, *_KEPT, "--table", "new.csv", "--probabilities"),
+            ("whole.pt", "net.py", "train.npz", "whole.pt.bnn/posteriors/map.safetensors"),
         ),
         Line(
             "predict/out",

@@ -25,7 +25,7 @@ from bnncli.cli.execute import run_command_line
 from bnncli.errors import BnnError
 from bnncli.figures import shown
 from bnncli.pages import sections
-from bnncli.stages.export import work as export
+from bnncli.stages.export import measures as export
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.atomic import temporaries
 from faults.forked_lines import fork_lines

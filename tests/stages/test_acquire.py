@@ -71,3 +71,9 @@ def test_what_cannot_be_is_refused_in_a_line(cli: Cli, small_run: Path) -> None:
     assert "fewer than --batch" in acquire(cli, small_run, "--batch", 10**6, code=65).stderr
     done = cli("acquire", small_run, "--pool", "absent")
     assert done.code == 66
+
+
+def test_a_pool_that_is_not_there_is_told_how_to_make(cli: Cli, small_run: Path) -> None:
+    absent = cli("acquire", small_run, "--batch", 3)
+    assert absent.code == 66
+    assert absent.stderr.rstrip().endswith("--model MODEL --data pool=SPEC")

@@ -206,6 +206,12 @@ def test_a_split_that_is_not_there_is_told_how_to_make(cli: Cli, run: Path) -> N
     assert refused.code in (65, 66)
 
 
+def test_predictions_that_are_not_there_are_told_with_the_integrator(cli: Cli, run: Path) -> None:
+    absent = cli("calibrate", run, "--posterior", "map", "--integrator", "plug-in", "--risk", 0.1)
+    assert absent.code == 66
+    assert absent.stderr.rstrip().endswith("--posterior map --integrator plug-in")
+
+
 def test_too_few_examples_are_told_with_the_least_number(cli: Cli, run: Path) -> None:
     refused = cli("calibrate", run, "--sets", "lac", "--coverage", 0.996)
     assert refused.code == 65
@@ -329,6 +335,7 @@ def test_a_rule_is_stale_with_its_predictions(cli: Cli, run: Path) -> None:
         (("--sets", "aps", "--raps-rank", "2"), "--raps-rank is of raps"),
         (("--sets", "raps", "--raps-rank", "2"), "--raps-penalty and --raps-rank go together"),
         (("--sets", "lac", "--coverage", "1"), "--coverage: expected a number between 0 and 1; got 1"),
+        (("--sets", "lac", "--integrator", "exact"), "--integrator: expected one of bridge, "),
         (("--sets", "lac", "--risk", "0.1", "--name", "x"), "--name names one rule"),
         (("--sets", "lac", "--risk", "0.1", "--out", "x.safetensors"), "--out FILE holds one rule"),
     ],

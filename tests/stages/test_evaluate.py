@@ -80,6 +80,7 @@ def test_an_integrator_is_chosen_by_its_name_or_with_its_settings(cli: Cli, smal
     assert variants("mc") == {"mc", "mc-qmc"}
     absent = cli("evaluate", small_run, "--integrator", "probit-sum-zero")
     assert (absent.code, "no predictions by integrator 'probit-sum-zero'" in absent.stderr) == (66, True)
+    assert absent.stderr.rstrip().endswith("--integrator probit")
     unknown = cli("evaluate", small_run, "--integrator", "exact")
     assert (unknown.code, "or one with its settings" in unknown.stderr) == (2, True)
 

@@ -20,7 +20,7 @@ from bnncli.decisions.acceptance import AcceptanceRule
 from bnncli.decisions.outliers import OutlierRule
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.exported import steps
-from bnncli.stages.export import work
+from bnncli.stages.export import measures
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.decisions import read_decision
 from bnncli.storage.predictions import PredictionFile, read_predictions
@@ -293,6 +293,15 @@ def test_the_same_again_is_up_to_date_and_other_options_are_refused(cli: Cli, sm
     assert module.read_text().startswith('"""Written by bnncli')
 
 
+def test_a_file_is_not_named_as_one_of_another_format(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    words = ("export", small_run, "--posterior", "laplace", "--integrator", "probit", *TORCH)
+    done = cli(*words, "--out", tmp_path / "head.onnx")
+    assert (done.code, "add --format onnx, or give it another name" in done.stderr) == (2, True)
+    assert cli(*words, "--out", tmp_path / "head.st").code == 0
+    other = cli(*words, "--out", tmp_path / "head.st", "--score", "entropy")
+    assert (other.code, "or another --out to keep both" in other.stderr) == (73, True)
+
+
 def test_an_export_of_another_posterior_is_stale(cli: Cli, small_run: Path) -> None:
     words = ("export", small_run, "--posterior", "laplace", "--format", "pt2", "--integrator", "probit", "--head-only")
     assert cli(*words).code == 0
@@ -359,7 +368,7 @@ def test_a_run_without_val_is_judged_on_another_labelled_split(cli: Cli, tmp_pat
 
 def test_batches_that_take_too_long_are_not_timed(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for most in (20.0, 0.0):
-        monkeypatch.setattr(work, "_MOST_SECONDS", most)
+        monkeypatch.setattr(measures, "_MOST_SECONDS", most)
         done = cli("export", small_run, "--posterior", "map", *TORCH, "--json", "--force")
         times = done.json["metrics"]["milliseconds"]["torch"]
         assert [size for size, one in times.items() if one] == (["1", "32", "1024"] if most else ["1"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import errno
-import io
 import os
 import signal
 import subprocess
@@ -13,52 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from kills import run_to_files, start
-from PIL import Image
 from problems.command_line import SCRIPT, Cli, Invocation
+from problems.image_runs import draw, make_run, rows
 
 from bnncli.errors import OutputExists
-from bnncli.networks.mlp import build
 from bnncli.stages.predict.follow import Arrivals, continued
-
-Row = dict[str, str]
-
-
-def draw(path: Path, seed: int) -> None:
-    path.parent.mkdir(exist_ok=True)
-    Image.fromarray(np.random.default_rng(seed).integers(256, size=(4, 4), dtype=np.uint8)).save(path)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Path:
-    """A run of a network on images of 4 x 4, in the working folder, with posteriors of last layer and of all."""
+    """A run of a network on images of 4 x 4, in the working folder."""
     monkeypatch.chdir(tmp_path)
-    random = np.random.default_rng(0)
-    for name, count in (("train", 60), ("test", 300), ("labelled", 20)):
-        pixels = random.integers(256, size=(count, 4, 4), dtype=np.uint8)
-        np.savez(f"{name}.npz", x=pixels, y=np.arange(count) % 3)
-    torch.manual_seed(0)
-    torch.save(build(inputs=16, hidden=(6,), classes=3).state_dict(), "net.pt")
-    for words in (
-        (
-            "extract-features",
-            "net.pt",
-            "--model",
-            "mlp",
-            "--data",
-            "train=npz:train.npz",
-            "--data",
-            "test=npz:test.npz",
-        ),
-        ("fit-laplace", "net.pt", "--prior-precision", 1),
-    ):
-        assert cli(*words).code == 0
+    make_run(cli)
     return tmp_path
-
-
-def rows(name: str) -> list[Row]:
-    return list(csv.DictReader(io.StringIO(Path(name).read_bytes().decode())))
 
 
 def predict(cli: Cli, *words: object, code: int = 0) -> Invocation:
@@ -154,6 +120,20 @@ def test_a_label_that_is_no_class_and_a_missing_file_are_refused(folder: Path, c
     assert not Path("t.csv").exists()
 
 
+@pytest.mark.parametrize("keep", [(), ("--keep-features",)], ids=["streamed", "kept"])
+def test_what_is_wrong_with_data_names_no_option_of_extract_features(
+    folder: Path, cli: Cli, keep: tuple[str, ...]
+) -> None:
+    np.savez("wide.npz", x=np.zeros((2, 9, 9), np.uint8))
+    np.savez("nan.npz", x=np.full((2, 4, 4), np.nan, np.float32))
+    for name in ("wide", "nan"):
+        done = predict(cli, "--data", f"a=npz:{name}.npz", "--table", "t.csv", *keep, code=65)
+        assert "hint: network, preprocessing and task are those of the run" in done.stderr, name
+    os.mkdir("seen")
+    done = predict(cli, "--data", "a=seen", "--table", "t.csv", *keep, code=2)
+    assert "hint: perhaps images:seen" in done.stderr
+
+
 def follow(cli: Cli, *words: object, code: int = 0) -> Invocation:
     return predict(cli, "--follow", "in", "--table", "t.csv", "--idle", 0, *words, code=code)
 
@@ -165,7 +145,10 @@ def test_each_arrival_has_one_row_and_a_later_start_goes_on(folder: Path, cli: C
     (Path("in") / ".hidden.png").write_bytes(b"half")
     first = follow(cli, "--json").json
     assert (first["metrics"]["new"], first["metrics"]["unreadable"]) == (3, 1)
-    assert any("broken.png" in text for text in first["warnings"])
+    assert (
+        "'broken.png' is left out: cannot decode 'broken.png' in in: it is no image of a known kind"
+        in first["warnings"]
+    )
     kept = Path("t.csv").read_bytes()
     draw(Path("in") / "3.png", 3)
     draw(Path("in") / "broken.png", 4)
@@ -327,4 +310,6 @@ def test_rules_of_calibrate_decide_on_new_data_as_on_a_split(folder: Path, cli: 
     assert [row["ood"] in ("0", "1") for row in rows("t.csv")] == [True, True]
     predict(cli, "--data", "new=npz:labelled.npz", "--table", "none.csv", "--decide", "none")
     assert "ood" not in rows("none.csv")[0]
-    predict(cli, "--data", "new=npz:labelled.npz", "--table", "x.csv", "--decide", "absent", code=66)
+    done = predict(cli, "--data", "new=npz:labelled.npz", "--table", "x.csv", "--decide", "absent", code=66)
+    assert "laplace.mc has no rule 'absent' (there: ood, risk, sets, shift)" in done.stderr
+    assert "hint: bnncli calibrate net.pt --posterior laplace --integrator mc --sets lac" in done.stderr

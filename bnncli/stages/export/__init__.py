@@ -46,6 +46,7 @@ COMMAND = Command(
 def run(run: Run, options: ExportOptions) -> Result:
     """Export one posterior by one integrator."""
     options.check_together()
+    publishing.check_suffix(run.naming.out, options.format)
     name, integrator = _chosen(run, options)
     path = find_named(run, name, flag="\0posterior\0", otherwise=run.suggest("status"))
     header, source = posterior_source(run, path, "posterior")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import UsageError
 from bnncli.exported import MARK
+from bnncli.options.export import FORMATS
 from bnncli.storage.atomic import publish_bytes, published_together
 from bnncli.storage.exports import KIND, write_export
 from bnncli.storage.headers import Header
@@ -23,6 +24,16 @@ CODE = "code"  # in what a file of tensors says of itself: the module that reads
 def code_path(target: Path) -> Path:
     """Where the module that reads a file of tensors lies: beside it."""
     return target.with_suffix(".py")
+
+
+def check_suffix(out: str | None, form: str) -> None:
+    """Raise UsageError where a file's name ends as those of another format do."""
+    others = {suffix: name for name, suffix in FORMATS.items() if name != form}
+    other = None if out is None else others.get(Path(out).suffix.lower())
+    if other is not None:
+        raise UsageError(
+            f"\0out\0 {out} ends as files of \0format\0 {other} do, and this one is {form}: add \0format\0 {other}, or give it another name"
+        )
 
 
 def check_code_path(target: Path, *, force: bool) -> None:

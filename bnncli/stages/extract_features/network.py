@@ -40,7 +40,11 @@ def network_of(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | No
 
 
 class NetworkFeatures:
-    """The network that was asked for, and the splits that go through it."""
+    """The network that was asked for, and the splits that go through it.
+
+    Args:
+        opened: the network, where somebody has opened it already.
+    """
 
     def __init__(
         self,
@@ -49,9 +53,11 @@ class NetworkFeatures:
         splits: list[InputSplit],
         saved: SavedModel | None,
         likelihood: str | None,
+        *,
+        opened: Network | None = None,
     ) -> None:
         self.options, self.splits, self.likelihood = options, splits, likelihood
-        self.network = network_of(run, options, saved)
+        self.network = network_of(run, options, saved) if opened is None else opened
         self._stores: list[FeatureStore] = []
 
     @property

@@ -17,7 +17,7 @@ from bnncli.storage.newer_request import UNFINISHED, leave_note, request_digest,
 def note_changed(run: Run, requests: Sequence[Request]) -> None:
     """Note every request whose data are not those of the features that are there, before any of them is worked on."""
     for request in requests:
-        if _is_of_other_data(request):
+        if is_of_other_data(request):
             _note(run, request, UNFINISHED)
 
 
@@ -58,7 +58,7 @@ def _inode(target: Path) -> int | None:
 def _say_why(run: Run, requests: Sequence[Request], reason: str, *, noted: Collection[Path]) -> None:
     """Note why newer data did not come through; a note about anything else is not needed, as nothing was changed."""
     for request in requests:
-        if _is_of_other_data(request):
+        if is_of_other_data(request):
             _note(run, request, reason)
         elif request.target in noted:
             take_note_away(request.target)
@@ -74,7 +74,7 @@ def note_unreadable(run: Run, splits: Iterable[str], error: BnnError) -> None:
             _try(run, lambda target=target: leave_note(target, reason=spelled(error.message), request=None))  # type: ignore[misc]
 
 
-def _is_of_other_data(request: Request) -> bool:
+def is_of_other_data(request: Request) -> bool:
     """Whether there are features, of other data than those that are asked for."""
     if not request.target.is_file():
         return False

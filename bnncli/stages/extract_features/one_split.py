@@ -109,6 +109,6 @@ def finished(run: Run, results: list[Result]) -> Result:
     if not run.write.dry_run:
         for text in shared_rows(run.folder):
             run.console.warn(text)
-    if total.action == "up_to_date":
+    if total.action == "up_to_date" and len(total.outputs) > 1:
         total.summary = [f"all {len(total.outputs)} artifacts are up to date"]
     return total

@@ -38,13 +38,15 @@ COMMAND = Command(
     "Turn posteriors into class probabilities.",
     "Predicts every split but train with every posterior of the run, or those named, or over these layers. Several integrators may be asked "
     "for; each setting goes to those that have it and, where it is not the default, into the name: mc with --qmc is "
-    "mc-qmc. Writes predictions/<posterior>.<integrator>/<split>.h5.",
+    "mc-qmc. Writes predictions/<posterior>.<integrator>/<split>.h5; of new data (--data, --follow) a table alone.",
     (PredictOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli predict ckpt.pt",
         "bnncli predict ckpt.pt --posterior refine --integrator mc --samples 100 --split test",
         "bnncli predict ckpt.pt --posterior laplace --integrator all --split test",
         "bnncli predict ckpt.pt --layers all --integrator logit-mc",
+        "bnncli predict ckpt.pt --data new=images:incoming --table new.csv",
+        "bnncli predict ckpt.pt --posterior laplace --follow incoming --table new.csv",
     ),
     place=80,
 )

@@ -132,7 +132,7 @@ class Followed:
                     "unreadable": self.arrivals.num_left_out,
                 },
                 summary=[
-                    f"{len(self._done) - before:,} new files, {len(self._done):,} in all; {self.arrivals.num_left_out} unreadable"
+                    f"new files: {len(self._done) - before:,}, {len(self._done):,} in all; {self.arrivals.num_left_out} unreadable"
                 ],
             )
 

@@ -1,10 +1,14 @@
-"""Data that are no split of the run, predicted in one go: the network and the posteriors take them block by block, and no features are kept."""
+"""Data that are no split of the run, predicted in one go: the network and the posteriors take them block by block.
+
+Features that are kept come first, as a split of the run has them, and are read again block by block.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +17,24 @@ import torch
 
 from bnncli import data
 from bnncli.data.images import image_dataset
-from bnncli.errors import DataError, UsageError
+from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.extraction.features import Extracted
 from bnncli.likelihoods import has_exclusive_classes
 from bnncli.options.extract_features import ExtractFeaturesOptions
+from bnncli.options.predict import STDIN, PredictOptions
 from bnncli.run.integrator_choice import IntegratorChoice
 from bnncli.run.predictor import Predictor
 from bnncli.run.session import Run
 from bnncli.stages.predict.new_data_rules import NewDataRules
 from bnncli.stages.predict.stored import predictions_of
 from bnncli.stages.predict.table import Origin, ShownColumns
+from bnncli.storage.features import FeatureFile
 from bnncli.storage.predictions import PredictionFile
 from bnncli.storage.tables import TableBlock, csv_header
 
 BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of extract-features by default: sums depend on it
+_OF_THE_RUN = {spec.name for spec in fields(ExtractFeaturesOptions)} - {spec.name for spec in fields(PredictOptions)}
 BLOCK = 16 * BATCH_SIZE  # examples predicted at once
-STDIN = "-"  # the data whose files are named there
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class NewData:
         classes: of the posteriors, index = output.
         rules: of calibrate, of each maker.
         shown: the columns of the table.
+        kept: features that are there already, by the name of their split.
     """
 
     run: Run
@@ -66,6 +73,7 @@ class NewData:
     classes: list[str]
     shown: ShownColumns
     rules: Sequence[NewDataRules]
+    kept: Mapping[str, FeatureFile] = field(default_factory=dict)
 
     @property
     def titles(self) -> bytes:
@@ -74,28 +82,36 @@ class NewData:
         return csv_header(self.shown.columns(self.classes, is_exclusive=exclusive), self.classes)
 
     @property
-    def _reader(self) -> Any:
+    def reader(self) -> Any:
+        """The network that the run's features were made by."""
         return self.makers[0].predictor.train.reader
 
     @property
     def preprocess(self) -> data.Preprocess:
         """What was done to the inputs that the run's features were made of."""
-        found: data.Preprocess = self._reader.recorded.preprocess
+        found: data.Preprocess = self.reader.recorded.preprocess
         return found
 
-    def split(self, text: str) -> data.InputSplit:
-        """The data that SPLIT=SPEC names, with labels as outputs of the network.
+    def check_trusted(self, text: str, flag: str) -> None:
+        """Raise UsageError where what SPLIT=SPEC names is read by code that nobody trusts."""
+        _, spec = data.parse_split(text, option=flag)
+        if spec.partition(":")[0] == "py" and not self.reader.trusts_code:
+            raise UsageError(f"{flag}: {spec!r} is code; if it is yours, or you have read it, add \0trust_code\0")
+
+    def split(self, text: str, flag: str) -> data.InputSplit:
+        """The data that SPLIT=SPEC names, with labels as outputs of the network; without, where the option is for other classes.
 
         Raises:
             UsageError, MissingInput, DataError, Untrusted: as the data's readers say; labels of classes that there are not.
         """
-        name, spec = data.parse_split(text, option="\0data\0")
+        self.check_trusted(text, flag)
+        name, spec = data.parse_split(text, option=flag)
         if spec == STDIN:
             return self.images(name, spec, Path(), _named_on_stdin())
-        kind = spec.partition(":")[0]
-        if kind == "py" and not self._reader.trusts_code:
-            raise UsageError(f"\0data\0: {spec!r} is code; if it is yours, or you have read it, add \0trust_code\0")
-        opened = data.load_split(spec, name=name, preprocess=self.preprocess, takes_any_labels=True)
+        with about_given_data():
+            opened = data.load_split(spec, name=name, preprocess=self.preprocess, takes_any_labels=True)
+        if flag == "\0ood\0":
+            return opened.as_ood()
         are_names = self.classes != [str(index) for index in range(len(self.classes))]
         return data.matched_to(opened, tuple(self.classes) if are_names else None)
 
@@ -125,8 +141,11 @@ class NewData:
 
     def _extracted(self, split: data.InputSplit) -> Iterator[Extracted]:
         """Features, or nothing but labels where no posterior takes them, of BLOCK examples at a time."""
-        recorded = self._reader.recorded
-        with recorded.visible():
+        if split.name in self.kept:
+            yield from _stored(self.kept[split.name])
+            return
+        recorded = self.reader.recorded
+        with recorded.visible(), about_given_data():
             head = recorded.network.head(split)
             recorded.check_head(head)
             batches = recorded.network.batches(
@@ -153,7 +172,8 @@ class NewData:
                     code="wrong_layout",
                 )
         else:
-            inputs = predictor.train.reader.given_inputs(split.take(np.arange(rows.start, rows.stop)), layout)
+            with about_given_data():
+                inputs = predictor.train.reader.given_inputs(split.take(np.arange(rows.start, rows.stop)), layout)
         predicted = predictor.predict(maker.choice, inputs)
         content = predictions_of(
             predicted, labels=None if extracted.labels is None else extracted.labels.numpy(), sample_id=split.rows[rows] + first_id,
@@ -162,6 +182,27 @@ class NewData:
         level = None if content.interval is None else predicted.integrator.interval_level
         exclusive = has_exclusive_classes(layout.likelihood_name)
         return content, Origin(split.name, *maker.origin, level, exclusive)
+
+
+@contextmanager
+def about_given_data() -> Iterator[None]:
+    """What is wrong with data names no option that the run was made with, and that cannot be given here."""
+    try:
+        yield
+    except BnnError as error:
+        if any(f"\0{name}\0" in (error.hint or "") for name in _OF_THE_RUN):
+            error.hint = (
+                "network, preprocessing and task are those of the run: give data like those that its features are of"
+            )
+        raise
+
+
+def _stored(content: FeatureFile) -> Iterator[Extracted]:
+    """The same of features in a file."""
+    for start in range(0, len(content.features), BLOCK):
+        rows = slice(start, start + BLOCK)
+        labels = None if content.labels is None else torch.from_numpy(np.array(content.labels[rows]))
+        yield Extracted(torch.from_numpy(np.array(content.features[rows])), None, labels)
 
 
 def _joined(held: Sequence[Extracted]) -> Extracted:

@@ -1,4 +1,4 @@
-"""predict with data given: features and predictions in one go, into a table."""
+"""predict with data given: features and predictions in one go, into a table; and where they are kept, features as splits of the run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bnncli import data
 from bnncli.errors import UsageError
 from bnncli.machine.team import team
 from bnncli.options import PredictOptions
 from bnncli.run.classes import posterior_classes
 from bnncli.run.session import Result, Run
+from bnncli.stages.extract_features.added import AddedSplits
 from bnncli.stages.predict.follow import Arrivals, Followed
-from bnncli.stages.predict.new_data import Maker, NewData
+from bnncli.stages.predict.new_data import Maker, NewData, about_given_data
 from bnncli.stages.predict.new_data_rules import NewDataRules, columns_of_rules
 from bnncli.stages.predict.stored import params_of
 from bnncli.stages.predict.table import Merge, ShownColumns, check_table_path
+from bnncli.storage.features import read_features
 from bnncli.storage.tables import TableBlock, write_table
 
 
@@ -40,15 +43,19 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
     if options.follow is not None:
         return Followed(new, Arrivals(Path(options.follow)), target).until(options.idle)
     check_table_path(run, target, [maker.predictor.path for maker in makers])
-    splits = [new.split(text) for text in options.data]
-    if len({split.name for split in splits}) < len(splits):
-        raise UsageError("\0data\0: a split is named twice")
+    added = _added(run, options, new) if options.keep_features else None
+    splits = [new.split(*named) for named in _named(options)] if added is None else added.splits
     if any(split.names is not None for split in splits):
         new = replace(new, shown=replace(shown, has_names=True))
     counts = ", ".join(f"{len(split):,} of {split.name}" for split in splits)
-    if run.write.dry_run:
-        return Result("planned", [_output(target)], lines=[f"write: {target} ({counts})"])
     begun = time.monotonic()
+    with about_given_data():
+        total = Result() if added is None else added.result()
+    if run.write.dry_run:
+        total.add(Result("planned", [_output(target)], lines=[f"write: {target} ({counts})"]))
+        return total
+    if added is not None:
+        new = replace(new, kept={split.name: read_features(run.folder.features(split.name)) for split in splits})
 
     def blocks() -> Iterator[TableBlock]:
         for split in splits:
@@ -57,13 +64,37 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
     digest = write_table(target, blocks(), classes)
     alarms = [{"posterior": one.origin[0], "variant": one.origin[1], **row} for one in rules for row in one.alarms()]
     num_rows, seconds = sum(map(len, splits)), time.monotonic() - begun
-    return Result(
-        "computed",
-        [_output(target) | {"content_digest": digest}],
-        metrics={"examples": num_rows, "posteriors": len(makers), "seconds": seconds},
-        extra={"decisions": alarms},
-        summary=[f"predicted {counts} in {seconds:.1f} s; no features are kept", *map(_alarm_line, alarms)],
+    what_of_features = "no features are kept" if added is None else "their features are kept"
+    total.add(
+        Result(
+            "computed",
+            [_output(target) | {"content_digest": digest}],
+            summary=[f"predicted {counts} in {seconds:.1f} s; {what_of_features}", *map(_alarm_line, alarms)],
+        )
     )
+    total.metrics = {"examples": num_rows, "posteriors": len(makers), "seconds": seconds}
+    total.extra = {"decisions": alarms}
+    return total
+
+
+def _named(options: PredictOptions) -> list[tuple[str, str]]:
+    """The new data, each as SPLIT=SPEC, and the option that names them. Raises UsageError for a name twice."""
+    found = [*((text, "\0data\0") for text in options.data), *((text, "\0ood\0") for text in options.ood)]
+    names = [data.parse_split(text, option=flag)[0] for text, flag in found]
+    twice = [flag for place, (_, flag) in enumerate(found) if names[place] in names[:place]]
+    if twice:
+        raise UsageError(f"{twice[0]}: a split is named twice")
+    return found
+
+
+def _added(run: Run, options: PredictOptions, new: NewData) -> AddedSplits:
+    """The new data as splits of the run. Raises OutputExists where the run has others of these names."""
+    for text, flag in _named(options):
+        new.check_trusted(text, flag)
+    with about_given_data():
+        added = AddedSplits(run, new.reader.recorded, data=options.data, ood=options.ood)
+    added.check_replaces_none()
+    return added
 
 
 def _output(target: Path) -> dict[str, object]:

@@ -1,0 +1,168 @@
+"""Splits whose features come out of a network: a request for each, and what makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from bnncli import data
+from bnncli.errors import BnnError, DataError
+from bnncli.machine.team import crew
+from bnncli.models import SavedModel
+from bnncli.options import ExtractFeaturesOptions
+from bnncli.options.extract_features import NO_NETWORK
+from bnncli.run.checkpoint_record import recorded_checkpoint
+from bnncli.run.model_files import own_files
+from bnncli.run.produce import Computed, Request
+from bnncli.run.produce_together import Work
+from bnncli.run.session import Result, Run
+from bnncli.run.user_splits import check_network_file, open_splits, shift_params, user_sources
+from bnncli.stages.extract_features.newer_requests import settle
+from bnncli.stages.extract_features.one_split import (
+    finished,
+    head_of,
+    hold_out_seed,
+    publishable,
+    shift_asked,
+    split_request,
+    without_rows,
+)
+from bnncli.stages.extract_features.same_head import check_same_head
+from bnncli.stages.extract_features.splits import (
+    input_notes,
+    label_notes,
+    likelihood_of_splits,
+    model_identity,
+    shared_params,
+)
+from bnncli.stages.extract_features.unfinished import unfinished_kept
+from bnncli.storage.features import FeatureFile
+from bnncli.storage.known_data import KnownData
+
+if TYPE_CHECKING:
+    from bnncli.run.network import Network
+    from bnncli.stages.extract_features.network import NetworkFeatures
+
+
+@dataclass
+class NetworkExtraction:
+    """Splits that a user named, and the network that they go through, which is opened when there is work for it.
+
+    Attributes:
+        saved: the model of KIND:PLACE.
+        unreadable: told the name of a split whose data cannot be read, and why, before that is raised.
+        opened: the network, where somebody has opened it already.
+    """
+
+    run: Run
+    options: ExtractFeaturesOptions
+    saved: SavedModel | None
+    unreadable: Callable[[str, BnnError], None]
+    opened: Network | None = None
+    _heads: dict[str, FeatureFile] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._known = cache(lambda name: KnownData(self.run.folder.features(name)))
+        self._network = cache(self._open_network)
+
+    @cached_property
+    def splits(self) -> list[data.InputSplit]:
+        """The data, opened and checked; train first. Raises what open_splits raises."""
+        return open_splits(
+            self.options,
+            self.saved,
+            seed=hold_out_seed(self.run),
+            unreadable=self.unreadable,
+            memory=self._known,
+            ood=self.options.ood,
+            shift=shift_asked(self.run, self.options),
+        )
+
+    @cached_property
+    def requests(self) -> list[Request]:
+        """What is asked for, a request for each split."""
+        run, begin = self.run, partial(check_network_file, self.options)
+        params = [self._params(one) for one in self.splits]  # which refuse labels, before a checkpoint is read
+        sources = [user_sources(self.options, one, self.saved) for one in self.splits]
+        return [
+            split_request(run, one.name, self._record, params, sources, len(one), begin)
+            for one, params, sources in zip(self.splits, params, sources, strict=True)
+        ]
+
+    def result(self, *, also: Callable[[FeatureFile, dict[str, Any] | None], list[Result]]) -> Result:
+        """The features of all splits, published together.
+
+        Args:
+            also: produces what else belongs with them, of the first split without its rows and the checkpoint's record.
+        """
+
+        def beside() -> list[Result]:
+            return also(head_of(self.run, self.splits[0].name, self._heads), self._record)
+
+        pairs = zip(self.splits, self.requests, strict=True)
+        works = [Work(request, partial(self._extract, split, request)) for split, request in pairs]
+        with unfinished_kept(self._network):
+            results = settle(self.run, works, also=beside)
+        for split in self.splits if not self.run.write.dry_run else ():
+            self._known(split.name).keep()
+        return finished(self.run, results)
+
+    @cached_property
+    def _likelihood(self) -> str | None:
+        return likelihood_of_splits(self.run, self.options, self.saved, self.splits, unreadable=self.unreadable)
+
+    def _open_network(self) -> NetworkFeatures:
+        """The network that the splits go through, its checkpoint read."""
+        from bnncli.run.turns import begin  # here, for torch
+        from bnncli.stages.extract_features.network import NetworkFeatures
+
+        if (others := crew()) is not None and not self.run.write.dry_run:
+            begin(others)
+        return NetworkFeatures(self.run, self.options, self.splits, self.saved, self._likelihood, opened=self.opened)
+
+    @cached_property
+    def _record(self) -> dict[str, Any] | None:
+        """The checkpoint as provenance records it, read where it is not the one of the run's features; None without one."""
+        if self.options.model == NO_NETWORK:
+            return None
+        run = self.run
+        recorded = recorded_checkpoint(run, own_files(self.saved, run.checkpoint_path), state=self.options.state)
+        if recorded is None:
+            names = {split.name for split in self.splits}
+            if not run.write.dry_run and not names & {*run.folder.splits()}:  # those may refuse, and that is said first
+                check_network_file(self.options)
+            recorded = self._network().record
+        return recorded
+
+    def _extract(self, split: data.InputSplit, request: Request) -> Computed:
+        run, network = self.run, self._network()
+        if network.record != self._record:
+            message = f"{run.checkpoint_path} was replaced while this command ran; nothing was written"
+            raise DataError(message, code="input_replaced", hint="run the command again", path=run.checkpoint_path)
+        content, preprocess, layer = network.features(split, request)
+        self._heads[split.name] = without_rows(content)
+        names, shared = [one.name for one in self.splits], shared_params(self.options, self.saved, content.likelihood)
+        check_same_head(run, content, names, self._record, shared)
+        computed = publishable(run, content, preprocess, layer, split.order_digest, split.spec)
+        computed.summary.extend([*label_notes(split), *input_notes(split, content)])
+        return computed
+
+    def _params(self, split: data.InputSplit) -> dict[str, Any]:
+        """What changes the numbers of one split's features."""
+        options, seed = self.options, self.run.compute.seed
+        return {
+            **model_identity(options, self.saved),
+            "mean": options.mean,
+            "std": options.std,
+            "resize": options.resize,
+            "crop": options.crop,
+            "dtype": options.dtype,
+            "hold_out": split.held_out,
+            "seed": seed if split.held_out or (split.shift and split.shift.is_random) else None,
+            "is_ood": split.is_ood,
+            **shift_params(split.shift),
+            **({} if split.first_rows is None else {"first_rows": split.first_rows}),
+            **({} if self._likelihood is None else {"task": self._likelihood}),
+        }
