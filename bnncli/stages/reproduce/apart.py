@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -90,7 +90,6 @@ class Crew:
     workers: list[Worker]
     ahead: list[Part]
     task: Task
-    is_over: bool = field(default=False, init=False)
 
     def wait_for(self, part: Part) -> None:
         """Have the workers go on until this part is made. Raises Interrupted, and whatever the part raises."""
