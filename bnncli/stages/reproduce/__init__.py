@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -93,13 +93,13 @@ def _reproduced(run: Run, options: ReproduceOptions, places: Places, names: list
     """Run the recipes; each is written as soon as it is there."""
     from bnncli.stages.reproduce.parts import Workshop, parts_of
 
-    folder = Path(options.out) / options.scale
-    workshop = Workshop(run, options, places, folder)
-    parts = dict.fromkeys(part for name in names for part in parts_of(read_recipe(name), options.scale))
+    workshop = Workshop(run, options, places, Path(options.out) / options.scale)
+    recipes = {name: parts_of(read_recipe(name), options.scale) for name in names}
+    parts = dict.fromkeys(part for own in recipes.values() for part in own)
     ready = [part for part in parts if not places.missing(part.needs)]
     jobs = min(_jobs(run, options), len(ready))
     if jobs < 2:
-        return _in_turn(run, options, workshop, names, make=workshop.make)
+        return _written(run, options, workshop, names, finished=_in_turn(workshop, recipes))
     from bnncli.machine.devices import configure_torch, settings_kept
     from bnncli.stages.grid.places import shared_threads
     from bnncli.stages.reproduce.apart import crew
@@ -111,7 +111,18 @@ def _reproduced(run: Run, options: ReproduceOptions, places: Places, names: list
             workshop.make(part)  # which says at once what is missing
     with settings_kept(), crew(workshop, ready, jobs=jobs, environment=threads) as workers:
         configure_torch(threads=next(map(int, threads.values()), given), deterministic=run.compute.deterministic)
-        return _in_turn(run, options, workshop, names, make=workers.wait_for)
+        return _written(run, options, workshop, names, finished=workers.finished(recipes))
+
+
+def _in_turn(workshop: Workshop, recipes: Mapping[str, list[Part]]) -> Iterator[str]:
+    """Names of recipes, each when its parts are made."""
+    task = workshop.run.console.task("reproduce", len(recipes))
+    for name, parts in recipes.items():
+        for part in parts:
+            if part not in workshop.made:
+                workshop.make(part)
+        yield name
+        task.advance(note=name)
 
 
 def _jobs(run: Run, options: ReproduceOptions) -> int:
@@ -121,24 +132,20 @@ def _jobs(run: Run, options: ReproduceOptions) -> int:
     return min(_MOST_JOBS, max(1, cores() // (run.compute.threads or 1))) if run.device_name == "cpu" else 1
 
 
-def _in_turn(
-    run: Run, options: ReproduceOptions, workshop: Workshop, names: list[str], *, make: Callable[[Part], None]
+def _written(
+    run: Run, options: ReproduceOptions, workshop: Workshop, names: list[str], *, finished: Iterator[str]
 ) -> Result:
-    """Judge and write one recipe after the other."""
+    """Judge and write each recipe as soon as it is there; what is shown has them in their own order."""
     from bnncli.stages.reproduce.outcome import Reproduction
     from bnncli.stages.reproduce.written import write_index, write_outcome
 
-    folder, reproduction = workshop.folder, Reproduction(workshop, make)
-    task = run.console.task("reproduce", len(names))
-    outcomes, documents, paths = [], [], []
-    for name in names:
+    folder, reproduction = workshop.folder, Reproduction(workshop)
+    found: dict[str, tuple[Any, dict[str, Any], list[Path]]] = {}
+    for name in finished:
         outcome = reproduction.outcome(read_recipe(name))
-        line = _line(run, name)
-        document, files = write_outcome(run, outcome, folder / name, scale=options.scale, line=line)
-        outcomes.append(outcome)
-        documents.append(document)
-        paths += files
-        task.advance(note=name)
+        found[name] = outcome, *write_outcome(run, outcome, folder / name, scale=options.scale, line=_line(run, name))
+    outcomes, documents, files = map(list, zip(*(found[name] for name in names), strict=True))
+    paths = [path for own in files for path in own]
     if len(names) > 1:
         write_index(documents, folder / "results.md", scale=options.scale, line=_plain(run).pasted())
         paths.insert(0, folder / "results.md")

@@ -91,17 +91,28 @@ class Crew:
     ahead: list[Part]
     task: Task
 
-    def wait_for(self, part: Part) -> None:
-        """Have the workers go on until this part is made. Raises Interrupted, and whatever the part raises."""
-        while part not in self.workshop.made:
-            self._begin()
-            busy = [worker for worker in self.workers if worker.part is not None]
-            told = wait([worker.link for worker in busy], timeout=_POLL)
-            for worker in busy:
-                if worker.link in told:
-                    self._take(worker)
-            names = ", ".join(worker.part.name for worker in self.workers if worker.part is not None)
-            self.task.advance(0, note=names[:60])
+    def finished(self, recipes: Mapping[str, Sequence[Part]]) -> Iterator[str]:
+        """Names of recipes, each as soon as its parts are made. Raises Interrupted, and whatever a part raises."""
+        ahead = dict(recipes)
+        while ahead:
+            whole = [name for name, parts in ahead.items() if self.workshop.made.keys() >= {*parts}]
+            self._go_on(timeout=0.0 if whole else _POLL)
+            for name in whole[:1]:  # while it is written, all workers have work
+                del ahead[name]
+                yield name
+
+    def _go_on(self, *, timeout: float) -> None:
+        """Give out work, and take what is done within so many seconds."""
+        self._begin()
+        busy = [worker for worker in self.workers if worker.part is not None]
+        if not busy:
+            return
+        self.task.advance(0, note=", ".join(worker.part.name for worker in busy if worker.part is not None)[:60])
+        told = wait([worker.link for worker in busy], timeout=timeout)
+        for worker in busy:
+            if worker.link in told:
+                self._take(worker)
+        self._begin()
 
     def _begin(self) -> None:
         """Give parts to workers that have none."""

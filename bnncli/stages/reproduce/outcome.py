@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,24 +95,20 @@ class Outcome:
 
 @dataclass
 class Reproduction:
-    """Recipes run at one scale, each part of them once.
+    """Recipes at one scale, whose parts may be shared.
 
     Args:
-        make: makes a part in the workshop, or waits until another process has.
+        workshop: has the parts.
         counted: parts whose seconds a recipe has.
     """
 
     workshop: Workshop
-    make: Callable[[Part], None]
     counted: set[Part] = field(default_factory=set)
 
     def outcome(self, recipe: PaperRecipe) -> Outcome:
-        """Run a recipe, and judge it. Raises Interrupted after a signal, and as run_study does."""
+        """Judge a recipe whose parts were made."""
         workshop, options, places = self.workshop, self.workshop.options, self.workshop.places
         scale, parts = options.scale, parts_of(recipe, options.scale)
-        for part in parts:
-            if part not in workshop.made:
-                self.make(part)
         start = time.monotonic()
         studies, experiment = workshop.studies(recipe), workshop.experiment(recipe)
         numbers = _numbers(recipe, studies, experiment)
