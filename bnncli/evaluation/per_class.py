@@ -120,13 +120,22 @@ def areas_under_curves(scores: NDArray, is_positive: NDArray, weights: NDArray) 
         return _areas_of_each_once(scores, is_positive)[:, None]
     order = np.argsort(-scores)  # tied scores in any order: the sums of whole weights at their end are exact
     ends = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # of tied scores
-    sorted_weights = weights.take(order, axis=1).astype(np.float64)
-    total = sorted_weights.cumsum(axis=1).take(ends, axis=1)
-    found = (sorted_weights * is_positive[order]).cumsum(axis=1).take(ends, axis=1)
-    others = total - found
-    positives, negatives = found[:, -1], others[:, -1]
-    gained = np.diff(found, axis=1, prepend=0)
-    pairs = (np.diff(others, axis=1, prepend=0) * (found - gained / 2)).sum(axis=1)
+    places = np.flatnonzero(is_positive[order])
+    if len(places) in (0, len(scores)):
+        return np.full((2, len(weights)), np.nan)
+    # Only scores that positives have gain anything, mostly a small part of all.
+    ties = np.searchsorted(ends, places)
+    starts = np.flatnonzero(np.append(True, np.diff(ties) != 0))
+    chosen = ties[starts]
+    until, before = ends[chosen] + 1, np.where(chosen > 0, ends[chosen - 1] + 1, 0)
+    sums = np.zeros((len(weights), len(scores) + 1))
+    np.cumsum(weights.take(order, axis=1), axis=1, out=sums[:, 1:], dtype=np.float64)
+    gained = np.add.reduceat(weights.take(order[places], axis=1), starts, axis=1, dtype=np.float64)
+    found, total = gained.cumsum(axis=1), sums.take(until, axis=1)
+    tied = total - sums.take(before, axis=1) - gained  # negatives
+    positives = found[:, -1]
+    negatives = sums[:, -1] - positives
+    pairs = (gained * (negatives[:, None] - (total - found) + tied / 2)).sum(axis=1)
     precision = (gained * found / np.maximum(total, 1)).sum(axis=1)
     is_defined = (positives > 0) & (negatives > 0)
     sizes = np.maximum(positives * negatives, 1), np.maximum(positives, 1)

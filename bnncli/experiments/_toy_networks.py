@@ -6,7 +6,7 @@ What the commands take are classifiers; here the likelihood is a function of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -61,13 +61,29 @@ class TanhLayout:
 
     def outputs(self, inputs: Tensor, theta: Tensor) -> Tensor:
         """Outputs (S, N, K) of inputs (N, D) under theta (S, P)."""
-        weights = [theta[:, part.place].unflatten(1, part.shape) for part in self.parts]
-        hidden = inputs.expand(len(theta), *inputs.shape)
-        for place in range(0, len(weights), 2):
+        return self.layers(inputs, theta)[-1]
+
+    def layers(self, inputs: Tensor, theta: Tensor) -> list[Tensor]:
+        """What each linear layer takes, (S, N, D) each, and the outputs (S, N, K)."""
+        found = [inputs.expand(len(theta), *inputs.shape)]
+        for weight, bias in zip(self.parts[::2], self.parts[1::2], strict=True):
+            if len(found) > 1:
+                found[-1] = found[-1].tanh()
+            matrix = theta[:, weight.place].unflatten(1, weight.shape)
+            found.append(torch.baddbmm(theta[:, bias.place].unsqueeze(1), found[-1], matrix.mT))
+        return found
+
+    def pull_back(self, layers: Sequence[Tensor], theta: Tensor, slope: Tensor) -> Tensor:
+        """The gradient by theta (S, P) of what has this slope (S, N, K) by the outputs."""
+        found = torch.empty_like(theta)
+        for place in reversed(range(0, len(self.parts), 2)):
+            (weight, bias), taken = self.parts[place : place + 2], layers[place // 2]
+            found[:, bias.place] = slope.sum(dim=1)
+            found[:, weight.place] = (slope.mT @ taken).flatten(1)
             if place:
-                hidden = torch.tanh(hidden)
-            hidden = torch.baddbmm(weights[place + 1].unsqueeze(1), hidden, weights[place].mT)
-        return hidden
+                matrix = theta[:, weight.place].unflatten(1, weight.shape)
+                slope = (slope @ matrix) * (1 - taken.square())
+        return found
 
     def output_blocks(self, inputs: Tensor, theta: Tensor) -> Iterator[Tensor]:
         """The same (s, N, K), some draws at a time."""
@@ -114,12 +130,15 @@ class ToyTarget:
         return self.log_likelihood(self.layout.outputs(self.inputs, theta)) + self.prior.log_density(theta, self.layout)
 
     def log_joint_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """The same with its gradient (S, P)."""
+        """The same with its gradient (S, P), by hand but for the likelihood's: networks this small are all overhead."""
+        theta = theta.detach().to(self.inputs)
+        *taken, outputs = self.layout.layers(self.inputs, theta)
         with torch.enable_grad():
-            free = theta.detach().to(self.inputs).requires_grad_()
-            value = self.log_joint(free)
-            (gradient,) = torch.autograd.grad(value.sum(), free)
-        return value.detach(), gradient
+            free = outputs.detach().requires_grad_()
+            value = self.log_likelihood(free)
+            (slope,) = torch.autograd.grad(value.sum(), free)
+        gradient = self.layout.pull_back(taken, theta, slope) + self.prior.gradient(theta, self.layout)
+        return value.detach() + self.prior.log_density(theta, self.layout), gradient
 
     def precision(self, theta: Tensor) -> Tensor:
         """Minus the Hessian of the log joint at theta (P,), exact, (P, P)."""

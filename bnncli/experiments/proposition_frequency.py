@@ -24,7 +24,7 @@ def measure(settings: Settings, inputs: Inputs, *, generator: torch.Generator, p
     """frequency_S of each set S, over its images; _published by that definition.
 
     Args:
-        settings: train, images of the network's training set; epochs; curvature, images for H; images of each set.
+        settings: train, images of the network's training set; epochs; curvature, images for H; tuned, images for the prior's precision; images of each set.
     """
     train = digit_network.images(inputs["train"], count=settings["train"])
     sets = {
@@ -34,7 +34,7 @@ def measure(settings: Settings, inputs: Inputs, *, generator: torch.Generator, p
     }
     target = digit_network.trained(*train, classes=CLASSES, epochs=settings["epochs"], generator=generator)
     curvature = digit_network.curvature(target, settings["curvature"])
-    tau = prior_precision(target, curvature, target.inputs[: settings["curvature"]], generator, draws=500)
+    tau = prior_precision(target, curvature, target.inputs[: settings["tuned"]], generator, draws=500)
     right = digit_network.gaussian(target, 1 / (target.num_examples * curvature + tau)).logits
     published = digit_network.gaussian(target, curvature + 1 / PUBLISHED_VARIANCE).logits
     values, task = {}, progress.task("sets", len(sets))

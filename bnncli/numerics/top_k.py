@@ -45,10 +45,15 @@ def ranked_lengths(
         raise UsageError(f"top-k cap: expected at least 1; got {cap}")
     classes = log_concentration.topk(min(cap, log_concentration.shape[1]), dim=1).indices
     log_a, log_b = dirichlet.beta_marginals(log_concentration, classes)
-    compared = slice(0, -1) if rule == "neighbor" else slice(0, 1)
-    lower = dirichlet.beta_quantile(log_a[:, compared], log_b[:, compared], threshold / 2)
-    upper = dirichlet.beta_quantile(log_a[:, 1:], log_b[:, 1:], 1 - threshold / 2)
-    return 1 + (upper > lower).long().cumprod(dim=1).sum(dim=1)
+    lengths = torch.ones(len(classes), dtype=torch.int64, device=classes.device)
+    kept = torch.arange(len(classes), device=classes.device)
+    for place in range(1, classes.shape[1]):  # a quantile is dear, and most examples keep few
+        other = place - 1 if rule == "neighbor" else 0
+        lower = dirichlet.beta_quantile(log_a[kept, other], log_b[kept, other], threshold / 2)
+        upper = dirichlet.beta_quantile(log_a[kept, place], log_b[kept, place], 1 - threshold / 2)
+        kept = kept[upper > lower]
+        lengths[kept] += 1
+    return lengths
 
 
 def cumulative_lengths(sorted_probs: Tensor, *, mean_length: float) -> Tensor:

@@ -29,6 +29,13 @@ class ReproduceOptions(Checked):
         "Where published code departs from its text or from what is right: numbers by the published definition, the right one, or both in rows of their own.",
         choices=(PUBLISHED, RIGHT, BOTH),
     )
+    jobs: int | None = option(
+        None,
+        "Studies and experiments made side by side, in processes that share out the cores: by default one for each core, four at most, and "
+        "one in all on a GPU. With the same \0threads\0 any number gives the same numbers.",
+        minimum=1,
+        maximum=1024,
+    )
     out: str = option("bnncli-reproduce", "Folder for runs, results and figures.", short="-o", metavar="DIR")
     force: bool = option(
         False,

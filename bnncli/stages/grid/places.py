@@ -52,10 +52,10 @@ def places_of(options: GridOptions, jobs: Sequence[Job]) -> list[LinePlace]:
             where = job.step.keys.get("device", job.step.where)
             raise UsageError(f"{where}: {flag} says where lines run: leave out device, or {flag}")
     if options.jobs is not None:
-        environment = {_GPUS: "", **_threads(options.jobs)}
+        environment = {_GPUS: "", **shared_threads(options.jobs)}
         return [LinePlace(f"cpu {number}", environment) for number in range(options.jobs)]
     visible = _visible([int(one) for one in options.places if one != CPU])
-    threads = _threads(len(options.places))
+    threads = shared_threads(len(options.places))
     return [
         LinePlace(CPU if one == CPU else f"cuda:{one}", {_GPUS: "" if one == CPU else visible[int(one)], **threads})
         for one in options.places
@@ -78,14 +78,14 @@ def _visible(numbers: list[int]) -> dict[int, str]:
     return {number: names[number] if names else str(number) for number in numbers}
 
 
-def _threads(count: int) -> dict[str, str]:
+def shared_threads(count: int) -> dict[str, str]:
     """The threads of each of so many processes, where nobody has said how many, and there are several."""
     if count == 1 or _THREADS in os.environ:
         return {}
-    return {_THREADS: str(max(1, _cores() // count))}
+    return {_THREADS: str(max(1, cores() // count))}
 
 
-def _cores() -> int:
+def cores() -> int:
     """Those that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from bnncli.errors import BnnError, DataError, Exit, MissingInput
@@ -73,7 +73,7 @@ class Running:
                 stderr=said,
                 env=environment | dict(place.environment),
                 process_group=0,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=partial(die_with, os.getpid()),
             )
         return cls(job, journal, process, time.monotonic())
 
@@ -129,16 +129,12 @@ def stop(running: list[Running], *, grace: float = GRACE) -> None:
             one.process.wait()
 
 
-def _die_with(parent: int) -> Callable[[], None]:
-    """What a new process does first: it will be told to stop when the grid is gone, however that went."""
-
-    def ask() -> None:
-        if _PRCTL is not None:  # Linux; elsewhere a grid that is killed leaves its lines to end by themselves
-            _PRCTL(_SET_DEATH_SIGNAL, signal.SIGTERM)
-        if os.getppid() != parent:  # gone before it could be asked for
-            os._exit(128 + signal.SIGTERM)
-
-    return ask
+def die_with(parent: int) -> None:
+    """What a new process does first: it will be told to stop when the process that began it is gone, however that went."""
+    if _PRCTL is not None:  # Linux; elsewhere a grid that is killed leaves its lines to end by themselves
+        _PRCTL(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != parent:  # gone before it could be asked for
+        os._exit(128 + signal.SIGTERM)
 
 
 def _is_of_torchrun(name: str) -> bool:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import CheckFailed, Interrupted, UsageError
 from bnncli.machine import team
 from bnncli.names import counted
 from bnncli.options import CommonOptions, ComputeOptions, ReproduceOptions
 from bnncli.options.command import Argument, Command
+from bnncli.options.command_line import CommandLine
 from bnncli.run.session import Result, Run, Table
+from bnncli.stages.grid.places import cores
 from bnncli.stages.reproduce.places import Places
 from bnncli.stages.reproduce.reader import read_recipe, recipe_names
 from bnncli.storage.atomic import check_writable
 from bnncli.storage.locks import artifact_lock
+
+if TYPE_CHECKING:
+    from bnncli.stages.reproduce.parts import Part, Workshop
 
 COMMAND = Command(
     "List the published experiments as recipes, and run them: every number beside ours, with a verdict.",
@@ -30,10 +36,12 @@ COMMAND = Command(
         "bnncli reproduce refinement/figure-2",
         "bnncli reproduce refinement/table-3 --data DIR --checkpoints DIR --scale paper",
         "bnncli reproduce --all",
+        "bnncli reproduce --all --jobs 2",
     ),
     (Argument("recipe", "A recipe, a work or a pattern; none lists them.", is_optional=True),),
     place=190,
 )
+_MOST_JOBS = 4  # by default: the longest part takes a fifth of all, and each process has a PyTorch of its own
 _WAIT = 1.0  # seconds: of one that was killed just now a step may hold the lock a moment longer
 _HELD = ("another bnncli reproduces into this folder", "wait until it has ended, or choose another --out")
 
@@ -83,33 +91,77 @@ def chosen(asked: str) -> list[str]:
 
 def _reproduced(run: Run, options: ReproduceOptions, places: Places, names: list[str]) -> Result:
     """Run the recipes; each is written as soon as it is there."""
+    from bnncli.stages.reproduce.parts import Workshop, parts_of
+
+    workshop = Workshop(run, options, places, Path(options.out) / options.scale)
+    recipes = {name: parts_of(read_recipe(name), options.scale) for name in names}
+    parts = dict.fromkeys(part for own in recipes.values() for part in own)
+    ready = [part for part in parts if not places.missing(part.needs)]
+    jobs = min(_jobs(run, options), len(ready))
+    if jobs < 2:
+        return _written(run, options, workshop, names, finished=_in_turn(workshop, recipes))
+    from bnncli.machine.devices import configure_torch, settings_kept
+    from bnncli.stages.grid.places import shared_threads
+    from bnncli.stages.reproduce.apart import crew
+
+    given = run.compute.threads
+    threads = shared_threads(jobs) if given is None else {}
+    for part in parts:
+        if part not in ready:
+            workshop.make(part)  # which says at once what is missing
+    with settings_kept(), crew(workshop, ready, jobs=jobs, environment=threads) as workers:
+        configure_torch(threads=next(map(int, threads.values()), given), deterministic=run.compute.deterministic)
+        return _written(run, options, workshop, names, finished=workers.finished(recipes))
+
+
+def _in_turn(workshop: Workshop, recipes: Mapping[str, list[Part]]) -> Iterator[str]:
+    """Names of recipes, each when its parts are made."""
+    task = workshop.run.console.task("reproduce", len(recipes))
+    for name, parts in recipes.items():
+        for part in parts:
+            if part not in workshop.made:
+                workshop.make(part)
+        yield name
+        task.advance(note=name)
+
+
+def _jobs(run: Run, options: ReproduceOptions) -> int:
+    """How many parts are made side by side, at most."""
+    if options.jobs is not None:
+        return options.jobs
+    return min(_MOST_JOBS, max(1, cores() // (run.compute.threads or 1))) if run.device_name == "cpu" else 1
+
+
+def _written(
+    run: Run, options: ReproduceOptions, workshop: Workshop, names: list[str], *, finished: Iterator[str]
+) -> Result:
+    """Judge and write each recipe as soon as it is there; what is shown has them in their own order."""
     from bnncli.stages.reproduce.outcome import Reproduction
     from bnncli.stages.reproduce.written import write_index, write_outcome
 
-    folder = Path(options.out) / options.scale
-    reproduction = Reproduction(run, options, places, folder)
-    task = run.console.task("reproduce", len(names))
-    outcomes, documents, paths = [], [], []
-    for name in names:
+    folder, reproduction = workshop.folder, Reproduction(workshop)
+    found: dict[str, tuple[Any, dict[str, Any], list[Path]]] = {}
+    for name in finished:
         outcome = reproduction.outcome(read_recipe(name))
-        line = _line(run, name)
-        document, files = write_outcome(run, outcome, folder / name, scale=options.scale, line=line)
-        outcomes.append(outcome)
-        documents.append(document)
-        paths += files
-        task.advance(note=name)
+        found[name] = outcome, *write_outcome(run, outcome, folder / name, scale=options.scale, line=_line(run, name))
+    outcomes, documents, files = map(list, zip(*(found[name] for name in names), strict=True))
+    paths = [path for own in files for path in own]
     if len(names) > 1:
-        write_index(
-            documents, folder / "results.md", scale=options.scale, line=run.line.having("force", False).pasted()
-        )
+        write_index(documents, folder / "results.md", scale=options.scale, line=_plain(run).pasted())
         paths.insert(0, folder / "results.md")
     return _result(options, outcomes, documents, paths)
 
 
 def _line(run: Run, name: str) -> str:
     """The command that makes one recipe, as this one was given otherwise."""
-    parts = tuple(part for part in run.line.having("all", False).having("force", False).parts if part[0] is not None)
-    return type(run.line)(run.line.command, run.line.groups, ((None, name), *parts)).pasted()
+    line = _plain(run).having("all", False)
+    parts = tuple(part for part in line.parts if part[0] is not None)
+    return type(line)(line.command, line.groups, ((None, name), *parts)).pasted()
+
+
+def _plain(run: Run) -> CommandLine:
+    """The command without what changes no result."""
+    return run.line.having("force", False).having("jobs", None)
 
 
 def _result(

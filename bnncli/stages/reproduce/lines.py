@@ -30,6 +30,7 @@ from bnncli.stages.grid.steps import options_of
 from bnncli.stages.reproduce.aside import Aside
 from bnncli.storage.atomic import publish_bytes
 
+_WAIT = 60.0  # seconds for a lock: processes of a reproduction that was killed may still be saving their states
 _OF_RUNS = {
     RunOptions: "run_options",
     WriteOptions: "write",
@@ -108,6 +109,7 @@ def _stage(run: Run, line: CommandLine, job: Job, aside: Aside, *, force: bool) 
     options = {group: made(group, values) for group in line.groups}
     own = next((one for group, one in options.items() if group not in (*_OF_RUNS, CommonOptions)), None)
     parts: dict[str, Any] = {name: options.get(group, group()) for group, name in _OF_RUNS.items()}
+    parts["lock"] = replace(parts["lock"], wait=max(parts["lock"].wait, _WAIT))
     argument = declaration("stages", line.command, "COMMAND").arguments[0]
     arguments = {argument.name: [Path(job.checkpoint)] if argument.is_many else Path(job.checkpoint)}
     step = replace(

@@ -6,15 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
-from bnncli.errors import BnnError, Interrupted, ReadError, WriteError
 from bnncli.experiments import Measurements
-from bnncli.options import ReproduceOptions
-from bnncli.run.session import Run
-from bnncli.stages.reproduce.filled import filled_settings
 from bnncli.stages.reproduce.formulas import Replicates, Unmeasured
 from bnncli.stages.reproduce.judged import (
     DIFFERS,
@@ -26,12 +21,11 @@ from bnncli.stages.reproduce.judged import (
     judged_cells,
     judged_claims,
 )
-from bnncli.stages.reproduce.kept import NAME, keep, kept, request_of
 from bnncli.stages.reproduce.marginals import marginals
+from bnncli.stages.reproduce.parts import Experiment, Part, Workshop, parts_of
 from bnncli.stages.reproduce.places import Places
-from bnncli.stages.reproduce.reader import read_study
 from bnncli.stages.reproduce.recipe import Needs, PaperRecipe
-from bnncli.stages.reproduce.studies import StudyRun, run_study
+from bnncli.stages.reproduce.studies import StudyRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -101,103 +95,65 @@ class Outcome:
 
 @dataclass
 class Reproduction:
-    """Recipes run at one scale, each study once.
+    """Recipes at one scale, whose parts may be shared.
 
     Args:
-        folder: of this scale. done: studies, by name.
+        workshop: has the parts.
+        counted: parts whose seconds a recipe has.
     """
 
-    run: Run
-    options: ReproduceOptions
-    places: Places
-    folder: Path
-    done: dict[str, StudyRun] = field(default_factory=dict)
+    workshop: Workshop
+    counted: set[Part] = field(default_factory=set)
 
     def outcome(self, recipe: PaperRecipe) -> Outcome:
-        """Run a recipe, and judge it. Raises Interrupted after a signal, and as run_study does."""
-        scale, start = self.options.scale, time.monotonic()
-        studies = [self._study(name) for name in recipe.studies]
-        found: dict[str, Replicates] = {}
-        why: dict[str, str] = {}
-        for name, measure in recipe.measures.items():
-            try:
-                found[name] = next(one for one in studies if one.study.name == measure.study).replicates(measure)
-            except Unmeasured as error:
-                why[name] = error.message
-        correlations: dict[tuple[str, str], float] = {}
-        for study in studies:
-            own = {
-                name: one for name, one in recipe.measures.items() if one.study == study.study.name and name in found
-            }
-            correlations |= study.correlations(own)
-        settings, measured, said = self._experiment(recipe, studies)
-        if measured is not None:
-            found |= {name: (value,) for name, value in measured.values.items()}
-        numbers = Numbers(found, why, otherwise=said or "", correlations=correlations)
+        """Judge a recipe whose parts were made."""
+        workshop, options, places = self.workshop, self.workshop.options, self.workshop.places
+        scale, parts = options.scale, parts_of(recipe, options.scale)
+        start = time.monotonic()
+        studies, experiment = workshop.studies(recipe), workshop.experiment(recipe)
+        numbers = _numbers(recipe, studies, experiment)
         needs = [recipe.needs[scale], *(one.study.needs[scale] for one in studies)]
-        absent = self._absent(needs)
-        cells = judged_cells(recipe, numbers, scale=scale, definitions=self.options.definitions, absent=absent)
+        absent = _absent(needs, places)
+        cells = judged_cells(recipe, numbers, scale=scale, definitions=options.definitions, absent=absent)
         claims = judged_claims(recipe, numbers, scale=scale, absent=absent)
-        lacks = [study.why for study in studies] + [self.places.missing(recipe.needs[scale].required.values())]
-        lacking = "; ".join(dict.fromkeys(one for one in lacks if one))
+        lacks = [study.why for study in studies] + [places.missing(recipe.needs[scale].required.values())]
         files = dict.fromkeys(file for one in needs for part in (one.required, one.optional) for file in part.values())
-        missing, seconds = self.places.missing_each(files), round(time.monotonic() - start, 2)
-        seed = self.run.compute.seed
-        return Outcome(recipe, numbers, cells, claims, studies, measured, settings, lacking, missing, seconds, seed)
+        took = sum(workshop.made[part].seconds for part in parts if part not in self.counted)
+        self.counted |= {*parts}
+        return Outcome(
+            recipe=recipe,
+            numbers=numbers,
+            cells=cells,
+            claims=claims,
+            studies=studies,
+            measured=experiment.measured,
+            settings=experiment.settings,
+            lacking="; ".join(dict.fromkeys(one for one in lacks if one)),
+            missing=places.missing_each(files),
+            seconds=round(took + time.monotonic() - start, 2),
+            seed=workshop.run.compute.seed,
+        )
 
-    def _study(self, name: str) -> StudyRun:
-        if name not in self.done:
-            folder = self.folder / "studies" / name
-            self.done[name] = run_study(
-                self.run, read_study(name), self.options.scale, self.places, folder=folder, force=self.options.force
-            )
-        return self.done[name]
 
-    def _experiment(
-        self, recipe: PaperRecipe, studies: list[StudyRun]
-    ) -> tuple[dict[str, Any], Measurements | None, str | None]:
-        """Settings of the recipe's experiment, what it gave, and why it gave nothing."""
-        if recipe.experiment is None:
-            return {}, None, None
-        needs = recipe.needs[self.options.scale]
-        if said := self.places.missing(needs.required.values()):
-            return {}, None, said
-        files, said = self._files(recipe, needs, studies)
-        if said and not any(name in files for name in recipe.reads):
-            return {}, None, said
-        absent = [name for name in needs.optional if name not in files]
-        asked = recipe.settings[self.options.scale]
-        settings = filled_settings(asked, files, absent=absent)
-        progress, place = self.run.console, self.folder / recipe.name / NAME
-        request = request_of(recipe.name, asked, files, seed=self.run.compute.seed, progress=progress)
-        if not self.options.force and (measured := kept(place, request)) is not None:
-            progress.info(f"{recipe.name}: measured before with the same settings and inputs; --force measures anew")
-            return settings, measured, said or None
-        measure = registry.load_module("experiments", recipe.experiment).measure
-        generator = self.run.stream(f"reproduce/{recipe.name}")
+def _numbers(recipe: PaperRecipe, studies: list[StudyRun], experiment: Experiment) -> Numbers:
+    """What the recipe's studies and its experiment have measured."""
+    found: dict[str, Replicates] = {}
+    why: dict[str, str] = {}
+    for name, measure in recipe.measures.items():
         try:
-            measured = measure(settings, files, generator=generator, progress=progress)
-        except (Interrupted, ReadError, WriteError):
-            raise
-        except BnnError as error:
-            return settings, None, f"{recipe.experiment} failed: {error.message}"
-        keep(place, request, measured)
-        return settings, measured, said or None
+            found[name] = next(one for one in studies if one.study.name == measure.study).replicates(measure)
+        except Unmeasured as error:
+            why[name] = error.message
+    correlations: dict[tuple[str, str], float] = {}
+    for study in studies:
+        own = {name: one for name, one in recipe.measures.items() if one.study == study.study.name and name in found}
+        correlations |= study.correlations(own)
+    if experiment.measured is not None:
+        found |= {name: (value,) for name, value in experiment.measured.values.items()}
+    return Numbers(found, why, otherwise=experiment.why or "", correlations=correlations)
 
-    def _files(self, recipe: PaperRecipe, needs: Needs, studies: list[StudyRun]) -> tuple[dict[str, Path], str]:
-        """What the experiment reads, by its names, and why it lacks what studies have not written."""
-        files, why = self.places.found(needs), {}
-        for name, file in recipe.reads.items():
-            study = next(one for one in studies if one.study.name == file.partition("/")[0])
-            path = study.folder / file.partition("/")[2]
-            if study.why is None and path.is_file():
-                files[name] = path
-            else:
-                failed = next((done.why for done in study.ended if done.why is not None), f"{file} was not written")
-                why[name] = study.why or failed
-        return files, "; ".join(dict.fromkeys(why.values()))
 
-    def _absent(self, needs: list[Needs]) -> dict[str, str]:
-        """Optional files that are not there, with what to give."""
-        optional = {name: file for one in needs for name, file in one.optional.items()}
-        return {name: said for name, file in optional.items() if (said := self.places.missing([file]))}
+def _absent(needs: list[Needs], places: Places) -> dict[str, str]:
+    """Optional files that are not there, with what to give."""
+    optional = {name: file for one in needs for name, file in one.optional.items()}
+    return {name: said for name, file in optional.items() if (said := places.missing([file]))}

@@ -1,0 +1,96 @@
+"""Parts of recipes in processes side by side: the same results as one after the other, and nothing left when one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from problems.arrays import make_arrays
+from problems.command_line import SCRIPT, Cli
+from problems.recipes import RECIPE, STUDY
+
+Recipes = Callable[..., Path]
+LONG = "refinement/figure-[456]"  # minutes, with what travels with the package
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    np.savez(tmp_path / "data" / "features.npz", **make_arrays())
+    return tmp_path / "data"
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in out.glob("quick/test/*/*")} | {
+        "all": (out / "quick/results.md").read_bytes()
+    }
+
+
+@pytest.mark.long
+def test_side_by_side_results_are_byte_for_byte_those_of_one_after_the_other(
+    recipes: Recipes, data: Path, tmp_path: Path, cli: Cli
+) -> None:
+    folder = recipes()
+    (folder / "studies/other.toml").write_text(STUDY.replace("precision = 3", "precision = 5"))
+    (folder / "test/table-2.toml").write_text(RECIPE.replace('["small"]', '["other"]'))
+    words = ("reproduce", "--all", "--data", data, "--out", tmp_path / "out", "--threads", 1, "--json", "--jobs")
+    first = cli(*words, 1)
+    before = contents(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "before")
+    second = cli(*words, 2)
+    assert (first.code, second.code) == (0, 0), second.stderr
+    assert contents(tmp_path / "out") == before
+    assert len(before) == 9
+    seconds = [one["seconds"] for one in second.json["recipes"]]
+    assert all(seconds), seconds
+
+
+def children(process: int) -> list[int]:
+    """Processes that a process has begun and that work: not the one that looks after shared memory."""
+    found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [int(one) for one in found if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+def is_gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        ("all", -9, ""),
+        ("all in an orderly way", 143, "hint: continue with: bnncli reproduce"),
+        ("one", 69, "has ended by itself, with signal 9"),
+    ],
+)
+def test_after_a_kill_no_process_is_left(tmp_path: Path, what: str, code: int, said: str) -> None:
+    words = [SCRIPT, "reproduce", LONG, "--out", tmp_path / "out", "--jobs", "2"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while len(found := children(process.pid)) < 2 or not all(map(_has_begun, found)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    if what == "one":
+        os.kill(found[0], signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGKILL if what == "all" else signal.SIGTERM)
+    err = process.communicate(timeout=300)[1]
+    assert (process.returncode, said in err) == (code, True), err
+    while not all(map(is_gone, found)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _has_begun(process: int) -> bool:
+    """Whether it has a group of its own, which it takes before it works."""
+    return os.getpgid(process) == process
