@@ -6,6 +6,7 @@ prior's diagonal of precisions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, Self
 
 import torch
@@ -43,6 +44,25 @@ class Covariance(Protocol):
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """A copy elsewhere or in another precision."""
+
+
+class Root(Protocol):
+    """L with L L^T = Sigma, as what solves systems needs it."""
+
+    def unwhiten(self, z: Tensor) -> Tensor:
+        """z L^T, (S, P)."""
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """gradient L, (S, P)."""
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """A copy elsewhere or in another precision."""
+
+
+def cheapest_root(covariance: Covariance) -> Root:
+    """A covariance's own L, or a rotation of it that takes fewer products: for systems, whose coordinates nobody sees."""
+    rotated: Callable[[], Root] | None = getattr(covariance, "rotated", None)
+    return covariance if rotated is None else rotated()
 
 
 def varying_places(covariance: Covariance) -> Tensor | None:

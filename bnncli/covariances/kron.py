@@ -103,6 +103,10 @@ class Kron:
         """gradient L, (S, P)."""
         return self._in_eigenbasis(self._scale_biases(gradient, self.bias_unit), self.scales)
 
+    def rotated(self) -> RotatedKron:
+        """The same covariance by another root, in half of the products."""
+        return RotatedKron(self)
+
     def widest(self, count: int) -> Tensor | None:
         """Products of the factors' eigenvectors, those of the largest variances, (P, K) float64; None where biases' unit is another."""
         if self.bias_unit != 1:
@@ -148,6 +152,30 @@ class Kron:
         matrix = self.layout.augment(x.to(self.scales))
         rotated = (self.output_basis.T @ matrix @ self.feature_basis) * factors
         return self.layout.flatten(self.output_basis @ rotated @ self.feature_basis.T)
+
+
+@dataclass(frozen=True)
+class RotatedKron:
+    """L R of a Kron's L, R the rotation to its eigenbasis: what solves systems, whose coordinates nobody sees."""
+
+    kron: Kron
+
+    def unwhiten(self, z: Tensor) -> Tensor:
+        """z (L R)^T, (S, P)."""
+        kron = self.kron
+        scaled = kron.layout.augment(z.to(kron.scales)) * kron.scales
+        rotated = kron.layout.flatten(kron.output_basis @ scaled @ kron.feature_basis.T)
+        return kron._scale_biases(rotated, kron.bias_unit)
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """gradient L R, (S, P)."""
+        kron = self.kron
+        matrix = kron.layout.augment(kron._scale_biases(gradient, kron.bias_unit).to(kron.scales))
+        return kron.layout.flatten((kron.output_basis.T @ matrix @ kron.feature_basis) * kron.scales)
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> RotatedKron:
+        """A copy elsewhere or in another precision."""
+        return RotatedKron(self.kron.to(device=device, dtype=dtype))
 
 
 def _eigenvectors(factor: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bnncli.covariances import Covariance
+from bnncli.covariances import Covariance, cheapest_root
 from bnncli.curvature import structure_of
 from bnncli.errors import NumericError
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
@@ -168,15 +168,16 @@ def _newton_step(
     accuracy: Callable[[float], float],
 ) -> tuple[Tensor, int]:
     """H^{-1} gradient (P,), and how many products with H it took."""
-    white_gradient = whitening.pull_back(gradient.unsqueeze(0))
+    root = cheapest_root(whitening)
+    white_gradient = root.pull_back(gradient.unsqueeze(0))
     exactly = accuracy(float(white_gradient.norm()))
     # A few digits are enough for a step that is not solved exactly, and of large heads the products are most of the work.
     is_rough = len(theta) > _MANY and exactly >= _ROUGH
     multiply = target.hessian_operator(theta, is_rough=is_rough)
     # Of large heads these are a third of the work in float64; the products between them have float32's digits.
-    inner = whitening
+    inner = root
     if target.dtype != torch.float64 and target.layout.num_params > MAX_FULL_PRECONDITIONER:
-        inner = whitening.to(dtype=torch.float32)
+        inner = root.to(dtype=torch.float32)
     white_step, num_products = _conjugate_gradients(
         lambda v: inner.pull_back(multiply(inner.unwhiten(v))).double(),
         white_gradient,
@@ -186,7 +187,7 @@ def _newton_step(
         (white_gradient * white_step).sum() > 0
     ):  # the products' rounding hid the curvature: the whitening's own step
         white_step = white_gradient
-    return whitening.unwhiten(white_step)[0], num_products
+    return root.unwhiten(white_step)[0], num_products
 
 
 def _accuracy(distance: float, *, polish: bool, tolerance: float = 0.0) -> float:

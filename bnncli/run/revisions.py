@@ -33,10 +33,10 @@ CALIBRATE = 1
 
 
 def of_laplace(*, in_span: bool) -> int:
-    """5: fits in the row space of the features, which were made over all of theta before. 4 and 5 are of modes and searches that are
-    shorter where heads are large, 2 and 3 were not.
+    """7: fits in the row space of the features, 6: over all of theta. 6 and 7 are of modes whose large heads have rough products and
+    short searches, 4 and 5 were of shorter ones where heads are large, 2 and 3 were not.
     """
-    return 5 if in_span else 4
+    return 7 if in_span else 6
 
 
 def of_hmc(*, in_span: bool, num_params: int) -> int:

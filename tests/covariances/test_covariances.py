@@ -10,7 +10,7 @@ from problems.oracles import hessian_of_loss, in_theta_order
 from torch import Tensor
 
 from bnncli import registry
-from bnncli.covariances import block
+from bnncli.covariances import block, cheapest_root
 from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
 from bnncli.curvature import ggn
@@ -126,6 +126,26 @@ def test_the_root_squares_to_the_inverse_precision(structure: str, layout: HeadL
     root = covariance.unwhiten(torch.eye(layout.num_params)).T
     torch.testing.assert_close(root @ root.T, sigma, rtol=1e-10, atol=1e-12)
     assert covariance.log_det_scale() == pytest.approx(float(torch.linalg.slogdet(root)[1]), rel=1e-10)
+
+
+@pytest.mark.parametrize("bias_precision", [None, 3.0])
+@every_structure
+@every_layout
+def test_the_cheapest_root_squares_to_it_too_and_pulls_back_by_its_transpose(
+    structure: str, layout: HeadLayout, bias_precision: float | None
+) -> None:
+    if bias_precision is not None and not layout.has_bias:
+        pytest.skip("no biases")
+    hessian = ggn(make_target(layout), draw_theta(layout), structure)
+    kind = registry.load_class("covariances", structure)
+    covariance = kind.from_hessian(hessian, Prior(PRIOR, bias_precision), layout)
+    eye = torch.eye(layout.num_params, dtype=torch.float64)
+    root, own = cheapest_root(covariance), covariance.unwhiten(eye).T
+    found = root.unwhiten(eye).T
+    torch.testing.assert_close(found @ found.T, own @ own.T, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(root.pull_back(eye), found, rtol=1e-10, atol=1e-12)
+    single = root.to(dtype=torch.float32)
+    torch.testing.assert_close(single.unwhiten(eye.float()).T.double(), found, rtol=1e-4, atol=1e-5)
 
 
 @every_layout

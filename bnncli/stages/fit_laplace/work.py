@@ -144,11 +144,15 @@ def _fit_of(
 ) -> LaplaceFit:
     """The fit of another structure at the precision that was found."""
     gaussian = found.fit.gaussian
+    target = target.with_prior(gaussian.require_prior())
+    if center == "mode":  # few examples of many have a mode further away than the checkpoint is
+        both = torch.stack([gaussian.mean.double(), start.to(gaussian.mean.device).double()])
+        start = both[target.log_joint(both).argmax()]
     return fit_gaussian(
-        target.with_prior(gaussian.require_prior()),
+        target,
         structure=structure,
         center=center,
-        start=gaussian.mean if center == "mode" else start,
+        start=start,
         progress=progress,
     )
 

@@ -22,7 +22,7 @@ from bnncli.storage.atomic import check_writable
 from bnncli.storage.locks import artifact_lock
 
 if TYPE_CHECKING:
-    from bnncli.stages.reproduce.parts import Part, Workshop
+    from bnncli.stages.reproduce.parts import RecipePart, Workshop
 
 COMMAND = Command(
     "List the published experiments as recipes, and run them: every number beside ours, with a verdict.",
@@ -114,7 +114,7 @@ def _reproduced(run: Run, options: ReproduceOptions, places: Places, names: list
         return _written(run, options, workshop, names, finished=workers.finished(recipes))
 
 
-def _in_turn(workshop: Workshop, recipes: Mapping[str, list[Part]]) -> Iterator[str]:
+def _in_turn(workshop: Workshop, recipes: Mapping[str, list[RecipePart]]) -> Iterator[str]:
     """Names of recipes, each when its parts are made."""
     task = workshop.run.console.task("reproduce", len(recipes))
     for name, parts in recipes.items():

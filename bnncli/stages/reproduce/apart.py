@@ -22,18 +22,18 @@ from bnncli.options import CommonOptions, ReproduceOptions
 from bnncli.progress import Task
 from bnncli.run.session import Run
 from bnncli.stages.grid.running import GRACE, die_with
-from bnncli.stages.reproduce.parts import Made, Part, Workshop
+from bnncli.stages.reproduce.parts import Made, RecipePart, Workshop
 from bnncli.stages.reproduce.places import Places
 from bnncli.storage.known_files import checks_remembered
 
 _POLL = 0.2  # seconds between looks whether a signal has come
 
 
-class Asked(NamedTuple):
+class PartRequest(NamedTuple):
     """What a process is asked for: a part, and the parts that it reads."""
 
-    part: Part
-    known: dict[Part, Made]
+    part: RecipePart
+    known: dict[RecipePart, Made]
 
 
 class Told(NamedTuple):
@@ -54,13 +54,13 @@ class Worker:
 
     process: BaseProcess
     link: Connection
-    part: Part | None = None
+    part: RecipePart | None = None
 
-    def hand(self, part: Part, known: dict[Part, Made]) -> None:
+    def hand(self, part: RecipePart, known: dict[RecipePart, Made]) -> None:
         """Have it make a part."""
         self.part = part
         with contextlib.suppress(OSError):  # it is gone, which its answer tells
-            self.link.send(Asked(part, known))
+            self.link.send(PartRequest(part, known))
 
     def answer(self) -> Told:
         """What it has made. Raises DeviceError where it has ended without."""
@@ -88,10 +88,10 @@ class Crew:
 
     workshop: Workshop
     workers: list[Worker]
-    ahead: list[Part]
+    ahead: list[RecipePart]
     task: Task
 
-    def finished(self, recipes: Mapping[str, Sequence[Part]]) -> Iterator[str]:
+    def finished(self, recipes: Mapping[str, Sequence[RecipePart]]) -> Iterator[str]:
         """Names of recipes, each as soon as its parts are made. Raises Interrupted, and whatever a part raises."""
         ahead = dict(recipes)
         while ahead:
@@ -125,7 +125,7 @@ class Crew:
                 }
                 worker.hand(ready, known)
 
-    def _is_ready(self, part: Part) -> bool:
+    def _is_ready(self, part: RecipePart) -> bool:
         there = {one.name for one in self.workshop.made if one.is_study}
         return there.issuperset(part.after)
 
@@ -159,7 +159,9 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crew(workshop: Workshop, parts: Sequence[Part], *, jobs: int, environment: Mapping[str, str]) -> Iterator[Crew]:
+def crew(
+    workshop: Workshop, parts: Sequence[RecipePart], *, jobs: int, environment: Mapping[str, str]
+) -> Iterator[Crew]:
     """So many workers for these parts, which end with the block.
 
     Args:
@@ -227,7 +229,7 @@ def _work(
         os._exit(0)
 
 
-def _told(workshop: Workshop, part: Part) -> Told:
+def _told(workshop: Workshop, part: RecipePart) -> Told:
     """The part, or why there is none."""
     try:
         workshop.make(part)

@@ -22,7 +22,7 @@ from bnncli.stages.reproduce.judged import (
     judged_claims,
 )
 from bnncli.stages.reproduce.marginals import marginals
-from bnncli.stages.reproduce.parts import Experiment, Part, Workshop, parts_of
+from bnncli.stages.reproduce.parts import Experiment, RecipePart, Workshop, parts_of
 from bnncli.stages.reproduce.places import Places
 from bnncli.stages.reproduce.recipe import Needs, PaperRecipe
 from bnncli.stages.reproduce.studies import StudyRun
@@ -103,7 +103,7 @@ class Reproduction:
     """
 
     workshop: Workshop
-    counted: set[Part] = field(default_factory=set)
+    counted: set[RecipePart] = field(default_factory=set)
 
     def outcome(self, recipe: PaperRecipe) -> Outcome:
         """Judge a recipe whose parts were made."""

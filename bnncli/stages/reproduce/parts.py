@@ -22,7 +22,7 @@ from bnncli.stages.reproduce.studies import StudyRun, run_study
 
 
 @dataclass(frozen=True)
-class Part:
+class RecipePart:
     """A study, or the experiment of a recipe, at one scale.
 
     Args:
@@ -78,10 +78,10 @@ class Made:
     seconds: float
 
 
-def parts_of(recipe: PaperRecipe, scale: str) -> list[Part]:
+def parts_of(recipe: PaperRecipe, scale: str) -> list[RecipePart]:
     """The parts of a recipe, in an order in which none reads what a later one writes."""
-    studies = [Part(name, True, scale, read_study(name)) for name in recipe.studies]
-    return studies if recipe.experiment is None else [*studies, Part(recipe.name, False, scale, recipe)]
+    studies = [RecipePart(name, True, scale, read_study(name)) for name in recipe.studies]
+    return studies if recipe.experiment is None else [*studies, RecipePart(recipe.name, False, scale, recipe)]
 
 
 @dataclass
@@ -97,9 +97,9 @@ class Workshop:
     options: ReproduceOptions
     places: Places
     folder: Path
-    made: dict[Part, Made] = field(default_factory=dict)
+    made: dict[RecipePart, Made] = field(default_factory=dict)
 
-    def make(self, part: Part) -> None:
+    def make(self, part: RecipePart) -> None:
         """Make a part; those that it reads are there.
 
         Raises:
