@@ -15,6 +15,7 @@ from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
 # The first part of the warm-up only brings the chains from their over-dispersed starts to where the posterior is.
 SETTLING_SHARE = 0.4
 SETTLING_STEPS = 16
+SHORT = 0.1  # posterior standard deviations: steps by which chains move where the Gaussian explains little, and turns about nothing better
 
 
 class SamplerSettings(NamedTuple):
@@ -106,7 +107,7 @@ def advance(
     if walk.num_done == settings.num_settling:
         # The steps that freed stuck chains say nothing about the steps to sample with.
         adaptation = settings.new_adaptation()
-        if potential.pivot is not None:
+        if potential.pivot is not None and walk.adaptation.current > SHORT:
             potential.pivot.copy_(mean_of_chains(walk.state.z, walk.state.gradient))
     is_settling = walk.num_done < settings.num_settling
     max_steps = SETTLING_STEPS if is_settling else MAX_STEPS

@@ -149,3 +149,16 @@ def test_chains_from_far_starts_are_settled_before_the_step_size_is_sought() -> 
     assert (settled.mean() - later.mean()).abs() < 4 * error
     assert potential.pivot is not None
     assert potential.pivot.any()
+
+
+@pytest.mark.parametrize(("step_size", "has_pivot"), [(0.2, True), (0.05, False)])
+def test_where_steps_are_short_the_gaussian_turns_about_the_mode(step_size: float, has_pivot: bool) -> None:
+    potential, settings = large_potential(), SamplerSettings(num_warmup=20, target_accept=0.8, dynamics="split")
+    z = torch.randn(16, LARGE.num_params, generator=seeded(8), dtype=torch.float64)
+    walk = Walk.start(potential, settings, z)
+    adaptation = walk.adaptation._replace(log_current=math.log(step_size))
+    advance(
+        potential, walk._replace(num_done=settings.num_settling, adaptation=adaptation), settings, generator=seeded(9)
+    )
+    assert potential.pivot is not None
+    assert bool(potential.pivot.any()) is has_pivot
