@@ -17,8 +17,10 @@ from bnncli.inference.dynamics import LONGEST_TURN
 STUCK_SHARE = 0.25
 
 
-def adaptation_statistic(smoothed: Tensor, acceptance: Tensor, target_accept: float) -> float:
-    """What dual averaging compares with its goal: the mean acceptance, unless a chain is stuck.
+def adaptation_statistic(
+    smoothed: Tensor, acceptance: Tensor, target_accept: float, is_falling: Tensor | None = None
+) -> float | None:
+    """What dual averaging compares with its goal: the mean acceptance, unless a chain is stuck; None while a chain falls.
 
     The mean hides one stuck chain behind the others. When the recent rate of a chain is below a quarter of the goal, it
     is the harmonic mean of the chains' recent rates, which one chain near zero pulls to zero (Hoffman, Radul and
@@ -28,9 +30,14 @@ def adaptation_statistic(smoothed: Tensor, acceptance: Tensor, target_accept: fl
         smoothed: (C,), each chain's recent acceptance rate.
         acceptance: (C,), of the last transition.
         target_accept: the goal.
+        is_falling: (C,); what suits chains that fall is not what suits those that have landed.
     """
     harmonic = 1 / (1 / smoothed.clamp(min=1e-3)).mean()
-    lowest, mean, harmonic_mean = torch.stack([smoothed.min(), acceptance.mean(), harmonic]).tolist()  # one sync
+    fallen = torch.zeros_like(harmonic) if is_falling is None else is_falling.any().to(harmonic)
+    numbers = torch.stack([smoothed.min(), acceptance.mean(), harmonic, fallen])
+    lowest, mean, harmonic_mean, has_fallen = numbers.tolist()  # one sync
+    if has_fallen:
+        return None
     return float(mean if lowest >= STUCK_SHARE * target_accept else harmonic_mean)
 
 

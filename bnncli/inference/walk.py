@@ -116,10 +116,10 @@ def advance(
         max_steps=max_steps, is_settling=is_settling, mover=mover,
     )  # fmt: skip
     smoothed = 0.7 * walk.smoothed + 0.3 * result.acceptance
-    # What suits chains that fall is not what suits those that have landed.
-    if result.is_falling is None or not result.is_falling.any():
-        adaptation = adaptation.update(adaptation_statistic(smoothed, result.acceptance, settings.target_accept))
-    else:
+    if result.is_falling is not None:
         smoothed = torch.where(result.is_falling, walk.smoothed, smoothed)
+    found = adaptation_statistic(smoothed, result.acceptance, settings.target_accept, result.is_falling)
+    if found is not None:
+        adaptation = adaptation.update(found)
     made = walk.more_gradients(result.num_steps)
     return Walk(result.state, adaptation, smoothed, walk.num_done + 1, made), result

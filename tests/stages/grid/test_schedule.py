@@ -249,7 +249,7 @@ def test_what_cannot_be_written_is_told_before_anything_runs(cli: Cli, stage: St
 def test_lines_side_by_side_share_the_cores_and_see_no_gpu_nor_torchrun(
     cli: Cli, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "_cores", lambda: 8)
+    monkeypatch.setattr(places, "cores", lambda: 8)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     path = write_grid(stage.folder, TWO)
