@@ -13,15 +13,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from problems.arrays import make_arrays
-from problems.command_line import SCRIPT, STEPS, Cli, Invocation
 
+# Before numpy and torch, which read them when they are imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the console script sets it, before torch is imported
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as cli/spread.py has it for workers: here they are forked later
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))  # all cores, shared
+
+import numpy as np
+from problems.arrays import make_arrays
+from problems.command_line import SCRIPT, STEPS, Cli, Invocation
 
 
 @pytest.hookimpl(wrapper=True)
