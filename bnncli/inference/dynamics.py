@@ -28,7 +28,7 @@ JITTER = (0.8, 1.2)
 LONGEST_TURN = TURN * JITTER[1]
 MAX_STEPS = 128
 DIVERGENCE = 1000.0  # nats of energy error, as in Stan
-FALL = 5.0  # of the potential, in units of sqrt(P), about its standard deviation between draws that know nothing of each other
+FALL = 5.0  # of the potential, in units of sqrt(P): the standard deviation, near N(0, I), of its difference between two draws
 
 
 class State(NamedTuple):

@@ -78,7 +78,7 @@ def search(
     is_large: bool = False,
     progress: Progress = SILENT,
 ) -> PriorSearch:
-    """The prior precision within bounds that minimises the criterion, to about 5 %; of large heads to about 20 %.
+    """The prior precision within bounds that minimises the criterion, to about 5 %; of large heads by a coarser grid.
 
     Args:
         target: the log posterior; its own precision of the weights is ignored, and the biases' where that follows.

@@ -34,7 +34,7 @@ class HmcOptions(TargetOptions):
     target_accept: float = option(0.9, "Acceptance that the step size aims at.", minimum=0.1, maximum=0.99)
     dynamics: str = option(
         "split",
-        "split: the Gaussian at the mode moves exactly, about the mean of the chains once they have settled, and only the rest is stepped; leapfrog: plain.",
+        "split: the Gaussian at the mode moves exactly, about the mean of the chains once they have settled (the mode, where steps are very short), and only the rest is stepped; leapfrog: plain.",
         choices=("split", "leapfrog"),
     )
     gradients: str = option(

@@ -17,7 +17,7 @@ from bnncli.curvature import ggn
 from bnncli.errors import NumericError
 from bnncli.inference import mode as mode_module
 from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.mode import find_mode
+from bnncli.inference.mode import Mode, find_mode
 from bnncli.targets import last_layer, products
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
@@ -296,6 +296,12 @@ def test_large_features_under_a_weak_prior_end_where_they_are_said_to(
     assert exact_decrement(target, mode.theta, labels) < 2e-3
 
 
+def distance_in_sd(target: LastLayerTarget, found: Mode, exact: Mode) -> float:
+    """How far a mode is from another, in posterior standard deviations of all parameters together."""
+    gap = (found.theta - exact.theta).unsqueeze(0)
+    return math.sqrt(float((gap * target.hessian_vector_product(exact.theta, gap)).sum()))
+
+
 def test_modes_of_many_parameters_are_found_by_rough_steps_to_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = HeadLayout(6, 20)
     target = head_target(layout, 400, prior=0.1, dtype=torch.float64)
@@ -305,8 +311,7 @@ def test_modes_of_many_parameters_are_found_by_rough_steps_to_the_tolerance(monk
     monkeypatch.setattr(mode_module, "_FAR", 1.0)
     monkeypatch.setattr(mode_module, "_structure_for", lambda target: "kron")
     found = find_mode(target, start)
-    gap = (found.theta - exact.theta).unsqueeze(0)
-    distance = math.sqrt(float((gap * target.hessian_vector_product(exact.theta, gap)).sum()))
+    distance = distance_in_sd(target, found, exact)
     assert distance < 0.1  # posterior standard deviations
     assert found.newton_decrement < 0.1
     assert found.log_joint == pytest.approx(exact.log_joint, abs=0.01)
@@ -330,8 +335,7 @@ def test_modes_of_many_parameters_are_found_to_the_tolerance_by_products_of_few_
     monkeypatch.setattr(mode_module, "_MANY", 50)
     monkeypatch.setattr(mode_module, "_structure_for", lambda target: "kron")
     found = find_mode(target, start)
-    gap = (found.theta - exact.theta).unsqueeze(0)
-    distance = math.sqrt(float((gap * target.hessian_vector_product(exact.theta, gap)).sum()))
+    distance = distance_in_sd(target, found, exact)
     assert distance < 0.1  # posterior standard deviations
     assert len(rounded) > 20
     for accuracy, is_rough in ((0.06, True), (0.04, False)):
@@ -356,8 +360,7 @@ def test_the_last_step_counts_what_rough_solutions_leave(monkeypatch: pytest.Mon
     monkeypatch.setattr(mode_module, "_accuracy", lambda distance, **_: 0.5)
     for tolerance in (0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.01):
         found = find_mode(target, torch.zeros(layout.num_params), tolerance=tolerance)
-        gap = (found.theta - exact.theta).unsqueeze(0)
-        distance = math.sqrt(float((gap * target.hessian_vector_product(exact.theta, gap)).sum()))
+        distance = distance_in_sd(target, found, exact)
         assert distance < 1.2 * tolerance  # an estimate, by steps that are solved to a half
 
 
