@@ -19,6 +19,8 @@ def main() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # The same of OpenBLAS's, read when NumPy is imported: 2^18 cycles in place of 2^26, a tenth of a CPU second in every run.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")
+    # NumPy's products are small, and round alike for any number of cores only by one thread; torch's are where the work is.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Large blocks, which are new pages each time (machine.memory), are asked for in huge ones where the system has them on request:
     # without, a fit of a network took half as long again.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -14,7 +14,11 @@ from bnncli.machine.team import team
 SHARE = 0.7  # of what is free that a command may plan with; blocks of features and of logits take some of the rest
 
 LARGE_BLOCK = 2**21  # bytes; pages for smaller ones, new each time, would cost more than their holes
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+_KEPT_BLOCK, _KEPT_TOP = (
+    2**27,
+    2**30,
+)  # bytes of a block that is kept when it is freed, and of all that is free at the heap's end
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 CPU_ACTIVATION_BYTES = 2**26  # of a network at once on a CPU: more than its caches gains nothing
 
 
@@ -38,15 +42,37 @@ def require(needed: int, device: torch.device | str, *, what: str, hint: str | N
         )
 
 
+def keep_freed_blocks() -> None:
+    """From here on the C library keeps freed blocks for the next ones, where that library can: give_back_freed empties it.
+
+    Work on features takes blocks of a few MB and frees them, a hundred times a second; pages for each, new from the system, took
+    longer than the products in them (measured: a fit of a LeNet-5's head 14 s, 9 s with kept blocks; 10 % more memory at the peak).
+    Who has said otherwise by the environment is heeded.
+    """
+    _set_malloc(
+        {
+            "MALLOC_MMAP_THRESHOLD_": (_MMAP_THRESHOLD, _KEPT_BLOCK),
+            "MALLOC_TRIM_THRESHOLD_": (_TRIM_THRESHOLD, _KEPT_TOP),
+        }
+    )
+
+
 def return_large_blocks() -> None:
-    """From here on the C library gives each large block back to the system when it is freed, where that library can.
+    """From here on the C library gives each large block back to the system when it is freed, where that library can: for networks.
 
     Left alone it keeps blocks of up to 32 MiB, and holes between those in use, of many sizes, came to as much again as they
     held (measured: 280 MiB for 130 of a LeNet-5's factors). Who has said otherwise by the environment is heeded.
     """
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, LARGE_BLOCK)
+    _set_malloc({"MALLOC_MMAP_THRESHOLD_": (_MMAP_THRESHOLD, LARGE_BLOCK)})
+
+
+def _set_malloc(settings: dict[str, tuple[int, int]]) -> None:
+    """Numbers of malloc.h and their values, each but where its variable is in the environment."""
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for variable, (number, value) in settings.items():
+            if variable not in os.environ:
+                mallopt(number, value)
 
 
 def resident_bytes() -> int:

@@ -15,6 +15,7 @@ from bnncli.checkpoints.load import Checkpoint, load_checkpoint
 from bnncli.errors import DataError, UsageError
 from bnncli.extraction.features import Extracted, Head, collect, counted, extract
 from bnncli.extraction.search import find_head
+from bnncli.machine.memory import return_large_blocks
 from bnncli.machine.team import crew
 from bnncli.models import SavedModel
 from bnncli.networks import load_network, notes_on_names
@@ -99,12 +100,14 @@ class Network:
             DataError: a file of the model was replaced meanwhile.
         """
         state = None if self.checkpoint is None else self.checkpoint.state
+        device = self.run.device
+        return_large_blocks()
         if self.saved is None:
             module = load_network(self.spec, arguments_by_name(self.arguments), state)
-            return self._noted(module, state).to(self.run.device), None
+            return self._noted(module, state).to(device), None
         files = own_files(self.saved, self.run.checkpoint_path) if state is None else None
         if files is None:
-            return self._noted(self.saved.build(state), state).to(self.run.device), None
+            return self._noted(self.saved.build(state), state).to(device), None
         digest, before = files.sha256(self.run.console), files.states()
         module = self.saved.build(None)
         if files.states() != before:
@@ -119,7 +122,7 @@ class Network:
             file_sha256=digest,
             weights_digest=tensor_digest(named),
         )
-        return module.to(self.run.device), record
+        return module.to(device), record
 
     def _noted(self, module: torch.nn.Module, state: Mapping[str, torch.Tensor] | None) -> torch.nn.Module:
         """The network, once it is said where in the checkpoint its weights were."""
