@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bnncli.covariances._packed import PackedTriangle
 from bnncli.covariances._roots import Rows, inverse_root, root_of_sum
 from bnncli.machine.panels import is_large
 from bnncli.theta.layout import ParamLayout
@@ -68,6 +69,10 @@ class Full:
         if self.num_params <= _LARGE:
             return gradient @ root
         return torch.cat([gradient[:, start:] @ root[start:, start:stop] for start, stop in self._panels()], dim=1)
+
+    def packed(self) -> PackedTriangle | None:
+        """The same L for thousands of float32 products of a few vectors; None where nothing is gained."""
+        return PackedTriangle.of(self.scale_tril) if self.num_params > _LARGE else None
 
     def _panels(self) -> list[tuple[int, int]]:
         """Rows and columns of L in parts, whose products leave out what is zero."""

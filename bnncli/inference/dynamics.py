@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bnncli.covariances import Covariance
+from bnncli.covariances import Products
 from bnncli.posteriors import move, standard_normal
 from bnncli.targets.target import WholeTarget
 
@@ -46,7 +46,7 @@ class WhitenedPotential:
     Args:
         target: the log posterior.
         mode: (P,), float64.
-        covariance: L L^T.
+        covariance: L, by its products.
         coarse: the gradient that kicks where it is not the target's own, (C, P) at mode + displacement (C, P). A trajectory
             needs only that: whatever function of position kicks, it is reversible and preserves volume, and the energy at
             its end, which decides about it, is the target's.
@@ -55,7 +55,7 @@ class WhitenedPotential:
 
     target: WholeTarget
     mode: Tensor
-    covariance: Covariance
+    covariance: Products
     coarse: Callable[[Tensor], Tensor] | None = None
     pivot: Tensor | None = None
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bnncli.covariances import Covariance
+from bnncli.covariances import Covariance, root_for_many
 from bnncli.errors import Interrupted, NumericError
 from bnncli.inference.chain_groups import Workers
 from bnncli.inference.draw_stores import DrawStore, MemoryDraws, NoResume, ResumeStore
@@ -110,7 +110,7 @@ def sample_hmc(
     mode = mode.to(target.device).double()
     # Of many parameters whitening in float64 would cost more than the gradients, whose products have float32's digits.
     is_large = target.dtype != torch.float64 and len(mode) > _LARGE
-    whitening = covariance.to(device=target.device, dtype=torch.float32 if is_large else None)
+    whitening = root_for_many(covariance, target.device, torch.float32 if is_large else None)
     potential = WhitenedPotential(target, mode, whitening, coarse, pivot=torch.zeros_like(mode))
     settings = SamplerSettings(num_warmup, target_accept, dynamics)
     new_mover = partial(GraphMover.where_possible, potential, dynamics, warn=progress.warn)

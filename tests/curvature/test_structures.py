@@ -29,6 +29,7 @@ def test_a_covariance_has_eight_methods_of_theta_alone(structure: str) -> None:
         "marginal_variances",
         "widest",  # what refine in a subspace asks, of those that know it without all of Sigma
         "rotated",  # a cheaper root, where there is one
+        "packed",  # the same root for many products
     }
     assert methods - quick == algebra | {"from_hessian", "from_tensors"}
     assert len(methods - quick) == 8

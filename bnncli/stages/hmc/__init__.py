@@ -70,9 +70,8 @@ def _last_layer(
     def fit() -> Fitted:
         from bnncli.stages.hmc.work import Sampling, last_layer
 
-        prior = prior_of(options, base)
-        space = last_layer(run, options, train, held_out, prior, span)
-        return Sampling(run, options, request, prior, space).fit()
+        space = last_layer(run, options, train, held_out, base=base, span=span)
+        return Sampling(run, options, request, prior_of(options, base), space).fit()
 
     return request, fit
 

@@ -25,14 +25,16 @@ from bnncli.machine.memory import budget
 from bnncli.machine.team import team
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
+from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.chain_judges import Judge, head_judges, parameter_judge
 from bnncli.run.cost import Cost
-from bnncli.run.inputs import Split
+from bnncli.run.inputs import Split, open_posterior
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import Resumable, ResumableDraws
 from bnncli.run.row_space import row_space
 from bnncli.run.session import Run
+from bnncli.run.target_base import Base, prior_of
 from bnncli.stages.hmc.report import condition_values, hmc_metrics, hmc_warnings
 from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.samples import SampleFile, write_samples
@@ -82,14 +84,22 @@ class Space:
 
 
 def last_layer(
-    run: Run, options: HmcOptions, train: Split, held_out: Split | None, prior: Prior, span: MatrixLayout | None
+    run: Run,
+    options: HmcOptions,
+    train: Split,
+    held_out: Split | None,
+    *,
+    base: Base | None,
+    span: MatrixLayout | None,
 ) -> Space:
     """About the exact mode of the last layer's target.
 
     Args:
         held_out: the val split, whose predictions are judged too; None without one.
+        base: whose prior is the target's, where the options give none.
         span: the layout inside the span of the features, where the chains move; None where they move over all of theta.
     """
+    prior = prior_of(options, base)
     target = train.target(prior, run.device)
     whole = train.layout if span else None
     own = memory.automatic_structure(span or train.layout, budget(run.device), device=run.device, whole=whole)
@@ -107,12 +117,16 @@ def last_layer(
             f"chains move in the coordinates of the {structure} Gaussian at the mode, not of the {own} one that fit-laplace takes: "
             "by estimate it takes no longer to make than the draws, and each is worth more by it"
         )
-    start = train.start().to(run.device)
     rows = row_space(target) if span else None
-    if rows is not None:
-        target, start = rows.target(target), rows.reduce(start)
     with counted_passes() as tally:
-        gaussian = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console).gaussian
+        gaussian = None if rows else _gaussian_of(base, structure, train)
+        if gaussian is None:
+            start = train.start().to(run.device)
+            if rows is not None:
+                target, start = rows.target(target), rows.reduce(start)
+            gaussian = fit_gaussian(
+                target, structure=structure, center="mode", start=start, progress=run.console
+            ).gaussian
     return Space(
         train,
         target,
@@ -126,6 +140,19 @@ def last_layer(
         passes=tally.passes,
         smallest_group=_SMALLEST_GROUP,
     )
+
+
+def _gaussian_of(base: Base | None, structure: str, train: Split) -> Gaussian | None:
+    """The base's, where it is the one that would be made: of these examples, at their mode, in this structure."""
+    if base is None or not base.is_gaussian:
+        return None
+    meta, inputs = base.header.meta, base.header.provenance["inputs"]
+    is_it = (meta.get("method"), meta.get("center"), meta["metrics"].get("structure")) == ("laplace", "mode", structure)
+    own = {given["content_digest"] for given in inputs if given["role"] == "features.train"}
+    if not is_it or own != {train.source.content_digest}:
+        return None
+    gaussian: Gaussian = open_posterior(base.path)[0]
+    return gaussian
 
 
 @dataclass(frozen=True)
