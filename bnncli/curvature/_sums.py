@@ -22,11 +22,11 @@ def sum_over_examples(
 ) -> tuple[Tensor, ...]:
     """What `sums` makes of each block, added up: of features (n, F), a column of ones last if there is a bias, and
     probabilities (K, n) at theta (P,)."""
-    layout = target.layout
+    layout, probabilities = target.layout, target.row_probabilities(theta)
 
     def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
         signals.raise_if_interrupted("the Hessian")
-        return sums(layout.augment_features(block), target.probabilities(theta, block))
+        return sums(layout.augment_features(block), probabilities(rows, block))
 
     size = _BLOCK_EXAMPLES.get(target.device.type, 2**13)
     columns = max(layout.num_outputs, BLOCK_ELEMENTS.get(target.device.type, 2**19) // size)

@@ -66,8 +66,10 @@ def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tu
 def _output_factor(target: LastLayerTarget, theta: Tensor) -> Tensor:
     """B (K, K) alone at theta (P,): no product with the features but the logits'."""
 
+    probabilities = target.row_probabilities(theta)
+
     def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-        return (target.layout.likelihood.hessian_sum(target.probabilities(theta, block)),)
+        return (target.layout.likelihood.hessian_sum(probabilities(rows, block)),)
 
     (total,) = target.blocks.sum(work, columns=target.layout.num_outputs, dtype=target.dtype)
     return scaled(total, target)

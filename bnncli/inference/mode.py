@@ -4,14 +4,16 @@ A last layer's log posterior is strictly concave, so that its mode is unique; ot
 that steps uphill from the start lead to. Systems are solved in coordinates whitened by an earlier Hessian, full where it is
 small and made again when it has become too old to help, else of the target's rough structure: Kronecker-factored for a last
 layer, whose outputs' factor is made again at every step, for half the price of one product.
-Products with the Hessian are float32, values and gradients float64, so that the result is exact. Nocedal and Wright
-(2006), Numerical Optimization, algorithms 3.1 and 7.1.
+Products with the Hessian are float32, values and gradients float64, so that the result is exact; of large heads, whose
+tolerance is two hundred times what rounding moves a mode by, these are float32 as well, and one pass makes the probabilities for all three.
+Nocedal and Wright (2006), Numerical Optimization, algorithms 3.1 and 7.1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +26,7 @@ from bnncli.errors import NumericError
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.machine import signals
+from bnncli.machine.devices import has_bfloat16_products
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget
 
@@ -36,6 +39,7 @@ _FEW, _MANY = 10_000, 100_000  # parameters
 _ROUGH = 0.05  # accuracy of a Newton step, ten times what rough products are off by
 _FAR, _ROUGHEST = 10.0, 0.5  # standard deviations, of all together; accuracy of a Newton step further away
 _TOLERANCE_OF_MANY = 0.1  # five thousandths of a nat, where a draw is hundreds of standard deviations away
+_ROUNDING, _ROUNDING_OF_MANY = 1e-13, 1e-7  # of a log joint, of its own size, in float64 and in float32
 _SUFFICIENT_INCREASE = 1e-4  # Armijo constant, as usual
 
 
@@ -107,34 +111,39 @@ def find_mode(
     tolerance = default_tolerance(target.layout.num_params) if tolerance is None else tolerance
     task = progress.task("mode", 0)
     theta = start.detach().to(target.device).double().clone()
-    value, gradient = _evaluate(target, theta)
-    structure = structure_of(hessian) if hessian else _structure_for(target)
-    whitening = covariance_at(target, theta, structure, hessian=hessian, before=before)
-    before = whitening if whitening.saves_work else before
-    previous = math.nan
-    accuracy = _Forcing(len(theta), partial(_accuracy, tolerance=tolerance, polish=polish))
-    is_brief = polish or len(theta) > _MANY
-    for iteration in range(max_iterations):
-        step, num_products = _newton_step(target, theta, gradient, whitening=whitening.covariance, accuracy=accuracy)
-        decrement = math.sqrt(max(float(gradient @ step), 0.0))
-        if decrement < tolerance:
-            return Mode(theta, iteration, decrement, float(gradient.norm()), value, whitening.hessian, before)
-        left = accuracy.given if len(theta) > _MANY else _accuracy(decrement, polish=True)
-        if is_brief and (expected := _after_step(decrement, previous, left)) < tolerance:
-            polished = value + 0.5 * decrement**2
-            return Mode(
-                theta + step, iteration + 1, expected, float(gradient.norm()), polished, whitening.hessian, before
+    with _keeping(target):
+        value, gradient = _evaluate(target, theta)
+        structure = structure_of(hessian) if hessian else _structure_for(target)
+        whitening = covariance_at(target, theta, structure, hessian=hessian, before=before)
+        before = whitening if whitening.saves_work else before
+        previous = math.nan
+        accuracy = _Forcing(len(theta), partial(_accuracy, tolerance=tolerance, polish=polish))
+        is_brief = polish or len(theta) > _MANY
+        for iteration in range(max_iterations):
+            step, num_products = _newton_step(
+                target, theta, gradient, whitening=whitening.covariance, accuracy=accuracy
             )
-        task.advance(note=f"log joint {value:.1f}, decrement {decrement:.2g}")
-        theta, value, gradient = _search_along(target, theta, value, gradient, step)
-        previous = decrement
-        if num_products > _STALE_ITERATIONS.get(whitening.covariance.structure, _STALE_ITERATIONS[_EXACT_WHITENING]):
-            whitening = covariance_at(target, theta, _structure_for(target), before=before)
-            before = whitening if whitening.saves_work else before
-    raise NumericError(
-        f"no mode after {max_iterations} Newton steps: {decrement:.2g} standard deviations away, asked for {tolerance:g}",
-        hint="use a larger \0prior_precision\0",
-    )
+            decrement = math.sqrt(max(float(gradient @ step), 0.0))
+            if decrement < tolerance:
+                return Mode(theta, iteration, decrement, float(gradient.norm()), value, whitening.hessian, before)
+            left = accuracy.given if len(theta) > _MANY else _accuracy(decrement, polish=True)
+            if is_brief and (expected := _after_step(decrement, previous, left)) < tolerance:
+                polished = value + 0.5 * decrement**2
+                return Mode(
+                    theta + step, iteration + 1, expected, float(gradient.norm()), polished, whitening.hessian, before
+                )
+            task.advance(note=f"log joint {value:.1f}, decrement {decrement:.2g}")
+            theta, value, gradient = _search_along(target, theta, value, gradient, step)
+            previous = decrement
+            if num_products > _STALE_ITERATIONS.get(
+                whitening.covariance.structure, _STALE_ITERATIONS[_EXACT_WHITENING]
+            ):
+                whitening = covariance_at(target, theta, _structure_for(target), before=before)
+                before = whitening if whitening.saves_work else before
+        raise NumericError(
+            f"no mode after {max_iterations} Newton steps: {decrement:.2g} standard deviations away, asked for {tolerance:g}",
+            hint="use a larger \0prior_precision\0",
+        )
 
 
 def _after_step(decrement: float, previous: float, left: float) -> float:
@@ -151,9 +160,16 @@ def _structure_for(target: CurvedTarget) -> str:
     return _EXACT_WHITENING if target.layout.num_params <= MAX_FULL_PRECONDITIONER else target.rough_structure
 
 
+def _keeping(target: CurvedTarget) -> AbstractContextManager[None]:
+    """Within, the target keeps of an evaluation what products with its Hessian would make again, where it can."""
+    keeping: Callable[[], AbstractContextManager[None]] = getattr(target, "keeping", nullcontext)
+    return keeping()
+
+
 def _evaluate(target: CurvedTarget, theta: Tensor) -> tuple[float, Tensor]:
-    """Log joint and its gradient (P,), in float64 throughout."""
-    value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=torch.float64)
+    """Log joint and its gradient (P,), by products in float64; of many parameters in the target's own precision."""
+    dtype = None if len(theta) > _MANY else torch.float64
+    value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=dtype)
     if not math.isfinite(value):
         raise NumericError("the log posterior is not finite", hint="check the scale of the features")
     return float(value), gradient[0]
@@ -174,10 +190,11 @@ def _newton_step(
     # A few digits are enough for a step that is not solved exactly, and of large heads the products are most of the work.
     is_rough = len(theta) > _MANY and exactly >= _ROUGH
     multiply = target.hessian_operator(theta, is_rough=is_rough)
-    # Of large heads these are a third of the work in float64; the products between them have float32's digits.
+    # Of large heads these are a third of the work in float64; the products between them have float32's digits, or fewer.
     inner = root
     if target.dtype != torch.float64 and target.layout.num_params > MAX_FULL_PRECONDITIONER:
-        inner = root.to(dtype=torch.float32)
+        has_rough = is_rough and has_bfloat16_products(target.device)
+        inner = root.to(dtype=torch.bfloat16 if has_rough else torch.float32)
     white_step, num_products = _conjugate_gradients(
         lambda v: inner.pull_back(multiply(inner.unwhiten(v))).double(),
         white_gradient,
@@ -260,7 +277,7 @@ def _search_along(
     for _ in range(_MAX_HALVINGS):
         candidate = theta + length * step
         new_value, new_gradient = _evaluate(target, candidate)
-        rounding = 1e-13 * abs(value)
+        rounding = (_ROUNDING_OF_MANY if len(theta) > _MANY else _ROUNDING) * abs(value)
         if new_value >= value + _SUFFICIENT_INCREASE * length * slope - rounding:
             return candidate, new_value, new_gradient
         length *= 0.5

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bnncli.targets.last_layer import LastLayerTarget, is_kept
+from bnncli.targets.kept_probabilities import is_kept
+from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.logit_blocks import block_logits, draw_blocks, weighted_feature_sums
 from bnncli.targets.products import multiply_in
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from bnncli.errors import DataError
 from bnncli.likelihoods import Likelihood
 from bnncli.shapes import check_shapes
 from bnncli.targets.held_out import HeldOutFeatures
+from bnncli.targets.kept_probabilities import KeptProbabilities, is_kept
 from bnncli.targets.labels import check_labels, label_shape
 from bnncli.targets.logit_blocks import block_logits, draw_blocks, label_sums, weighted_feature_sums
 from bnncli.targets.own_gradient import ValueWithGradient
@@ -33,9 +35,7 @@ from bnncli.targets.target import Curvature
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
-# Of logits or probabilities (K, N) that are kept; larger ones are made again. Not a share of what is free, on which bits would depend.
-_KEPT_BYTES = 2**29
-_KEPT_SHARE = 8  # on a GPU, whose own work needs the rest: one part in so many of all its memory, free or not
+RowProbabilities: TypeAlias = Callable[[slice, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class LastLayerTarget:
     layout: HeadLayout
     prior: Prior
     likelihood_scale: float = 1.0
+    _kept: KeptProbabilities = field(default_factory=KeptProbabilities, init=False, repr=False, compare=False)
     is_concave: ClassVar[bool] = True
     is_capturable: ClassVar[bool] = True
     rough_structure: ClassVar[str] = "kron"
@@ -163,6 +164,21 @@ class LastLayerTarget:
             found[:, start : (start := start + part.shape[1])] = part
         return found
 
+    def row_probabilities(self, theta: Tensor, *, all_at_once: bool = False) -> RowProbabilities:
+        """A function that gives the probabilities (K, n) under theta (P,) of a slice of rows, whose features (n, D) it is given.
+
+        Args:
+            all_at_once: they are needed more than once: made now, where they are not too large to be kept.
+        """
+        kept = self._kept.find(theta)
+        if kept is None and all_at_once:
+            kept = self._kept_probabilities(theta)
+        return lambda rows, block: self.probabilities(theta, block) if kept is None else kept[:, rows]
+
+    def keeping(self) -> AbstractContextManager[None]:
+        """Within, each evaluation at one theta in the features' precision keeps the probabilities there for the Hessian's sake."""
+        return self._kept.asked()
+
     def hessian_operator(self, theta: Tensor, *, is_rough: bool = False) -> Callable[[Tensor], Tensor]:
         """A function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,).
 
@@ -170,11 +186,8 @@ class LastLayerTarget:
         probabilities (K, N) are kept where they are not too large, so that each product streams over the features once. Rough
         products are of bfloat16 numbers where the device is faster at them: right to half a percent or so.
         """
-        kept = self._kept_probabilities(theta)
+        probabilities = self.row_probabilities(theta, all_at_once=True)
         product = rough_multiply(self.device) if is_rough and self.dtype == torch.float32 else None
-
-        def probabilities(rows: slice, block: Tensor) -> Tensor:
-            return self.probabilities(theta, block) if kept is None else kept[:, rows]
 
         def multiply(vectors: Tensor) -> Tensor:
             return self._multiply_hessian(probabilities, vectors.to(self.device, self.dtype), product)
@@ -238,8 +251,13 @@ class LastLayerTarget:
         return (theta.double() @ self.label_statistic - normalizers) * self.likelihood_scale
 
     def _block_log_likelihood_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        shape = self.layout.num_outputs, self.num_examples
+        kept = self._kept.room(theta, shape, self.dtype) if theta.dtype == self.dtype else None
+
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
             normalizers, probabilities = self.likelihood.normalize_(block_logits(block, theta, self.layout))
+            if kept is not None:
+                kept[:, rows] = probabilities[:, 0]
             # Residuals, not probabilities: their float32 sums are smaller, and so are the rounding errors.
             indicators = self.likelihood.indicators(self.labels[rows], block.dtype)
             residuals = probabilities.sub_(indicators.unsqueeze(1))
@@ -250,22 +268,18 @@ class LastLayerTarget:
         value = theta.double() @ self.label_statistic - normalizers
         return value * self.likelihood_scale, gradient * -self.likelihood_scale
 
-    def _multiply_hessian(
-        self, probabilities: Callable[[slice, Tensor], Tensor], vectors: Tensor, product: Multiply | None
-    ) -> Tensor:
+    def _multiply_hessian(self, probabilities: RowProbabilities, vectors: Tensor, product: Multiply | None) -> Tensor:
+        inner = vectors if product is None else vectors.bfloat16()  # once, not in each block
+
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
             p = probabilities(rows, block).unsqueeze(1)
-            u = block_logits(block, vectors, self.layout, multiply=product)
+            block = block if product is None else block.bfloat16()
+            u = block_logits(block, inner, self.layout, multiply=product)
             weights = self.likelihood.hessian_product_(p, u)
             return (weighted_feature_sums(weights, block, self.layout, multiply=product or torch.matmul),)
 
         (total,) = self._sum(work, columns=self.layout.num_outputs * vectors.shape[0])
         return total * self.likelihood_scale - self.prior.gradient(vectors.double(), self.layout)
-
-
-def is_kept(num_bytes: int, device: torch.device) -> bool:
-    """Whether what a pass over the data could make again is small enough to stay on the device."""
-    return num_bytes <= (_KEPT_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[1] // _KEPT_SHARE)
 
 
 @dataclass(frozen=True)

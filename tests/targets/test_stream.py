@@ -18,7 +18,7 @@ from bnncli.machine import devices
 from bnncli.storage import features as feature_files
 from bnncli.storage import hdf5
 from bnncli.storage.features import FeatureFile, read_features, write_features
-from bnncli.targets import last_layer, pinned_rows, stream
+from bnncli.targets import kept_probabilities, pinned_rows, stream
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.pinned_rows import PinnedRows
 from bnncli.targets.stream import FeatureBlocks
@@ -103,7 +103,7 @@ def test_probabilities_that_do_not_fit_are_made_again(tmp_path: Path, monkeypatc
     target = stored(tmp_path / "train.h5", "float32")
     vectors = torch.randn(2, LAYOUT.num_params, generator=torch.Generator().manual_seed(1))
     kept = target.hessian_vector_product(vectors[0], vectors)
-    monkeypatch.setattr(last_layer, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(kept_probabilities, "_KEPT_BYTES", 0)
     torch.testing.assert_close(target.hessian_vector_product(vectors[0], vectors), kept, rtol=1e-5, atol=1e-4)
 
 
