@@ -37,6 +37,7 @@ from bnncli.latent.multiplier import initial_model
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.steps import EstimatorSettings
 from bnncli.machine.devices import configure_torch, resolve_device
+from bnncli.machine.memory import keep_freed_blocks
 from bnncli.numerics.seeds import stream
 from bnncli.theta.network import NetworkLayout
 
@@ -53,6 +54,7 @@ def main() -> None:
     """Measure, print, write."""
     arguments = _parse()
     configure_torch(threads=None, deterministic=False)
+    keep_freed_blocks()  # as the command does
     try:
         device = resolve_device(arguments.device)
         layout = NetworkLayout(arguments.sizes)

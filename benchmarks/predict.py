@@ -34,6 +34,7 @@ from bnncli.errors import BnnError
 from bnncli.integrators import Prediction, load_integrator, variant
 from bnncli.integrators._exact import SOBOL_LOGITS, exact_probs
 from bnncli.machine.devices import configure_torch, resolve_device
+from bnncli.machine.memory import keep_freed_blocks
 from bnncli.numerics import dirichlet
 from bnncli.numerics.seeds import stream
 from bnncli.posteriors.gaussian import Gaussian
@@ -95,6 +96,7 @@ def main() -> None:
     arguments = _parse()
     warnings.filterwarnings("ignore")  # of the other libraries; ours raise
     configure_torch(threads=None, deterministic=False)
+    keep_freed_blocks()  # as the command does
     try:
         device = resolve_device(arguments.device)
         print(

@@ -46,7 +46,7 @@ class Covariance(Protocol):
         """A copy elsewhere or in another precision."""
 
 
-class Products(Protocol):
+class Root(Protocol):
     """L with L L^T = Sigma, as far as chains need it."""
 
     def unwhiten(self, z: Tensor) -> Tensor:
@@ -56,22 +56,22 @@ class Products(Protocol):
         """gradient L, (S, P)."""
 
 
-class Root(Products, Protocol):
+class MovableRoot(Root, Protocol):
     """The same, as what solves systems needs it."""
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """A copy elsewhere or in another precision."""
 
 
-def cheapest_root(covariance: Covariance) -> Root:
+def cheapest_root(covariance: Covariance) -> MovableRoot:
     """A covariance's own L, or a rotation of it that takes fewer products: for systems, whose coordinates nobody sees."""
-    rotated: Callable[[], Root] | None = getattr(covariance, "rotated", None)
+    rotated: Callable[[], MovableRoot] | None = getattr(covariance, "rotated", None)
     return covariance if rotated is None else rotated()
 
 
-def root_for_many(covariance: Covariance, device: torch.device, dtype: torch.dtype | None) -> Products:
+def root_for_many(covariance: Covariance, device: torch.device, dtype: torch.dtype | None) -> Root:
     """L for thousands of products of a few vectors on a device, in the covariance's own precision or another."""
-    packed: Callable[[], Products | None] | None = getattr(covariance, "packed", None)
+    packed: Callable[[], Root | None] | None = getattr(covariance, "packed", None)
     if packed is not None and device.type == "cpu" and dtype == torch.float32 and (found := packed()) is not None:
         return found
     return covariance.to(device=device, dtype=dtype)

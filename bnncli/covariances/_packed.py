@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,6 +55,16 @@ class PackedTriangle:
         """gradient L, (S, P)."""
         gradient = gradient.float()
         return torch.cat([_product(gradient[:, start:], part) for start, part in self.columns], dim=1)
+
+
+@cache
+def has_layouts() -> bool:
+    """Whether PyTorch multiplies by such layouts on this CPU: the operators are not public, and may be gone."""
+    with suppress(AttributeError, RuntimeError):
+        return bool(
+            torch.backends.mkldnn.is_available() and _product(torch.ones(1, 2), _packed(torch.ones(3, 2))).sum() == 6
+        )
+    return False
 
 
 def _packed(weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bnncli.covariances import Products
+from bnncli.covariances import Root
 from bnncli.posteriors import move, standard_normal
 from bnncli.targets.target import WholeTarget
 
@@ -55,7 +55,7 @@ class WhitenedPotential:
 
     target: WholeTarget
     mode: Tensor
-    covariance: Products
+    covariance: Root
     coarse: Callable[[Tensor], Tensor] | None = None
     pivot: Tensor | None = None
 

@@ -4,8 +4,8 @@ A last layer's log posterior is strictly concave, so that its mode is unique; ot
 that steps uphill from the start lead to. Systems are solved in coordinates whitened by an earlier Hessian, full where it is
 small and made again when it has become too old to help, else of the target's rough structure: Kronecker-factored for a last
 layer, whose outputs' factor is made again at every step, for half the price of one product.
-Products with the Hessian are float32, values and gradients float64, so that the result is exact; of large heads, whose
-tolerance is two hundred times what rounding moves a mode by, these are float32 as well, and one pass makes the probabilities for all three.
+Products with the Hessian are float32, values and gradients float64, so that the result is exact. Of large heads one pass makes the
+probabilities for all of these, and far from the mode values are float32 and products have fewer digits; what ends the search has not.
 Nocedal and Wright (2006), Numerical Optimization, algorithms 3.1 and 7.1.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ from bnncli.errors import NumericError
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.machine import signals
-from bnncli.machine.devices import has_bfloat16_products
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget
 
@@ -36,10 +36,15 @@ _MAX_HALVINGS = 30
 _STALE_ITERATIONS = {"full": 40, "kron": -1}  # more than this, and a new Hessian pays (measured: LeNet-5, P = 850)
 _TOLERANCE = 1e-3  # posterior standard deviations, all parameters together
 _FEW, _MANY = 10_000, 100_000  # parameters
-_ROUGH = 0.05  # accuracy of a Newton step, ten times what rough products are off by
+_ROUGH = 0.05  # accuracy of a Newton step by rough products, ten times what they are off by
+_COARSE_FROM = 30.0  # standard deviations, of all together: where values of large heads are float32
+_NEAR = 3.0  # standard deviations, of all together
 _FAR, _ROUGHEST = 10.0, 0.5  # standard deviations, of all together; accuracy of a Newton step further away
 _TOLERANCE_OF_MANY = 0.1  # five thousandths of a nat, where a draw is hundreds of standard deviations away
-_ROUNDING, _ROUNDING_OF_MANY = 1e-13, 1e-7  # of a log joint, of its own size, in float64 and in float32
+_ROUNDING, _ROUNDING_OF_COARSE = (
+    1e-13,
+    1e-6,
+)  # of a log joint, of its own size; of one of float32 at most, where features are near zero
 _SUFFICIENT_INCREASE = 1e-4  # Armijo constant, as usual
 
 
@@ -100,7 +105,7 @@ def find_mode(
         before: of the same examples, saves what no theta changes.
         tolerance: bound on the Newton decrement, sqrt(g^T H^{-1} g); by default `default_tolerance`.
         polish: end with a step after which the decrement is expected to meet the tolerance, from how fast it has fallen, and
-            take the log joint there from the quadratic model: saves the last pass in float64, which only confirms. Of more than
+            take the log joint there from the quadratic model: saves the last pass, which only confirms. Of more than
             _MANY parameters always.
         max_iterations: Newton steps before giving up.
         progress: advanced once a step.
@@ -110,40 +115,79 @@ def find_mode(
     """
     tolerance = default_tolerance(target.layout.num_params) if tolerance is None else tolerance
     task = progress.task("mode", 0)
-    theta = start.detach().to(target.device).double().clone()
     with _keeping(target):
-        value, gradient = _evaluate(target, theta)
+        here = _evaluated(target, start.detach().to(target.device).double().clone())
         structure = structure_of(hessian) if hessian else _structure_for(target)
-        whitening = covariance_at(target, theta, structure, hessian=hessian, before=before)
+        whitening = covariance_at(target, here.theta, structure, hessian=hessian, before=before)
         before = whitening if whitening.saves_work else before
-        previous = math.nan
-        accuracy = _Forcing(len(theta), partial(_accuracy, tolerance=tolerance, polish=polish))
-        is_brief = polish or len(theta) > _MANY
+        previous, was_rough, coarse_from = math.inf, False, _COARSE_FROM
+        accuracy = _Forcing(len(start), partial(_accuracy, tolerance=tolerance, polish=polish), tolerance)
+        may_be_rough = len(start) > _MANY
         for iteration in range(max_iterations):
-            step, num_products = _newton_step(
-                target, theta, gradient, whitening=whitening.covariance, accuracy=accuracy
-            )
-            decrement = math.sqrt(max(float(gradient @ step), 0.0))
-            if decrement < tolerance:
-                return Mode(theta, iteration, decrement, float(gradient.norm()), value, whitening.hessian, before)
-            left = accuracy.given if len(theta) > _MANY else _accuracy(decrement, polish=True)
-            if is_brief and (expected := _after_step(decrement, previous, left)) < tolerance:
-                polished = value + 0.5 * decrement**2
-                return Mode(
-                    theta + step, iteration + 1, expected, float(gradient.norm()), polished, whitening.hessian, before
-                )
-            task.advance(note=f"log joint {value:.1f}, decrement {decrement:.2g}")
-            theta, value, gradient = _search_along(target, theta, value, gradient, step)
-            previous = decrement
-            if num_products > _STALE_ITERATIONS.get(
-                whitening.covariance.structure, _STALE_ITERATIONS[_EXACT_WHITENING]
-            ):
-                whitening = covariance_at(target, theta, _structure_for(target), before=before)
+            step = _newton_step(target, here, whitening=whitening.covariance, accuracy=accuracy, is_rough=may_be_rough)
+            ends = _ends(step, previous, tolerance=tolerance, accuracy=accuracy, polish=polish)
+            is_odd = (here.is_coarse or was_rough) and step.decrement >= previous
+            if is_odd:  # features far from zero, say, of which few digits tell nothing
+                coarse_from, may_be_rough = math.inf, False
+            if is_odd or (ends and (here.is_coarse or step.is_rough)):  # to be seen by all digits
+                here = _evaluated(target, here.theta) if here.is_coarse else here
+                begun = None if is_odd else step.white
+                step = _newton_step(target, here, whitening=whitening.covariance, accuracy=accuracy, begun=begun)
+                ends = _ends(step, previous, tolerance=tolerance, accuracy=accuracy, polish=polish)
+            if ends:
+                theta, value = here.theta, here.value
+                if step.decrement >= tolerance:
+                    theta, value, iteration = theta + step.direction, value + 0.5 * step.decrement**2, iteration + 1
+                norm = float(here.gradient.norm())
+                return Mode(theta, iteration, ends.decrement, norm, value, whitening.hessian, before)
+            task.advance(note=f"log joint {here.value:.1f}, decrement {step.decrement:.2g}")
+            here = _search_along(target, here, step, coarse_from=coarse_from)
+            previous, was_rough = step.decrement, step.is_rough
+            stale = _STALE_ITERATIONS.get(whitening.covariance.structure, _STALE_ITERATIONS[_EXACT_WHITENING])
+            if step.num_products > stale:
+                whitening = covariance_at(target, here.theta, _structure_for(target), before=before)
                 before = whitening if whitening.saves_work else before
-        raise NumericError(
-            f"no mode after {max_iterations} Newton steps: {decrement:.2g} standard deviations away, asked for {tolerance:g}",
-            hint="use a larger \0prior_precision\0",
-        )
+    raise NumericError(
+        f"no mode after {max_iterations} Newton steps: {step.decrement:.2g} standard deviations away, asked for {tolerance:g}",
+        hint="use a larger \0prior_precision\0",
+    )
+
+
+class _Place(NamedTuple):
+    """A theta (P,), the log joint there, and its gradient (P,); is_coarse: in the target's own precision."""
+
+    theta: Tensor
+    value: float
+    gradient: Tensor
+    is_coarse: bool = False
+
+
+class _Step(NamedTuple):
+    """A Newton step (P,), in whitened coordinates (1, P); its length in posterior standard deviations, and the products with H that it took."""
+
+    direction: Tensor
+    white: Tensor
+    decrement: float
+    num_products: int
+    is_rough: bool
+
+
+class _End(NamedTuple):
+    """That the search ends here, with what decrement."""
+
+    decrement: float
+
+
+def _ends(step: _Step, previous: float, *, tolerance: float, accuracy: _Forcing, polish: bool) -> _End | None:
+    """Whether the search ends where the step was made, or behind it; None where it goes on."""
+    if step.decrement < tolerance:
+        return _End(step.decrement)
+    is_large = accuracy.num_params > _MANY
+    if not (polish or is_large):
+        return None
+    left = accuracy.given if is_large else _accuracy(step.decrement, polish=True)
+    expected = _after_step(step.decrement, previous, left)
+    return _End(expected) if expected < tolerance else None
 
 
 def _after_step(decrement: float, previous: float, left: float) -> float:
@@ -151,7 +195,7 @@ def _after_step(decrement: float, previous: float, left: float) -> float:
 
     The last two decrements say how fast it is, once they are small; before that, a unit factor errs on the safe side.
     """
-    factor = max(decrement / previous**2, 1e-2) if decrement < 0.5 and previous < 10 else 1.0
+    factor = max(decrement / previous**2, 1e-2) if decrement < 1 and previous < 10 else 1.0
     return factor * decrement**2 + left * decrement
 
 
@@ -161,50 +205,60 @@ def _structure_for(target: CurvedTarget) -> str:
 
 
 def _keeping(target: CurvedTarget) -> AbstractContextManager[None]:
-    """Within, the target keeps of an evaluation what products with its Hessian would make again, where it can."""
+    """Within, a target of many parameters keeps of an evaluation what products with its Hessian would make again, where it can."""
+    if target.layout.num_params <= _MANY:
+        return nullcontext()
     keeping: Callable[[], AbstractContextManager[None]] = getattr(target, "keeping", nullcontext)
     return keeping()
 
 
-def _evaluate(target: CurvedTarget, theta: Tensor) -> tuple[float, Tensor]:
-    """Log joint and its gradient (P,), by products in float64; of many parameters in the target's own precision."""
-    dtype = None if len(theta) > _MANY else torch.float64
-    value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=dtype)
+def _evaluated(target: CurvedTarget, theta: Tensor, *, is_coarse: bool = False) -> _Place:
+    """Log joint and gradient at theta (P,), by products in float64, or in the target's own precision."""
+    value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=None if is_coarse else torch.float64)
     if not math.isfinite(value):
         raise NumericError("the log posterior is not finite", hint="check the scale of the features")
-    return float(value), gradient[0]
+    return _Place(theta, float(value), gradient[0], is_coarse)
 
 
 def _newton_step(
     target: CurvedTarget,
-    theta: Tensor,
-    gradient: Tensor,
+    here: _Place,
     *,
     whitening: Covariance,
     accuracy: Callable[[float], float],
-) -> tuple[Tensor, int]:
-    """H^{-1} gradient (P,), and how many products with H it took."""
+    is_rough: bool = False,
+    begun: Tensor | None = None,
+) -> _Step:
+    """H^{-1} gradient.
+
+    Args:
+        is_rough: whether products may be, and the step is no more exact than that.
+        begun: a rough solution (1, P), in whitened coordinates, to go on from.
+    """
     root = cheapest_root(whitening)
-    white_gradient = root.pull_back(gradient.unsqueeze(0))
+    white_gradient = root.pull_back(here.gradient.unsqueeze(0))
     exactly = accuracy(float(white_gradient.norm()))
     # A few digits are enough for a step that is not solved exactly, and of large heads the products are most of the work.
-    is_rough = len(theta) > _MANY and exactly >= _ROUGH
-    multiply = target.hessian_operator(theta, is_rough=is_rough)
-    # Of large heads these are a third of the work in float64; the products between them have float32's digits, or fewer.
+    exactly = max(exactly, _ROUGH) if is_rough else exactly
+    multiply = target.hessian_operator(here.theta, is_rough=is_rough)
+    # Of large heads these are a third of the work in float64; the products between them have float32's digits. Not fewer: a shift that all
+    # outputs share has no curvature, and would get some.
     inner = root
     if target.dtype != torch.float64 and target.layout.num_params > MAX_FULL_PRECONDITIONER:
-        has_rough = is_rough and has_bfloat16_products(target.device)
-        inner = root.to(dtype=torch.bfloat16 if has_rough else torch.float32)
+        inner = root.to(dtype=torch.float32)
     white_step, num_products = _conjugate_gradients(
         lambda v: inner.pull_back(multiply(inner.unwhiten(v))).double(),
         white_gradient,
         exactly,
+        begun,
     )
     if not bool(
         (white_gradient * white_step).sum() > 0
     ):  # the products' rounding hid the curvature: the whitening's own step
         white_step = white_gradient
-    return root.unwhiten(white_step)[0], num_products
+    direction = root.unwhiten(white_step)[0]
+    decrement = math.sqrt(max(float(here.gradient @ direction), 0.0))
+    return _Step(direction, white_step, decrement, num_products, is_rough)
 
 
 def _accuracy(distance: float, *, polish: bool, tolerance: float = 0.0) -> float:
@@ -227,12 +281,14 @@ class _Forcing:
 
     Args:
         near: by the distance, as of few parameters.
+        tolerance: of the mode.
         previous: distance of the step before.
         given: what the last step was to be solved to.
     """
 
     num_params: int
     near: Callable[[float], float]
+    tolerance: float
     previous: float = math.inf
     given: float = math.nan
 
@@ -242,17 +298,21 @@ class _Forcing:
         self.given = self.near(distance)
         if self.num_params > _MANY and distance > _FAR:
             self.given = max(self.given, min(_ROUGHEST, 0.9 * fallen**2))
+        elif self.num_params > _MANY and distance <= _NEAR:  # a step that may be the last one
+            self.given = min(self.given, max(_ROUGH, 0.5 * self.tolerance / distance))
         return self.given
 
 
-def _conjugate_gradients(multiply: Callable[[Tensor], Tensor], right: Tensor, accuracy: float) -> tuple[Tensor, int]:
+def _conjugate_gradients(
+    multiply: Callable[[Tensor], Tensor], right: Tensor, accuracy: float, begun: Tensor | None = None
+) -> tuple[Tensor, int]:
     """x with |A x - right| <= accuracy |right|, A positive definite and given as a product; and products taken."""
-    x = torch.zeros_like(right)
-    residual, direction = right.clone(), right.clone()
-    square = residual.square().sum()
+    x = torch.zeros_like(right) if begun is None else begun.clone()
+    residual, taken = (right.clone(), 0) if begun is None else (right - multiply(x), 1)
+    direction, square = residual.clone(), residual.square().sum()
     distance = float(square)
-    goal = accuracy**2 * distance
-    for iteration in range(_MAX_CG_ITERATIONS):
+    goal = accuracy**2 * (distance if begun is None else float(right.square().sum()))
+    for iteration in range(taken, _MAX_CG_ITERATIONS):
         if distance <= goal:
             return x, iteration
         signals.raise_if_interrupted("the search for the mode")
@@ -268,17 +328,23 @@ def _conjugate_gradients(multiply: Callable[[Tensor], Tensor], right: Tensor, ac
     return x, _MAX_CG_ITERATIONS
 
 
-def _search_along(
-    target: CurvedTarget, theta: Tensor, value: float, gradient: Tensor, step: Tensor
-) -> tuple[Tensor, float, Tensor]:
-    """The first of theta + step, + step / 2, ... whose log joint increases sufficiently; with value and gradient."""
-    slope = float(gradient @ step)
-    length = 1.0
+def _search_along(target: CurvedTarget, here: _Place, step: _Step, *, coarse_from: float) -> _Place:
+    """The first of theta + step, + step / 2, ... whose log joint increases sufficiently.
+
+    Of large heads a look in float32 comes first, `coarse_from` standard deviations from the mode. What it does not show, float64 has to.
+    """
+    slope, value = float(here.gradient @ step.direction), here.value
+    is_coarse = len(here.theta) > _MANY and step.decrement > coarse_from
+    first = _evaluated(target, here.theta + step.direction, is_coarse=is_coarse)
+    wrong = _ROUNDING_OF_COARSE * abs(value) if is_coarse or here.is_coarse else -_ROUNDING * abs(value)
+    if first.value >= value + _SUFFICIENT_INCREASE * slope + wrong:
+        return first
+    if here.is_coarse:
+        value = _evaluated(target, here.theta).value
+    rounding, length = _ROUNDING * abs(value), 1.0 if is_coarse else 0.5
     for _ in range(_MAX_HALVINGS):
-        candidate = theta + length * step
-        new_value, new_gradient = _evaluate(target, candidate)
-        rounding = (_ROUNDING_OF_MANY if len(theta) > _MANY else _ROUNDING) * abs(value)
-        if new_value >= value + _SUFFICIENT_INCREASE * length * slope - rounding:
-            return candidate, new_value, new_gradient
+        found = _evaluated(target, here.theta + length * step.direction)
+        if found.value >= value + _SUFFICIENT_INCREASE * length * slope - rounding:
+            return found
         length *= 0.5
     raise NumericError("the line search for the mode found no increase", hint="check the scale of the features")

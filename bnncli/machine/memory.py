@@ -14,16 +14,17 @@ from bnncli.machine.team import team
 SHARE = 0.7  # of what is free that a command may plan with; blocks of features and of logits take some of the rest
 
 LARGE_BLOCK = 2**21  # bytes; pages for smaller ones, new each time, would cost more than their holes
-_KEPT_BLOCK, _KEPT_TOP = (
-    2**27,
-    2**30,
-)  # bytes of a block that is kept when it is freed, and of all that is free at the heap's end
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+_KEPT_BLOCK = 2**25  # bytes: the largest that every version of GNU's C library takes
+_KEPT_TOP, _USUAL_TOP = 2**30, 2**17  # bytes that are free at the heap's end
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+_TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD
 CPU_ACTIVATION_BYTES = 2**26  # of a network at once on a CPU: more than its caches gains nothing
 
 
 def budget(device: torch.device | str) -> int:
     """Bytes that a command may plan with on the device; the same for all workers that share it, of a CPU each has a part."""
+    if not str(device).startswith("cuda"):
+        give_back_freed()  # what is kept for the next blocks counts as taken
     others = team()
     if others is None:
         return int(SHARE * available_memory(device))
@@ -42,37 +43,48 @@ def require(needed: int, device: torch.device | str, *, what: str, hint: str | N
         )
 
 
+class _Malloc:
+    """The C library's, of this process.
+
+    Args:
+        is_ours: whether nobody else works in this process, whose settings may be changed.
+    """
+
+    def __init__(self) -> None:
+        self.is_ours = False
+
+    def set(self, largest_block: int, largest_top: int) -> None:
+        """From how many bytes on a block, and what is free at the heap's end, go back to the system; each but where its variable is in the environment."""
+        if not self.is_ours:
+            return
+        with suppress(OSError, AttributeError):
+            mallopt = ctypes.CDLL(None).mallopt
+            is_set = "MALLOC_MMAP_THRESHOLD_" in os.environ or mallopt(_MMAP_THRESHOLD, largest_block)
+            if is_set and "MALLOC_TRIM_THRESHOLD_" not in os.environ:  # alone it would freeze the other where it is
+                mallopt(_TRIM_THRESHOLD, largest_top)
+
+
+_malloc = _Malloc()
+
+
 def keep_freed_blocks() -> None:
-    """From here on the C library keeps freed blocks for the next ones, where that library can: give_back_freed empties it.
+    """From here on the C library keeps freed blocks for the next ones, where that library can: for a process that is all ours.
 
     Work on features takes blocks of a few MB and frees them, a hundred times a second; pages for each, new from the system, took
-    longer than the products in them (measured: a fit of a LeNet-5's head 14 s, 9 s with kept blocks; 10 % more memory at the peak).
-    Who has said otherwise by the environment is heeded.
+    longer than the products in them (measured: a fit of a LeNet-5's head 14 s, with kept blocks 10; a tenth more memory at the peak).
+    give_back_freed empties it. Who has said otherwise by the environment is heeded.
     """
-    _set_malloc(
-        {
-            "MALLOC_MMAP_THRESHOLD_": (_MMAP_THRESHOLD, _KEPT_BLOCK),
-            "MALLOC_TRIM_THRESHOLD_": (_TRIM_THRESHOLD, _KEPT_TOP),
-        }
-    )
+    _malloc.is_ours = True
+    _malloc.set(_KEPT_BLOCK, _KEPT_TOP)
 
 
 def return_large_blocks() -> None:
-    """From here on the C library gives each large block back to the system when it is freed, where that library can: for networks.
+    """From here on the C library of a process that is all ours gives each large block back when it is freed: for networks.
 
     Left alone it keeps blocks of up to 32 MiB, and holes between those in use, of many sizes, came to as much again as they
     held (measured: 280 MiB for 130 of a LeNet-5's factors). Who has said otherwise by the environment is heeded.
     """
-    _set_malloc({"MALLOC_MMAP_THRESHOLD_": (_MMAP_THRESHOLD, LARGE_BLOCK)})
-
-
-def _set_malloc(settings: dict[str, tuple[int, int]]) -> None:
-    """Numbers of malloc.h and their values, each but where its variable is in the environment."""
-    with suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for variable, (number, value) in settings.items():
-            if variable not in os.environ:
-                mallopt(number, value)
+    _malloc.set(LARGE_BLOCK, _USUAL_TOP)
 
 
 def resident_bytes() -> int:

@@ -14,7 +14,6 @@ from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.lazy import torch
 from bnncli.machine.devices import configure_torch, device_name, select_device
-from bnncli.machine.memory import keep_freed_blocks
 from bnncli.machine.team import crew, team
 from bnncli.numerics import seeds
 from bnncli.options import (
@@ -163,7 +162,6 @@ class Run:
     def device(self) -> torch.device:
         """The device to compute on; threads and determinism are set with it."""
         configure_torch(threads=self.compute.threads, deterministic=self.compute.deterministic)
-        keep_freed_blocks()
         device = torch.device(self.device_name)
         select_device(device)
         return device

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 # Of logits or probabilities (K, N) that are kept; larger ones are made again. Not a share of what is free, on which bits would depend.
 _KEPT_BYTES = 2**29
 _KEPT_SHARE = 8  # on a GPU, whose own work needs the rest: one part in so many of all its memory, free or not
+_EARLY_SHARE = 32  # the same, where they lie beside factors that are made
 
 
-def is_kept(num_bytes: int, device: torch.device) -> bool:
-    """Whether what a pass over the data could make again is small enough to stay on the device."""
-    return num_bytes <= (_KEPT_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[1] // _KEPT_SHARE)
+def is_kept(num_bytes: int, device: torch.device, *, share: int = _KEPT_SHARE) -> bool:
+    """Whether what a pass over the data could make again is small enough to stay on the device, of a GPU one part in `share` of its memory."""
+    return num_bytes <= (_KEPT_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[1] // share)
 
 
 class KeptProbabilities:
@@ -42,12 +43,12 @@ class KeptProbabilities:
     def room(self, theta: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """Where an evaluation at theta (1, P) shall write them; None where nobody asks, or there is no room."""
         self._theta = self._values = None
-        device = theta.device
-        if not self._is_asked or len(theta) != 1 or not is_kept(shape[0] * shape[1] * dtype.itemsize, device):
+        size, device = shape[0] * shape[1] * dtype.itemsize, theta.device
+        if not self._is_asked or len(theta) != 1 or not is_kept(size, device, share=_EARLY_SHARE):
             return None
         with contextlib.suppress(torch.OutOfMemoryError):
             self._values = torch.empty(shape, dtype=dtype, device=device)
-            self._theta = theta[0]
+            self._theta = theta[0].clone()
         return self._values
 
     def find(self, theta: Tensor) -> Tensor | None:

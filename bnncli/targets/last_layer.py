@@ -176,7 +176,7 @@ class LastLayerTarget:
         return lambda rows, block: self.probabilities(theta, block) if kept is None else kept[:, rows]
 
     def keeping(self) -> AbstractContextManager[None]:
-        """Within, each evaluation at one theta in the features' precision keeps the probabilities there for the Hessian's sake."""
+        """Within, each evaluation at one theta keeps the probabilities there for the Hessian's sake."""
         return self._kept.asked()
 
     def hessian_operator(self, theta: Tensor, *, is_rough: bool = False) -> Callable[[Tensor], Tensor]:
@@ -252,7 +252,7 @@ class LastLayerTarget:
 
     def _block_log_likelihood_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         shape = self.layout.num_outputs, self.num_examples
-        kept = self._kept.room(theta, shape, self.dtype) if theta.dtype == self.dtype else None
+        kept = self._kept.room(theta, shape, self.dtype)
 
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
             normalizers, probabilities = self.likelihood.normalize_(block_logits(block, theta, self.layout))

@@ -65,11 +65,17 @@ def test_what_is_kept_is_of_one_theta_and_of_the_time_within(target: LastLayerTa
         torch.testing.assert_close(found, target.probabilities(theta, target.features[:5]))
         target.log_joint_and_grad(other.unsqueeze(0))  # takes the place
         assert target._kept.find(theta) is None
-        target.log_joint_and_grad(theta.unsqueeze(0), dtype=torch.float64)  # of other digits: none are kept
-        assert target._kept.find(theta) is None
         target.log_joint_and_grad(torch.stack([theta, other]))  # of which of the two?
         assert target._kept.find(theta) is None
-        target.log_joint_and_grad(theta.unsqueeze(0))
+        moving = theta.unsqueeze(0).clone()
+        target.log_joint_and_grad(moving, dtype=torch.float64)
+        found = target._kept.find(theta)
+        assert found is not None
+        torch.testing.assert_close(found, target.probabilities(theta))
+        assert found.dtype == target.dtype
+        moving += 1  # in place: theta is where it was
+        assert target._kept.find(theta) is found
+        assert target._kept.find(moving[0]) is None
     assert target._kept.find(theta) is None
     target.log_joint_and_grad(theta.unsqueeze(0))
     assert target._kept.find(theta) is None

@@ -112,15 +112,15 @@ def last_layer(
         num_draws=options.warmup + options.draws,
         whole=whole,
     )
-    if structure != own:
-        run.console.info(
-            f"chains move in the coordinates of the {structure} Gaussian at the mode, not of the {own} one that fit-laplace takes: "
-            "by estimate it takes no longer to make than the draws, and each is worth more by it"
-        )
     rows = row_space(target) if span else None
     with counted_passes() as tally:
         gaussian = None if rows else _gaussian_of(base, structure, train)
         if gaussian is None:
+            if structure != own:
+                run.console.info(
+                    f"chains move in the coordinates of the {structure} Gaussian at the mode, not of the {own} one that fit-laplace takes: "
+                    "by estimate it takes no longer to make than the draws, and each is worth more by it"
+                )
             start = train.start().to(run.device)
             if rows is not None:
                 target, start = rows.target(target), rows.reduce(start)
@@ -147,7 +147,7 @@ def _gaussian_of(base: Base | None, structure: str, train: Split) -> Gaussian | 
     if base is None or not base.is_gaussian:
         return None
     meta, inputs = base.header.meta, base.header.provenance["inputs"]
-    is_it = (meta.get("method"), meta.get("center"), meta["metrics"].get("structure")) == ("laplace", "mode", structure)
+    is_it = (meta.get("method"), meta.get("center"), meta.get("structure")) == ("laplace", "mode", structure)
     own = {given["content_digest"] for given in inputs if given["role"] == "features.train"}
     if not is_it or own != {train.source.content_digest}:
         return None

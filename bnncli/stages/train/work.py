@@ -19,6 +19,7 @@ from bnncli.extraction.head import forward, logits_of
 from bnncli.inference.map_learner import EpochScores, Examples, MapLearner, MapSettings, Streams, evaluate
 from bnncli.inference.stacked_networks import StackedNetworks
 from bnncli.likelihoods import Likelihood, likelihood_of
+from bnncli.machine.memory import return_large_blocks
 from bnncli.machine.team import Team, team
 from bnncli.machine.user_code import running
 from bnncli.networks import load_network, takes_argument
@@ -196,6 +197,7 @@ def stored_bytes(options: TrainOptions) -> int:
 
 def _network(options: TrainOptions, seed: int) -> nn.Module:
     """The network with the random weights of a seed."""
+    return_large_blocks()
     torch.manual_seed(stream_seed(seed, "train/initial"))
     network = load_network(str(options.model), arguments_by_name(options.model_arg), None)
     if not any(parameter.requires_grad for parameter in network.parameters()):
