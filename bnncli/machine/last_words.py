@@ -1,6 +1,7 @@
 """What ends one process of several, told to the others: they lose it in the midst of a conversation, and look here why.
 
-A word lies in the store that torchrun keeps, as marks of life do (heartbeats.py). The first process says what has ended
+A word lies in the store that torchrun keeps, as marks of life do (heartbeats.py), or the first process itself where others start it
+(srun, say): before that one ends, it gives the others time to look. The first process says what has ended
 another one; that one says nothing, and the others end with the exit code of the first. One that was killed leaves no word: on the
 same machine it is known by its process.
 """
@@ -34,7 +35,7 @@ class LastWords:
     store: Any
     rank: int
     size: int
-    _has_first_ended: bool = field(default=False, init=False)
+    _of_first: BnnError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Say which process this is."""
@@ -54,7 +55,19 @@ class LastWords:
             for rank in ranks:
                 if self.store.check([_key(rank)]):
                     return self._told(rank, bytes(self.store.get(_key(rank))))
-        return None
+        return self._of_first  # heard before, where the store is gone by now
+
+    def wait_until_heard(self) -> None:
+        """Of the first process: until the others have heard its word, have ended, or say what has ended themselves; for ENDING seconds."""
+        deadline, here = time.monotonic() + ENDING, self._processes_here()
+        waiting = set(range(1, self.size))
+        with suppress(RuntimeError):
+            while waiting and time.monotonic() < deadline:
+                waiting -= {rank for rank, pid in here.items() if not _is_running(pid)}
+                waiting -= {
+                    rank for rank in waiting if self.store.check([_heard_key(rank)]) or self.store.check([_key(rank)])
+                }
+                time.sleep(0.01)
 
     def killed(self, *, patience: float = 0.0) -> DeviceError | None:
         """The error for the process of the lowest rank that is no more, of those on this machine; None where none is known to be.
@@ -75,7 +88,7 @@ class LastWords:
     def first_has_ended(self) -> bool:
         """Whether the first process has left a word, or is gone with the store."""
         try:
-            return self._has_first_ended or bool(self.store.check([_key(0)]))
+            return self._of_first is not None or (bool(self.store.check([_key(0)])) and self.heard() is not None)
         except RuntimeError:
             return True
 
@@ -91,9 +104,10 @@ class LastWords:
 
     def _told(self, rank: int, word: bytes) -> BnnError:
         if rank == 0:
-            self._has_first_ended = True
             error: BnnError = DeviceError("the first worker has ended", code=LOST)
             error.exit = int(word)
+            self._of_first = error
+            self.store.set(_heard_key(self.rank), "heard")
             return error
         error = pickle.loads(word)
         return of_worker(rank, error)
@@ -107,6 +121,10 @@ def of_worker(rank: int, error: BnnError) -> BnnError:
 
 def _key(rank: int) -> str:
     return f"last word/{rank}"
+
+
+def _heard_key(rank: int) -> str:
+    return f"last word/heard by {rank}"
 
 
 def _process_key(rank: int) -> str:

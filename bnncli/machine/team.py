@@ -198,6 +198,8 @@ def part(error: BnnError | None = None) -> None:
         if error is not None and (_team[0].is_leader or error.code != LOST):
             _words[0].leave(error)
         torch.distributed.destroy_process_group()
+        if error is not None and _team[0].is_leader:
+            _words[0].wait_until_heard()
 
 
 def first_has_ended() -> bool:

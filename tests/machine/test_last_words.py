@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+
+import pytest
 
 from bnncli.errors import DataError, DeviceError
+from bnncli.machine import last_words
 from bnncli.machine.last_words import LOST, LastWords
 
 
@@ -45,6 +49,42 @@ def test_others_end_with_the_code_of_the_first() -> None:
     told = second.heard()
     assert told is not None
     assert (told.exit, told.code) == (65, LOST)
+
+
+def test_the_first_waits_until_the_others_have_heard_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store may end with it."""
+    store = Store()
+    first, second, third = words(store)
+    first.leave(DataError("row 3 is bad"))
+    third.leave(DeviceError("out of memory", code="out_of_memory"))  # has a word of its own
+
+    def waited() -> float:
+        before = time.monotonic()
+        first.wait_until_heard()
+        return time.monotonic() - before
+
+    monkeypatch.setattr(last_words, "ENDING", 0.3)
+    assert waited() >= 0.3
+    assert second.first_has_ended()
+    assert waited() < 0.2
+    store.clear()  # the first is gone
+    told = second.heard()
+    assert told is not None
+    assert told.exit == 65
+
+
+def test_the_first_waits_for_none_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    first, *_ = words(store, size=2)
+    monkeypatch.setattr(last_words, "ENDING", 30)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        store.set("process/1", store["process/1"].rpartition(b"/")[0] + f"/{ended.pid}".encode())
+        first.wait_until_heard()  # 30 s otherwise
+    store.set("process/1", f"another machine/{ended.pid}")
+    monkeypatch.setattr(last_words, "ENDING", 0.2)
+    before = time.monotonic()
+    first.wait_until_heard()
+    assert time.monotonic() - before >= 0.2
 
 
 def test_a_process_that_is_no_more_is_told_from_those_that_run() -> None:
