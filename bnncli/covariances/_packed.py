@@ -33,18 +33,12 @@ class PackedTriangle:
     @classmethod
     def of(cls, root: Tensor) -> PackedTriangle | None:
         """L of any precision in float32; None where it is not on a CPU, or PyTorch has no such layouts there."""
-        if root.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        if root.device.type != "cpu" or not has_layouts():
             return None
         ends = [(start, min(start + _WIDTH, len(root))) for start in range(0, len(root), _WIDTH)]
-        with suppress(
-            AttributeError, RuntimeError
-        ):  # what is not public may be gone, or not be there on this kind of CPU
-            rows = tuple((stop, _packed(root[start:stop, :stop])) for start, stop in ends)
-            columns = tuple((start, _packed(root[start:, start:stop].T)) for start, stop in ends)
-            found = cls(rows, columns)
-            found.unwhiten(torch.zeros(1, len(root)))
-            return found
-        return None
+        rows = tuple((stop, _packed(root[start:stop, :stop])) for start, stop in ends)
+        columns = tuple((start, _packed(root[start:, start:stop].T)) for start, stop in ends)
+        return cls(rows, columns)
 
     def unwhiten(self, z: Tensor) -> Tensor:
         """z L^T, (S, P)."""
@@ -60,10 +54,10 @@ class PackedTriangle:
 @cache
 def has_layouts() -> bool:
     """Whether PyTorch multiplies by such layouts on this CPU: the operators are not public, and may be gone."""
+    if not torch.backends.mkldnn.is_available():
+        return False
     with suppress(AttributeError, RuntimeError):
-        return bool(
-            torch.backends.mkldnn.is_available() and _product(torch.ones(1, 2), _packed(torch.ones(3, 2))).sum() == 6
-        )
+        return bool(_product(torch.ones(1, 2), _packed(torch.ones(3, 2))).sum() == 6)
     return False
 
 

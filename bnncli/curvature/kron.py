@@ -64,8 +64,7 @@ def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tu
 
 
 def _output_factor(target: LastLayerTarget, theta: Tensor) -> Tensor:
-    """B (K, K) alone at theta (P,): no product with the features but the logits'."""
-
+    """B (K, K) alone at theta (P,): no product with the features but the logits', where those are not kept."""
     probabilities = target.row_probabilities(theta)
 
     def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:

@@ -38,13 +38,11 @@ _TOLERANCE = 1e-3  # posterior standard deviations, all parameters together
 _FEW, _MANY = 10_000, 100_000  # parameters
 _ROUGH = 0.05  # accuracy of a Newton step by rough products, ten times what they are off by
 _COARSE_FROM = 30.0  # standard deviations, of all together: where values of large heads are float32
-_NEAR = 3.0  # standard deviations, of all together
+_NEAR = 3.0  # standard deviations, of all together: where a step may be the last one
 _FAR, _ROUGHEST = 10.0, 0.5  # standard deviations, of all together; accuracy of a Newton step further away
 _TOLERANCE_OF_MANY = 0.1  # five thousandths of a nat, where a draw is hundreds of standard deviations away
-_ROUNDING, _ROUNDING_OF_COARSE = (
-    1e-13,
-    1e-6,
-)  # of a log joint, of its own size; of one of float32 at most, where features are near zero
+_ROUNDING = 1e-13  # of a log joint, of its own size
+_ROUNDING_OF_COARSE = 1e-6  # of one of float32 at most, where features are near zero
 _SUFFICIENT_INCREASE = 1e-4  # Armijo constant, as usual
 
 
@@ -129,17 +127,19 @@ def find_mode(
             is_odd = (here.is_coarse or was_rough) and step.decrement >= previous
             if is_odd:  # features far from zero, say, of which few digits tell nothing
                 coarse_from, may_be_rough = math.inf, False
-            if is_odd or (ends and (here.is_coarse or step.is_rough)):  # to be seen by all digits
+            if is_odd or (
+                ends is not None and step.is_rough
+            ):  # to be seen by all digits; coarse values come with rough steps
                 here = _evaluated(target, here.theta) if here.is_coarse else here
                 begun = None if is_odd else step.white
                 step = _newton_step(target, here, whitening=whitening.covariance, accuracy=accuracy, begun=begun)
                 ends = _ends(step, previous, tolerance=tolerance, accuracy=accuracy, polish=polish)
-            if ends:
+            if ends is not None:
                 theta, value = here.theta, here.value
                 if step.decrement >= tolerance:
                     theta, value, iteration = theta + step.direction, value + 0.5 * step.decrement**2, iteration + 1
                 norm = float(here.gradient.norm())
-                return Mode(theta, iteration, ends.decrement, norm, value, whitening.hessian, before)
+                return Mode(theta, iteration, ends, norm, value, whitening.hessian, before)
             task.advance(note=f"log joint {here.value:.1f}, decrement {step.decrement:.2g}")
             here = _search_along(target, here, step, coarse_from=coarse_from)
             previous, was_rough = step.decrement, step.is_rough
@@ -172,22 +172,16 @@ class _Step(NamedTuple):
     is_rough: bool
 
 
-class _End(NamedTuple):
-    """That the search ends here, with what decrement."""
-
-    decrement: float
-
-
-def _ends(step: _Step, previous: float, *, tolerance: float, accuracy: _Forcing, polish: bool) -> _End | None:
-    """Whether the search ends where the step was made, or behind it; None where it goes on."""
+def _ends(step: _Step, previous: float, *, tolerance: float, accuracy: _Forcing, polish: bool) -> float | None:
+    """The decrement with which the search ends, where the step was made or behind it; None where it goes on."""
     if step.decrement < tolerance:
-        return _End(step.decrement)
+        return step.decrement
     is_large = accuracy.num_params > _MANY
     if not (polish or is_large):
         return None
     left = accuracy.given if is_large else _accuracy(step.decrement, polish=True)
     expected = _after_step(step.decrement, previous, left)
-    return _End(expected) if expected < tolerance else None
+    return expected if expected < tolerance else None
 
 
 def _after_step(decrement: float, previous: float, left: float) -> float:

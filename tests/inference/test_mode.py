@@ -367,7 +367,9 @@ def true_decrement(target: LastLayerTarget, found: Mode) -> float:
     return float(covariance_at(target, found.theta, "full").covariance.pull_back(gradient).norm())
 
 
-@pytest.mark.parametrize("prior", [Prior(0.1), Prior(1e-3), Prior(1.0, 1e-4), Prior(0.1, 1e-4), Prior(1e-3, 100.0)])
+@pytest.mark.parametrize(
+    "prior", [Prior(0.1), Prior(1e-3), Prior(1.0, 1e-4), Prior(0.1, 1e-4), Prior(1e-3, 100.0), Prior(1e-4)]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_few_digits_do_not_hide_how_far_the_mode_is(monkeypatch: pytest.MonkeyPatch, prior: Prior, seed: int) -> None:
     """A shift of all outputs has no curvature but the prior's, and rounding gives it some: weak priors of biases above all."""
@@ -418,6 +420,26 @@ def test_values_far_from_the_mode_are_of_fewer_digits_and_the_last_are_not(monke
     find_mode(target, start)
     assert any(digits)
     assert not digits[-1]
+
+
+@pytest.mark.parametrize("coarse_from", [0.0, 1e9])
+def test_what_ends_a_search_was_looked_at_with_all_digits(monkeypatch: pytest.MonkeyPatch, coarse_from: float) -> None:
+    as_large(monkeypatch)
+    monkeypatch.setattr(mode_module, "_COARSE_FROM", coarse_from)
+    looks: list[tuple[bool, bool]] = []
+    newton_step = mode_module._newton_step
+
+    def kept(target: LastLayerTarget, here: mode_module._Place, **more: object) -> object:
+        step = newton_step(target, here, **more)
+        looks.append((here.is_coarse, step.is_rough))
+        return step
+
+    monkeypatch.setattr(mode_module, "_newton_step", kept)
+    target = head_target(HeadLayout(6, 20), 400, prior=0.1, dtype=torch.float32)
+    start = 3 * torch.randn(target.layout.num_params, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    find_mode(target, start)
+    assert looks[-2] == (coarse_from == 0, True)
+    assert looks[-1] == (False, False)
 
 
 def test_probabilities_of_large_heads_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

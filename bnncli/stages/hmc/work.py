@@ -114,7 +114,7 @@ def last_layer(
     )
     rows = row_space(target) if span else None
     with counted_passes() as tally:
-        gaussian = None if rows else _gaussian_of(base, structure, train)
+        gaussian = None if rows is not None else _gaussian_of(base, structure, train)
         if gaussian is None:
             if structure != own:
                 run.console.info(
