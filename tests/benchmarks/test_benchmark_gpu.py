@@ -1,13 +1,17 @@
-"""benchmarks/gpu.py: its parts on a pretend GPU, what it holds against what, and that it fails where something is missed."""
+"""benchmarks/gpu.py: its steps on a pretend GPU, what it holds against what, and that it fails where something is missed."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import runpy
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,21 +29,27 @@ def own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The exit code and the parts' reports of the script on a pretend GPU, on the smallest cases."""
+    """The exit code and the rows of one step on a pretend GPU, on the smallest cases."""
 
-    def call(part: str, *words: str) -> tuple[int, dict[str, Any]]:
-        script, report = str(BENCHMARKS / "gpu.py"), tmp_path / "gpu.json"
+    def call(step: str, *words: str) -> tuple[int, list[dict[str, Any]]]:
+        script, report = str(BENCHMARKS / "gpu.py"), tmp_path / "gpu.jsonl"
         own = ["--pretend", "--quick", "--dir", str(tmp_path), "--json", str(report)]
-        monkeypatch.setattr(sys, "argv", [script, "--part", part, *own, *words])
+        monkeypatch.setattr(sys, "argv", [script, "--step", step, *own, *words])
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(script, run_name="__main__")
-        return int(str(ended.value.code)), json.loads(report.read_text())["parts"]
+        rows = [json.loads(line) for line in report.read_text().splitlines()]
+        assert {row["step"] for row in rows} == {step}
+        return int(str(ended.value.code)), rows
 
     return call
 
 
+def missed(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["what"] for row in rows if row.get("is_met") is False]
+
+
 def test_every_command_and_member_of_a_family_has_a_line(own_modules: None) -> None:
-    from gpu_parts.cases import cases, without_line
+    from gpu_steps.cases import cases, without_line
 
     from bnncli import registry
     from bnncli.cli.commands import COMMANDS
@@ -52,13 +62,15 @@ def test_every_command_and_member_of_a_family_has_a_line(own_modules: None) -> N
 
 
 def test_commands_agree_on_the_cpu_and_on_the_gpu(run: Run) -> None:
-    code, parts = run("correctness", "--only", "float32|extract|fit-laplace|predict|verify|integrals")
-    met = {row["what"]: row["is_met"] for row in parts["correctness"]["rows"]}
-    assert (code, parts["correctness"]["missed"]) == (0, [])
+    code, rows = run("commands", "--only", "float32|extract|fit-laplace|predict|verify|integrals")
+    met = {row["what"]: row["is_met"] for row in rows if "what" in row}
+    assert (code, missed(rows)) == (0, [])
     for end in ("scale_tril", "mode, in posterior standard deviations", "probabilities", "features", "errors"):
         assert [is_met for what, is_met in met.items() if what.endswith(f": {end}")] == [True], end
     assert met["error of a float32 product"]
     assert met["every command has a line"]
+    assert rows[0]["schema"] == "bnncli.benchmark.gpu/2"
+    assert rows[-1]["num_missed"] == 0
 
 
 def test_a_number_that_differs_on_the_gpu_is_missed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,63 +83,82 @@ def test_a_number_that_differs_on_the_gpu_is_missed(run: Run, monkeypatch: pytes
         return {name: 1.001 * part if part.is_cuda else part for name, part in parts.items()}
 
     monkeypatch.setattr(local_covariance, "ggn", rounded)
-    code, parts = run("correctness", "--only", "extract|fit-laplace")
-    assert (code, parts["correctness"]["missed"]) == (1, ["small: fit-laplace --prior-precision 100: scale_tril"])
+    code, rows = run("commands", "--only", "extract|fit-laplace")
+    assert (code, missed(rows)) == (1, ["small: fit-laplace --prior-precision 100: scale_tril"])
+
+
+def test_a_step_that_dies_or_hangs_is_missed(run: Run, monkeypatch: pytest.MonkeyPatch, own_modules: None) -> None:
+    from gpu_steps import wide
+
+    monkeypatch.setattr(wide, "run", lambda bench: os.kill(os.getpid(), signal.SIGKILL))
+    assert run("wide")[0] == 1
+    monkeypatch.setattr(wide, "run", lambda bench: time.sleep(60))
+    monkeypatch.setattr("gpu_steps.bench.GRACE", 0.5)
+    start = time.monotonic()
+    assert run("wide", "--seconds", "0.5")[0] == 1
+    assert time.monotonic() - start < 20
 
 
 @pytest.mark.long
-def test_content_and_chains_do_not_depend_on_memory_or_interruptions(run: Run) -> None:
-    code, parts = run("memory", "--only", "resuming|peak of a full|small: (extract|fit-laplace)|out of memory, fit")
-    rows = parts["memory"]["rows"]
-    assert (code, parts["memory"]["missed"]) == (0, [])
-    for kind in ("twice", "with ballast"):
-        assert f"small: fit-laplace --prior-precision 100: {kind}, the same content" in [row["what"] for row in rows]
-    assert sum(row["what"].startswith("fit-laplace, 1 MiB free") for row in rows) == 1
-    assert "resumed = whole, hmc" in [row["what"] for row in rows]
+@pytest.mark.parametrize("step", ["smoke", "lenet-speed", "lbbnn", "wide", "imagenet", "network", "torchrun", "peaks"])
+def test_each_step_runs_on_the_pretend_device(run: Run, step: str) -> None:
+    code, rows = run(step)
+    assert (code, missed(rows)) == (0, [])
+    assert len(rows) > 2  # a header, an end, and what it looked at
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("step", "only", "name"),
+    [
+        ("determinism", "extract|fit-laplace", "twice"),
+        ("faults", "out of memory, fit-laplace", "fit-laplace, 1 MiB free"),
+        ("graphs", "resuming|affine", "resumed = whole, hmc"),
+    ],
+)
+def test_content_and_chains_do_not_depend_on_memory_or_interruptions(run: Run, step: str, only: str, name: str) -> None:
+    code, rows = run(step, "--only", only)
+    assert (code, missed(rows)) == (0, [])
+    assert any(name in row.get("what", "") for row in rows)
 
 
 @pytest.mark.parametrize("captures_nothing", [False, True])
 @pytest.mark.parametrize("name", ["affine", "split chains"])
-def test_a_graph_that_does_not_step_is_missed(name: str, captures_nothing: bool) -> None:
-    from gpu_parts.gpu import open_gpu
-    from gpu_parts.graphs import check_graphs
-    from gpu_parts.ledger import Ledger
+def test_a_graph_that_does_not_step_is_missed(name: str, captures_nothing: bool, tmp_path: Path) -> None:
+    from gpu_steps import graphs
+    from gpu_steps.bench import Bench
+    from gpu_steps.device import open_gpu
+    from gpu_steps.ledger import Ledger
 
     ledger = Ledger(only=f"graph of {name}")
     with open_gpu(None) as gpu:
         gpu.pretend.captures_nothing = captures_nothing  # type: ignore[attr-defined]
-        check_graphs(gpu, ledger, is_quick=True)
+        graphs.run(Bench(gpu, ledger, tmp_path, True))
     assert bool(ledger.missed) == captures_nothing
     assert len(ledger.rows) >= (1 if captures_nothing else 4)
 
 
 @pytest.mark.parametrize(
-    ("name", "seconds", "missed"), [("NVIDIA H200", 0.051, 2), ("NVIDIA H200", 0.049, 0), ("another", 9.0, 0)]
+    ("seconds", "limits_hold", "is_met"), [(0.051, True, False), (0.049, True, True), (9.0, False, None)]
 )
 def test_what_is_slower_than_its_limit_is_missed_where_limits_hold(
-    name: str, seconds: float, missed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float, limits_hold: bool, is_met: bool | None, tmp_path: Path
 ) -> None:
-    from gpu_parts import speed
-    from gpu_parts.ledger import Ledger
+    from gpu_steps.bench import Bench, Clock
+    from gpu_steps.floors import STATED
+    from gpu_steps.ledger import Ledger
+    from machine import Work
 
-    monkeypatch.setattr(speed, "best_of", lambda work, device, repeats: (seconds, work()))
-    ledger = Ledger(only="wide Hessian")
-    speed.measure(torch.device("cpu"), name, ledger, tmp_path, is_quick=True)
-    assert len(ledger.missed) == missed
-    rows = [row for row in ledger.rows if "full Hessian" in row["what"]]
-    assert len(rows) == 2
-    for row in rows:
-        assert row["facts"]["times_floor"] == pytest.approx(seconds / row["facts"]["floor"])
-
-
-def test_the_speed_part_is_left_out_on_a_pretend_gpu(run: Run) -> None:
-    code, parts = run("speed")
-    assert code == 0
-    assert [row["text"] for row in parts["speed"]["rows"]] == ["a pretend GPU has no speed"]
+    ledger = Ledger()
+    bench = Bench(SimpleNamespace(device=torch.device("cpu")), ledger, tmp_path, False)  # type: ignore[arg-type]
+    Clock(bench, STATED["H100"], limits_hold).tell("a job", seconds, Work(bytes=3.35e9), most=0.05)
+    (row,) = ledger.rows
+    assert row["is_met"] is is_met
+    assert row["facts"]["times_floor"] == pytest.approx(seconds / 1e-3)
 
 
 def test_what_is_no_number_fails_or_comes_too_late_is_missed() -> None:
-    from gpu_parts.ledger import Ledger
+    from gpu_steps.ledger import Ledger
 
     def fail() -> None:
         raise RuntimeError("no such kernel")
@@ -140,12 +171,12 @@ def test_what_is_no_number_fails_or_comes_too_late_is_missed() -> None:
     assert ledger.missed == ["a", "b", "d"]
     late = Ledger(seconds=0.0)
     late.item("e", fail)
-    assert late.rows[0]["text"] == "not begun: the part's time is over"
+    assert late.rows[0]["text"] == "not begun: the step's time is over"
     json.dumps([ledger.rows, late.rows], allow_nan=False)
 
 
 def test_floors_are_bytes_over_bandwidth_or_flops_over_the_peak() -> None:
-    from gpu_parts.floors import STATED, is_held, stated_rates
+    from gpu_steps.floors import STATED, is_held, stated_rates
     from machine import Work
 
     h200 = stated_rates("NVIDIA H200")
@@ -158,7 +189,7 @@ def test_floors_are_bytes_over_bandwidth_or_flops_over_the_peak() -> None:
 
 
 def test_numbers_that_differ_by_more_than_rounding_are_told() -> None:
-    from gpu_parts.artifacts import document_differences
+    from gpu_steps.artifacts import document_differences
 
     document = {"errors": [0.1, 0.2], "exact": {"method": "quadrature"}, "seconds": 1.0}
     for other, apart in (
@@ -174,8 +205,8 @@ def test_numbers_that_differ_by_more_than_rounding_are_told() -> None:
 
 
 def test_a_signal_to_a_command_ends_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu_parts import commands
+    from gpu_steps import lines
 
-    monkeypatch.setattr(commands, "run_command_line", lambda argv, results: 143)
+    monkeypatch.setattr(lines, "run_command_line", lambda argv, results: 143)
     with pytest.raises(SystemExit, match="143"):
-        commands.run_line("integrals", tmp_path, "cpu")
+        lines.run_line("integrals", tmp_path, "cpu")

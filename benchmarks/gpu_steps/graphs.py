@@ -1,4 +1,4 @@
-"""Captured steps against the same steps one by one, interrupted fits against whole ones, and what waits for the GPU."""
+"""Step *graphs*: captured steps against the same steps one by one, interrupted fits against whole ones, and what waits for the GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from gpu_steps.bench import Bench
+from gpu_steps.cases import ESTIMATORS
+from gpu_steps.device import Gpu
+from gpu_steps.heads import examples, head_gaussian, head_target, latent_model
+from gpu_steps.ledger import Ledger
 from torch import Tensor
 
 from bnncli import registry
@@ -23,10 +28,6 @@ from bnncli.targets.coarse_gradient import GRADIENTS, choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 from bnncli.theta.head import HeadLayout
-from gpu_parts.cases import ESTIMATORS
-from gpu_parts.gpu import Gpu
-from gpu_parts.heads import examples, head_gaussian, head_target, latent_model
-from gpu_parts.ledger import Ledger
 
 # Of the largest parameter: a captured step copies its rows where another looks at them, and products of other strides round
 # otherwise; Adam makes that 3e-5 in 60 steps of spline layers. A step that is left out is a hundred times as much.
@@ -60,8 +61,9 @@ class Fit(NamedTuple):
         return self.epochs * self.num_batches
 
 
-def check_graphs(gpu: Gpu, ledger: Ledger, *, is_quick: bool) -> None:
+def run(bench: Bench) -> None:
     """All flows, batches and spaces; all estimators and repeats; chains of both dynamics in every whitening."""
+    gpu, ledger, is_quick = bench.gpu, bench.ledger, bench.is_quick
     fits = [*_flow_fits(gpu.device, is_quick), *_latent_fits(gpu.device, is_quick)]
     for fit in fits:
         ledger.item(f"graph of {fit.name}", _check_replay, gpu, ledger, fit)

@@ -8,11 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from gpu_steps.lines import command_of
 
 from bnncli import registry
 from bnncli.cli.commands import COMMANDS
 from bnncli.stages.demo.fixtures import fixture_path
-from gpu_parts.commands import command_of
 
 # Sums of float32 differ by their order; a weaker prior leaves Hessians near enough to singular for that to be seen.
 _PRIOR = "--prior-precision 100"
@@ -136,7 +136,11 @@ def _lines(extract: str) -> list[str]:
         "hmc FOLDER/run --gradients bfloat16 --name bfloat16",
         "hmc FOLDER/run --seed 1 --name again",
         "merge FOLDER/run --posterior hmc --posterior again",
-        *(f"fit-lbbnn FOLDER/run --estimator {name} --repeats 4 --epochs 60 --name {name}" for name in ESTIMATORS),
+        # One slab: a search for it chooses by few val examples, another one for other noise, and 100 nats lie between them.
+        *(
+            f"fit-lbbnn FOLDER/run --estimator {name} --slab-sd 0.25 --repeats 4 --epochs 60 --name {name}"
+            for name in ESTIMATORS
+        ),
         "fit-lbbnn FOLDER/run --hidden 20 --standardize --epochs 20 --name hidden",
         "fit-lbbnn FOLDER/run --repeats 2 --estimator mnf --epochs 20 --shards 64 --name apart",
         "prune FOLDER/run --posterior lrt",

@@ -1,4 +1,4 @@
-"""Part *correctness*: versions and flags; every command on the CPU and on the GPU; the tests that commands can take there.
+"""Step *commands*: flags, float32, and every command on the CPU and on the GPU, by registry, on small runs.
 
 Each line runs on the CPU, in a run made on the CPU, and on the GPU in a copy of the same: what differs is that command's own.
 """
@@ -10,31 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_steps import artifacts
+from gpu_steps.bench import Bench
+from gpu_steps.cases import Case, cases, small_case, without_line
+from gpu_steps.device import Gpu
+from gpu_steps.ledger import Ledger
+from gpu_steps.lines import Done, command_of, copied, run_line, takes_device
 
 from bnncli.machine.devices import configure_torch
-from gpu_parts import artifacts
-from gpu_parts.cases import Case, cases, small_case, without_line
-from gpu_parts.commands import Done, command_of, copied, run_line, takes_device
-from gpu_parts.gpu import Gpu
-from gpu_parts.ledger import Ledger
-from gpu_parts.suite import run_tests
 
 PRODUCT = 1e-5  # error of a float32 product or convolution, of its largest number; TF32 has a thousandth
 
 
-def run(gpu: Gpu, ledger: Ledger, folder: Path, *, is_quick: bool) -> None:
-    """All of it; folders of runs are made in `folder`."""
+def run(bench: Bench) -> None:
+    """Run all lines; folders of runs are made in the bench's."""
+    gpu, ledger = bench.gpu, bench.ledger
     ledger.item("flags", _flags, gpu, ledger)
     ledger.item("float32", _float32, gpu, ledger)
     missing = without_line(cases())
     ledger.agree("every command has a line", not missing, f"none runs {', '.join(missing)}")
-    for case in [small_case()] if is_quick else cases(is_slow=gpu.is_pretend):
-        reference = folder / case.name
+    for case in [small_case()] if bench.is_quick else cases(is_slow=gpu.is_pretend):
+        reference = bench.folder / case.name
         case.prepare(reference)
         for line in case.lines:
             ledger.item(f"{case.name}: {_short(line)}", _compare, gpu, ledger, case, line, reference)
         shutil.rmtree(reference)
-    ledger.item("tests", run_tests, gpu, ledger, is_quick)
 
 
 def _flags(gpu: Gpu, ledger: Ledger) -> None:

@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpu_parts.gpu import Gpu
-from gpu_parts.ledger import Ledger
-from gpu_parts.on_device import PRETEND, USED
+from gpu_steps.device import Gpu
+from gpu_steps.ledger import Ledger
+from gpu_steps.on_device import PRETEND, USED
 
 ROOT = Path(__file__).parents[2]
 FILES = ("stages/test_predict", "stages/test_prune")
@@ -53,7 +53,7 @@ def run_tests(gpu: Gpu, ledger: Ledger, is_quick: bool) -> None:
         "pytest",
         "-q",
         "-p",
-        "gpu_parts.on_device",
+        "gpu_steps.on_device",
         *(f"--deselect={name}" for name in DESELECTED),
         *(f"tests/{name}.py" for name in names),
     ]

@@ -1,28 +1,32 @@
-"""What was measured, within which bounds it was to lie, and what is missed: printed as it comes, kept for the report."""
+"""What was measured, within which bounds it was to lie, and what is missed: printed and written as it comes."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 
 
 class Ledger:
-    """The rows of one part, and the time that it may take.
+    """The rows of one step, and the time that it may take.
 
     Args:
         seconds: after which no further item is begun: what is left counts as missed.
-        only: a regular expression: items in whose names it is not found are passed over.
+        only: a regular expression: items whose names do not match are passed over.
+        step: its name, which each row in the file carries.
+        path: a file of JSON lines to which each row is appended.
     """
 
-    def __init__(self, seconds: float = math.inf, only: str = "") -> None:
+    def __init__(self, seconds: float = math.inf, only: str = "", *, step: str = "", path: Path | None = None) -> None:
         self.rows: list[Row] = []
-        self.only = only
+        self.only, self.step, self.path = only, step, path
         self.started = time.monotonic()
         self.end = self.started + seconds
 
@@ -36,7 +40,7 @@ class Ledger:
         if re.search(self.only, name) is None:
             return
         if time.monotonic() > self.end:
-            self.miss(name, "not begun: the part's time is over")
+            self.miss(name, "not begun: the step's time is over")
             return
         self.attempt(name, work, *words)
 
@@ -72,9 +76,17 @@ class Ledger:
         self._add(what, None, text, facts=facts)
 
     def _add(self, what: str, is_met: bool | None, text: str, **numbers: Any) -> None:
-        mark = {True: "ok", False: "MISSED", None: "-"}[is_met]
+        mark = {True: "held", False: "MISSED", None: "-"}[is_met]
         print(f"{mark:<7} {what}{': ' if text else ''}{text}", flush=True)
-        self.rows.append({"what": what, "is_met": is_met, "text": text, **_finite(numbers)})
+        row = {"what": what, "is_met": is_met, "text": text, **_finite(numbers)}
+        self.rows.append(row)
+        self.record(row)
+
+    def record(self, row: Row) -> None:
+        """Append a line to the file; several steps may do so at once."""
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": self.step, **row}, allow_nan=False) + "\n")
 
 
 def _text(fact: Any) -> str:

@@ -47,3 +47,37 @@ def latent_model(sizes: tuple[int, ...], repeats: int, estimator: str, device: t
     is_mnf = estimator == "mnf"
     flows = [initial_model(n, repeats, generator, device=device) for _, n in layout.shapes] if is_mnf else []
     return LatentModel(layout, factors, prior, tuple(flows))
+
+
+def made_head(layout: HeadLayout, device: torch.device) -> Tensor:
+    """The head (P,) float64 that labels of `made_target` are drawn with; its biases are zero."""
+    weight = torch.randn(
+        layout.num_outputs, layout.num_features, generator=torch.Generator(device).manual_seed(1), device=device
+    )
+    bias = torch.zeros(layout.num_outputs, device=device) if layout.has_bias else None
+    return layout.join(3 * weight / layout.num_features**0.5, bias).double()
+
+
+def made_target(
+    device: torch.device,
+    count: int,
+    layout: HeadLayout,
+    *,
+    dtype: torch.dtype = torch.float32,
+    precision: float = 100.0,
+) -> LastLayerTarget:
+    """Rectified normal features and the labels of a random head, made on the device a block at a time: for sizes of any data."""
+    generator = torch.Generator(device).manual_seed(0)
+    features = torch.empty(count, layout.num_features, dtype=dtype, device=device)
+    labels = torch.empty(count, dtype=torch.int64, device=device)
+    weight = layout.split(made_head(layout, device).float())[0]
+    for begin in range(0, count, 2**14):
+        rows = slice(begin, min(begin + 2**14, count))
+        block = torch.randn(labels[rows].shape[0], layout.num_features, generator=generator, device=device).relu_()
+        features[rows] = block
+        logits = block @ weight.T
+        if layout.num_outputs == 1:
+            logits = torch.cat([torch.zeros_like(logits), logits], dim=1)
+        noise = torch.rand(logits.shape, generator=generator, device=device).clamp_(min=1e-9).log_().neg_().log_()
+        labels[rows] = (logits - noise).argmax(dim=1)
+    return LastLayerTarget(features, labels, layout, Prior(precision))
