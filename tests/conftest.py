@@ -26,6 +26,29 @@ from problems.arrays import make_arrays
 from problems.command_line import SCRIPT, STEPS, Cli, Invocation
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of `-m gpu`, leave out long tests, and skip all where there is no GPU: where there is one, commands take it by default."""
+    if config.getoption("-m") != "gpu":
+        return
+    import torch
+
+    items[:] = [item for item in items if item.get_closest_marker("long") is None]
+    if not torch.cuda.is_available():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run of `-m gpu` that never touched the GPU that is there."""
+    if session.config.getoption("-m") != "gpu" or not session.testscollected:
+        return
+    import torch
+
+    if torch.cuda.is_available() and not torch.cuda.max_memory_allocated():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print("\n-m gpu: no test used the GPU")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
     """What is imported and collected stays: the garbage collector looks at it neither now nor whenever it looks at everything.

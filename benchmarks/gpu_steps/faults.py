@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from gpu_steps.lines import Done, command_of, copied, run_line, start_line, take
 import bnncli
 from bnncli import registry
 from bnncli.errors import Exit
+from bnncli.stages.demo.fixtures import fixture_path
 from bnncli.storage.resume import leftovers, state_path
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ FAILS = ("fit-laplace", "refine", "hmc", "predict", "fit-lbbnn", "extract-featur
 # On the embedded network's 850 parameters: lines that need more than is free, and bytes with which something smaller goes.
 SCARCE = (
     ("fit-laplace FOLDER/run --prior-precision 100 --structure full --name big", 64 * MIB),
-    ("refine FOLDER/run --epochs 20 --elbo-draws 32 --name big", 16 * MIB),
+    ("refine FOLDER/run --epochs 20 --elbo-draws 32 --name big", 20 * MIB),
     ("hmc FOLDER/run --chains 1000 --warmup 2 --draws 4 --name big", 64 * MIB),
     ("predict FOLDER/run --posterior laplace --integrator mc --samples 30000 --split test", 64 * MIB),
     ("fit-lbbnn FOLDER/run --slab-sd 1 --repeats 1000 --epochs 1 --name big", 64 * MIB),
@@ -47,28 +47,20 @@ SCARCE = (
 # What "a smaller --batch-size" and its like are tried with.
 LEAST = {
     "structure": "diag", "chains": "1", "repeats": "1", "batch-size": "8", "samples": "10", "grid-size": "5",
-    "rank": "1", "num-draws": "1", "elbo-draws": "8", "slab-sd": "1",
+    "rank": "2", "num-draws": "1", "elbo-draws": "8", "slab-sd": "1",
 }  # fmt: skip
 
-SECONDS = 80.0  # a process
+SECONDS = 60.0  # a process
 SAVES = 2  # of a resume state, after which the command is killed
 EVERY = "0.2"  # seconds between them
 ONE_THREAD = ("--threads", "1")  # so that all processes round alike on the CPU
 
-
-class Long(NamedTuple):
-    """A fit of seconds on a GPU, nearly all of them in replays; and what shortens it to try the script on a CPU."""
-
-    name: str
-    line: str
-    short: str
-
-
-LONG = (
-    Long("refine", "refine FOLDER/run --patience 0 --elbo-draws 8 --epochs 6000", "--epochs 600"),
-    Long("hmc", "hmc FOLDER/run --chains 4 --warmup 100 --draws 1500", "--draws 200"),
-    Long("lbbnn", "fit-lbbnn FOLDER/run --slab-sd 1 --repeats 4 --epochs 500", "--epochs 100"),
-)
+# Fits of seconds on a GPU, nearly all of them in replays, by the name of what they make.
+LONG = {
+    "refine": "refine FOLDER/run --patience 0 --elbo-draws 8 --epochs 4000",
+    "hmc": "hmc FOLDER/run --chains 4 --warmup 100 --draws 1500",
+    "lbbnn": "fit-lbbnn FOLDER/run --slab-sd 1 --repeats 4 --epochs 500",
+}
 
 
 def run(bench: Bench) -> None:
@@ -88,7 +80,7 @@ def run(bench: Bench) -> None:
     if gpu.is_pretend:
         ledger.note("killed replays, two processes, CUDA_VISIBLE_DEVICES", "left out: processes know no pretend GPU")
     else:
-        check_processes(ledger, embedded, gpu.name)
+        ledger.item("processes", check_processes, ledger, embedded, gpu.name)
     for line, leave in SCARCE[:1] if is_quick else SCARCE:
         ledger.item(f"out of memory, embedded network: {command_of(line)}", _check_scarce, gpu, ledger, line, embedded,
                     (NEXT_TO_NOTHING, leave))  # fmt: skip
@@ -161,7 +153,7 @@ def _is_untouched(before: dict[Path, str], folder: Path) -> tuple[bool, str]:
     after, own = _contents(folder), {path.relative_to(folder) for path in leftovers(folder)}
     changed = [f"{path} is changed" for path in before if path in after and after[path] != before[path]]
     gone = [f"{path} is gone" for path in before if path not in after]
-    new = [f"{path} is new" for path in after if path not in before and path not in own and path.suffix != ".lock"]
+    new = [f"{path} is new" for path in after if path not in before and path not in own and ".locks" not in path.parts]
     return not changed + gone + new, "; ".join(changed + gone + new)[:300]
 
 
@@ -169,13 +161,13 @@ def _try_hint(gpu: Gpu, ledger: Ledger, what: str, starved: Done, copy: Path) ->
     """Apply what the hint names, one after the other, under the same ballast, until something ends well."""
     hint = str((starved.document.get("error") or {}).get("hint") or "")
     tried: list[str] = []
-    for remedy, lines, device in remedies(starved.line, hint):
-        done = [run_line(line, copy, device or gpu.name, *_forced(line)) for line in lines]
+    for remedy, lines in remedies(starved.line, hint, gpu.name):
+        done = [run_line(line, copy, device, *_forced(line)) for line, device in lines]
         failed = [one for one in done if one.code != Exit.OK]
         if not failed:
             ledger.agree(f"{what}: the hint {hint!r} works ({remedy})", True)
             return
-        tried.append(f"{remedy}: {failed[0].failure[:150]}")
+        tried.append(f"{remedy}: {_said(failed[0])}")
     if tried:
         ledger.agree(f"{what}: the hint {hint!r} works", False, "; ".join(tried))
         return
@@ -183,22 +175,32 @@ def _try_hint(gpu: Gpu, ledger: Ledger, what: str, starved: Done, copy: Path) ->
     ledger.note(f"{what}: the hint {hint!r} names no option with a value to try", f"--device cpu: exit {on_cpu.code}")
 
 
-def remedies(line: str, hint: str) -> Iterator[tuple[str, list[str], str | None]]:
-    """What a hint says to do: in words, as lines to run, and on which device, if on another one."""
+def _said(done: Done) -> str:
+    """The exit code, and the message and the hint of the error."""
+    error = done.document.get("error") or {}
+    return f"exit {done.code}: {error.get('message')} ({error.get('hint')})"[:250] if error else done.failure
+
+
+def remedies(line: str, hint: str, device: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """What a hint says to do: in words, and as lines to run, each with its device."""
     for found in re.finditer(r"--([a-z][a-z-]*)(?:, at most)?(?: ([a-z0-9-]+))?", hint):
         flag, value = found[1], found[2] or ""
         if flag == "device":
-            yield "--device cpu", [_affordable(line)], "cpu"
+            yield "--device cpu", [(_affordable(line), "cpu")]
             continue
         is_told = value.isdecimal() or value in (*registry.names("curvature"), *registry.names("flows"))
         if not is_told and flag not in LEAST:
             continue  # such as fewer --posterior at a time
         value = value if is_told else LEAST[flag]
         if "made by fit-laplace" in hint and command_of(line) == "refine":
-            made = f"fit-laplace FOLDER/run --prior-precision 100 --{flag} {value} --name smaller"
-            yield f"a base by --{flag} {value}", [made, f"{line} --base smaller"], None
+            base = f"fit-laplace FOLDER/run --prior-precision 100 --{flag} {value} --name smaller"
+            for place in (device, "cpu"):  # it may take more to make than to refine
+                yield (
+                    f"a base by --{flag} {value}, made on {place}",
+                    [(base, place), (f"{line} --base smaller", device)],
+                )
         else:
-            yield f"--{flag} {value}", [with_option(line, flag, value)], None
+            yield f"--{flag} {value}", [(with_option(line, flag, value), device)]
 
 
 def with_option(line: str, flag: str, value: str) -> str:
@@ -219,7 +221,7 @@ def _check_absent(gpu: Gpu, ledger: Ledger, run: Path) -> None:
 
 def _check_users_precision(gpu: Gpu, ledger: Ledger, run: Path) -> None:
     """Python calls of a process that allows TF32 are float32 all the same, and leave it what it has set."""
-    with np.load(bnncli_images()) as arrays:
+    with np.load(_validation_images()) as arrays:
         images = arrays["x"][:64]
     kept = _precision()
     try:
@@ -243,10 +245,8 @@ def _check_users_precision(gpu: Gpu, ledger: Ledger, run: Path) -> None:
     ledger.check("error of probabilities in a process that allows TF32", float(np.abs(probs - expected).max()), 1e-5)
 
 
-def bnncli_images() -> Path:
+def _validation_images() -> Path:
     """The embedded images of the val split."""
-    from bnncli.stages.demo.fixtures import fixture_path
-
     return Path(fixture_path("val.npz"))
 
 
@@ -262,44 +262,38 @@ def _precision() -> tuple[str, bool, bool]:
 # Processes.
 
 
-def check_processes(ledger: Ledger, run: Path, device: str, *, is_short: bool = False, num_at_once: int = 16) -> None:
+def check_processes(ledger: Ledger, run: Path, device: str, *, num_at_once: int = 16) -> None:
     """Killed fits, two processes at once and hidden GPUs, side by side; one hmc alone before.
 
     Args:
         device: cuda:N; cpu to try the script.
-        is_short: whether fits are as short as a CPU needs them.
     """
-    fits = {fit.name: with_short(fit) if is_short else fit.line for fit in LONG}
-    alone: dict[str, Done] = {"hmc": _run_apart(fits["hmc"], run, "hmc-alone", device)}
+    alone = {"hmc": _run_apart(LONG["hmc"], run, "hmc-alone", device)}
     with ThreadPoolExecutor(num_at_once) as pool:
 
         def begin(work: Callable[..., Done], *words: object) -> Callable[[], Done]:
             return pool.submit(work, *words).result
 
         kills = {
-            (name, kind): begin(_killed, fits[name], name, run, kind, device)
-            for name in fits
+            (name, kind): begin(_killed, line, name, run, kind, device)
+            for name, line in LONG.items()
             for kind in (signal.SIGTERM, signal.SIGKILL)
         }
-        whole = {name: begin(_run_apart, fits[name], run, f"{name}-whole", device) for name in fits if name != "hmc"}
-        twins = [begin(_run_apart, fits["hmc"], run, f"hmc-twin-{number}", device) for number in range(2)]
+        whole = {name: begin(_run_apart, LONG[name], run, f"{name}-whole", device) for name in ("refine", "lbbnn")}
+        twins = [begin(_run_apart, LONG["hmc"], run, f"hmc-twin-{number}", device) for number in range(2)]
         hidden = {
             what: begin(_run_hidden, run, f"hidden-{number}", asked, visible)
             for number, (what, asked, visible) in enumerate(_visibilities(device))
         }
-        for name, result in whole.items():
-            ledger.item(f"uninterrupted {name}", lambda name=name, result=result: alone.update({name: result()}))
+        alone |= {name: result() for name, result in whole.items()}
+        for name, done in alone.items():
+            ledger.agree(f"{name} uninterrupted: exit 0", done.code == 0, done.failure)
+            ledger.note(f"{name} uninterrupted: seconds", f"{done.seconds:.1f}")
         for (name, kind), result in kills.items():
-            ledger.item(f"killed {name}", _judge_killed, ledger, name, kind, result, alone.get(name))
-        ledger.item("two processes", _judge_twins, ledger, alone["hmc"], twins)
+            ledger.item(f"processes: killed {name}", _judge_killed, ledger, name, kind, result, alone[name])
+        ledger.item("processes: two at once", _judge_twins, ledger, alone["hmc"], twins)
         for what, result in hidden.items():
-            ledger.item(what, _judge_hidden, ledger, what, result)
-
-
-def with_short(fit: Long) -> str:
-    """The fit's line, shortened."""
-    flag, value = fit.short.removeprefix("--").split()
-    return with_option(fit.line, flag, value)
+            ledger.item(f"processes: {what}", _judge_hidden, ledger, what, result)
 
 
 def _apart(run: Path, name: str) -> Path:
@@ -351,9 +345,7 @@ def _changed_at(path: Path) -> int:
         return 0
 
 
-def _judge_killed(
-    ledger: Ledger, name: str, kind: signal.Signals, result: Callable[[], Done], whole: Done | None
-) -> None:
+def _judge_killed(ledger: Ledger, name: str, kind: signal.Signals, result: Callable[[], Done], whole: Done) -> None:
     what = f"{name} killed by {kind.name} midway in its replays, then --resume"
     try:
         resumed = result()
@@ -364,8 +356,6 @@ def _judge_killed(
         return
     ledger.agree(f"{what}: it resumed", "resuming" in resumed.stderr, resumed.stderr[-300:])
     ledger.note(f"{what}: seconds", f"{resumed.seconds:.1f}; {_resumed_where(resumed)}")
-    if whole is None or not ledger.agree(f"{name} uninterrupted: exit 0", whole.code == 0, whole.failure):
-        return
     ledger.agree(f"{what}: the content of an uninterrupted one", *_is_same(whole, resumed))
 
 
@@ -385,7 +375,6 @@ def _is_same(one: Done, other: Done) -> tuple[bool, str]:
 
 
 def _judge_twins(ledger: Ledger, alone: Done, twins: list[Callable[[], Done]]) -> None:
-    ledger.agree("hmc alone on the device: exit 0", alone.code == 0, alone.failure)
     for number, result in enumerate(twins):
         done = result()
         what = f"two hmc at once on one device, number {number}"
@@ -408,9 +397,8 @@ def _visibilities(device: str) -> list[tuple[str, str, str]]:
 
 def _run_hidden(run: Path, name: str, asked: str, visible: str) -> Done:
     folder = _apart(run, name)
-    return start_line("fit-temperature FOLDER/run", folder, asked, environment={"CUDA_VISIBLE_DEVICES": visible}).wait(
-        SECONDS
-    )
+    environment = {"CUDA_VISIBLE_DEVICES": visible}
+    return start_line("fit-temperature FOLDER/run", folder, asked, environment=environment).wait(SECONDS)
 
 
 def _judge_hidden(ledger: Ledger, what: str, result: Callable[[], Done]) -> None:

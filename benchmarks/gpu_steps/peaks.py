@@ -27,6 +27,7 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.network import NetworkLayout
 
 PEAK = (0.5, 1.1)  # of the estimate
+LIBRARIES = 100 << 20  # bytes: cuBLAS keeps 32 MiB for each stream that it works on, a capture's among them
 EXAMPLES = 400
 
 # Sizes at which the matrices outweigh libraries' workspaces; the quick ones only run.
@@ -64,7 +65,8 @@ def _check(gpu: Gpu, ledger: Ledger, what: str, expected: int, work: Callable[[]
     if peak is None:
         ledger.note(f"peak of {what}", "not to be seen on a pretend GPU", expected=expected)
     else:
-        ledger.check(f"peak of {what}, of its estimate", peak / expected, PEAK[1], least=PEAK[0],
+        most = PEAK[1] + LIBRARIES / expected
+        ledger.check(f"peak of {what}, of its estimate", peak / expected, most, least=PEAK[0],
                      peak=bytes_text(peak), estimate=bytes_text(expected))  # fmt: skip
 
 

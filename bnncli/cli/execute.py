@@ -15,7 +15,15 @@ from bnncli.cli import spread
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS, find_command
 from bnncli.cli.memory_advice import memory_advice
-from bnncli.cli.option_values import OptionValue, config_path, read_config, resolve, resolve_named, unknown_variables
+from bnncli.cli.option_values import (
+    OptionValue,
+    config_path,
+    option_fields,
+    read_config,
+    resolve,
+    resolve_named,
+    unknown_variables,
+)
 from bnncli.cli.tables import print_table
 from bnncli.cli.usage_words import usage_words
 from bnncli.console import Console
@@ -204,13 +212,16 @@ class _Invocation:
         print(json.dumps(spelled(document), allow_nan=False), file=self.results)
 
     def _advise(self, error: BnnError) -> None:
-        """Name the options of this command that help."""
+        """Name the options of this command that help; what a GPU has no room for, a CPU may have."""
+        command, is_gpu = self._named_command(), "cuda" in error.message.lower()
         if error.code == "out_of_memory" and error.hint is None:
-            error.hint = memory_advice(self._named_command(), is_gpu="cuda" in error.message.lower())
+            error.hint = memory_advice(command, is_gpu=is_gpu)
+        elif error.code == "out_of_memory" and is_gpu and command is not None and "device" in option_fields(command):
+            error.hint = f"{error.hint}, or --device cpu"
         if error.hint == ELSEWHERE:
             from bnncli.cli.place_advice import place_advice  # here, for what knows run folders
 
-            error.hint = place_advice(self._named_command(), self.line, error.path)
+            error.hint = place_advice(command, self.line, error.path)
 
     def _fail(self, error: Exception) -> None:
         """Turn an exception into an exit code, its lines on stderr, and the JSON document of a failure."""

@@ -83,7 +83,7 @@ def _jittered(
     if math.isfinite(size):  # infinite numbers can have a root of zeros
         for step in JITTERS:
             found = root(step * size)
-            if found is not None and torch.isfinite(found).all():
+            if found is not None and math.isfinite(float(found.sum())):  # torch.isfinite makes a copy of a large matrix
                 return found, step * size
     if not math.isfinite(size) or not is_finite():
         raise NumericError("the posterior precision is not finite", hint="check the inputs")

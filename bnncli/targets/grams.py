@@ -29,20 +29,30 @@ _PANELS = 32  # launches that make the packed products of a slice, whatever F is
 # operations of a matrix product: all go through memory. Of the same order on a CPU (3 ns, 5e10 operations a second) and on
 # a GPU (2 ps, 6e13). Measured on one core: as fast at 20 weights of 85 features, 50 of 257, more than 100 of 513.
 _PACKED_OPERATIONS, _WEIGHTED_OPERATIONS, _SUM_OPERATIONS = 150, 220, 150
+# Of one call of PyTorch, on a GPU 15 us of the host; calls of a packed slice, and of a tile of the square route. Measured on an
+# H100's host, 45 weights of 85 features and 60,000 examples: 10 ms a Hessian packed, of which the GPU works 1.6.
+_CALL_OPERATIONS = {"cpu": 0.0, "cuda": 9e8}
+_PACKED_CALLS, _SQUARE_CALLS = 2 * _PANELS, 8
 
 
 def is_packed(count: int, features: Tensor) -> bool:
     """Whether the packed route is the cheaper one for `count` weights (or matrices) and features (n, F).
 
     Operations an example: F^2 / 2 packed products and 2 F^2 / 2 with them for each weight, against F weighted features and
-    2 F^2 with those; a weight's matrix is added to its sum once a slice. Launches do not decide: each route has a few tens
-    of them a slice at most. Few features stay packed whatever it costs: products of such narrow matrices add up one
-    example after the other, and their float32 sums lose twice the digits.
+    2 F^2 with those; a weight's matrix is added to its sum once a slice, and each slice takes calls of PyTorch. Few features
+    stay packed whatever it costs: products of such narrow matrices add up one example after the other, and their float32
+    sums lose twice the digits.
     """
     size, kind = features.shape[1], features.device.type
-    square_rows, packed_rows = _BLOCK_EXAMPLES.get(kind, 1024), _packed_rows(size, kind)
+    square_rows, packed_rows, call = (
+        _BLOCK_EXAMPLES.get(kind, 1024),
+        _packed_rows(size, kind),
+        _CALL_OPERATIONS.get(kind, 0.0),
+    )
     packed = size**2 / 2 * (_PACKED_OPERATIONS + count * (2 + _SUM_OPERATIONS / packed_rows))
     square = count * size * (_WEIGHTED_OPERATIONS + size * (2 + _SUM_OPERATIONS / square_rows))
+    packed += call * _PACKED_CALLS / packed_rows
+    square += call * _SQUARE_CALLS * -(-count // _tile_weights(size, kind)) / square_rows
     return size <= _FEWEST_FEATURES or packed <= square
 
 
@@ -148,9 +158,12 @@ def example_slices(features: Tensor) -> Iterator[slice]:
 
 def _tiles(features: Tensor, count: int) -> Iterator[slice]:
     """Slices of weights whose products with a slice of the features (n, F) stay in the cache."""
-    kind, size = features.device.type, features.shape[1]
-    examples = _BLOCK_EXAMPLES.get(kind, 1024)  # however few there are: sums are F^2 numbers for each weight
-    return slices(0, count, max(1, BLOCK_ELEMENTS.get(kind, 2**19) // (examples * size)))
+    return slices(0, count, _tile_weights(features.shape[1], features.device.type))
+
+
+def _tile_weights(size: int, kind: str) -> int:
+    """How many, of F features on a device of this kind, however few examples there are: sums are F^2 numbers for each weight."""
+    return max(1, BLOCK_ELEMENTS.get(kind, 2**19) // (_BLOCK_EXAMPLES.get(kind, 1024) * size))
 
 
 def _packed_slices(features: Tensor) -> Iterator[slice]:

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from problems.command_line import Cli
 
+pytestmark = pytest.mark.gpu
+
 NUMBERS = {
     "elbo", "log_weight_sd", "pareto_k", "log_evidence", "r_hat", "ess_bulk", "ess_tail", "bfmi", "divergences",
     "lowest_chain_acceptance", "val_nll",

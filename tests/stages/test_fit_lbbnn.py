@@ -28,6 +28,8 @@ from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
 from bnncli.theta.network import NetworkLayout
 
+pytestmark = pytest.mark.gpu
+
 QUICK = ("--epochs", "4", "--learning-rate", "0.02")
 
 

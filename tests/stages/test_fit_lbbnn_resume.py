@@ -8,6 +8,8 @@ import pytest
 from kills import kill_midway, state_of
 from problems.command_line import Cli
 
+pytestmark = pytest.mark.gpu
+
 PLAN = ["--epochs", "6", "--slab-sd", "0.5", "--batch-size", "60"]
 
 

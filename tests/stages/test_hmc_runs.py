@@ -32,6 +32,8 @@ from bnncli.storage import draw_file, record_file
 from bnncli.storage.samples import read_samples
 from bnncli.theta.head import HeadLayout
 
+pytestmark = pytest.mark.gpu
+
 SMALL = ("--chains", 4, "--warmup", 10, "--draws", 30)
 
 

@@ -27,6 +27,8 @@ from bnncli.storage.features import read_features
 from bnncli.storage.predictions import PredictionFile, read_predictions
 from bnncli.theta.head import HeadLayout
 
+pytestmark = pytest.mark.gpu
+
 
 def read(run: Path, name: str, split: str = "test") -> PredictionFile:
     return read_predictions(run.with_name(f"{run.name}.bnn") / "predictions" / name / f"{split}.h5")

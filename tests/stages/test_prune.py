@@ -32,6 +32,8 @@ from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
 from bnncli.theta.network import NetworkLayout
 
+pytestmark = pytest.mark.gpu
+
 FIT = ("--epochs", "20", "--learning-rate", "0.03", "--hidden", "6")
 
 

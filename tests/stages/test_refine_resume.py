@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from kills import kill_midway, state_of
 from problems.command_line import Cli
+
+pytestmark = pytest.mark.gpu
 
 PLAN = ["--flow", "affine", "--epochs", "80", "--patience", "0", "--elbo-draws", "8"]
 

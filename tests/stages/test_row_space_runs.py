@@ -32,6 +32,8 @@ from bnncli.targets.row_space import RowSpace
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
+pytestmark = pytest.mark.gpu
+
 FEATURES, EXAMPLES, PRIOR = 30, 12, 4.0
 LAYOUT = HeadLayout(3, FEATURES)
 

@@ -108,15 +108,16 @@ def _by_activations(
     run: Run, posterior: LatentBinary, data: TrainingData, variance: str, generator: torch.Generator
 ) -> Tensor:
     """The same under drawn activations."""
-    model = posterior.model
+    model = posterior.model.of_repeats(
+        slice(posterior.best, posterior.best + 1)
+    )  # of all repeats at once there may be no room
     weight = leaves(model, variance)
     total = []
     for _ in range(NUM_PASSES):
         one = torch.zeros((), dtype=torch.float64, device=model.device)
         for features, labels in data.blocks():
             logits = draw_logits(model, features, weight, generator)
-            own = logits[posterior.best : posterior.best + 1]
-            one += model.layout.likelihood.log_likelihoods(own, labels).sum(dim=1)[0]
+            one += model.layout.likelihood.log_likelihoods(logits, labels).sum(dim=1)[0]
             run.console.poll()
         total.append(one)
     return torch.stack(total)
