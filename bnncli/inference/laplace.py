@@ -105,7 +105,9 @@ def _evidence_beside_the_mode(
     """
     if not target.curvature(covariance.structure).is_exact:
         one = with_article(covariance.structure)
-        log_joint = float(target.log_joint(theta.unsqueeze(0)))  # its gradient in float64 took a third of a network's fit
+        log_joint = float(
+            target.log_joint(theta.unsqueeze(0))
+        )  # its gradient in float64 took a third of a network's fit
         return log_joint, None, f"beside the mode it needs the exact Hessian, and {one} one is not"
     value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=torch.float64)
     log_joint = float(value)
