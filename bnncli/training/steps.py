@@ -6,7 +6,6 @@ a whole chunk saw leaves them. A learner that lays out one step at a time has it
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bnncli.errors import NumericError
 from bnncli.progress import Task
 from bnncli.training.learner import Learner
 from bnncli.training.step_graph import StepGraph, num_updates
@@ -57,8 +57,14 @@ class Steps:
         Args:
             rates: the learning rates of each step.
             task: advanced once a step, with the note.
+
+        Raises:
+            NumericError: a rate is no float32.
         """
         learner = self.learner
+        largest = max(map(max, rates))
+        if largest > _LARGEST:  # infinite there, and what infinite steps come to is the device's affair
+            raise NumericError(f"a learning rate of {largest:g} is beyond float32", hint="use a smaller \0learning_rate\0")
         if learner.batch_size is not None:
             learner.begin_epoch(self._order())
         chunks = range(0, len(rates), self.chunk)
@@ -143,4 +149,4 @@ class Steps:
         if rates != self._rates_now:
             self._rates_now = rates
             for own, rate in zip(self.learning_rates, rates, strict=True):
-                own.fill_(rate if rate <= _LARGEST else math.inf)  # as a tensor of it would be: it raises otherwise
+                own.fill_(rate)

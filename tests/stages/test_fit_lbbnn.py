@@ -102,9 +102,13 @@ def test_a_prediction_has_a_network_of_each_repeat_at_least(cli: Cli, small_run:
     posterior = open_posterior(small_run.with_name("small.bnn") / "posteriors/lbbnn.safetensors")[0]
     assert file.header.meta["samples"] == 1008  # a multiple of 12
     drawn = posterior.sample(12, seeded(0))
-    # Each draw lies nearest to the mean of its own repeat: biases have hardly a spread.
-    biases, means = drawn[:, -3:], posterior.model.factors.bias_mean
-    assert torch.cdist(biases, means).argmin(dim=1).tolist() == list(range(12))
+    # Draws are of the repeats in turn: the biases, which hardly scatter, lie within a few standard deviations of their own
+    # repeat's means, and far from the next one's. Two repeats may be near each other: not all of them are.
+    factors = posterior.model.factors
+    away = (drawn[:, -3:] - factors.bias_mean) / factors.bias_sd
+    assert float(away.abs().max()) < 5
+    another = (drawn[:, -3:].roll(1, 0) - factors.bias_mean) / factors.bias_sd
+    assert float(another.abs().median()) > 3
 
 
 def test_two_classes_without_a_head_are_one_logit(cli: Cli, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bnncli.errors import Interrupted
+from bnncli.errors import Interrupted, NumericError
 from bnncli.progress import SilentProgress
 from bnncli.training.adam import Adam
 from bnncli.training.course import Course
@@ -280,9 +280,8 @@ def test_a_training_that_stands_still_ends_early_in_whole_rounds() -> None:
     assert rounds == [*range(2, course.num_epochs, 2), course.num_epochs]
 
 
-def test_a_learning_rate_beyond_single_precision_is_infinite() -> None:
+def test_a_learning_rate_beyond_single_precision_is_refused() -> None:
     learner = Centre()
-    learner.rates = lambda epoch: (1e200, 0.02)  # type: ignore[method-assign]
-    found = trained(learner, 1)
-    assert not bool(found["at"][0].isfinite())
-    assert bool(found["at"][1].isfinite())
+    learner.rates = lambda epoch: (0.02, 1e200)  # type: ignore[method-assign]
+    with pytest.raises(NumericError, match="beyond float32"):
+        trained(learner, 1)
