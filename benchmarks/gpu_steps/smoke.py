@@ -41,6 +41,7 @@ class Network:
     checkpoint: Path
     extract: str
     epochs: int = 20
+    chains: str = ""  # options of hmc
 
     def lines(self) -> list[str]:
         """The card's six commands; and one Gaussian under a prior that is the same on both devices."""
@@ -49,7 +50,7 @@ class Network:
             f"extract-features FOLDER/run {self.extract}",
             "fit-laplace FOLDER/run",
             f"refine FOLDER/run --flow radial --length 5 --epochs {self.epochs}",
-            "hmc FOLDER/run",
+            f"hmc FOLDER/run {self.chains}",
             "fit-laplace FOLDER/run --prior-precision 300 --name fixed",
             "predict FOLDER/run",
             f"predict FOLDER/run --posterior fixed {closed}",
@@ -87,7 +88,15 @@ def _networks(bench: Bench) -> list[Network]:
     if bench.data is None or bench.checkpoints is None or bench.is_quick:
         data = " ".join(f"--data {split}=npz:{fixture_path(f'{split}.npz')}@300" for split in ("train", "val", "test"))
         extract = f"--model lenet5 {data} --ood mnist=npz:{fixture_path('mnist.npz')}@100"
-        return [Network("the embedded LeNet-5", fixture_path("lenet5-fmnist.pt"), extract, epochs=1)]
+        return [
+            Network(
+                "the embedded LeNet-5",
+                fixture_path("lenet5-fmnist.pt"),
+                extract,
+                1,
+                "--chains 4 --warmup 10 --draws 20",
+            )
+        ]
     data = bench.data
     images = f"--data train=npz:{data}/fmnist-train.npz@20000 --data test=npz:{data}/fmnist-test.npz --ood kmnist=npz:{data}/kmnist-test.npz"
     rows = f"--data train=npz:{data}/cifar10.npz:x_train,y_train --data test=npz:{data}/cifar10.npz:x_test,y_test"

@@ -112,7 +112,7 @@ def test_each_step_runs_on_the_pretend_device(run: Run, step: str) -> None:
     ("step", "only", "name"),
     [
         ("determinism", "extract|fit-laplace", "twice"),
-        ("faults", "out of memory, fit-laplace", "fit-laplace, 1 MiB free"),
+        ("faults", "out of memory, small head: fit-l", "small: fit-laplace, 1 MiB free"),
         ("graphs", "resuming|affine", "resumed = whole, hmc"),
     ],
 )
