@@ -23,6 +23,7 @@ from problems.command_line import SCRIPT, Cli
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.memory_advice import memory_advice
 from bnncli.cli.option_values import option_fields
+from bnncli.errors import DeviceError
 from bnncli.inference import memory
 from bnncli.inference.costs import NUM_DRAWS
 from bnncli.machine.memory import SHARE
@@ -230,6 +231,19 @@ def test_69_is_an_allocation_that_fails(
     assert done.code == 69
     assert "out of memory" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("device", "hint"), [("cuda:0", "use less, or --device cpu"), ("cpu", "use less")])
+def test_a_hint_for_a_full_gpu_names_the_cpu_too(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, device: str, hint: str
+) -> None:
+    from bnncli.stages.refine import work
+
+    def require(*_: object) -> None:
+        raise DeviceError(f"it needs more memory than {device} has", hint="use less", code="out_of_memory")
+
+    monkeypatch.setattr(work, "base_of", require)
+    assert f"hint: {hint}\n" in cli("refine", small_run, "--name", "x").stderr
 
 
 def test_70_is_a_fit_that_failed_and_publishes_nothing(cli: Cli, small_run: Path) -> None:

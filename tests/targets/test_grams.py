@@ -1,5 +1,8 @@
 """Weighted Gram matrices and quadratic forms: both routes against sums in float64, and how many launches they take."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from launches import count
@@ -92,6 +95,18 @@ def test_few_classes_of_wide_features_take_the_square_route_and_many_the_packed_
     }
     for (num_outputs, size), packs in head.items():
         assert is_packed(num_outputs * (num_outputs - 1) // 2, torch.empty(1, size)) == packs
+
+
+def test_a_gpu_takes_the_route_of_fewer_calls_until_the_products_outweigh_them() -> None:
+    for num_outputs, size, packs in (
+        (10, 85, False),
+        (100, 65, True),
+        (100, 641, True),
+        (2, 2049, False),
+        (30, 5, True),
+    ):
+        features: Any = SimpleNamespace(shape=(60_000, size), device=torch.device("cuda"))
+        assert is_packed(num_outputs * (num_outputs - 1) // 2, features) == packs
 
 
 def make_target(layout: HeadLayout, num_examples: int) -> tuple[LastLayerTarget, Tensor]:
