@@ -21,6 +21,11 @@ def printable(text: str, *, keep_bytes: bool = False) -> str:
     return "".join(char if _is_shown(char, keep_bytes) else _escape(char) for char in text)
 
 
+def in_table(name: str) -> str:
+    """A file's name as tables have it: bytes that are not UTF-8 are escaped."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def _is_shown(char: str, keep_bytes: bool) -> bool:
     return char.isprintable() or (keep_bytes and "\udc80" <= char <= "\udcff")
 

@@ -162,6 +162,16 @@ def test_each_arrival_has_one_row_and_a_later_start_goes_on(folder: Path, cli: C
         assert float(row["probability"]) == pytest.approx(float(by_name[row["name"]]["probability"]), abs=1e-6)
 
 
+def test_names_of_any_bytes_folders_and_loops_of_links_do_not_stop_it(folder: Path, cli: Cli) -> None:
+    draw(Path("in") / "0.png", 0)
+    os.rename(b"in/0.png", b"in/caf\xe9.png")
+    (Path("in") / "folder.png").mkdir()
+    (Path("in") / "loop.png").symlink_to("loop.png")
+    assert follow(cli, "--json").json["metrics"] == {"examples": 1, "new": 1, "unreadable": 0}
+    assert follow(cli, "--json").json["metrics"]["new"] == 0
+    assert [row["name"] for row in rows("t.csv")] == [r"caf\udce9.png"]
+
+
 @pytest.mark.parametrize("cut", [1, 2, 5, 40])
 def test_half_a_row_is_cut_off_and_its_file_done_again(folder: Path, cli: Cli, cut: int) -> None:
     for number in range(4):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pathlib import Path
 from bnncli.data._pixels import SUFFIXES
 from bnncli.errors import DataError, MissingInput, OutputExists, ReadError
 from bnncli.machine.input_files import reading
-from bnncli.names import quoted
+from bnncli.names import in_table, quoted
 from bnncli.run.session import Result
 from bnncli.stages.predict.new_data import BLOCK, NewData
 from bnncli.storage.atomic import check_writable, publish_bytes, write_error
@@ -69,15 +70,17 @@ class Arrivals:
         num_waiting = 0
         with reading(self.folder), os.scandir(self.folder) as entries:
             for entry in entries:
-                if entry.name in done or entry.name.startswith(".") or not entry.name.lower().endswith(_ENDINGS):
+                if in_table(entry.name) in done or entry.name.startswith(".") or not entry.name.lower().endswith(_ENDINGS):
                     continue
                 try:
                     status = entry.stat()
-                except FileNotFoundError:
-                    continue  # taken away again
+                except OSError:
+                    continue  # taken away again, or a loop of links
+                if not stat.S_ISREG(status.st_mode):
+                    continue  # a folder with such a name
                 now[entry.name] = state = (status.st_size, status.st_mtime_ns)
                 is_old = time.time_ns() - status.st_mtime_ns > 2e9 * POLL_SECONDS
-                is_whole = entry.is_file() and status.st_size > 0 and (is_old or self._seen.get(entry.name) == state)
+                is_whole = status.st_size > 0 and (is_old or self._seen.get(entry.name) == state)
                 if self._left_out.get(entry.name) == state:
                     continue
                 self._left_out.pop(entry.name, None)
@@ -154,7 +157,7 @@ class Followed:
                 self.arrivals.leave_out(names[0])
             return
         _append(self.target, text)
-        self._done.update(names)
+        self._done.update(map(in_table, names))
         self.new.run.console.info(f"{len(names):,} new, {len(self._done):,} in all; the last is {quoted(names[-1])}")
 
     def _origins(self) -> set[tuple[str, str]]:

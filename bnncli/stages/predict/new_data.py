@@ -20,6 +20,7 @@ from bnncli.data.images import image_dataset
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.extraction.features import Extracted
 from bnncli.likelihoods import has_exclusive_classes
+from bnncli.names import in_table
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.options.predict import STDIN, PredictOptions
 from bnncli.run.integrator_choice import IntegratorChoice
@@ -131,7 +132,7 @@ class NewData:
         for extracted in self._extracted(split):
             stop = start + len(extracted.features)
             rows = slice(start, stop)
-            named = None if names is None else np.array([name.encode() for name in names[rows]])
+            named = None if names is None else np.array([in_table(name).encode() for name in names[rows]])
             for maker, rules in zip(self.makers, self.rules, strict=True):
                 content, origin = self._predicted(maker, split, rows, extracted, first_id)
                 said = rules.of_block(split.name, content, first_id + start, self.shown.rules)
