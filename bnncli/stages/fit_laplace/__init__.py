@@ -201,7 +201,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         )
     if metrics.get("num_diagonal_params"):
         lines.append(
-            f"{metrics['num_diagonal_params']:,} of {metrics['num_params']:,} parameters have no Kronecker factors and keep the exact diagonal"
+            f"{metrics['num_diagonal_params']:,} of {metrics['num_params']:,} parameters have no Kronecker factors and keep their diagonal alone"
         )
     if "subnetwork_size" in metrics:
         lines += _subnetwork(metrics)
