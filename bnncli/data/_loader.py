@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -72,7 +72,9 @@ def _here(batches: _Chunks) -> Iterator[Chunk | BnnError]:
 
 
 def _loader(batches: _Chunks, num_workers: int) -> torch_data.DataLoader[Any]:
-    return torch_data.DataLoader(batches, batch_size=None, num_workers=num_workers, worker_init_fn=_quiet_worker)
+    return torch_data.DataLoader(
+        batches, batch_size=None, num_workers=num_workers, worker_init_fn=_quiet_worker, collate_fn=_as_arrays
+    )  # fmt: skip
 
 
 def _from_workers(loader: torch_data.DataLoader[Any], where: str) -> Iterator[Any]:
@@ -89,7 +91,7 @@ def _from_workers(loader: torch_data.DataLoader[Any], where: str) -> Iterator[An
                     if str(error).startswith("Caught "):  # it happened in a process: that reads on
                         raise
                     raise _ended(batches, error, where) from error
-                yield outcome
+                yield outcome if isinstance(outcome, BnnError) else _over_parts(outcome, _as_tensor)
         finally:
             batches._shutdown_workers()  # type: ignore[attr-defined]  # torch waits for the collector to do it
 
@@ -157,6 +159,30 @@ class _Chunks(torch_data.Dataset[Any]):
         except BnnError as error:
             return error
         return Chunk(_tensors(raw), labels, isinstance(raw, Mapping))
+
+
+def _as_arrays(outcome: Chunk | BnnError) -> Chunk | BnnError:
+    """The chunk with arrays for tensors, which cross to another process through a pipe.
+
+    Tensors cross through /dev/shm, of which a container has 64 MiB by default, and a process that finds it full sends nothing:
+    the command would wait for ever.
+    """
+    return outcome if isinstance(outcome, BnnError) else _over_parts(outcome, _as_array)
+
+
+def _over_parts(chunk: Chunk, change: Callable[[Any], Any]) -> Chunk:
+    inputs: Any = chunk.inputs
+    inputs = {name: change(part) for name, part in inputs.items()} if isinstance(inputs, dict) else change(inputs)
+    return chunk._replace(inputs=inputs, labels=change(chunk.labels))
+
+
+def _as_array(part: Any) -> Any:
+    is_plain = isinstance(part, Tensor) and part.dtype != torch.bfloat16  # which NumPy does not know
+    return part.numpy() if is_plain else part
+
+
+def _as_tensor(part: Any) -> Any:
+    return torch.from_numpy(part) if isinstance(part, np.ndarray) else part
 
 
 def _for_transform(raw: Stored) -> list[Any] | np.ndarray | None:
