@@ -161,8 +161,8 @@ class _Chunks(torch_data.Dataset[Any]):
         return Chunk(_tensors(raw), labels, isinstance(raw, Mapping))
 
 
-def _as_arrays(outcome: Chunk | BnnError) -> Chunk | BnnError:
-    """The chunk with arrays for tensors, which cross to another process through a pipe.
+def _as_arrays(outcome: Any) -> Any:
+    """Give a chunk arrays for its tensors (errors pass as they are): arrays cross to another process through a pipe.
 
     Tensors cross through /dev/shm, of which a container has 64 MiB by default, and a process that finds it full sends nothing:
     the command would wait for ever.

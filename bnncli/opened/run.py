@@ -22,6 +22,7 @@ from bnncli.run.classes import posterior_classes
 from bnncli.run.inputs import load_split, posterior_source
 from bnncli.run.named_posterior import find_named
 from bnncli.run.predictor import Predictor, TrainData, warn_of_default, warn_of_few_draws
+from bnncli.run.recommendation import recommended
 from bnncli.storage.artifacts import read_header
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class OpenedRun:
         self,
         x: str | ArrayLike | Tensor | Sequence[Image],
         *,
-        posterior: str = "laplace",
+        posterior: str | None = None,
         integrator: str | None = None,
         samples: int | None = None,
         allow_stale: bool = False,
@@ -166,7 +167,7 @@ class OpenedRun:
                 images, or of clips as {"array": (T,), "sampling_rate": Hz}, where the model brings its own preprocessing. Where inputs are rows of D real numbers
                 themselves, `features` says what is meant: run.predict(run.features(x)). A posterior over other layers than
                 the last takes inputs, never features, or the name of a split of the run.
-            posterior: name or file.
+            posterior: name or file. By default, the posterior and the integrator that `auto` recommends, else laplace.
             integrator: by default plug-in for the network, mc for all others.
             samples: draws of a sampling integrator; its own default where it is None.
             settings: of the integrator, by name, as qmc=True.
@@ -178,6 +179,7 @@ class OpenedRun:
             Untrusted: the network is code, and `open` was not told so.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
+            posterior, integrator = _wanted(run, posterior, integrator)
             options = check_request(integrator, samples, settings)
             predictor = self._predictor(run, posterior)
             header = predictor.header
@@ -197,7 +199,7 @@ class OpenedRun:
 
     def predictor(
         self,
-        posterior: str = "laplace",
+        posterior: str | None = None,
         *,
         integrator: str | None = None,
         samples: int | None = None,
@@ -213,6 +215,7 @@ class OpenedRun:
         from bnncli.opened.loaded import LoadedPredictor
 
         with self._session.computing(allow_stale=allow_stale) as run:
+            posterior, integrator = _wanted(run, posterior, integrator)
             options = check_request(integrator, samples, settings)
             shared = self._predictor(run, posterior)
             if is_of_network(shared.header):
@@ -321,6 +324,13 @@ class OpenedRun:
         if now != (self._folder, self._checkpoint_state):
             (self._folder, self._checkpoint_state), self._network = now, None
             self._predictors.clear()
+
+
+def _wanted(run: Run, posterior: str | None, integrator: str | None) -> tuple[str, str | None]:
+    """What auto recommends where neither was named, as `bnncli predict` has it; else the posterior, laplace by default."""
+    if posterior is None and integrator is None and (found := recommended(run)) is not None:
+        return found.posterior, found.integrator
+    return posterior or "laplace", integrator
 
 
 def _train_digest(run: Run) -> str | None:

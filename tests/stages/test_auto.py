@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from problems.command_line import Cli, new_run
 
+import bnncli
 from bnncli.stages.auto import ladder
 from bnncli.stages.auto.budget import BudgetSpent
 from bnncli.storage.artifacts import read_header
@@ -50,6 +51,9 @@ def test_where_a_gaussian_is_good_nothing_above_it_is_fitted_and_predict_takes_w
     assert cli("predict", run, "--split", "test").code == 0
     made = [path.name for path in (tmp_path / "run.bnn/predictions").iterdir()]
     assert made == [f"{chosen[0]['posterior']}.{chosen[0]['integrator']}"]
+    opened = bnncli.open(run)
+    given = opened.predict(opened.split("test").features)
+    assert [f"{given.posterior}.{given.integrator}"] == made
     assert auto(cli, run)["action"] == "up_to_date"
     assert cli("status", run, "--check").code == 0
 
