@@ -267,6 +267,26 @@ def test_two_commands_do_not_follow_into_one_table(folder: Path, cli: Cli) -> No
         first.join(timeout=30)
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_put_in_the_place_of_the_table_is_not_written(
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, is_link: bool
+) -> None:
+    from bnncli.stages.predict.new_data import NewData
+
+    draw(Path("in") / "0.png", 0)
+    Path("other").write_text("of somebody else")
+    blocks = NewData.blocks
+
+    def replaced(self: NewData, *words: Any, **options: Any) -> Any:
+        Path("t.csv").unlink()
+        (os.symlink if is_link else os.link)("other", "t.csv")
+        return blocks(self, *words, **options)
+
+    monkeypatch.setattr(NewData, "blocks", replaced)
+    assert "t.csv was replaced while this command wrote to it" in follow(cli, code=74).stderr
+    assert Path("other").read_text() == "of somebody else"
+
+
 def test_a_full_disk_leaves_whole_rows_and_says_so(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     draw(Path("in") / "0.png", 0)
     follow(cli)

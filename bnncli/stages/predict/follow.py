@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bnncli.data._pixels import SUFFIXES
-from bnncli.errors import DataError, MissingInput, OutputExists, ReadError
+from bnncli.errors import DataError, MissingInput, OutputExists, ReadError, WriteError
 from bnncli.machine.input_files import reading
 from bnncli.names import in_table, quoted
 from bnncli.run.session import Result
@@ -100,6 +100,7 @@ class Followed:
     arrivals: Arrivals
     target: Path
     _done: set[str] = field(default_factory=set)
+    _table: tuple[int, int] = (0, 0)  # device and inode of the table
 
     def until(self, idle: float | None) -> Result:
         """Predict what is there and what arrives, until the command is stopped or nothing has come for `idle` seconds.
@@ -115,6 +116,7 @@ class Followed:
             return Result("planned", [self._output()], lines=[f"append to: {self.target}"])
         with artifact_lock(run.folder.lock(self.target), wait=run.lock.wait, poll=run.console.poll, held=_HELD):
             self._done = continued(self.target, self.new.titles, self._origins(), force=run.write.force)
+            self._table = _identity(os.stat(self.target))
             before, last = len(self._done), time.monotonic()
             run.console.info(f"following {self.arrivals.folder} into {self.target}: {before:,} files done")
             while True:
@@ -156,7 +158,7 @@ class Followed:
                 self.new.run.console.warn(f"{quoted(names[0])} is left out: {error.message}")
                 self.arrivals.leave_out(names[0])
             return
-        _append(self.target, text)
+        _append(self.target, text, self._table)
         self._done.update(map(in_table, names))
         self.new.run.console.info(f"{len(names):,} new, {len(self._done):,} in all; the last is {quoted(names[-1])}")
 
@@ -220,10 +222,27 @@ def _end_of_rows(content: bytes) -> int:
     return 0
 
 
-def _append(target: Path, text: bytes) -> None:
-    """Add rows at the end, which are on the disk then. Raises WriteError, and leaves none of them, where there is no room."""
-    descriptor = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _append(target: Path, text: bytes, table: tuple[int, int]) -> None:
+    """Add rows at the end of the table, and wait until they are on the disk.
+
+    Args:
+        table: its identity. Another file, or a link to one, may stand in its place by now, and is nobody's to write.
+
+    Raises:
+        WriteError: there is no room (the table then has none of the rows), or the table is gone or was replaced.
+    """
     try:
+        descriptor = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    except OSError as error:
+        raise write_error(error, target) from None
+    try:
+        if _identity(os.fstat(descriptor)) != table:
+            hint = "start the command again with a table that nobody else replaces"
+            raise WriteError(f"{target} was replaced while this command wrote to it", hint=hint, path=target)
         size = os.fstat(descriptor).st_size
         try:
             left = memoryview(text)
