@@ -137,6 +137,7 @@ class DelimitedTable:
 
     def _read_header(self) -> list[str]:
         """The names of the columns; the delimiter is what divides them."""
+        csv.field_size_limit(sys.maxsize)  # texts are longer than its default, and so is a header read as one field
         first = next(self._lines.lines(), b"")
         if not first.strip():
             raise DataError(
@@ -193,7 +194,6 @@ class DelimitedTable:
             raise DataError(f"{self._row(count, start)} is damaged: {error}", path=self.path) from error
 
     def _parsed(self, lines: Iterator[str] | list[str]) -> Iterator[list[str]]:
-        csv.field_size_limit(sys.maxsize)  # texts are longer than its default
         has_returns = False
 
         def kept() -> Iterator[str]:

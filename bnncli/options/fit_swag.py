@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bnncli.errors import UsageError
+from bnncli.errors import DataError, UsageError
 from bnncli.options.declaration import option
 from bnncli.options.target import TargetOptions
 
@@ -70,7 +70,14 @@ class FitSwagOptions(TargetOptions):
         return self.rank or min(20, self.num_epochs)
 
     def examples_a_step(self, num_examples: int) -> int:
-        """As asked for or by default. Raises UsageError where a step would take all, and have no noise."""
+        """Return the batch size asked for, or the default.
+
+        Raises:
+            UsageError: a step would take all examples, and have no noise.
+            DataError: there is only one.
+        """
+        if num_examples < 2:
+            raise DataError("fit-swag needs at least two training examples: its spread is the noise of minibatches")
         if self.batch_size is not None and self.batch_size >= num_examples:
             raise UsageError(
                 f"\0batch_size\0: expected fewer than the {num_examples} examples, as SWAG's spread is the noise of minibatches; got {self.batch_size}"

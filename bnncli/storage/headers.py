@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -103,7 +104,7 @@ def interpreting(path: Path) -> Iterator[None]:
 
 
 def parse_json(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Strict JSON: at most 1 MiB or what is said, no duplicate keys, no NaN, not deeply nested; else DataError."""
+    """Strict JSON: at most 1 MiB or what is said, no duplicate keys, finite numbers, not deeply nested; else DataError."""
     if len(text) > most_bytes:
         raise DataError(f"{path}: its header has {len(text)} bytes; at most {most_bytes} are allowed", path=path)
 
@@ -113,11 +114,13 @@ def parse_json(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_BYTE
             raise DataError(f"{path}: its header has a key twice", code="bad_header", path=path)
         return dict(pairs)
 
-    def constant(name: str) -> None:
-        raise ValueError(name)
+    def finite(number: str) -> float:
+        if not math.isfinite(value := float(number)):  # NaN, Infinity, 1e999
+            raise ValueError(number)
+        return value
 
     try:
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=finite, parse_float=finite)
     except (ValueError, RecursionError):
         raise DataError(f"{path}: its header is not JSON", code="bad_header", path=path) from None
     if _depth(value) > MAX_JSON_DEPTH:

@@ -169,6 +169,13 @@ def test_numbers_are_inputs_where_they_are_named(tmp_path: Path) -> None:
     assert labels_of(split) == [0, 1]
 
 
+def test_a_header_may_have_thousands_of_columns(tmp_path: Path) -> None:
+    names = [f"column{number}" for number in range(20_000)]
+    path = write(tmp_path / "wide.csv", [[*names, "label"], [*range(20_000), 1]])
+    split = load_split(f"csv:{path}:x=column19999+column3")
+    np.testing.assert_allclose(next(split.batches(5)).inputs, [[19_999, 3]])
+
+
 @pytest.mark.parametrize("transform", [None, Halved()])
 def test_images_are_named_by_their_paths(tmp_path: Path, transform: Any) -> None:
     (tmp_path / "pictures").mkdir()

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from kills import kill_midway, state_of
-from problems.command_line import Cli
+from problems.arrays import make_arrays
+from problems.command_line import Cli, new_run
 
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.run.inputs import open_posterior, open_samples
@@ -303,3 +304,13 @@ def test_rows_are_sorted_by_cost_and_a_base_is_part_of_what_is_refined(cli: Cli,
         assert (
             "gradient passes" in cli("compare", small_run, "--by", "cost", "--metric", "nll", "--format", form).stdout
         )
+
+
+def test_swag_of_one_example_is_refused(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(
+        cli,
+        tmp_path / "one",
+        {**make_arrays(), "features_train": np.ones((1, 5), np.float32), "labels_train": np.zeros(1, np.int64)},
+    )
+    done = cli("fit-swag", run, "--prior-precision", 1)
+    assert (done.code, "at least two training examples" in done.stderr) == (65, True)

@@ -34,6 +34,7 @@ def make_provenance(target: Path = HERE, **changes: Any) -> dict[str, Any]:
     [
         ("{", "not JSON"),
         ('{"a":NaN}', "not JSON"),
+        ('{"a":1e999}', "not JSON"),
         ('{"a":1,"a":2}', "a key twice"),
         ('{"b":{"a":1,"a":2}}', "a key twice"),
         ("[" * 40 + "]" * 40, "nested too deeply"),

@@ -57,6 +57,7 @@ def _columns(path: Path, kind: str) -> list[str]:
         except (ValueError, RecursionError):
             return []
         return [str(name) for name in row] if isinstance(row, dict) else []
+    csv.field_size_limit(_LINE)
     return next(iter(csv.reader([first], delimiter="\t" if kind == "tsv" else ",")), [])
 
 
