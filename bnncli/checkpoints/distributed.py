@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bnncli.checkpoints.pickles import harmful, load_tensors, needs_trust
+from bnncli.checkpoints.zip_checksums import check_checksums
 from bnncli.errors import DataError, MissingInput, Untrusted
 from bnncli.machine.input_files import open_regular
 from bnncli.names import listed, quoted
@@ -85,7 +86,7 @@ def _distributed(folder: Path) -> dict[str, Any]:
     for index, place in metadata.storage_data.items():
         if index.fqn in state:
             places.setdefault(place.relative_path, []).append((index, place))
-    filled = dict.fromkeys(state, 0)
+    is_filled = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in state.items()}
     for name in sorted(places):
         if "/" in name or name in ("", ".", ".."):
             raise DataError(
@@ -93,8 +94,14 @@ def _distributed(folder: Path) -> dict[str, Any]:
             )
         with open_regular(folder / name) as stream:
             for index, place in places[name]:
-                filled[index.fqn] += _fill(state[index.fqn], index, _slice(stream, place))
-    if short := [name for name, count in filled.items() if count != state[name].numel()]:
+                part = _slice(stream, place)
+                _part_of(state[index.fqn], index, part).copy_(part)
+                numbers = _part_of(is_filled[index.fqn], index, part)
+                if bool(numbers.any()):
+                    message = f"{quoted(folder, limit=300)} has parts of {quoted(index.fqn)} that overlap"
+                    raise DataError(message, code="bad_index")
+                numbers.fill_(True)
+    if short := [name for name, numbers in is_filled.items() if not bool(numbers.all())]:
         raise DataError(f"{quoted(folder, limit=300)} lacks parts of {listed(short)}", code="truncated")
     nested: dict[str, Any] = {}
     for name, tensor in state.items():
@@ -131,19 +138,23 @@ def _slice(stream: IO[bytes], place: Any) -> Tensor:
         raise DataError(f"its files are packed with {listed(place.transform_descriptors)}", code="packed")
     is_there = place.offset >= 0 and 0 < place.length <= stream.seek(0, 2) - place.offset
     stream.seek(place.offset if is_there else 0)
-    tensor = load_tensors(io.BytesIO(stream.read(place.length)), kind="torch-zip") if is_there else None
+    tensor = None
+    if is_there:
+        content = io.BytesIO(stream.read(place.length))
+        check_checksums(content)
+        content.seek(0)
+        tensor = load_tensors(content, kind="torch-zip")
     if not isinstance(tensor, Tensor):
         raise DataError("a .distcp file is shorter than it was, or holds no tensor", code="truncated")
     return tensor
 
 
-def _fill(whole: Tensor, index: Any, part: Tensor) -> int:
-    """Copies a part of a tensor to its place; how many numbers it has."""
+def _part_of(whole: Tensor, index: Any, part: Tensor) -> Tensor:
+    """Return the view of a tensor where a part of it belongs."""
     target = whole
     for axis, (start, length) in enumerate(zip(index.offset or [0] * part.ndim, part.shape, strict=True)):
         target = target.narrow(axis, start, length)
-    target.copy_(part)
-    return part.numel()
+    return target
 
 
 def _check_size(folder: Path, claimed: Iterator[int]) -> None:
@@ -256,6 +267,8 @@ def _rank_of(name: str) -> int:
 def _inert(path: Path) -> Any:
     """What a file of DeepSpeed's holds, its own classes replaced by ones that do nothing."""
     with open_regular(path) as stream:
+        check_checksums(stream)
+        stream.seek(0)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
         if foreign := harmful([name for name in names if not name.startswith("deepspeed.")]):
             raise needs_trust(foreign)

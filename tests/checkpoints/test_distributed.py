@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import shlex
@@ -110,6 +111,39 @@ def test_a_damaged_distributed_checkpoint_is_refused(tmp_path: Path, how: str, m
     change(folder, how)
     with pytest.raises(DataError, match=message):
         convert_checkpoint(folder, trust_pickle=False)
+
+
+def test_parts_that_overlap_are_refused(tmp_path: Path) -> None:
+    folder = save_distributed(tmp_path / "step", {"w": torch.arange(6.0)})
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    ((index, place),) = metadata.storage_data.items()
+    metadata.storage_data = {
+        index: place,
+        dataclasses.replace(index, index=1): place,
+    }  # as many numbers, were there twelve
+    metadata.state_dict_metadata["w"].size = torch.Size([12])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DataError, match="parts of 'w' that overlap"):
+        convert_checkpoint(folder, trust_pickle=False)
+
+
+def flip_a_weight(path: Path, number: float) -> None:
+    """Change one bit of a number that the file holds."""
+    content, raw = bytearray(path.read_bytes()), torch.tensor(number).numpy().tobytes()
+    content[content.index(raw)] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_told(tmp_path: Path, scaler: Any) -> None:
+    folder = save_distributed(tmp_path / "step", STATE)
+    number = float(STATE["0.weight"][1, 1])
+    flip_a_weight(next(folder.glob("*.distcp")), number)
+    with pytest.raises(DataError, match="is not as it was written: its checksum differs"):
+        convert_checkpoint(folder, trust_pickle=False)
+    saved = save_deepspeed(tmp_path / "run", scaler, 2, 1)
+    flip_a_weight(next(saved.glob("*/*optim_states.pt")), number)
+    with pytest.raises(DataError, match="is not as it was written: its checksum differs"):
+        convert_checkpoint(saved, trust_pickle=False)
 
 
 def _train(rank: int, folder: str) -> None:
