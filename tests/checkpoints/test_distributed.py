@@ -117,10 +117,8 @@ def test_parts_that_overlap_are_refused(tmp_path: Path) -> None:
     folder = save_distributed(tmp_path / "step", {"w": torch.arange(6.0)})
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     ((index, place),) = metadata.storage_data.items()
-    metadata.storage_data = {
-        index: place,
-        dataclasses.replace(index, index=1): place,
-    }  # as many numbers, were there twelve
+    another = dataclasses.replace(index, offset=torch.Size([3]))
+    metadata.storage_data = {index: place, another: place}  # as many numbers as are claimed
     metadata.state_dict_metadata["w"].size = torch.Size([12])
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(DataError, match="parts of 'w' that overlap"):
