@@ -66,4 +66,4 @@ def crop() -> Any:
 
 def num_workers() -> Any:
     """That read."""
-    return option(0, "Processes that read, decode images and tokenise texts.", minimum=0, numeric=False)
+    return option(0, "Processes that read, decode images and tokenise texts.", minimum=0, maximum=256, numeric=False)

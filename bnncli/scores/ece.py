@@ -34,7 +34,12 @@ def of_labels(split: ScoredPredictions) -> list[ScoreGroup]:
 
 
 BINS = ScoreOption(
-    text="Bins of ECE and MCE.", in_compare="Bins of calibration errors.", default=15, minimum=1, place=2
+    text="Bins of ECE and MCE.",
+    in_compare="Bins of calibration errors.",
+    default=15,
+    minimum=1,
+    maximum=100_000,
+    place=2,
 )  # the usual choice since Guo et al. (2017)
 
 
