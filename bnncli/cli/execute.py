@@ -132,6 +132,11 @@ class _Invocation:
         options: dict[type, Any] = {group: made(group, values) for group in command.groups}
         common = spread.quiet(options[CommonOptions]) if spread.is_follower() else options[CommonOptions]
         self.is_json = common.json
+        self.line = self._line(command)
+        if any(os.path.isfile(value) for _, value in self.line.parts):
+            from bnncli.cli.place_advice import check_outputs  # here, for what knows run folders
+
+            check_outputs(command, self.line, config_path(common.config, os.environ))
         self.console = Console(command.name, common)
         if common.verbose >= 2:
             logging.basicConfig(stream=sys.stderr, level=logging.DEBUG, force=True)
@@ -142,7 +147,6 @@ class _Invocation:
             arguments["resolved"] = resolve_named(arguments["of"], common.config)
         compute = spread.own_device(options.get(ComputeOptions, ComputeOptions()))
         own = next((options[group] for group in command.groups if group not in _SHARED), None)
-        self.line = self._line(command)
         run = Run(
             command=command.name,
             line=self.line,

@@ -1,16 +1,20 @@
-"""TorchScript programs: looked through before they are loaded, then frozen to one graph that also returns the features.
+"""TorchScript programs: checked before and after they are loaded, then frozen to one graph that also returns the features.
 
-A TorchScript program is code, in a language that can call PyTorch's operators and nothing else. Two of them write or map files;
-a program that names one of these, or operators of other libraries, is not loaded.
+A TorchScript program is code, in a language that can call PyTorch's operators and nothing else. Some of them write files or
+reach the network. The source is checked before the program is loaded, because loading runs every `__setstate__`; the
+compiled graphs are checked before anything else of it runs.
+
+torch looks members of an archive up in another way than Python does (whatever their case, the first of several). So it is
+given an archive that is written anew from what was checked.
 """
 
 from __future__ import annotations
 
-import ast
+import io
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,8 +30,21 @@ from bnncli.models._graph_file import not_a_program
 from bnncli.models._graph_head import GraphStep
 from bnncli.names import listed, quoted
 
-_ON_FILES = {"save", "from_file"}
-_NAMESPACES = {"aten", "prim", "quantized", "_quantized"}
+_OPERATOR = re.compile(r"(aten|prim|quantized|_quantized)::(?!(save|from_file|rpc_\w+|PythonOp)$)\w+")  # that may run
+_CALLS_UNKNOWN = {"prim::CallMethod", "prim::CallFunction"}  # of objects that are known only while it runs
+_CLASSES = {"quantized", "rnn"}  # libraries of classes in C++ whose objects a program may hold
+_CLASS = re.compile(rb"torch\s*\.\s*classes\s*\.\s*(\w+)|torch[.\n]classes[.\n](\w+)")
+_SOURCE_FAULTS = (  # in the text, where names are followed through no variable
+    r"(?<![\w.])[\w.]*\.\s*(?:save|from_file)\b",
+    r"\brpc_\w+",
+    r"(?<![\w.])ops\b(?!\.(?:aten|prim|quantized|_quantized)\.\w)[\w.]*",
+    r"\bgetattr\b(?!\(\(*[\w.]+(?:\)\.[\w.]+)*, \"(?!(?:save|from_file)\")[^\"\\]*\"\))",
+)
+_SOURCE_FAULT = re.compile("|".join(_SOURCE_FAULTS), re.ASCII)
+_WITH_COMMENTS = re.compile(
+    "|".join((*_SOURCE_FAULTS, r"\b(?:save|from_file)\b")), re.ASCII
+)  # or escapes, before a name
+_MAX_UNPACKED = 1 << 28  # bytes that compressed members may take beyond their own
 _TRAINS_AT = {"dropout": 2, "dropout_": 2, "feature_dropout": 2, "batch_norm": 5}  # which argument tells them to
 
 
@@ -161,11 +178,16 @@ def read_program(path: Path) -> ScriptGraph:
             if kind != "torchscript":
                 raise not_a_program("torchscript", kind)
             check_checksums(stream)
-            _check_calls(stream)
-            stream.seek(0)
+            archive = _checked_archive(stream)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return ScriptGraph(torch.jit.load(stream, map_location="cpu"))
+                module = torch.jit.load(archive, map_location="cpu")
+                for part in module.modules():
+                    for name in part._c._method_names():
+                        _check_operators(part._c._get_method(name).inlined_graph)
+                program = ScriptGraph(module)
+                _check_operators(program.graph, _CALLS_UNKNOWN)
+                return program
         except (DataError, Untrusted) as error:
             raise type(error)(
                 f"{quoted(path, limit=300)}: {error.message}", hint=error.hint, code=error.code, path=path
@@ -178,29 +200,77 @@ def read_program(path: Path) -> ScriptGraph:
             ) from error
 
 
-def _check_calls(stream: IO[bytes]) -> None:
-    """Raise Untrusted where the program's text names what touches files, or operators that are not PyTorch's own."""
+def _checked_archive(stream: IO[bytes]) -> io.BytesIO:
+    """Return the program's archive, written anew after its source has been checked.
+
+    Raises:
+        DataError: its names or its source are not what torch.jit.save writes.
+        Untrusted: its source names what touches files or the network, or operators that are not PyTorch's own.
+    """
+    checked = io.BytesIO()
     found: set[str] = set()
-    with zipfile.ZipFile(stream) as archive:
-        for name in archive.namelist():
-            if re.fullmatch(r"[^/]+/code/.*\.py", name):
-                for node in ast.walk(ast.parse(archive.read(name))):
-                    if isinstance(node, ast.Attribute):
-                        found |= _calls(node)
+    with zipfile.ZipFile(stream) as archive, zipfile.ZipFile(checked, "w") as copy:
+        names = [name.lower() for name in archive.namelist()]
+        if len({*names}) < len(names) or any(name.endswith("/model.json") for name in names):
+            raise DataError(
+                "expected the members that torch.jit.save writes; found two of one name, or the format of 2018",
+                code="bad_program", hint="save the program again with torch.jit.save",
+            )  # fmt: skip
+        unpacked = sum(member.file_size - member.compress_size for member in archive.infolist())
+        if unpacked > _MAX_UNPACKED:
+            raise DataError(
+                f"its members take {unpacked / 1e6:,.0f} MB more than the archive; torch.jit.save compresses source alone",
+                code="bad_program",
+            )
+        for member in archive.infolist():
+            content = archive.read(member)
+            kind = member.filename.lower().rpartition(".")[2]
+            if kind == "py":
+                found |= _source_faults(content)
+            if kind in ("py", "pkl"):
+                classes = {(one or other).decode() for one, other in _CLASS.findall(content)}
+                found |= {f"torch.classes.{name}" for name in classes - _CLASSES}
+            copy.writestr(member.filename, content)
+    _refuse(found)
+    checked.seek(0)
+    return checked
+
+
+def _source_faults(source: bytes) -> set[str]:
+    """Return what a file of source names that is not to be called.
+
+    Raises:
+        ValueError: it is not UTF-8.
+        DataError: it declares another encoding: TorchScript reads UTF-8 whatever a source says.
+    """
+    text = source.decode()
+    if re.match(r"(?:[^\n]*\n)?[ \t\f]*#.*?coding[:=]", text):
+        raise DataError("its source declares an encoding, expected plain UTF-8", code="bad_program")
+    pattern = _WITH_COMMENTS if "#" in text or "\\" in text else _SOURCE_FAULT
+    return {re.sub(r"\s", "", fault[0]) for fault in pattern.finditer(text)}
+
+
+def _check_operators(graph: Any, refused: Iterable[str] = ()) -> None:
+    """Raise Untrusted where a graph, or one inside it, calls an operator that is not known to keep to tensors."""
+    kinds = {node.kind() for node in _nodes(graph)}
+    _refuse({kind for kind in kinds if kind in refused or not _OPERATOR.fullmatch(kind)})
+
+
+def _nodes(block: Any) -> Iterator[Any]:
+    """Yield all nodes of a graph or block, with those inside them."""
+    for node in block.nodes():
+        yield node
+        graphs = [node.g(name) for name in node.attributeNames() if node.kindOf(name) == "g"]
+        for inner in (*node.blocks(), *graphs):
+            yield from _nodes(inner)
+
+
+def _refuse(found: set[str]) -> None:
     if found:
         raise Untrusted(
             f"the program calls {listed(sorted(found))}: it can reach beyond PyTorch's own operators on tensors",
-            code="program",
-        )
-
-
-def _calls(node: ast.Attribute) -> set[str]:
-    """The name of an operator that is not to be called; nothing for any other name."""
-    name = ast.unparse(node)
-    root, _, rest = name.partition(".")
-    is_on_files = root in ("torch", "ops") and node.attr in _ON_FILES
-    is_foreign = root == "ops" and "." in rest and rest.split(".")[0] not in _NAMESPACES
-    return {name} if is_on_files or is_foreign or node.attr.startswith("rpc_") else set()
+            code="program", hint="give the network as Python code with \0model\0 file.py:factory",
+        )  # fmt: skip
 
 
 def _function_on(body: Any, device: torch.device) -> Any:

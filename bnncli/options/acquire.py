@@ -39,7 +39,9 @@ class AcquireOptions(Checked):
     exclude: str | None = option(
         None, "File of ids or names, one a line, that are not chosen: those that have labels already.", metavar="FILE"
     )
-    table: str | None = option(None, "Write what was chosen as a table, with scores: .csv.", metavar="FILE")
+    table: str | None = option(
+        None, "Write what was chosen as a table, with scores: .csv.", metavar="FILE", writes=True
+    )
     trust_code: bool = trust_code_option(is_recorded=False)
 
     def __post_init__(self) -> None:

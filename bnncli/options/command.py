@@ -21,12 +21,13 @@ READ = (RunOptions, CommonOptions)
 
 @dataclass(frozen=True)
 class Argument:
-    """A positional argument; `is_many` takes one or more, `is_optional` none or one."""
+    """A positional argument; `is_many` takes one or more, `is_optional` none or one, `writes` a file that is written."""
 
     name: str
     help: str
     is_many: bool = False
     is_optional: bool = False
+    writes: bool = False
 
 
 CKPT = Argument("ckpt", "The checkpoint; its artifacts lie in the run folder CKPT.bnn beside it.")

@@ -17,7 +17,9 @@ class CommonOptions(Checked):
     quiet: bool = option(False, "Print errors only.", short="-q", env_common=True)
     verbose: int = option(0, "Print more; twice for the libraries' own messages.", short="-v", env_common=True)
     log_format: str = option("text", "Form of log lines: text or json.", choices=("text", "json"), env_common=True)
-    log_file: str | None = option(None, "Write log lines to this file as well.", metavar="FILE", env_common=True)
+    log_file: str | None = option(
+        None, "Write log lines to this file as well.", metavar="FILE", writes=True, env_common=True
+    )
     progress: str = option(
         "auto",
         "auto (a bar on a terminal, else log lines), bar, log or none.",
@@ -103,7 +105,7 @@ class NameOptions(Checked):
     """Options that say where one artifact goes."""
 
     name: str | None = option(None, "Name of the artifact, instead of its method's.", metavar="NAME")
-    out: str | None = option(None, "Write to exactly this file.", short="-o", metavar="FILE")
+    out: str | None = option(None, "Write to exactly this file.", short="-o", metavar="FILE", writes=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

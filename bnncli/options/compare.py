@@ -60,6 +60,7 @@ class CompareOptions(Checked):
         None,
         "Draw the comparison into this folder, compare-SPLIT.png: a panel for each score, a dot for each checkpoint.",
         metavar="DIR",
+        writes=True,
     )
     by: str | None = option(
         None,

@@ -28,6 +28,7 @@ def option(
     numeric: bool = True,
     env_common: bool = False,
     metavar: str = "",
+    writes: bool = False,
     check: Callable[[Any, str], object] | None = None,
 ) -> Any:
     """A dataclass field with what the command line needs to know about it.
@@ -38,6 +39,7 @@ def option(
         family: a registry folder whose file names are the choices.
         choices: the values allowed, when they are fixed, or a function that looks them up; beside a family, further ones.
         minimum, maximum: bounds of a number, inclusive.
+        writes: whether the value names a file or folder that the command writes; it is never one of the command's inputs.
         check: raises UsageError for a value that is none, naming the option.
         numeric: False when the value changes no number of the artifact that records the options; groups that no artifact
             records say nothing of it.
@@ -52,6 +54,7 @@ def option(
         "numeric": numeric,
         "env_common": env_common,
         "metavar": metavar,
+        "writes": writes,
         "check": check,
     }
     if isinstance(default, list):

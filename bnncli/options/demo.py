@@ -11,4 +11,4 @@ from bnncli.options.declaration import Checked, option
 class DemoOptions(Checked):
     """Options of demo."""
 
-    dir: str = option("bnncli-demo", "Folder the demo is made in.", metavar="DIR")
+    dir: str = option("bnncli-demo", "Folder the demo is made in.", metavar="DIR", writes=True)

@@ -85,6 +85,7 @@ class EvaluateOptions(ShownScores):
         None,
         "Draw reliability diagrams, risk-coverage and ROC curves into this folder, a PNG for each split.",
         metavar="DIR",
+        writes=True,
         numeric=False,
     )
     curves: bool = option(False, "Add these curves to the rows of \0json\0, at most 200 points each.", numeric=False)

@@ -103,6 +103,7 @@ class FitLaplaceOptions(LayersOptions):
         None,
         "Draw the search for the prior precision, criterion against precision, as .png, .svg or .pdf.",
         metavar="FILE",
+        writes=True,
         numeric=False,
     )
 

@@ -28,7 +28,7 @@ class GridOptions(Checked):
         metavar="N,N",
     )
     dir: str | None = option(
-        None, "Where the state and the logs lie, when it is not FILE.grid beside it.", metavar="DIR"
+        None, "Where the state and the logs lie, when it is not FILE.grid beside it.", metavar="DIR", writes=True
     )
     dry_run: bool = option(False, "Print the lines that would run, and run nothing.", short="-n")
     slurm: bool = option(False, "Print an array job of SLURM that runs them, and run nothing.")

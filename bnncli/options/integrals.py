@@ -46,6 +46,7 @@ class IntegralsOptions(Checked):
         None,
         "Draw the grid's errors, a panel for each integrator, as .png, .svg or .pdf.",
         metavar="FILE",
+        writes=True,
     )
     force: bool = option(False, "Let \0plot\0 replace a file that is no figure of bnncli.", short="-f")
 

@@ -96,6 +96,7 @@ class PredictOptions(Checked):
         None,
         "Write everything that was predicted as one table, a row an example, with the names of the examples (such as image files) where the features have them: .csv or .npz. low and high are the central interval of the predicted class's probability, level what it holds: 0.95, less with fewer than 39 draws. Of several labels an example, predicted names those of at least 0.5, and each has columns of its own.",
         metavar="FILE",
+        writes=True,
         numeric=False,
     )
     probabilities: bool = option(

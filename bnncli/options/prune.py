@@ -29,6 +29,7 @@ class PruneOptions(Checked):
         None,
         "Write a dense state dict as well (safetensors; 0.weight, 0.bias, 2.weight, ... of torch.nn.Sequential).",
         metavar="FILE",
+        writes=True,
         numeric=False,
     )
 

@@ -21,6 +21,7 @@ class ReportOptions(Checked):
         "Write to exactly this file, instead of report.html (comparison.html of several checkpoints) in the run folder of the first.",
         short="-o",
         metavar="FILE",
+        writes=True,
     )
     posterior: list[str] = option(
         [], "Only this posterior, by name; all of the run by default. Repeatable.", metavar="NAME"
@@ -36,7 +37,9 @@ class ReportOptions(Checked):
         minimum=0,
         maximum=24,
     )
-    figures: str | None = option(None, "Draw the figures into this folder as well, a file each.", metavar="DIR")
+    figures: str | None = option(
+        None, "Draw the figures into this folder as well, a file each.", metavar="DIR", writes=True
+    )
     figure_format: list[str] = option(
         [], "Form of these files; png by default. Repeatable.", choices=FIGURE_FORMATS, metavar="png|pdf|svg"
     )

@@ -36,7 +36,9 @@ class ReproduceOptions(Checked):
         minimum=1,
         maximum=1024,
     )
-    out: str = option("bnncli-reproduce", "Folder for runs, results and figures.", short="-o", metavar="DIR")
+    out: str = option(
+        "bnncli-reproduce", "Folder for runs, results and figures.", short="-o", metavar="DIR", writes=True
+    )
     force: bool = option(
         False,
         "Measure and fit anew what is there already: otherwise finished work is taken where nothing that it is of has changed.",

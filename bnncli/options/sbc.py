@@ -42,6 +42,7 @@ class SbcOptions(Checked):
         None,
         "Draw the ranks' distribution functions less that of uniform ranks, with their bands, as .png, .svg or .pdf.",
         metavar="FILE",
+        writes=True,
     )
     force: bool = option(False, "Let \0plot\0 replace a file that is no figure of bnncli.", short="-f")
 

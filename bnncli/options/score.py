@@ -69,7 +69,7 @@ class ScoreOptions(ShownScores):
     seed: int = option(0, "Seed of the bootstrap.", minimum=0, env_common=True)
 
     plot: str | None = option(
-        None, "Draw a reliability diagram, and one of each group, as .png, .svg or .pdf.", metavar="FILE"
+        None, "Draw a reliability diagram, and one of each group, as .png, .svg or .pdf.", metavar="FILE", writes=True
     )
     force: bool = option(False, "Let \0plot\0 replace a file that is no figure of bnncli.", short="-f")
 

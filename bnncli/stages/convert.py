@@ -17,7 +17,7 @@ from bnncli.options import CommonOptions, ConvertOptions, WriteOptions
 from bnncli.options.command import Argument, Command
 from bnncli.run.session import Result, Run
 from bnncli.storage.atomic import check_writable, publish_bytes, remove_dead_temporaries
-from bnncli.storage.freshness import carries_our_mark, is_same_file
+from bnncli.storage.freshness import carries_our_mark
 
 COMMAND = Command(
     "Write a checkpoint's weights as a safetensors state dict.",
@@ -32,7 +32,9 @@ COMMAND = Command(
     ),
     (
         Argument("source", "The checkpoint: a file, or a folder of several."),
-        Argument("target", "The safetensors file to write, or an .npz file of a classifier of scikit-learn."),
+        Argument(
+            "target", "The safetensors file to write, or an .npz file of a classifier of scikit-learn.", writes=True
+        ),
     ),
     place=160,
 )
@@ -41,8 +43,6 @@ COMMAND = Command(
 def run(run: Run, options: ConvertOptions) -> Result:
     """Write the weights of a checkpoint; with --trust-pickle the file's own code may run."""
     source, target = Path(run.arguments["source"]), Path(run.arguments["target"])
-    if is_same_file(source, target):
-        raise UsageError("the output is the input; give another name")
     if not run.write.dry_run:
         remove_dead_temporaries(target.parent, of=target)
     if target.exists() and not run.write.force:

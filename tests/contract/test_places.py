@@ -108,6 +108,61 @@ def test_convert_never_replaces_a_foreign_file_or_its_input(cli: Cli, tmp_path: 
     assert cli("convert", tmp_path / "a.pt", tmp_path / "out", "--force").code == 0
 
 
+OVERWRITTEN = {  # in the folder of a run that was made from train.npz, of which hard.npz is a hard link
+    "a table": (
+        ("predict", "net", "--data", "n=npz:train.npz:x,y", "--table", "train.npz"),
+        "--data n=npz:train.npz:x,y",
+    ),
+    "what the run was made from": (
+        ("report", "net", "--out", "hard.npz"),
+        "net.bnn/features/train.h5 was made from it",
+    ),
+    "another artifact": (("report", "net", "--out", "net.bnn/features/test.h5"), "net.bnn/features/test.h5 of the run"),
+    "a figure": (("score", "p.svg", "--plot", "./p.svg"), "FILE p.svg"),
+    "labels": (("score", "p.npz", "--labels", "l.csv:y", "--log-file", "l.csv"), "--labels l.csv:y"),
+    "a shard": (("inspect", "s.safetensors.index.json", "--log-file", "s-00001-of-00001.safetensors"), "FILE s.safe"),
+    "an image": (
+        ("train", "n.safetensors", "--data", "train=images:im", "--log-file", "im/a/1.png"),
+        "--data train=im",
+    ),
+    "the configuration": (("status", "net", "--config", "c.toml", "--log-file", "c.toml"), "--config c.toml"),
+    "a line of a grid": (("grid", "g.toml", "--log-file", "g.toml"), "FILE g.toml"),
+    "a checkpoint": (("convert", "a.pt", "link.pt"), "SOURCE a.pt"),
+}
+
+
+@pytest.mark.parametrize("case", OVERWRITTEN)
+def test_an_output_that_is_an_input_is_refused_whatever_is_forced(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    words, told = OVERWRITTEN[case]
+    monkeypatch.chdir(small_run.parent)
+    Path("features.npz").rename("train.npz")
+    assert cli("extract-features", "net", "--from-npz", "train.npz").code == 0
+    Path("hard.npz").hardlink_to("train.npz")
+    Path("im/a").mkdir(parents=True)
+    for name in ("p.svg", "p.npz", "l.csv", "c.toml", "g.toml", "a.pt", "s-00001-of-00001.safetensors", "im/a/1.png"):
+        Path(name).touch()
+    Path("link.pt").symlink_to("a.pt")
+    Path("s.safetensors.index.json").write_text('{"weight_map": {"w": "s-00001-of-00001.safetensors"}}')
+    output = Path(words[-1])
+    before = output.read_bytes()
+    has_force = "--force" in cli(words[0], "--help").stdout
+    done = cli(*words, *["--force"][: int(has_force)])
+    assert done.code == 2, done.stderr
+    assert f"{words[-1]} is also an input ({told}" in done.stderr
+    assert "hint: choose another file" in done.stderr
+    assert output.read_bytes() == before
+
+
+def test_an_output_beside_inputs_is_made_again(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(small_run.parent)
+    for _ in range(2):
+        for words in (("fit-temperature", "--out", "mine/t.safetensors"), ("predict", "--table", "mine/t.csv")):
+            done = cli(words[0], "small", *words[1:], "--log-file", "small.bnn/log")
+            assert done.code == 0, done.stderr
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_convert_removes_what_a_dead_one_left_even_where_it_refuses(cli: Cli, tmp_path: Path, is_there: bool) -> None:
     torch.save({"weight": torch.ones(2)}, tmp_path / "a.pt")

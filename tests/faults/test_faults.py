@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kills import SERVER, start
+from problems.command_line import Cli
 from problems.long_run import long_but
 
 from bnncli.cli.commands import COMMANDS
@@ -70,13 +71,27 @@ def test_every_command_has_a_line() -> None:
 
 def test_every_option_that_names_a_file_is_known() -> None:
     named = {
-        flag_of(spec.name)
+        flag_of(spec.name): spec.metadata["writes"]
         for command in COMMANDS
         for group in command.groups
         for spec, _ in declared(group).values()
         if {"FILE", "DIR"} & {*str(spec.metadata.get("metavar")).split("|")} and "NAME" not in spec.metadata["metavar"]
     }
-    assert named == WRITTEN | READ
+    assert {*named} == WRITTEN | READ
+    assert {flag for flag, writes in named.items() if writes} == WRITTEN - {"--run-dir"}
+
+
+@pytest.mark.parametrize("key", [key for key, line in LINES.items() if line.inputs])
+def test_no_command_writes_over_its_inputs_through_a_hard_link(
+    cli: Cli, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.chdir(prepared)
+    for number, name in enumerate(LINES[key].inputs):
+        link, before = tmp_path / f"{number}.log", Path(name).read_bytes()
+        link.hardlink_to(name)
+        done = cli(*key.split("/")[0].split(" "), *LINES[key].words, "--log-file", link)
+        assert (done.code, f"--log-file {link} is also an input (" in done.stderr) == (2, True), (name, done.stderr)
+        assert Path(name).read_bytes() == before
 
 
 @pytest.mark.parametrize("key", long_but((key for key in LINES if key != HOURS), *(LINES.keys() - {*SLOW, HOURS})))

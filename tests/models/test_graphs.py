@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
 from bnncli.extraction.search import find_head
-from bnncli.models import Asked
+from bnncli.models import Asked, _script_program
 from bnncli.models.export import open_model as open_exported
 from bnncli.models.jit import open_model as open_script
 
@@ -315,6 +316,120 @@ def test_a_script_that_touches_files_is_not_loaded(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         torch.jit.script(Writer()).save(str(tmp_path / "net.pt"))
     with pytest.raises(Untrusted, match=r"calls 'torch\.save'"):
+        open_script(str(tmp_path / "net.pt"), Asked()).build(None)
+
+
+class Restored(nn.Module):
+    """A network whose state a method of its own restores, which runs while the program is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.ones(16, 3)
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[Tensor, bool]:
+        return self.weight, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[Tensor, bool]) -> None:
+        self.weight, self.training = state
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(1) @ self.weight
+
+
+def restored(path: Path, line: str = "", head: str = "", rename: Callable[[str], str] = str, twin: str = "") -> Path:
+    """Write a program whose `__setstate__` ends with `line`, and whose source begins with `head`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(Restored()).save(str(path))
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            if name.endswith(".py"):
+                start = content.rindex(b"\n    return None")
+                content = head.encode() + content[:start] + f"\n    {line}".encode() + content[start:]
+                if twin:
+                    archive.writestr(name.upper(), twin)
+            archive.writestr(rename(name), content)
+    return path
+
+
+HIDDEN = (
+    '_1 = "+ACIAIg-"\n    torch.save(1, "mark")\n    _2 = "+ACI-"'  # one string of UTF-7, TorchScript runs its middle
+)
+MAPPED = 'm = torch.from_file("mark", True, 1, dtype=0, layout=None, device=None, pin_memory=False)\n    m = torch.fill_(m, 65)'
+ATTACKS: dict[str, tuple[str, str]] = {
+    "torch.save": ('torch.save(1, "mark")', "calls 'torch.save'"),
+    "a file mapped": (MAPPED, "calls 'torch.from_file'"),
+    "ops": ('ops.aten.save(1, "mark")', "calls 'ops.aten.save'"),
+    "spaces": ('torch . save(1, "mark")', "calls '.save'"),
+    "a comment": ('(torch. # \n    save)(1, "mark")', "calls 'save'"),
+    "a variable": ('t = torch\n    t.save(1, "mark")', "calls 't.save'"),
+    "a variable of a namespace": ('o = ops\n    o.aten.save(1, "mark")', "calls 'o.aten.save', 'ops'"),
+    "a name as text": ('getattr(torch, "save")(1, "mark")', "calls 'getattr'"),
+    "an escape": ('getattr(torch, "sa\\166e")(1, "mark")', "calls 'getattr'"),
+    "joined texts": ('getattr(torch, "sa" "ve")(1, "mark")', "calls 'getattr'"),
+    "another namespace": ("ops.c10d.barrier()", "calls 'ops.c10d.barrier'"),
+    "an object of C++": ('__torch__.torch.classes.c10d.FileStore("mark", 1)', "calls 'torch.classes.c10d'"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_script_cannot_reach_files_while_it_is_loaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, told = ATTACKS[name]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Untrusted, match=re.escape(told)):
+        open_script(str(restored(tmp_path / "net.pt", line)), Asked()).build(None)
+    assert not Path("mark").exists()
+
+
+def test_a_script_is_read_as_torch_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "net.pt"
+    assert open_script(str(restored(path)), Asked()).build(None)(IMAGES[:, :, :4, :4]).shape == (5, 3)
+    write = 'torch.save(1, "mark")'
+    with pytest.raises(DataError, match="declares an encoding"):
+        open_script(str(restored(path, HIDDEN, head="# coding: utf-7\n")), Asked()).build(None)
+    with pytest.raises(DataError, match="two of one name"):
+        open_script(str(restored(path, twin=write)), Asked()).build(None)
+    restored(path, rename=lambda name: name.replace("byteorder", "model.json"))
+    with pytest.raises(DataError, match="the format of 2018"):
+        open_script(str(path), Asked()).build(None)
+    restored(path, write, rename=lambda name: name.replace(".py", ".PY"))
+    with pytest.raises(Untrusted, match=r"torch\.save"):
+        open_script(str(path), Asked()).build(None)
+    monkeypatch.setattr(_script_program, "_MAX_UNPACKED", -(1 << 20))
+    with pytest.raises(DataError, match="MB more than the archive"):
+        open_script(str(restored(path)), Asked()).build(None)
+    assert not Path("mark").exists()
+
+
+class Aside(nn.Module):
+    """A method that forward does not call, which writes in a branch and in a task."""
+
+    def write(self, images: Tensor) -> Tensor:
+        if images.sum() > 0:
+            torch.save(images, "mark")
+        return images
+
+    @torch.jit.export
+    def other(self, images: Tensor) -> Tensor:
+        return torch.jit.wait(torch.jit.fork(self.write, images))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images
+
+
+def test_the_graphs_decide_what_a_script_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(nn.Sequential(Aside())).save(str(tmp_path / "net.pt"))
+    monkeypatch.setattr(_script_program, "_checked_archive", lambda stream: stream.seek(0) or stream)
+    with pytest.raises(Untrusted, match="calls 'aten::save'"):
         open_script(str(tmp_path / "net.pt"), Asked()).build(None)
 
 

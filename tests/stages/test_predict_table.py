@@ -186,7 +186,7 @@ def test_a_table_replaces_a_table_but_no_other_file(cli: Cli, small_run: Path) -
         assert (done.code, path.read_bytes()) == (73, b"mine")
         assert "is no table of bnncli" in done.json["error"]["message"]
         assert make(cli, small_run, name, *words, "--force").read_bytes() == before
-    assert cli("predict", small_run, *words, "--table", small_run.with_name("features.npz")).code == 73
+    assert cli("predict", small_run, *words, "--table", small_run.with_name("features.npz")).code == 2
 
 
 def test_a_dry_run_plans_the_table_and_an_output_is_no_table(cli: Cli, small_run: Path) -> None:

@@ -145,7 +145,8 @@ class NetworkExtraction:
         self._heads[split.name] = without_rows(content)
         names, shared = [one.name for one in self.splits], shared_params(self.options, self.saved, content.likelihood)
         check_same_head(run, content, names, self._record, shared)
-        computed = publishable(run, content, preprocess, layer, split.order_digest, split.spec)
+        is_shifted = split.shift is not None
+        computed = publishable(run, content, preprocess, layer, split.order_digest, split.spec, is_shifted)
         computed.summary.extend([*label_notes(split), *input_notes(split, content)])
         return computed
 

@@ -12,6 +12,7 @@ from bnncli.data import Shift
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run import revisions as _revisions
+from bnncli.run.network_fit import fit_of
 from bnncli.run.produce import Computed, Request
 from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
@@ -66,11 +67,13 @@ def publishable(
     layer: str | None,
     order_digest: str,
     source: str,
+    is_shifted: bool = False,
 ) -> Computed:
-    """A feature split that has passed its own check and fits the run's other splits."""
+    """A feature split that has passed its own check and fits the run's other splits, with how well the network fits its labels."""
     target = run.folder.features(content.name)
     check_split(target, content)
     check_free_space(target.parent, content.features.nbytes)
+    fit = fit_of(content, is_judged=not is_shifted, progress=run.console)
     summary = [
         f"{content.name}: {len(content.features)} examples, {content.features.shape[1]} features"
         + ("" if content.labels is not None else ", no labels")
@@ -86,6 +89,7 @@ def publishable(
             source=source,
             provenance=provenance,
             may_replace=may_replace,
+            network_fit=None if fit is None else fit.to_json(),
         )
 
     return Computed(publish, summary=summary)

@@ -70,7 +70,11 @@ class Arrivals:
         num_waiting = 0
         with reading(self.folder), os.scandir(self.folder) as entries:
             for entry in entries:
-                if in_table(entry.name) in done or entry.name.startswith(".") or not entry.name.lower().endswith(_ENDINGS):
+                if (
+                    in_table(entry.name) in done
+                    or entry.name.startswith(".")
+                    or not entry.name.lower().endswith(_ENDINGS)
+                ):
                     continue
                 try:
                     status = entry.stat()

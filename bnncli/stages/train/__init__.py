@@ -45,7 +45,7 @@ COMMAND = Command(
         "bnncli train net.safetensors --model net.py:make --data train=images:train --resize 36 --crop 32 --epochs 30",
         "bnncli train mlp.safetensors --recipe mlp-fmnist --data train=npz:train.npz --seeds 5",
     ),
-    (Argument("ckpt", "The checkpoint to write, a name that ends in .safetensors."),),
+    (Argument("ckpt", "The checkpoint to write, a name that ends in .safetensors.", writes=True),),
     place=5,
 )
 

@@ -397,9 +397,10 @@ def test_a_signal_is_told_with_what_there_is_of_the_report(
 
 
 def test_figures_go_into_no_file_which_is_told_before_any_work(cli: Cli, small_run: Path) -> None:
-    done = cli("report", small_run, "--figures", small_run.with_name("features.npz"), "--dry-run")
+    small_run.with_name("notes.txt").touch()
+    done = cli("report", small_run, "--figures", small_run.with_name("notes.txt"), "--dry-run")
     assert (done.code, done.stdout) == (73, "")
-    assert "features.npz is not a folder" in done.stderr
+    assert "notes.txt is not a folder" in done.stderr
 
 
 def test_names_that_look_like_markup_are_texts(cli: Cli, tmp_path: Path) -> None:
