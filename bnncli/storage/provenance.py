@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 from bnncli import __version__
 from bnncli.numerics.digests import json_sha256
 
+_SECRET = re.compile(r"((?:token|secret|passw(?:or)?d|(?:api|access)[_-]?key)(?:[_-]\w*)?=)[^&#;,\s]+", re.IGNORECASE)
+_PASSWORD = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 _PACKAGES = ("torch", "numpy", "h5py", "safetensors", "scikit-learn", "arviz-stats", "pyro-ppl")
 
 
@@ -61,7 +64,7 @@ def build_provenance(
     return {
         "schema": "bnncli.provenance/1",
         "tool": {"name": "bnncli", "version": __version__, **_git_state()},
-        "command": [word.encode("utf-8", "backslashreplace").decode() for word in command],
+        "command": [_without_secrets(word.encode("utf-8", "backslashreplace").decode()) for word in command],
         "params": dict(params),
         "params_hash": params_hash(params),
         "algo_rev": algo_rev,
@@ -74,6 +77,11 @@ def build_provenance(
         "platform": f"{platform.system()}-{platform.release()}-{platform.machine()}",
         "warnings": list(warnings),
     }
+
+
+def _without_secrets(word: str) -> str:
+    """A word of the command line with what looks like a password or a token replaced: artifacts are passed on."""
+    return _PASSWORD.sub("://***@", _SECRET.sub(r"\1***", word))
 
 
 def _now() -> str:

@@ -68,6 +68,20 @@ def test_a_schema_of_another_major_version_is_refused(schema: Any, code: str) ->
     assert caught.value.code == code
 
 
+@pytest.mark.parametrize(
+    ("word", "kept"),
+    [
+        ("log?token=abc123&level=2", "log?token=***&level=2"),
+        ("API-KEY=abc", "API-KEY=***"),
+        ("https://me:pass@host/x", "https://***@host/x"),
+        ("train=npz:tokens.npz", "train=npz:tokens.npz"),
+        ("--num-tokens=5", "--num-tokens=5"),
+    ],
+)
+def test_a_recorded_command_has_no_secrets(word: str, kept: str) -> None:
+    assert make_provenance(command=["bnncli", word])["command"] == ["bnncli", kept]
+
+
 def test_a_newer_minor_version_is_read() -> None:
     assert check_header(HERE, "features", "1.7", "d", make_provenance(), {}).schema == "1.7"
 
