@@ -314,3 +314,17 @@ def test_swag_of_one_example_is_refused(cli: Cli, tmp_path: Path) -> None:
     )
     done = cli("fit-swag", run, "--prior-precision", 1)
     assert (done.code, "at least two training examples" in done.stderr) == (65, True)
+
+
+def test_swag_says_how_wide_it_is_beside_its_base(cli: Cli, small_run: Path) -> None:
+    done = cli(*SWAG[:1], small_run, *SWAG[1:], "--json")
+    assert done.code == 0, done.stderr
+    swag, laplace = (
+        open_posterior(small_run.with_name("small.bnn") / f"posteriors/{name}.safetensors")[
+            0
+        ].covariance.marginal_variances()
+        for name in ("swag", "laplace")
+    )
+    assert done.json["metrics"]["base"] == "laplace"
+    assert done.json["metrics"]["median_share_of_base"] == pytest.approx(float((swag / laplace).median()), rel=1e-4)
+    assert "of its variance under laplace" in done.stderr

@@ -28,6 +28,9 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         f"covariance half diagonal, half of rank {metrics['rank']}{scale}; the median parameter has {percent(metrics['median_share_of_prior'], '.3g')} of the "
         f"prior's variance, the largest {percent(metrics['largest_share_of_prior'], '.3g')}; the learning rate sets them"
     )
+    if metrics["median_share_of_base"] is not None:
+        share = percent(metrics["median_share_of_base"], ".3g")
+        lines.append(f"the median parameter has {share} of its variance under {metrics['base']}")
     lines.append(
         f"log joint {metrics['log_joint_start']:.2f} nats at the start, {metrics['log_joint_mean']:.2f} at the mean of the iterates"
     )
