@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,27 +27,38 @@ from problems.arrays import make_arrays
 from problems.command_line import SCRIPT, STEPS, Cli, Invocation
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave long tests out of `-m gpu`, which replaces the `not long` of pyproject.toml."""
+    if config.option.markexpr == "gpu":
+        config.option.markexpr = "gpu and not long"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of `-m gpu`, leave out long tests, and skip all where there is no GPU: where there is one, commands take it by default."""
-    if config.getoption("-m") != "gpu":
+    """Skip the tests that `-m gpu` selects where there is no GPU; where there is one, commands use it by default."""
+    if not asks_for_gpu(config):
         return
     import torch
 
-    items[:] = [item for item in items if item.get_closest_marker("long") is None]
     if not torch.cuda.is_available():
         for item in items:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="-m gpu needs a CUDA device"))
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run of `-m gpu` that never touched the GPU that is there."""
-    if session.config.getoption("-m") != "gpu" or not session.testscollected:
-        return
-    import torch
+def asks_for_gpu(config: pytest.Config) -> bool:
+    """Return whether -m names the marker gpu."""
+    return re.search(r"\bgpu\b", config.option.markexpr) is not None
 
-    if torch.cuda.is_available() and not torch.cuda.max_memory_allocated():
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        print("\n-m gpu: no test used the GPU")
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu_is_used(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the last test of `-m gpu` if none of them used the GPU that is there."""
+    yield
+    if asks_for_gpu(request.config) and any(item.get_closest_marker("gpu") for item in request.session.items):
+        import torch
+
+        if torch.cuda.is_available() and not torch.cuda.max_memory_allocated():
+            pytest.fail("-m gpu: no test used the GPU", pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)

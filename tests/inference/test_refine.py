@@ -22,8 +22,6 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 from bnncli.training.steps import Steps
 
-pytestmark = pytest.mark.gpu
-
 every_flow = pytest.mark.parametrize("kind", registry.names("flows"))
 every_flow_and_space = pytest.mark.parametrize(
     ("kind", "space"),

@@ -286,6 +286,29 @@ def test_every_integrator_predicts_in_blocks_as_it_does_at_once(
         assert parts[0] is parts[1] is None or np.allclose(*parts, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("integrator", "words"),
+    [
+        ("probit", ("fit-laplace", "--prior-precision", 10)),
+        ("mc", ("refine", "--epochs", 1, "--length", 2)),
+        ("mean", ("fit-lbbnn", "--epochs", 1)),
+    ],
+)
+def test_the_cpu_predicts_with_a_posterior_of_the_gpu(
+    cli: Cli, small_run: Path, integrator: str, words: tuple[object, ...]
+) -> None:
+    command, *own = words
+    assert cli(command, small_run, *own, "--name", "from-gpu", "--device", "cuda:0").code == 0
+    probs = []
+    for device in ("cuda:0", "cpu"):
+        file = small_run.with_name(f"{device[:3]}.h5")
+        settings = ("--posterior", "from-gpu", "--split", "test", "--integrator", integrator, "--out", file)
+        assert cli("predict", small_run, *settings, "--device", device).code == 0
+        probs.append(read_predictions(file).probs)
+    np.testing.assert_allclose(probs[1], probs[0], atol=1e-5)
+
+
 def test_what_an_integrator_warns_of_is_recorded_as_it_is_said(cli: Cli, small_run: Path) -> None:
     words = ("--posterior", "laplace", "--integrator", "mc", "--qmc", "--samples", 20, "--split", "test", "--json")
     done = cli("predict", small_run, *words)

@@ -224,6 +224,7 @@ def test_pinned_buffers_bring_every_row_once_and_in_order(monkeypatch: pytest.Mo
     assert torch.equal(torch.cat([block for _, block in got]), features)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_features_beside_the_gpu_give_what_features_on_it_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "TRANSFER_BYTES", 300 * 160)
