@@ -5,8 +5,9 @@ And what the names of tensors tell, whoever gave them.
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _AVERAGED = re.compile(r"(?:^|[._-])(?:ema|averag\w*|swa|polyak|teacher|shadow)(?:[._-]|$)", re.IGNORECASE)
@@ -47,6 +48,13 @@ def listed(names: Iterable[object], *, limit: int = 5) -> str:
     shown = ", ".join(quoted(name) for name in every[:limit])
     rest = len(every) - limit
     return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def near_miss(name: str, known: Sequence[str]) -> str | None:
+    """A question that names what may have been meant: at most three names that are nearly spelled so or have it in them."""
+    within = [one for one in known if len(name) > 1 and name.casefold() in one.casefold()]
+    near = dict.fromkeys([*difflib.get_close_matches(name, known, n=3), *within])
+    return f"did you mean {' or '.join(quoted(one) for one in [*near][:3])}?" if near else None
 
 
 def counted(count: int, noun: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bnncli.data._augment import Augmentation
-from bnncli.data._classes import columns_of_classes, matched_to
-from bnncli.data._feature_arrays import FeatureArrays, feature_splits, read_feature_arrays
+from bnncli.data._classes import columns_of_classes, matched_to, numbered_by_name
+from bnncli.data._feature_arrays import FeatureArrays, read_feature_arrays
 from bnncli.data._given import HDF5_MAGIC, GivenFile, magic_of, read_given, read_labels, read_texts
 from bnncli.data._given_columns import divide as divide_given
 from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
 from bnncli.data._known import Memory
-from bnncli.data._labels import common_task, shows_several
+from bnncli.data._labels import FROM_1, common_task, shows_several
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._shift import Shift
 from bnncli.data._sound import Sound, at_rate, clip_of, is_clip
@@ -18,6 +18,7 @@ from bnncli.data._split import Batch, Inputs, InputSplit
 from bnncli.data._transform import Transform, Transformed
 
 __all__ = [
+    "FROM_1",
     "HDF5_MAGIC",
     "Augmentation",
     "Batch",
@@ -36,13 +37,13 @@ __all__ = [
     "columns_of_classes",
     "common_task",
     "divide_given",
-    "feature_splits",
     "hold_out",
     "hold_out_rows",
     "is_clip",
     "load_split",
     "magic_of",
     "matched_to",
+    "numbered_by_name",
     "open_stored",
     "parse_hold_out",
     "parse_split",

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bnncli.data._classes import are_numbers
 from bnncli.errors import DataError, MissingInput
 from bnncli.machine.input_files import reading
 from bnncli.names import is_split, listed, quoted
@@ -23,7 +24,7 @@ class Filed(NamedTuple):
 
 
 def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
-    """The files of a folder that end so, in the order of their sorted names within sorted classes.
+    """The files of a folder that end so, in the order of their sorted names within sorted classes: numbers as numbers.
 
     Args:
         what: they are, for messages.
@@ -38,6 +39,8 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
         entries = list(folder.iterdir())
         classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
         loose = sorted(entry.name for entry in entries if _is_of(entry.name, suffixes) and entry.is_file())
+    if are_numbers(classes):
+        classes.sort(key=lambda name: (int(name), name))
     if classes and all(is_split(name) for name in classes):
         raise DataError(
             f"{quoted(folder, limit=300)} has the folders of splits and none of classes: {listed(classes)}",

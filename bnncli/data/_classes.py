@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bnncli.data._labels import check_largest
 from bnncli.errors import DataError
 from bnncli.names import listed
 
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Numbering:
-    """Classes of a model, index = output, and `numbers` (C,): the output of each label of the data; None leaves them."""
+    """Classes of a model, index = output, None where it names none; `numbers` (C,): the output of each label of the data, None leaves them."""
 
-    classes: tuple[str, ...]
+    classes: tuple[str, ...] | None
     numbers: np.ndarray | None = None
 
     def of(self, labels: np.ndarray) -> np.ndarray:
@@ -36,16 +37,17 @@ class Numbering:
 
     def _columns(self, labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """Zeros and ones (n, L) with the columns in the order of the model's outputs: each needs one, absent is not unknown."""
-        if labels.shape[1] == len(numbers) < len(self.classes):
-            named = [self.classes[number] for number in numbers]
+        classes = self.classes or ()
+        if labels.shape[1] == len(numbers) < len(classes):
+            named = [classes[number] for number in numbers]
             raise DataError(
-                f"the data have the labels {listed(named, limit=8)} alone, the model has {listed(self.classes, limit=8)}",
+                f"the data have the labels {listed(named, limit=8)} alone, the model has {listed(classes, limit=8)}",
                 code="bad_labels",
                 hint="give a column for each: a label that is not named may still be there",
             )
-        if labels.shape[1] != len(numbers) or len(numbers) != len(self.classes):
+        if labels.shape[1] != len(numbers) or len(numbers) != len(classes):
             raise DataError(
-                f"an example has {labels.shape[1]} labels, the data name {len(numbers)}, and the model has {len(self.classes)}",
+                f"an example has {labels.shape[1]} labels, the data name {len(numbers)}, and the model has {len(classes)}",
                 code="bad_labels",
             )
         found = np.empty_like(labels)
@@ -57,7 +59,7 @@ def matched_to(split: InputSplit, classes: tuple[str, ...] | None) -> InputSplit
     """The split with its labels as those of a model: each class by its name, whole numbers as they are.
 
     Names are the same where they differ in nothing but capitals and spaces around them. Data may have some of the classes
-    alone. Names that are all whole numbers are the model's own.
+    alone. Names that are all whole numbers are the model's own, also where it names no classes.
 
     Args:
         classes: of the model, index = output; None where it names none, and the data's stay.
@@ -65,8 +67,10 @@ def matched_to(split: InputSplit, classes: tuple[str, ...] | None) -> InputSplit
     Raises:
         DataError: the data name a class that the model does not have; both lists are in the message.
     """
-    if classes is None or split.is_ood:
+    if split.is_ood:
         return split
+    if classes is None:
+        return _as_numbers(split)
     if split.classes is None or not split.is_labeled:
         return replace(split, numbering=Numbering(classes))
     numbers = _numbers_by_name(split.classes, classes)
@@ -82,14 +86,46 @@ def matched_to(split: InputSplit, classes: tuple[str, ...] | None) -> InputSplit
     return replace(split, numbering=Numbering(classes, numbers))
 
 
+def _as_numbers(split: InputSplit) -> InputSplit:
+    """The split with classes whose names are all whole numbers as these numbers, whichever of them it has; others as they are.
+
+    Raises:
+        DataError: two names are the same number, or one is no number of a class.
+    """
+    names = split.classes
+    if not names or not split.is_labeled or split.num_labels is not None or not are_numbers(names):
+        return split
+    numbers = [int(name) for name in names]
+    if len({*numbers}) < len(numbers):
+        twice = [name for name in names if numbers.count(int(name)) > 1]
+        raise DataError(f"split {split.name!r}: the classes {listed(twice)} are the same number", code="bad_labels")
+    check_largest(max(numbers), f"split {split.name!r}: a class")
+    return replace(split, numbering=Numbering(None, np.array(numbers, np.int64)))
+
+
+def are_numbers(names: Iterable[str]) -> bool:
+    """Whether names of classes are all whole numbers: then they are sorted and used as such."""
+    return all(name.isascii() and name.isdecimal() for name in names)
+
+
+def numbered_by_name(split: InputSplit) -> str | None:
+    """What numbers labels that are names have, where nothing but their alphabetical order says which; else None."""
+    names = split.classes
+    if not (split.is_labeled and split.numbering is None and names) or [*names] != sorted(names) or are_numbers(names):
+        return None
+    shown = [f"{name}={number}" for number, name in enumerate(names[:10])]
+    shown += [] if len(names) <= 10 else ["...", f"{names[-1]}={len(names) - 1}"]
+    return f"{split.name}: labels: {', '.join(shown)}, in alphabetical order"
+
+
 def columns_of_classes(split: InputSplit) -> list[str]:
     """Columns of a table that are called as the classes of the model, one for each, where nobody said which are labels; else none."""
     columns: Iterable[str] = getattr(getattr(split.dataset, "table", None), "columns", ())
     if split.is_labeled or split.is_ood or split.numbering is None or "label=" in split.spec:
         return []
     named = {_folded(name): name for name in columns}
-    found = [named[_folded(name)] for name in split.numbering.classes if _folded(name) in named]
-    return found if len(found) == len(split.numbering.classes) else []
+    found = [named[_folded(name)] for name in split.numbering.classes or () if _folded(name) in named]
+    return found if len(found) == len(split.numbering.classes or ()) else []
 
 
 def _numbers_by_name(names: tuple[str, ...], classes: tuple[str, ...]) -> np.ndarray | None:
@@ -101,7 +137,7 @@ def _numbers_by_name(names: tuple[str, ...], classes: tuple[str, ...]) -> np.nda
     if len(folded) == len(classes) and len({_folded(name) for name in names}) == len(names):
         if all(_folded(name) in folded for name in names):
             return np.array([folded[_folded(name)] for name in names], np.int64)
-        if all(name.isascii() and name.isdecimal() and int(name) < len(classes) for name in names):
+        if are_numbers(names) and all(int(name) < len(classes) for name in names):
             return np.array([int(name) for name in names], np.int64)
     return None
 

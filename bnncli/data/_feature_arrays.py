@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from bnncli.data._arrays import npz_names, places, read_npz
-from bnncli.data._labels import check_labels, common_task
+from bnncli.data._labels import FROM_1, check_labels, common_task
 from bnncli.errors import DataError
 from bnncli.likelihoods import likelihood_of
 from bnncli.progress import Progress
@@ -196,5 +196,5 @@ def _check_range(labels: Mapping[str, np.ndarray], num_outputs: int, path: Path)
         if len(bad):
             raise DataError(
                 f"{path}: labels_{split} row {bad[0]} is {int(array[bad[0]])}, expected 0 to {num_classes - 1}",
-                code="bad_labels", path=path,
+                code="bad_labels", path=path, hint=FROM_1 if array.min() == 1 and array.max() == num_classes else None,
             )  # fmt: skip

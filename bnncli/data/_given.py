@@ -5,7 +5,7 @@ What a file is, its first bytes say, not its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _ZIP_MAGIC, _NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"PK", b"\x93NUMPY", b"PAR1", b"\x1f\x8b"
 _MUTUAL_INFO = "mutual_info"
 _CLASSES = "classes"  # an array of their names
+_PREDICTED = "predicted"  # a column of the tables of predict
+_ROWS = 4096  # of them compared at once
+_ROUNDING = 0.01  # of probabilities beside logits: two decimals, or 16 bits of either
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class GivenFile:
         classes: their names, where the file has them.
         labels: (N,) int64, (N, L) uint8 of several labels an example, or None.
         mutual_info: (N,) nats, or None.
+        unordered: the columns of the classes, where nothing says that their order is that of labels that are numbers.
     """
 
     path: Path
@@ -57,6 +61,7 @@ class GivenFile:
     classes: tuple[str, ...] | None
     labels: np.ndarray | None
     mutual_info: np.ndarray | None = None
+    unordered: tuple[str, ...] = ()
 
 
 def read_given(place: str, *, wanted: str | None = None, has_labels: bool = True) -> GivenFile:
@@ -80,11 +85,12 @@ def read_given(place: str, *, wanted: str | None = None, has_labels: bool = True
     return _of_table(_table(path, magic), named, wanted, has_labels=has_labels)
 
 
-def read_labels(place: str, classes: tuple[str, ...] | None) -> np.ndarray:
+def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[str, ...] = ()) -> np.ndarray:
     """Labels (N,), or (N, L) of several an example, in `FILE[:COLUMN]`.
 
     Args:
         classes: the names of the classes, where they are known: labels may be such names.
+        unordered: as GivenFile has it.
 
     Raises:
         MissingInput, UsageError, DataError, Untrusted: as read_given; and where there are no labels.
@@ -92,14 +98,14 @@ def read_labels(place: str, classes: tuple[str, ...] | None) -> np.ndarray:
     path, named = divide(place)
     magic, where = magic_of(path), quoted(path, limit=300)
     if magic.startswith(_NPY_MAGIC):
-        labels = _checked(_read_npy(path), classes, where)
+        labels = _checked(_read_npy(path), classes, where, unordered)
     elif magic.startswith(_ZIP_MAGIC):
         (name,) = _single(find_labels(list(npz_shapes(path)), named, where, is_alone=True), where)
-        labels = _checked(read_npz(path, [name])[name], classes, f"{where}: array {quoted(name)}")
+        labels = _checked(read_npz(path, [name])[name], classes, f"{where}: array {quoted(name)}", unordered)
     else:
         table = _table(path, magic)
         names = find_labels(list(table.columns), named, where, is_alone=True)
-        labels = _of_columns(table, names, table.values(names)[1], classes, where)
+        labels = _of_columns(table, names, table.values(names)[1], classes, where, unordered)
     if labels is None:
         raise DataError(f"{where}: no row has a label", code="bad_labels", path=path)
     return labels
@@ -163,10 +169,14 @@ def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has
         )
     chosen = find_arrays(real, named, wanted, where)
     (name,) = chosen.names
+    if len(shapes[name][0]) == 1:
+        _check_not_of_predicted(name, shapes, where, path)
     labels = find_labels(list(shapes), named, where) if has_labels or LABEL in named else ()
     others = [one for one in (_CLASSES, _MUTUAL_INFO) if one in shapes and shapes[one][1].kind in "Uf" and one != name]
-    arrays = read_npz(path, [name, *_single(labels, where), *others])
+    arrays = read_npz(path, [name, *_single(labels, where), *others, *chosen.others])
     values = _two_axes(arrays[name], f"{where}: array {quoted(name)}")
+    for other in chosen.others:
+        _check_agreement(values, _two_axes(arrays[other], f"{where}: array {quoted(other)}"), (name, other), path)
     classes = _class_names(arrays.get(_CLASSES), values.shape[1])
     own = _checked(arrays[labels[0]], classes, f"{where}: array {quoted(labels[0])}") if labels else None
     return GivenFile(path, name, values, chosen.holds, classes, own, _as_long(arrays.get(_MUTUAL_INFO), len(values)))
@@ -177,6 +187,8 @@ def _of_table(table: NumberTable, named: Mapping[str, str], wanted: str | None, 
     if not named.keys() - {LABEL}:
         check_cells(table, called_as_predictions(table.columns, TEXT), where)
     chosen = find_columns(table.columns, named, wanted, where)
+    if len(chosen.names) == 1:
+        _check_not_of_predicted(chosen.names[0], table.columns, where, table.path)
     _check_one_origin(table, where)
     label_names = find_labels(list(table.columns), named, where) if has_labels or LABEL in named else ()
     if has_labels and not label_names and chosen.classes is not None:
@@ -187,9 +199,48 @@ def _of_table(table: NumberTable, named: Mapping[str, str], wanted: str | None, 
     if num_rows == 0:
         raise DataError(f"{where} has no rows", code="empty_split", path=table.path)
     values = numbers_of(table, chosen.names, num_rows, where)
-    labels = _of_columns(table, label_names, raw[: len(label_names)], chosen.classes, where) if label_names else None
+    if chosen.others:
+        _check_agreement(
+            values, numbers_of(table, chosen.others, num_rows, where), (chosen.names[0], chosen.others[0]), table.path
+        )
+    unordered = () if chosen.is_ordered else chosen.names
+    own = raw[: len(label_names)]
+    labels = _of_columns(table, label_names, own, chosen.classes, where, unordered) if label_names else None
     mutual_info = _real(raw[-1]) if further else None
-    return GivenFile(table.path, chosen.names[0], values, chosen.holds, chosen.classes, labels, mutual_info)
+    return GivenFile(table.path, chosen.names[0], values, chosen.holds, chosen.classes, labels, mutual_info, unordered)
+
+
+def _check_not_of_predicted(name: str, names: Collection[str], where: str, path: Path) -> None:
+    """Raise DataError for a single column that is the probability of the predicted class, as tables of `predict` have it."""
+    if name == "probability" and _PREDICTED in names:
+        is_ours = {"split", "posterior", "variant"} <= {*names}
+        raise DataError(
+            f"{where}: expected the probability of every class; {quoted(name)} beside {quoted(_PREDICTED)} is that of the predicted class alone",
+            code="which", path=path,
+            hint="write the table with predict \0probabilities\0, or score a prediction file of the run" if is_ours
+            else f"give a column a class (p_NAME); if it is the probability of class 1, give it another name than {name}",
+        )  # fmt: skip
+
+
+def _check_agreement(probs: np.ndarray, logits: np.ndarray, names: tuple[str, str], path: Path) -> None:
+    """Raise DataError where logits (N, C) give other probabilities than those beside them: softmax where rows sum to 1, else sigmoid."""
+    if probs.shape != logits.shape:
+        return
+    apart = 0.0
+    for start in range(0, len(probs), _ROWS):
+        block, own = probs[start : start + _ROWS], np.asarray(logits[start : start + _ROWS], np.float64)
+        if block.shape[1] > 1 and np.allclose(block.sum(axis=1), 1, atol=_ROUNDING):
+            with np.errstate(invalid="ignore"):  # infinite ones are refused where they are scored
+                raised = np.exp(own - own.max(axis=1, keepdims=True))
+            made = raised / raised.sum(axis=1, keepdims=True)
+        else:
+            made = 0.5 + np.tanh(own / 2) / 2
+        apart = max(apart, float(np.abs(made - block).max()))
+    if apart > _ROUNDING:
+        raise DataError(
+            f"{quoted(path, limit=300)}: {quoted(names[0])} and {quoted(names[1])} disagree: the logits give probabilities that differ by up to {apart:.3g}",
+            code="which", hint=f"name one: FILE:probs={names[0]} or FILE:logits={names[1]}", path=path,
+        )  # fmt: skip
 
 
 def _check_one_origin(table: NumberTable, where: str) -> None:
@@ -212,23 +263,35 @@ def _of_columns(
     values: Sequence[Sequence[Any]],
     classes: tuple[str, ...] | None,
     where: str,
+    unordered: tuple[str, ...],
 ) -> np.ndarray | None:
     """The labels in one column, or several labels an example in one each."""
     if len(names) > 1:
         return several_labels(dict(zip(names, values, strict=True)), where=where).numbers
     column = f"{where}: column {quoted(names[0])}"
-    known = table.class_names.get(names[0]) or classes
-    return _named_labels(values[0], known, column)
+    own = table.class_names.get(names[0])
+    if own is not None and classes is not None and {*own} == {*classes}:  # its numbers are of its own names
+        numbers = labels_of(values[0], own, where=column).numbers
+        return None if numbers is None else np.array([classes.index(name) for name in own])[numbers]
+    return _named_labels(values[0], own or classes, column, unordered)
 
 
-def _named_labels(values: Sequence[Any], classes: tuple[str, ...] | None, where: str) -> np.ndarray | None:
-    """Labels out of texts or numbers: names where all are such, else numbers."""
+def _named_labels(
+    values: Sequence[Any], classes: tuple[str, ...] | None, where: str, unordered: tuple[str, ...] = ()
+) -> np.ndarray | None:
+    """Labels out of texts or numbers: names where all are such, else numbers.
+
+    Raises:
+        DataError: numbers, and columns of classes of which nobody said which is which number.
+    """
     kinds = {*map(type, values)}
     texts = {str(value).strip() for value in {*values}} if kinds and kinds <= {str, int} else set()
     if classes is not None and texts and texts <= {*classes, ""}:
         return labels_of(values if kinds == {str} else [*map(str, values)], classes, where=where).numbers
     found: Labels = labels_of(values, None, where=where)
     if found.classes is None:
+        if found.numbers is not None and found.numbers.ndim == 1:
+            _check_ordered(unordered, where)
         return found.numbers
     if classes is None:
         raise DataError(
@@ -238,12 +301,25 @@ def _named_labels(values: Sequence[Any], classes: tuple[str, ...] | None, where:
     return labels_of(values, classes, where=where).numbers  # which tells the row that has none of the names
 
 
-def _checked(array: np.ndarray, classes: tuple[str, ...] | None, where: str) -> np.ndarray | None:
+def _check_ordered(unordered: tuple[str, ...], where: str) -> None:
+    """Raise DataError where labels are numbers and nothing says which column of the predictions is which."""
+    if unordered:
+        raise DataError(
+            f"{where}: the labels are numbers, and which of the columns {listed(unordered, limit=8)} is class 0 is not known",
+            code="bad_labels", hint=f"name the columns in the order of the numbers: FILE:probs={'+'.join(unordered[:8])}{'+...' * (len(unordered) > 8)}",
+        )  # fmt: skip
+
+
+def _checked(
+    array: np.ndarray, classes: tuple[str, ...] | None, where: str, unordered: tuple[str, ...] = ()
+) -> np.ndarray | None:
     """The labels of an array; None where all are -1, as files of unlabelled examples have it."""
     if array.dtype.kind in "US" and array.ndim == 1:
-        return _named_labels([str(value) for value in array.astype(str).tolist()], classes, where)
+        return _named_labels([str(value) for value in array.astype(str).tolist()], classes, where, unordered)
     if array.dtype.kind in "if" and array.ndim == 1 and len(array) and (array == -1).all():
         return None
+    if array.ndim == 1:
+        _check_ordered(unordered, where)
     return check_labels(np.asarray(array), num_rows=len(array) if array.ndim else 0, where=where)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bnncli.data._columns import LABEL_NAMES, LIST, REAL, WHOLE
 from bnncli.errors import DataError, UsageError
-from bnncli.names import listed, quoted
+from bnncli.names import by_number, listed, quoted
 
 PROBS, LOGITS, LABEL = "probs", "logits", "label"
 _KEYS = (PROBS, LOGITS, LABEL)
@@ -32,11 +32,15 @@ class Chosen(NamedTuple):
         names: one that holds a vector for each row, or one a class.
         holds: PROBS or LOGITS, as their names say; None where they do not.
         classes: the names of the classes, where the columns have them.
+        others: columns or arrays that hold the same predictions as logits, by their names.
+        is_ordered: whether the classes are in the order of their numbers: the user wrote it, or the names sort so.
     """
 
     names: tuple[str, ...]
     holds: str | None
     classes: tuple[str, ...] | None = None
+    others: tuple[str, ...] = ()
+    is_ordered: bool = True
 
 
 def divide(place: str) -> tuple[Path, dict[str, str]]:
@@ -92,7 +96,9 @@ def find_arrays(
         found[kind] = [one for one in own if len(shapes[one]) == 2] or own
     for kind in (wanted,) if wanted else (PROBS, LOGITS):
         if len(found[kind]) == 1:
-            return Chosen((found[kind][0],), kind)
+            name = found[kind][0]
+            logits = [one for one in found[LOGITS] if wanted is None and one != name and shapes[one] == shapes[name]]
+            return Chosen((name,), kind, others=tuple(logits[:1]))
     others = [one for one in found[PROBS] + found[LOGITS] if wanted is None or one in found[wanted]]
     others = others or [one for one, shape in shapes.items() if len(shape) == 2]
     if len(others) == 1:
@@ -119,20 +125,19 @@ def find_columns(columns: Mapping[str, str], named: Mapping[str, str], wanted: s
     holds, name = _named(named)
     if name is not None:
         names = _several(name, columns, where)
-        return Chosen(names, wanted or holds or _said(names[0]), _classes(names))
-    numbers = {one: kind for one, kind in columns.items() if kind in (REAL, WHOLE)}
+        kind, classes = wanted or holds or _said(names[0]), _classes(names)
+        return Chosen(names, kind, classes, is_ordered="+" in name or _sorts_so(classes))
+    numbers = [one for one, kind in columns.items() if kind in (REAL, WHOLE)]
     for kind in (wanted,) if wanted else (PROBS, LOGITS):
-        found = [own for prefix in _PREFIXES[kind] if len(own := [one for one in numbers if _begins(one, prefix)]) > 1]
+        found = _called(columns, numbers, kind)
         if len(found) > 1:
             raise _several_columns([own[0] for own in found], where)
         if found:
-            return _of_classes(found[0], kind)
-        lists = [one for one in columns if columns[one] == LIST and one.casefold() in _NAMES[kind]]
-        single = lists or [one for one in numbers if one.casefold() in _NAMES[kind]]
-        if len(single) > 1:
-            raise _several_columns(single, where)
-        if single:
-            return Chosen((single[0],), kind)
+            chosen = _of_classes(found[0], kind)
+            beside = [_of_classes(own, LOGITS) for own in _called(columns, numbers, LOGITS) if wanted is None]
+            if kind == PROBS and [one.classes for one in beside] == [chosen.classes]:
+                chosen = chosen._replace(others=beside[0].names)
+            return chosen
     by_number = [one for one in numbers if one.isdecimal()]
     if len(by_number) > 1:
         return _of_classes(by_number, wanted)
@@ -141,6 +146,13 @@ def find_columns(columns: Mapping[str, str], named: Mapping[str, str], wanted: s
         f"{where}: no columns are called as probabilities or logits are (p_NAME, prob_NAME, logit_NAME); there are {shown}",
         code="no_column", hint="name them: FILE:probs=COL+COL+COL, or FILE:probs='prefix*'",
     )  # fmt: skip
+
+
+def _called(columns: Mapping[str, str], numbers: Sequence[str], kind: str) -> list[list[str]]:
+    """The sets of columns, of a class each or one that holds all, that are called as probabilities or logits are."""
+    found = [own for prefix in _PREFIXES[kind] if len(own := [one for one in numbers if _begins(one, prefix)]) > 1]
+    lists = [one for one in columns if columns[one] == LIST and one.casefold() in _NAMES[kind]]
+    return found or [[one] for one in lists or [one for one in numbers if one.casefold() in _NAMES[kind]]]
 
 
 def called_as_predictions(columns: Mapping[str, str], kind: str) -> list[str]:
@@ -232,10 +244,16 @@ def _begins(name: str, prefix: str) -> bool:
 def _of_classes(names: Sequence[str], holds: str | None) -> Chosen:
     """Columns of which each is a class; those that are called by numbers in the order of these."""
     classes = _classes(names) or ()
-    if all(one.isdecimal() for one in classes):
+    if classes and all(one.isdecimal() for one in classes):
         order = sorted(range(len(names)), key=lambda place: int(classes[place]))
         names, classes = [names[place] for place in order], tuple(classes[place] for place in order)
-    return Chosen(tuple(names), holds, classes)
+    return Chosen(tuple(names), holds, classes or None, is_ordered=_sorts_so(classes))
+
+
+def _sorts_so(classes: Sequence[str] | None) -> bool:
+    """Whether names are in order, capitals apart, with the numbers in them as numbers."""
+    keys = [by_number(name.casefold()) for name in classes or ()]
+    return keys == sorted(keys)
 
 
 def _classes(names: Sequence[str]) -> tuple[str, ...] | None:

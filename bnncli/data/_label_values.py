@@ -138,6 +138,9 @@ def _by_name(values: Sequence[str], where: str) -> Labels:
     """Texts as names of classes, numbered in sorted order. Raises DataError where they are real numbers."""
     classes = sorted(set(values))
     if all(_is_real(name) for name in classes):
+        if all(float(name).is_integer() for name in classes):
+            message = f"{where}: labels must be whole numbers, counted from 0; row 0 has {quoted(values[0])}"
+            raise DataError(message, code="bad_labels", hint=f"write {float(values[0]):.0f}: no decimal point")
         check_labels(np.array([float(value) for value in values]), num_rows=len(values), where=where)
     place = {name: number for number, name in enumerate(classes)}
     return Labels(np.array([place[value] for value in values], np.int64), tuple(classes))

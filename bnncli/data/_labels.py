@@ -17,6 +17,7 @@ MAX_CLASSES = 1_000_000
 _ONE_CLASS = "bnncli takes one class an example"
 _RULE = "labels must be whole numbers of shape (N,), counted from 0"
 IF_UNKNOWN = "leave out the rows where a label is not known; a split may also have none at all"
+FROM_1 = "if the labels count from 1, subtract 1: classes count from 0"
 _IF_LABELS = "add \0task\0 multilabel if each column is a label by itself"
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bnncli.data import Batch, Inputs, InputSplit
+from bnncli.data import FROM_1, Batch, Inputs, InputSplit
 from bnncli.errors import DataError, NumericError
 from bnncli.extraction.autocast import AUTOCAST, PrecisionLoss
 from bnncli.extraction.form import HeadForm
@@ -306,7 +306,8 @@ def _check_labels(batch: Batch, head: Head, *, where: str, first_row: int) -> No
         raise DataError(
             f"{where}: the label of row {first_row + row} is {int(batch.labels[row])}, the head has classes 0 to "
             f"{num_classes - 1}",
-            code="bad_labels", hint="give data of other classes with \0ood\0, which stores no labels",
+            code="bad_labels", hint=FROM_1 if int(batch.labels[row]) == num_classes and int(batch.labels.min()) > 0
+            else "give data of other classes with \0ood\0, which stores no labels",
         )  # fmt: skip
 
 

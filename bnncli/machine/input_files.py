@@ -6,12 +6,14 @@ memory or open files (69), or the disk failed (74). None of them says that the c
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import stat
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +24,7 @@ _CANNOT_BE_HAD = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
     errno.ENODEV,
 }  # fmt: skip
+_MOST_NAMES = 2000  # of a folder that are compared with one that is not there
 _OF_ODD_CONTENT = {0, errno.EINVAL, errno.EOVERFLOW, errno.EFBIG}  # a place in the file that cannot be
 
 
@@ -60,12 +63,27 @@ def read_error(error: OSError, path: Path, what: str = "") -> BnnError:
     if (resource := resource_error(error, shown)) is not None:
         return resource
     if isinstance(error, FileNotFoundError):
-        return MissingInput(f"{shown} does not exist" if what else f"no file {shown}", path=path)
+        return MissingInput(
+            f"{shown} does not exist" if what else f"no file {shown}", path=path, hint=_nearest_file(path)
+        )
     if error.errno in _CANNOT_BE_HAD:
         return MissingInput(f"cannot read {shown}: {reason}", path=path)
     return ReadError(
         f"reading {shown} failed: {reason}", hint="check the disk or the network, and try again", path=path
     )
+
+
+def _nearest_file(path: Path) -> str | None:
+    """What may have been meant by a file that is not there: another of its folder, which may not be there itself."""
+    try:
+        with os.scandir(path.parent) as entries:
+            names = [entry.name for entry in islice(entries, _MOST_NAMES)]
+    except FileNotFoundError:
+        return f"there is no folder {quoted(path.parent, limit=300)}"
+    except OSError:
+        return None
+    near = difflib.get_close_matches(path.name, sorted(names), n=1)
+    return f"did you mean {quoted(path.with_name(near[0]), limit=300)}?" if near else None
 
 
 def is_failure(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bnncli.errors import UsageError
+from bnncli.names import near_miss
 from bnncli.scores import declared
 
 GRAMMAR = "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT] and then <=, <, >=, >, == or != and a number, or another score"
@@ -91,7 +92,11 @@ def parse_assertion(text: str, flag: str, metrics: Sequence[str]) -> Assertion:
         return Assertion(_quantity(left, text, flag, metrics), sign, _quantity(right, text, flag, metrics))
     if not math.isfinite(number):
         raise UsageError(f"{flag}: expected a finite number; got {right!r} in {text!r}")
-    return Assertion(_quantity(left, text, flag, metrics), sign, number)
+    quantity = _quantity(left, text, flag, metrics)
+    if number > 1 and declared()[quantity.metric].limits == (0, 1):
+        hint = f"write {quantity}{sign}{number / 100:g}" if number <= 100 else None
+        raise UsageError(f"{flag}: {quantity.metric} is a fraction, from 0 to 1; got {right} in {text!r}", hint=hint)
+    return Assertion(quantity, sign, number)
 
 
 def parse_score(text: str, flag: str, metrics: Sequence[str]) -> Quantity:
@@ -115,7 +120,10 @@ def _quantity(part: str, text: str, flag: str, metrics: Sequence[str]) -> Quanti
         raise _refusal(flag, text)
     posterior, integrator, metric, part, choices, split = match.groups()
     if metric not in metrics:
-        raise UsageError(f"{flag}: unknown metric {metric!r} in {text!r}; expected one of {', '.join(metrics)}")
+        raise UsageError(
+            f"{flag}: unknown metric {metric!r} in {text!r}; expected one of {', '.join(metrics)}",
+            hint=near_miss(metric, metrics),
+        )
     if part is not None and part not in PARTS:
         raise UsageError(f"{flag}: unknown part {part!r} of {metric} in {text!r}; expected one of {', '.join(PARTS)}")
     if part in _OF_FLOORS and not declared()[metric].has_floor:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from bnncli.errors import UsageError
+from bnncli.options.common import accept_poor_network_option
 from bnncli.options.declaration import Checked, option, parse_positive
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -24,6 +25,7 @@ class AutoOptions(Checked):
         "auto", "As fit-laplace has it: auto is what val prefers.", metavar="NUMBER|val|marglik|auto"
     )
     full: bool = option(False, "Climb all rungs, also where a simpler posterior is good for its target already.")
+    accept_poor_network: bool = accept_poor_network_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()

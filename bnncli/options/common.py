@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, check_artifact_name, option
@@ -72,6 +73,15 @@ class InputOptions(Checked):
 
     allow_stale: bool = option(
         False, "Use an input although what it was made from has changed since; recorded as a warning."
+    )
+
+
+def accept_poor_network_option(*, is_recorded: bool = True) -> Any:
+    """Declare the option of commands that stop on a misread network, of a group that artifacts record or of another."""
+    return option(
+        False,
+        "Go on where extract-features found that the network probably misreads its inputs or labels.",
+        numeric=not is_recorded,
     )
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 from bnncli.errors import UsageError
+from bnncli.machine.input_files import reading
+from bnncli.names import listed, quoted
 from bnncli.numerics.corruptions import CORRUPTIONS, NUM_SEVERITIES
 from bnncli.options import network_inputs
 from bnncli.options.declaration import Checked, option
@@ -67,6 +71,12 @@ class ExtractFeaturesOptions(Checked):
         "Arrays of your own extractor: features_<split>, labels_<split>, head_weight, head_bias. CKPT is then just the run's name.",
         metavar="FILE",
     )
+    classes: str | None = option(
+        None,
+        "Names of the classes in the order of the network's outputs: a file with one a line, or a,b,c. Without it names that "
+        "the network does not have are numbered in alphabetical order.",
+        metavar="FILE|A,B,C",
+    )
     task: str | None = network_inputs.task()
     last_layer: str | None = option(
         None,
@@ -120,8 +130,15 @@ class ExtractFeaturesOptions(Checked):
         """Whether features come out of a network, and are not ready."""
         return self.from_npz is None and self.model != NO_NETWORK
 
+    @cached_property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the classes; None where none are given. Raises UsageError for fewer than two, or one twice."""
+        return None if self.classes is None else _class_names(self.classes)
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.classes is not None and self.from_npz is not None:
+            raise UsageError("\0classes\0 needs \0model\0: with \0from_npz\0 labels are numbers")
         if self.model is not None and self.from_npz is not None:
             raise UsageError(EITHER)
         if self.model is not None and ":" not in self.model:
@@ -143,3 +160,23 @@ class ExtractFeaturesOptions(Checked):
                 raise UsageError(f"\0{name}\0 needs a network; with \0model\0 {NO_NETWORK} inputs are the features")
         if self.model is not None and not (self.data or self.ood):
             raise UsageError("\0data\0: give at least one split, as \0data\0 train=npz:train.npz")
+
+
+def _class_names(text: str) -> tuple[str, ...]:
+    """The names of the classes in a file, one a line, or joined by commas. Raises UsageError for fewer than two, or one twice."""
+    path = Path(text).expanduser()
+    if "\n" not in text and path.is_file():
+        with reading(path):
+            text = path.read_text(encoding="utf-8-sig", errors="replace")
+        lines = text.splitlines()
+    else:
+        lines = text.split("\n" if "\n" in text else ",")
+    names = tuple(name for line in lines if (name := line.strip()))
+    twice = [name for place, name in enumerate(names) if name in names[:place]]
+    if len(names) < 2 or twice:
+        found = f"{quoted(twice[0])} twice" if twice else listed(names) or "none"
+        raise UsageError(
+            f"\0classes\0: expected the names of at least two classes, in the order of the network's outputs; got {found}",
+            hint="give a file with one name a line, or a,b,c",
+        )
+    return names

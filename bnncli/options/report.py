@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bnncli.errors import UsageError
+from bnncli.options.common import accept_poor_network_option
 from bnncli.options.declaration import Checked, option
 from bnncli.options.layers import trust_code_option
 
@@ -44,6 +45,7 @@ class ReportOptions(Checked):
         [], "Form of these files; png by default. Repeatable.", choices=FIGURE_FORMATS, metavar="png|pdf|svg"
     )
     trust_code: bool = trust_code_option(is_recorded=False)
+    accept_poor_network: bool = accept_poor_network_option(is_recorded=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

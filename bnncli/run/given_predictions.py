@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.data import HDF5_MAGIC, GivenFile, common_task, divide_given, magic_of, read_given, read_labels
+from bnncli.data import FROM_1, HDF5_MAGIC, GivenFile, common_task, divide_given, magic_of, read_given, read_labels
 from bnncli.detectors import example_scores
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
@@ -58,6 +58,7 @@ class GivenPredictions:
         ranking: rule, threshold and cap of the uncertainty-aware ranking, where there is one.
         header: of a prediction file of predict. file: what it holds.
         doubt: what speaks against what the user says of them.
+        unordered: the columns of the classes, where nothing says that their order is that of labels that are numbers.
     """
 
     name: str
@@ -72,6 +73,7 @@ class GivenPredictions:
     header: Header | None = None
     file: PredictionFile | None = None
     doubt: str | None = None
+    unordered: tuple[str, ...] = ()
 
     @cached_property
     def examples(self) -> ExampleStatistics:
@@ -149,7 +151,7 @@ def open_given(
         given = read_given(place, wanted=said.holds, has_labels=is_labeled and labels is None)
         found = _of_file(given, said, name or path.name.partition(".")[0])
     if labels is not None:
-        own = read_labels(labels, found.classes if found.has_names else None)
+        own = read_labels(labels, found.classes if found.has_names else None, found.unordered)
         found = _with_labels(found, own, said, quoted(divide_given(labels)[0], limit=300))
     return found if is_labeled else replace(found, labels=None)
 
@@ -196,7 +198,16 @@ def _of_file(given: GivenFile, said: Said, name: str) -> GivenPredictions:
     has_names = given.classes is not None and len(given.classes) == likelihood.num_classes
     classes = given.classes if has_names and given.classes else tuple(map(str, range(likelihood.num_classes)))
     found = GivenPredictions(
-        name, given.path, probs, None, classes, has_names, likelihood.is_exclusive, arrays, doubt=doubt
+        name,
+        given.path,
+        probs,
+        None,
+        classes,
+        has_names,
+        likelihood.is_exclusive,
+        arrays,
+        doubt=doubt,
+        unordered=given.unordered,
     )
     return found if given.labels is None else _with_labels(found, given.labels, said, where)
 
@@ -232,7 +243,7 @@ def _with_labels(split: GivenPredictions, labels: NDArray, said: Said, where: st
         row = int(labels.argmax())
         raise DataError(
             f"{where}: row {row} has label {labels[row]}, expected 0 to {num_classes - 1}: there are {num_classes} classes",
-            code="bad_labels", hint="are they counted from 1? They must be from 0" if labels.min() == 1 else None,
+            code="bad_labels", hint=FROM_1 if labels.min() == 1 else None,
         )  # fmt: skip
     return replace(split, labels=labels)
 

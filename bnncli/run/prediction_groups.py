@@ -60,11 +60,12 @@ class PredictionGroup:
 
 
 class Skipped(NamedTuple):
-    """A posterior that is left out: its name, that of its predictions (or its own again), and the reason."""
+    """A posterior that is left out: its name, that of its predictions (or its own again), the reason, whether it has predictions."""
 
     posterior: str
     name: str
     reason: str
+    is_predicted: bool = True
 
 
 def open_groups(
@@ -157,7 +158,7 @@ def _without_predictions(run: Run, groups: list[PredictionGroup], layers: str | 
     """The run's posteriors over `layers` of which there are no predictions."""
     predicted = {group.posterior for group in groups}
     over = [path.stem for path in run.folder.posteriors() if layers in (None, layers_of(path))]
-    return [Skipped(name, name, "it has no predictions") for name in over if name not in predicted]
+    return [Skipped(name, name, "it has no predictions", is_predicted=False) for name in over if name not in predicted]
 
 
 def _is_of_another(group: str, posteriors: Sequence[str]) -> bool:

@@ -35,7 +35,7 @@ def judged_before(run: Run) -> dict[str, bool]:
 
 
 def recommended(run: Run) -> Recommended | None:
-    """The run's recommendation; None without one, or with a warning where it is stale or damaged."""
+    """The run's recommendation; None without one. Raises DataError for one that is stale or damaged."""
     path = run.folder.recommended
     if not path.is_file():
         return None
@@ -48,5 +48,7 @@ def recommended(run: Run) -> Recommended | None:
         )
     except (DataError, KeyError, StopIteration, TypeError) as error:
         why = error.message if isinstance(error, DataError) else "it recommends nothing"
-        run.console.warn(f"the recommendation of auto is not used: {why}; run {run.suggest('auto')} again")
-        return None
+        raise DataError(
+            f"the recommendation of auto cannot be used: {why}", code="stale_input", path=path,
+            hint=f"run {run.suggest('auto')} again, or name a posterior: \0posterior\0 NAME",
+        ) from None  # fmt: skip

@@ -1,12 +1,12 @@
 """Assertions held against the rows that evaluate makes: which scores each one means, and whether it holds.
 
-What an assertion leaves out is filled in by rule. No posterior: every one, but for what the score is compared with (the
-posterior on the right, the reference of a distance). No integrator: every one on the left; on the right the only one, or
+What an assertion leaves out is filled in by rule. No posterior: the one that auto recommends where there is a recommendation,
+else every one with predictions, but for what the score is compared with (the posterior on the right, the reference of a distance). No integrator: every one on the left; on the right the only one, or
 the one the left has. No split: test, or the only one; on the right the one the left has. No choice: the usual form of the
 score. Whatever is still not one score is an error that names the choices.
 
-A posterior of the run whose predictions are stale or not there has no rows and is absent: what is asserted of it, by name
-or of every posterior, fails.
+A posterior of the run whose predictions are stale or not there has no rows and is absent: what is asserted of it by name
+fails, and what is asserted of every posterior where its predictions are stale.
 """
 
 from __future__ import annotations
@@ -39,11 +39,27 @@ _NO_CHOICES = {
 
 
 class Absent(NamedTuple):
-    """A posterior of the run without usable predictions: its name, theirs where they are there but stale, and the reason."""
+    """A posterior of the run without usable predictions: its name, theirs where they are there but stale, the reason, whether it has any."""
 
     posterior: str
     name: str
     reason: str
+    is_predicted: bool = True
+
+
+def about(assertions: Sequence[Assertion], posterior: str, integrator: str) -> list[Assertion]:
+    """The assertions, those without a posterior about this one; but those that compare with it, or are about the features."""
+    return [
+        one._replace(left=one.left._replace(posterior=posterior, integrator=one.left.integrator or integrator))
+        if is_of_every(one) and not (isinstance(one.right, Quantity) and one.right.posterior == posterior)
+        else one
+        for one in assertions
+    ]
+
+
+def is_of_every(assertion: Assertion) -> bool:
+    """Whether an assertion names no posterior, and is not about the features."""
+    return assertion.left.posterior is None and set(of_features()).isdisjoint(assertion.left.choices)
 
 
 def check_names(assertions: Sequence[Assertion], rows: Sequence[Row], absent: Sequence[Absent] = ()) -> None:
@@ -132,12 +148,12 @@ def _absent_by_name(assertion: Assertion, rows: Sequence[Row], absent: Sequence[
 def _absent_of_all(
     assertion: Assertion, rows: Sequence[Row], absent: Sequence[Absent], references: Sequence[str]
 ) -> list[Row]:
-    """The failing checks of an assertion about every posterior: those that are absent, or have rows of other splits alone."""
+    """The failing checks of an assertion about every posterior: those that are stale, or have rows of other splits alone."""
     left, right = assertion.left, assertion.right
     if left.posterior is not None:
         known = {row["posterior"] for row in rows if left.posterior == row["posterior"]}
         return [_absent_check(assertion, one) for one in absent if one.posterior in known and _is_meant(left, one)]
-    if not set(of_features()).isdisjoint(left.choices):
+    if not is_of_every(assertion):
         return []
     others = {right.posterior} if isinstance(right, Quantity) else set()
     score = declared()[left.metric]
@@ -148,7 +164,7 @@ def _absent_of_all(
     kept = {_name(row) for row in _of_split(left, chosen, None)}
     split = _of_split(left, chosen, None)[0]["split"]
     elsewhere = {_name(row): row["posterior"] for row in chosen if _name(row) not in kept}
-    found = [one for one in absent if _is_meant(left, one)]
+    found = [one for one in absent if one.is_predicted and _is_meant(left, one)]
     found += [Absent(posterior, name, f"no predictions of split {split!r}") for name, posterior in elsewhere.items()]
     return [_absent_check(assertion, one) for one in found if others.isdisjoint((one.posterior, one.name))]
 
@@ -314,7 +330,8 @@ def _label(row: Row) -> str:
 
 def _sentence(check: Row) -> str:
     if check["integrator"] is None or check["split"] is None:
-        return f"{check['metric']} of {check['name']} is not known ({check['reason']}), asserted {check['expr']}"
+        way = f"predict {check['posterior']}, or name another: POSTERIOR.{check['metric']}"
+        return f"{check['metric']} of {check['name']} is not known ({check['reason']}), asserted {check['expr']}: {way}"
     title = posterior_title(check["posterior"], check["integrator"], check["name"])
     where = f"{check['metric']} of {title} ({check['integrator']}, {check['split']})"
     if "reason" in check:

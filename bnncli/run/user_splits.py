@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bnncli import data
-from bnncli.errors import BnnError, DataError, UsageError
+from bnncli.errors import DataError, UsageError
 from bnncli.likelihoods import why_unfit
 from bnncli.machine import user_code
 from bnncli.models import SavedModel, is_kind
@@ -60,19 +60,19 @@ def open_splits(
     saved: SavedModel | None,
     *,
     seed: int,
-    unreadable: Callable[[str, BnnError], None],
     memory: Callable[[str], data.Memory | None],
     ood: Sequence[str] = (),
     shift: data.Shift | None = None,
+    classes: tuple[str, ...] | None = None,
 ) -> list[data.InputSplit]:
     """Every split that --data, --ood and --hold-out name, opened and checked; train first.
 
     Args:
         seed: chooses the rows that --hold-out moves.
-        unreadable: told the names of the splits whose data cannot be read, and why, before that is raised.
         memory: of the data of a split, by its name.
         ood: splits without labels, each as SPLIT=SPEC.
         shift: what is done to the images of all of them.
+        classes: names of the network's outputs; None: those that the saved model has.
 
     Raises:
         UsageError: a name twice, a malformed spec.
@@ -85,22 +85,17 @@ def open_splits(
         crop=options.crop,
         transform=None if saved is None else saved.transform,
     )
+    if classes is None and saved is not None:
+        classes = saved.classes
     splits: dict[str, data.InputSplit] = {}
     for flag, texts in (("\0data\0", options.data), ("\0ood\0", ood)):
         for text in texts:
             name, spec = data.parse_split(text, option=flag)
             if name in splits:
                 raise UsageError(f"{flag}: split {name!r} is named twice")
-            try:
-                split = data.load_split(
-                    spec, name=name, preprocess=preprocess, takes_any_labels=True, memory=memory(name)
-                )
-                split = replace(split.as_ood() if flag == "\0ood\0" else split, shift=shift)
-                splits[name] = data.matched_to(split, None if saved is None else saved.classes)
-            except BnnError as error:
-                for one in (name, *(held.split("=")[0] for held in options.hold_out if f"={name}:" in held)):
-                    unreadable(one, error)
-                raise
+            split = data.load_split(spec, name=name, preprocess=preprocess, takes_any_labels=True, memory=memory(name))
+            split = replace(split.as_ood() if flag == "\0ood\0" else split, shift=shift)
+            splits[name] = data.matched_to(split, classes)
     for text in options.hold_out:
         splits = data.hold_out(splits, text, seed=seed)
     return sorted(splits.values(), key=lambda split: split.name != "train")

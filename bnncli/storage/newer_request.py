@@ -1,6 +1,6 @@
 """A note beside features of which newer ones were asked for in vain: whatever is made of them now would be of old data.
 
-extract-features leaves it before it works on changed data, or where it fails or refuses, and takes it away when the
+extract-features leaves it once the data are opened and differ, before it works on them, and takes it away when the
 features are what was asked for last. A command that was killed in between leaves it as well. A note about the very
 request that the features are of (the command died between publishing and taking it away) says nothing.
 """
@@ -39,7 +39,7 @@ def leave_note(target: Path, *, reason: str, request: str | None, together: Mapp
 
     Args:
         reason: why not, in words.
-        request: its request_digest; None where the data could not be read.
+        request: its request_digest; None where it is not known.
         together: the request_digest of every artifact that takes its name with this one, by its stem.
 
     Raises:

@@ -40,6 +40,7 @@ BESIDE = {
     "predict follow": ["--table", "t.csv"],
     "predict idle": ["--follow", "d", "--table", "t.csv"],
     "extract-features autocast": ["--model", "mlp", "--data", "train=npz:f"],
+    "extract-features classes": ["--model", "mlp", "--data", "train=npz:f"],
     "fit-laplace trust-code": ["--layers", "all"],
     "fit-laplace curvature": ["--layers", "all"],
     "fit-laplace rank": ["--layers", "all", "--structure", "low-rank"],

@@ -46,7 +46,7 @@ ARRAYS: dict[str, tuple[dict[str, Any], tuple[str, ...], int, str]] = {
     "neither": ({"a": PROBS * 7}, (), 65, "neither probabilities nor surely logits"),
     "called logits": ({"logits": PROBS}, (), 65, "is called logits, and its rows are probabilities; say which"),
     "label out of range": ({"probs": PROBS, "y": np.where(LABELS == 2, 7, LABELS)}, (), 65, "has label 7, expected 0 to 2"),
-    "counted from 1": ({"probs": PROBS, "y": LABELS + 1}, (), 65, "are they counted from 1?"),
+    "counted from 1": ({"probs": PROBS, "y": LABELS + 1}, (), 65, "subtract 1: classes count from 0"),
     "negative label": ({"probs": PROBS, "y": LABELS - 1}, (), 65, "has -1"),
     "float labels": ({"probs": PROBS, "y": LABELS.astype(float)}, (), 65, "got float64; save labels.astype('int64')"),
     "one-hot labels": ({"probs": PROBS, "y": np.eye(3)[LABELS]}, (), 65, "(one-hot?); save labels.argmax(1)"),

@@ -32,7 +32,7 @@ MATCHES = {
     ("cat", "dog"): (("dog", "cat"), [1, 0]),
     ("neg", "pos"): (("POS", " Neg"), [1, 0]),
     ("b", "c"): (("a", "b", "c"), [1, 2]),  # some of the classes alone
-    ("0", "10", "2"): (tuple("abcdefghijk"), [0, 10, 2]),  # numbers are the model's own
+    ("0", "10", "2"): (tuple("abcdefghijk"), [0, 2, 10]),  # numbers are the model's own
     ("1", "2"): (("2", "1"), [1, 0]),  # and names where it has names like them
     ("A", "a"): (("a", "A"), [1, 0]),
 }
@@ -57,6 +57,25 @@ def test_whole_numbers_are_the_models_own(tmp_path: Path) -> None:
 def test_a_model_that_names_no_classes_leaves_the_datas(tmp_path: Path) -> None:
     split = split_of(tmp_path, "cat", "dog")
     assert matched_to(split, None) is split
+
+
+@pytest.mark.parametrize(("names", "expected"), [(("0", "10", "2"), [0, 2, 10]), (("1", "0010"), [1, 10])])
+def test_folders_that_are_numbers_are_these_numbers(
+    tmp_path: Path, names: tuple[str, ...], expected: list[int]
+) -> None:
+    split = matched_to(split_of(tmp_path, *names), None)
+    assert labels_of(split) == expected
+    assert split.classes is None
+
+
+@pytest.mark.parametrize(
+    ("names", "message"), [(("1", "01"), "the classes '01', '1' are the same number"), (("1", "99999999"), "expected at most 999999")]
+)  # fmt: skip
+def test_folders_that_are_no_numbers_of_classes_are_refused(
+    tmp_path: Path, names: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        matched_to(split_of(tmp_path, *names), None)
 
 
 def test_other_classes_are_no_error_where_they_are_out_of_distribution(tmp_path: Path) -> None:

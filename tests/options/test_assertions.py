@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -203,11 +204,12 @@ STALE = Absent("refine", "refine.mc", "it is stale")
 
 
 def test_what_is_asserted_of_every_posterior_fails_for_one_that_is_absent() -> None:
-    checks = hold_against([assertion("nll<1")], ROWS, [STALE, Absent("hmc", "hmc", "it has no predictions")])
+    unpredicted = Absent("hmc", "hmc", "it has no predictions", is_predicted=False)
+    checks = hold_against([assertion("nll<1"), assertion("hmc.nll<1")], ROWS, [STALE, unpredicted])
     assert [check["holds"] for check in checks] == [True, True, True, False, False]
     assert failure_text(checks) == (
-        "nll of refine.mc is not known (it is stale), asserted nll<1; "
-        "nll of hmc is not known (it has no predictions), asserted nll<1"
+        "nll of refine.mc is not known (it is stale), asserted nll<1: predict refine, or name another: POSTERIOR.nll; "
+        "nll of hmc is not known (it has no predictions), asserted hmc.nll<1: predict hmc, or name another: POSTERIOR.nll"
     )
 
 
@@ -299,6 +301,20 @@ def test_a_wrong_assertion_is_told_before_any_work(cli: Cli, small_run: Path) ->
         assert (done.code, done.stdout, list(metrics_of(small_run).iterdir())) == (code, "", [])
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--assert", "map.accuracy@val>=90"), "write map.accuracy@val>=0.9"),
+        (("--assert", "ece-low<=2"), "write ece-low<=0.02"),
+        (("--assert", "f1>=0.9"), "did you mean 'macro_f1'?"),
+        (("--metric", "acc"), "did you mean 'accuracy' or 'balanced_accuracy'"),
+    ],
+)
+def test_what_was_meant_is_told(cli: Cli, small_run: Path, words: tuple[str, ...], hint: str) -> None:
+    done = cli("evaluate", small_run, *words)
+    assert (done.code, f"hint: {hint}" in done.stderr) == (2, True), done.stderr
+
+
 def test_assertions_come_from_a_configuration_file_and_the_environment(
     cli: Cli, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,11 +355,19 @@ def test_a_stale_posterior_is_not_passed_over_by_an_assertion(
     assert {c["posterior"] for c in document["checks"] if not c["holds"]} == {"laplace", "refine", "hmc"}
 
 
-def test_a_posterior_without_predictions_fails_what_is_asserted_of_all(cli: Cli, small_run: Path) -> None:
+def test_a_posterior_without_predictions_fails_what_is_asserted_of_it_and_no_other(cli: Cli, small_run: Path) -> None:
     assert cli("fit-laplace", small_run, "--prior-precision", 3, "--name", "new").code == 0
-    done = cli("evaluate", small_run, "--assert", "nll<100")
-    assert (done.code, "nll of new is not known (it has no predictions)" in done.stderr) == (3, True)
-    assert cli("evaluate", small_run, "--assert", "nll<100", "--posterior", "map").code == 0
+    assert cli("evaluate", small_run, "--assert", "nll<100").code == 0
+    for text in ("new.nll<100", "laplace.nll<new.nll"):
+        done = cli("evaluate", small_run, "--assert", text)
+        assert (done.code, "nll of new is not known (it has no predictions)" in done.stderr) == (3, True), done.stderr
+
+
+def test_the_lines_of_the_readme_go_together(cli: Cli, small_run: Path) -> None:
+    shutil.rmtree(small_run.with_name("small.bnn") / "predictions")
+    shutil.rmtree(metrics_of(small_run))
+    assert cli("predict", small_run, "--posterior", "laplace").code == 0
+    assert cli("evaluate", small_run, "--split", "test", "--assert", "ece-low<=0.9").code == 0
 
 
 def test_ends_of_intervals_and_excess_are_asserted_from_the_command_line(cli: Cli, small_run: Path) -> None:

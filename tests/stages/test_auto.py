@@ -185,7 +185,7 @@ def test_a_run_without_val_labels_is_refused(cli: Cli, tmp_path: Path) -> None:
     assert (done.code, "no labelled val split" in done.stderr) == (66, True)
 
 
-def test_a_damaged_or_stale_recommendation_is_not_used(cli: Cli, tmp_path: Path) -> None:
+def test_a_damaged_recommendation_is_refused_where_no_posterior_is_named(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
     found = auto(cli, run)
     path = Path(found["outputs"][0]["path"])
@@ -194,6 +194,37 @@ def test_a_damaged_or_stale_recommendation_is_not_used(cli: Cli, tmp_path: Path)
     document["rows"][0]["nll"] = 0.0
     path.write_text(json.dumps(document, sort_keys=True, indent=1) + "\n")
     done = cli("predict", run, "--split", "test")
-    assert done.code == 0
-    assert "the recommendation of auto is not used" in done.stderr
+    assert done.code == 65
+    assert "the recommendation of auto cannot be used" in done.stderr
+    assert "--posterior NAME" in done.stderr
+    assert cli("predict", run, "--split", "test", "--posterior", "all").code == 0
     assert len(list((tmp_path / "run.bnn/predictions").iterdir())) > 1
+
+
+def test_a_stale_recommendation_is_refused_where_no_posterior_is_named(cli: Cli, tmp_path: Path) -> None:
+    arrays = separable(300, 4, scale=3.0)
+    run = new_run(cli, tmp_path / "run", arrays)
+    auto(cli, run)
+    new_run(cli, run, {**arrays, "features_val": arrays["features_val"] + 1}, "--force")
+    done = cli("predict", run, "--split", "test")
+    assert (done.code, "the recommendation of auto cannot be used" in done.stderr) == (65, True), done.stderr
+    assert cli("predict", run, "--split", "test", "--posterior", "map").code == 0
+
+
+def test_what_is_asserted_of_no_posterior_is_asserted_of_the_one_that_auto_recommends(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
+    (chosen,) = [row for row in auto(cli, run)["rows"] if row["is_recommended"]]
+    name = chosen["posterior"]
+    assert cli("predict", run).code == 0
+    assert cli("predict", run, "--posterior", "all").code == 0
+    done = cli("evaluate", run, "--assert", "nll<100", "--assert", "accuracy-low>=0", "--json")
+    assert done.code == 0, done.stderr
+    assert {(check["posterior"], check["integrator"]) for check in done.json["checks"]} == {
+        (name, chosen["integrator"])
+    }
+    assert f"nll<100 is asserted of {name} by {chosen['integrator']}, as auto recommends" in done.stderr
+    others = cli("evaluate", run, "--assert", f"nll<{name}.nll", "--json").json["checks"]
+    assert others
+    assert name not in {check["posterior"] for check in others}
+    named = cli("evaluate", run, "--assert", "nll<100", "--posterior", "map", "--json").json["checks"]
+    assert {check["posterior"] for check in named} == {"map"}

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from problems.command_line import Cli
 
+from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
 
 Arrays = dict[str, np.ndarray]
@@ -174,3 +175,82 @@ def test_a_later_split_of_flatten_has_the_classes_of_train(cli: Cli, tmp_path: P
     assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
     assert cli("predict", run).code == 0
     assert read_predictions(tmp_path / "run.bnn/predictions/laplace.mc/new.h5").probs.shape == (6, 4)
+
+
+def write_table(folder: Path, named: tuple[str, ...]) -> str:
+    """A table of inputs whose labels are what the network predicts, by these names of its outputs; its spec."""
+    rows = np.random.default_rng(2).normal(size=(30, 48)).astype(np.float32)
+    layers = torch.load(folder / "net.pt")
+    hidden = torch.from_numpy(rows) @ layers["1.weight"].T + layers["1.bias"]
+    predicted = (hidden @ layers["2.weight"].T + layers["2.bias"]).argmax(1).tolist()
+    lines = [",".join([*(f"{value:.9g}" for value in row), named[k]]) for row, k in zip(rows, predicted, strict=True)]
+    (folder / "table.csv").write_text("\n".join([",".join([*(f"x{k}" for k in range(48)), "label"]), *lines, ""]))
+    return f"csv:{folder}/table.csv:x={'+'.join(f'x{k}' for k in range(48))}"
+
+
+OUTPUTS = ("neutral", "contradiction", "entailment")  # in the order of the network's
+
+
+def accuracy(cli: Cli, folder: Path, *given: str) -> tuple[float, str]:
+    """That of the network on the table, and what was said."""
+    done = cli("extract-features", *words(folder), *given, "--force")
+    assert done.code == 0, done.stderr
+    content = read_features(folder / "net.pt.bnn/features/train.h5")
+    assert content.head_weight is not None
+    assert content.labels is not None
+    logits = content.features @ content.head_weight.T + content.head_bias
+    return float((logits.argmax(1) == content.labels).mean()), done.stderr
+
+
+@pytest.mark.parametrize("form", ["a,b,c", "file"])
+def test_names_are_numbered_in_alphabetical_order_which_is_told_and_can_be_changed(
+    cli: Cli, folder: Path, form: str
+) -> None:
+    shutil.rmtree(folder / "net.pt.bnn")
+    data = ("--data", f"train={write_table(folder, OUTPUTS)}")
+    found, said = accuracy(cli, folder, *data)
+    assert found < 1
+    assert "labels: contradiction=0, entailment=1, neutral=2, in alphabetical order; --classes FILE or a,b,c" in said
+    (folder / "names.txt").write_text("\n".join(OUTPUTS))
+    classes = ",".join(OUTPUTS) if form == "a,b,c" else str(folder / "names.txt")
+    found, said = accuracy(cli, folder, *data, "--classes", classes)
+    assert found == 1
+    assert "in alphabetical order" not in said
+    again = ("--data", f"again={data[1][6:]}", "--keep-features", "--table", folder / "t.csv", "--trust-code")
+    done = cli("predict", folder / "net.pt", "--posterior", "map", *again)
+    assert done.code == 0, done.stderr
+    assert tuple(read_features(folder / "net.pt.bnn/features/again.h5").classes) == OUTPUTS
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [("a,b", "expected 3 names, one an output of the network; got 2"), ("a", "at least two"), ("a,b,a", "'a' twice")],
+)
+def test_classes_that_the_network_cannot_have_are_refused(cli: Cli, folder: Path, classes: str, message: str) -> None:
+    done = cli(
+        "extract-features", *words(folder), "--data", f"new={new_data(folder, 'npz with y')}", "--classes", classes
+    )
+    assert (done.code, message in done.stderr) == (2, True), done.stderr
+
+
+def test_folders_that_are_numbers_agree_with_labels_that_are_numbers(cli: Cli, folder: Path) -> None:
+    shutil.rmtree(folder / "net.pt.bnn")
+    draw_images(folder / "numbered" / "2", 4, 0)
+    splits = ("--data", f"train={new_data(folder, 'npz with y')}", "--data", f"test=images:{folder}/numbered")
+    assert cli("extract-features", *words(folder), *splits).code == 0
+    labels = read_features(folder / "net.pt.bnn/features/test.h5").labels
+    assert labels is not None
+    assert labels.tolist() == [2, 2, 2, 2]
+
+
+def test_labels_that_count_from_1_and_names_of_files_that_are_nearly_right_are_told(cli: Cli, folder: Path) -> None:
+    rows = np.zeros((6, 3, 4, 4), np.float32)
+    np.savez(folder / "one.npz", x=rows, y=1 + np.arange(6) % 3)
+    done = cli("extract-features", *words(folder), "--data", f"new=npz:{folder}/one.npz")
+    assert (done.code, "if the labels count from 1, subtract 1" in done.stderr) == (65, True), done.stderr
+    (folder / "points.csv").write_text("text,label\na,7.0\nb,2.0\n")
+    done = cli("extract-features", *words(folder), "--data", f"new=csv:{folder}/points.csv")
+    assert (done.code, "row 0 has '7.0'\nhint: write 7: no decimal point" in done.stderr) == (65, True), done.stderr
+    for line in (["nett.pt", "--model", "net.py:make", "--data", f"new=npz:{folder}/one.npz"], [*words(folder), "--data", "new=npz:onne.npz"]):  # fmt: skip
+        done = cli("extract-features", *line)
+        assert (done.code, "hint: did you mean 'net.pt'?" in done.stderr or "'one.npz'?" in done.stderr) == (66, True)

@@ -335,3 +335,70 @@ def test_probabilities_are_scored_without_torch(folder: Path) -> None:
     loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert done.returncode == 0
     assert not loaded & {"torch", "pyro", "sklearn", "pandas", "matplotlib"}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "npz"])
+def test_the_probability_of_the_predicted_class_is_not_taken_for_that_of_class_1(
+    cli: Cli, small_run: Path, tmp_path: Path, suffix: str
+) -> None:
+    table = tmp_path / f"t.{suffix}"
+    words = ("predict", small_run, "--posterior", "laplace", "--split", "test", "--table", table)
+    assert cli(*words).code == 0
+    done = cli("score", table)
+    assert (done.code, "predict --probabilities" in done.stderr) == (65, True), done.stderr
+
+
+def test_a_column_of_ones_own_beside_predicted_classes_is_refused(cli: Cli, folder: Path) -> None:
+    write_csv("own.csv", {"predicted": [0, 1, 1], "probability": [0.9, 0.8, 0.7], "label": [0, 1, 0]})
+    done = cli("score", "own.csv")
+    assert (done.code, "p_NAME" in done.stderr) == (65, True), done.stderr
+
+
+def test_logits_that_contradict_probabilities_beside_them_are_refused(
+    cli: Cli, folder: Path, logits: np.ndarray, probs: np.ndarray, labels: np.ndarray
+) -> None:
+    expected = values_of(cli, "p.npz")
+    np.savez("both.npz", probs=probs, logits=logits.astype(np.float16), label=labels)
+    assert same(values_of(cli, "both.npz"), expected)
+    np.savez("both.npz", probs=probs, logits=-logits, label=labels)
+    named = {f"{kind}_{k}": array[:, k] for kind, array in (("p", probs), ("logit", -logits)) for k in range(3)}
+    write_csv("both.csv", {**named, "label": labels})
+    apart = np.abs(softmax(-logits) - probs).max()
+    for file, column in (("both.npz", "probs"), ("both.csv", "p_*")):
+        done = cli("score", file)
+        assert (done.code, f"differ by up to {apart:.3g}" in done.stderr) == (65, True), done.stderr
+        assert same(values_of(cli, f"{file}:probs={column}"), expected)
+
+
+def test_labels_that_are_numbers_need_columns_whose_order_is_known(
+    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray
+) -> None:
+    two = probs[:, :2] / probs[:, :2].sum(axis=1, keepdims=True)
+    numbers = np.minimum(labels, 1)
+    np.savez("two.npz", probs=two, label=numbers)
+    np.save("y.npy", numbers)
+    expected = values_of(cli, "two.npz")
+    write_csv("sorted.csv", {"p_neg": two[:, 0], "p_pos": two[:, 1], "label": numbers})
+    write_csv("turned.csv", {"p_pos": two[:, 1], "p_neg": two[:, 0], "label": numbers})
+    write_csv("alone.csv", {"p_pos": two[:, 1], "p_neg": two[:, 0]})
+    write_csv("names.csv", {"p_pos": two[:, 1], "p_neg": two[:, 0], "label": np.array(["neg", "pos"])[numbers]})
+    assert same(values_of(cli, "sorted.csv"), expected)
+    assert same(values_of(cli, "names.csv", "--metric", "nll"), {'["nll"]': expected['["nll"]']})
+    for words in (("turned.csv",), ("turned.csv:probs=p_*",), ("alone.csv", "--labels", "y.npy"), ("alone.csv", "--labels", "sorted.csv")):  # fmt: skip
+        done = cli("score", *words)
+        assert (done.code, "FILE:probs=p_pos+p_neg" in done.stderr) == (65, True), done.stderr
+    assert same(values_of(cli, "turned.csv:probs=p_neg+p_pos"), expected)
+    assert same(values_of(cli, "alone.csv:probs=p_neg+p_pos", "--labels", "y.npy"), expected)
+
+
+def test_numbers_of_a_column_that_names_its_classes_are_classes_by_name(
+    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    features = {"label": {"names": list(CLASSES), "_type": "ClassLabel"}}
+    said = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
+    columns = {f"p_{CLASSES[k]}": probs[:, k] for k in (2, 0, 1)}
+    table = pyarrow.table({**columns, "label": labels}).replace_schema_metadata(said)
+    pytest.importorskip("pyarrow.parquet").write_table(table, "named.parquet")
+    found, expected = (values_of(cli, file, "--metric", "nll") for file in ("named.parquet", "p.npz"))
+    assert same(found, expected)

@@ -11,6 +11,7 @@ from bnncli.options import AutoOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split
+from bnncli.run.network_fit import check_network_fits
 from bnncli.run.produce import Request, produce
 from bnncli.run.recommendation import judged_before
 from bnncli.run.session import Result, Run, Table
@@ -45,6 +46,7 @@ def run(run: Run, options: AutoOptions) -> Result:
             path=run.folder.features("val"),
         )
     val = load_split(run, "val")
+    check_network_fits(run, ("train", "val"), is_accepted=options.accept_poor_network)
     run.require_device()
     seconds = options.budget_seconds
     voice = LimitedVoice(run.console, None if seconds is None else time.monotonic() + seconds)

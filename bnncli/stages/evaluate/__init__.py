@@ -10,6 +10,7 @@ from typing import Any
 from bnncli.errors import CheckFailed, MissingInput, OutputExists
 from bnncli.machine.team import is_leader
 from bnncli.options import EvaluateOptions, InputOptions
+from bnncli.options.assertions import Assertion
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.declaration import spelled
 from bnncli.run import revisions as _revisions
@@ -17,7 +18,8 @@ from bnncli.run.class_table import class_table, with_classes, without_classes
 from bnncli.run.decisions import ScoredDecisions
 from bnncli.run.prediction_groups import PredictionGroup, Skipped, open_groups
 from bnncli.run.produce import Computed, Request, produce
-from bnncli.run.score_assertions import Absent, check_names, failure_text, hold_against
+from bnncli.run.recommendation import recommended
+from bnncli.run.score_assertions import Absent, about, check_names, failure_text, hold_against, is_of_every
 from bnncli.run.score_rows import PredictedSplit, group_rows, warn_of_rare_classes
 from bnncli.run.score_table import score_table
 from bnncli.run.session import Result, Run
@@ -38,7 +40,7 @@ COMMAND = Command(
     "One row for each posterior, integrator and in-distribution split. Numbers with all the choices that define them "
     "are in metrics/<posterior>.<integrator>.json and in --json. Undefined scores are null with a reason. Scores of the "
     "features alone (--score knn) have a row called features, in metrics/features.none.json. An assertion "
-    "(--assert) without a posterior is about every one but that on its right; without a split about test; without "
+    "(--assert) without a posterior is about the one that auto recommends, else about every one with predictions but that on its right; without a split about test; without "
     "choices about the usual form of a score.",
     (EvaluateOptions, InputOptions, *COMPUTE),
     (
@@ -59,7 +61,8 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     groups = open_groups(run, **named, layers=options.layers, skipped=skipped)
     absent = [Absent(*one) for one in skipped]
     check_true_inputs(groups, options.settings["true_inputs"])
-    check_names(options.assertions, [row for group in groups for row in _row_names(options, group)], absent)
+    assertions = _assertions(run, options)
+    check_names(assertions, [row for group in groups for row in _row_names(options, group)], absent)
     is_drawn = options.plot is not None and is_leader()
     plots = planned_plots(run, groups, options.split, Path(str(options.plot))) if is_drawn else []
     warn_of_rare_classes(run, options, groups)
@@ -80,7 +83,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     if not run.write.dry_run:
         used = {one.name: one for one in (references.for_posterior(group.posterior_path) for group in groups)}
         against = [*used, *([fidelity.name] if fidelity is not None else [])]
-        total.extra["checks"] = checks = hold_against(options.assertions, rows, absent, references=against)
+        total.extra["checks"] = checks = hold_against(assertions, rows, absent, references=against)
         total.add(draw_plots(run, plots, rows))
         if not options.curves:
             rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
@@ -102,6 +105,20 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         total.add(draw_plots(run, plots, []))
     total.extra["rows"] = rows
     return total
+
+
+def _assertions(run: Run, options: EvaluateOptions) -> list[Assertion]:
+    """The assertions, those without a posterior about the one that auto recommends, where none were selected."""
+    every = [one for one in options.assertions if is_of_every(one)]
+    if not every or options.posterior or options.integrator or options.layers is not None:
+        return [*options.assertions]
+    found = recommended(run)
+    if found is None:
+        return [*options.assertions]
+    run.console.info(
+        f"{every[0]} is asserted of {found.posterior} by {found.integrator}, as auto recommends; write POSTERIOR.{every[0]} for another"
+    )
+    return about(options.assertions, found.posterior, found.integrator)
 
 
 def _with_curves(

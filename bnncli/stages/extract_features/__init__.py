@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import BnnError
+import numpy as np
+
 from bnncli.machine.team import crew
 from bnncli.models import SavedModel
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run.model_files import own_files
+from bnncli.run.network_fit import MISREAD, recorded_fit
 from bnncli.run.session import Result, Run
 from bnncli.stages.extract_features.from_arrays import from_arrays
 from bnncli.stages.extract_features.from_network import NetworkExtraction
 from bnncli.stages.extract_features.lent import lend_to_first
-from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable
+from bnncli.stages.extract_features.newer_requests import note_changed
 from bnncli.stages.extract_features.no_model import own_model_told
 from bnncli.stages.extract_features.splits import saved_model
 from bnncli.stages.extract_features.trained_here import with_recorded
 from bnncli.stages.extract_features.trained_map import make_map
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import FeatureFile
 
 COMMAND = Command(
@@ -45,7 +50,9 @@ def run(run: Run, options: ExtractFeaturesOptions) -> Result:
     has_own = own_files(saved, Path(run.arguments["ckpt"])) is not None
     run.is_named = options.from_npz is not None or options.model == NO_NETWORK or has_own
     if options.from_npz is not None:
-        return from_arrays(run, options)
+        result = from_arrays(run, options)
+        _tell_fits(run, result, lambda name: "features or a head of another network")
+        return result
     others = crew()
     if others is not None and not others.is_leader:
         return lend_to_first(run, options, saved, others)
@@ -61,12 +68,46 @@ def run(run: Run, options: ExtractFeaturesOptions) -> Result:
 def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None) -> Result:
     """The features of the splits that go through the network, and that as the posterior `map`."""
 
-    def unreadable(name: str, error: BnnError) -> None:
-        note_unreadable(run, [name], error)
-
     def trained(first: FeatureFile, recorded: dict[str, Any] | None) -> list[Result]:
         return [] if options.model == NO_NETWORK else [make_map(run, options, first, recorded)]
 
-    extraction = NetworkExtraction(run, options, saved, unreadable)
+    extraction = NetworkExtraction(run, options, saved)
     note_changed(run, extraction.requests)
-    return extraction.result(also=trained)
+    result = extraction.result(also=trained)
+    _tell_fits(run, result, partial(_causes, extraction))
+    return result
+
+
+def _tell_fits(run: Run, result: Result, causes: Callable[[str], str]) -> None:
+    """Say how well the network fits each labelled split, and warn where its inputs or labels were probably misread.
+
+    Args:
+        causes: tells what may be wrong with the inputs of a split.
+    """
+    written = [] if run.write.dry_run else [Path(one["path"]) for one in result.outputs if one["role"] != "map"]
+    found = {path.stem: fit for path in written if (fit := recorded_fit(read_header(path))) is not None}
+    if not found:
+        return
+    result.extra["network_fit"] = {name: fit.to_json() for name, fit in found.items()}
+    result.summary += [fit.sentence(name) for name, fit in found.items()]
+    misread = {name: fit for name, fit in found.items() if fit.verdict == MISREAD}
+    if misread:
+        likely = ["order or names of the classes", "labels that count from 1"]
+        if not all(fit.relabelled for fit in misread.values()):
+            likely.insert(0, causes(next(name for name, fit in misread.items() if not fit.relabelled)))
+        doubts = "; ".join(fit.doubt(name) for name, fit in misread.items())
+        run.console.warn(
+            f"the network probably misreads its inputs or labels: {doubts}. Likely causes: {', '.join(likely)}"
+        )
+
+
+def _causes(extraction: NetworkExtraction, name: str) -> str:
+    """Return what may be wrong with the inputs of a split of this kind of data."""
+    split = next(one for one in extraction.splits if one.name == name)
+    if split.preprocess.transform is None:
+        first = next(iter(split.take(np.arange(1)).batches(1))).inputs
+        if not isinstance(first, Mapping) and first.ndim == 4:
+            better = extraction.better_scaling(name)
+            found = "\0mean\0 or \0std\0 missing or wrong" + (f" ({better})" if better else "")
+            return f"{found}, channels in another order (RGB, BGR), pixels in 0..255 in place of 0..1"
+    return "inputs scaled or prepared otherwise than in training"

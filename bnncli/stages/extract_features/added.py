@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from bnncli.errors import BnnError, OutputExists
+from bnncli.errors import OutputExists
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.command_line import CommandLine
 from bnncli.run.recorded_network import RecordedNetwork
@@ -31,7 +31,7 @@ class AddedSplits:
         line = CommandLine.of("extract-features", str(run.arguments["ckpt"]), options)
         maker = replace(run, command=line.command, line=line)
         self._recorded, network = recorded, recorded.network
-        self._extraction = NetworkExtraction(maker, options, network.saved, _told, opened=network)
+        self._extraction = NetworkExtraction(maker, options, network.saved, opened=network)
         self.splits = self._extraction.splits
 
     def check_replaces_none(self) -> None:
@@ -56,7 +56,3 @@ def _options_of(recorded: RecordedNetwork) -> ExtractFeaturesOptions:
         asked = {name: params[name] for name in names if params[name] is not None}
         placeholder = {"data": ["\0"]}  # a network is asked for with data
         return ExtractFeaturesOptions(**asked | placeholder | {"model": recorded.network.spec})
-
-
-def _told(name: str, error: BnnError) -> None:
-    """The error is said; the splits that are there are no older requests for these data."""

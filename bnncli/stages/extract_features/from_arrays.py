@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from bnncli import data
-from bnncli.errors import BnnError
 from bnncli.likelihoods import BINARY
 from bnncli.numerics.digests import json_sha256
 from bnncli.options import ExtractFeaturesOptions
@@ -16,7 +15,7 @@ from bnncli.run.produce import Computed
 from bnncli.run.produce_together import Work
 from bnncli.run.session import Result, Run
 from bnncli.run.user_splits import check_outputs
-from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable, settle
+from bnncli.stages.extract_features.newer_requests import note_changed, settle
 from bnncli.stages.extract_features.one_split import (
     finished,
     head_of,
@@ -25,7 +24,7 @@ from bnncli.stages.extract_features.one_split import (
     split_request,
     without_rows,
 )
-from bnncli.stages.extract_features.ready_splits import ReadyHead, head_of_run, open_ready_splits, splits_of_npz
+from bnncli.stages.extract_features.ready_splits import ReadyHead, head_of_run, open_ready_splits
 from bnncli.stages.extract_features.same_head import check_same_head
 from bnncli.stages.extract_features.splits import check_two_classes, likelihood_beside
 from bnncli.stages.extract_features.trained_map import make_map
@@ -35,11 +34,7 @@ from bnncli.storage.provenance import Source
 
 def from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     """Write a feature file for every split of the npz file; the network as trained where a head is known."""
-    try:
-        splits, arrays = open_ready_splits(options, seed=hold_out_seed(run))
-    except BnnError as error:
-        note_unreadable(run, splits_of_npz(run, Path(str(options.from_npz))), error)
-        raise
+    splits, arrays = open_ready_splits(options, seed=hold_out_seed(run))
     if arrays.head_weight is None:
         head = head_of_run(run, splits, arrays.num_features)
     else:

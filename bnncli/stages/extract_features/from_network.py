@@ -8,7 +8,7 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from bnncli import data
-from bnncli.errors import BnnError, DataError
+from bnncli.errors import DataError
 from bnncli.machine.team import crew
 from bnncli.models import SavedModel
 from bnncli.options import ExtractFeaturesOptions
@@ -52,14 +52,12 @@ class NetworkExtraction:
 
     Attributes:
         saved: the model of KIND:PLACE.
-        unreadable: told the name of a split whose data cannot be read, and why, before that is raised.
         opened: the network, where somebody has opened it already.
     """
 
     run: Run
     options: ExtractFeaturesOptions
     saved: SavedModel | None
-    unreadable: Callable[[str, BnnError], None]
     opened: Network | None = None
     _heads: dict[str, FeatureFile] = field(default_factory=dict)
 
@@ -74,10 +72,10 @@ class NetworkExtraction:
             self.options,
             self.saved,
             seed=hold_out_seed(self.run),
-            unreadable=self.unreadable,
             memory=self._known,
             ood=self.options.ood,
             shift=shift_asked(self.run, self.options),
+            classes=self.options.class_names,
         )
 
     @cached_property
@@ -109,9 +107,14 @@ class NetworkExtraction:
             self._known(split.name).keep()
         return finished(self.run, results)
 
+    def better_scaling(self, name: str) -> str | None:
+        """Return the scaling by which a misread split fits far better, where the network was opened for its features."""
+        split = next(one for one in self.splits if one.name == name)
+        return self._network().better_scaling(split) if self._network.cache_info().currsize else None
+
     @cached_property
     def _likelihood(self) -> str | None:
-        return likelihood_of_splits(self.run, self.options, self.saved, self.splits, unreadable=self.unreadable)
+        return likelihood_of_splits(self.run, self.options, self.saved, self.splits)
 
     def _open_network(self) -> NetworkFeatures:
         """The network that the splits go through, its checkpoint read."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from bnncli.errors import BnnError
 from bnncli.machine.team import Team
 from bnncli.models import SavedModel
 from bnncli.options import ExtractFeaturesOptions
@@ -26,10 +25,10 @@ def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
         options,
         saved,
         seed=hold_out_seed(run),
-        unreadable=_nothing,
         memory=lambda name: KnownData(run.folder.features(name)),
         ood=options.ood,
         shift=shift_asked(run, options),
+        classes=options.class_names,
     )
     from bnncli.run import turns  # here, for torch
     from bnncli.stages.extract_features.network import network_of
@@ -53,7 +52,3 @@ def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
         )
         turns.lend(batches, crew)
     return Result()
-
-
-def _nothing(name: str, error: BnnError) -> None:
-    """The first process notes what cannot be read."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from bnncli.data import InputSplit
+from bnncli.data import InputSplit, Preprocess
+from bnncli.errors import BnnError
 from bnncli.extraction import padding
-from bnncli.extraction.features import Extracted, Head
+from bnncli.extraction.features import Extracted, Head, collect
 from bnncli.extraction.head import check_link
 from bnncli.models import Published, SavedModel
 from bnncli.names import listed, percent
 from bnncli.options import ExtractFeaturesOptions
+from bnncli.progress import SILENT
 from bnncli.run.network import Network
+from bnncli.run.network_fit import NetworkFit, fit_of
 from bnncli.run.produce import Request
 from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
@@ -27,6 +32,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_TRIED_ROWS = 256
+_MUCH_BETTER = 0.2  # of accuracy: five standard errors or more of so many rows
+_SCALINGS = (((0,), (1,)), ((0,), (255,)), ((0,), (1 / 255,)), ((0.5,), (0.5,)))  # mean and deviation
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 MUCH = 0.1  # of the logits' spread: more than that changes what a posterior says of an example
 
 
@@ -90,7 +99,7 @@ class NetworkFeatures:
     def classes(self) -> list[str]:
         """Names of the classes; without a head as many as the labels show."""
         if self.head is not None:
-            names = class_names(self.splits, self.head.layout.num_classes, self.network.saved)
+            names = class_names(self.splits, self.head.layout.num_classes, self.network.saved, self.options.class_names)
             if isinstance(self.network.saved, Published) and self.network.saved.published_classes(len(names)) == (
                 *names,
             ):
@@ -104,9 +113,11 @@ class NetworkFeatures:
 
     def _classes_shown(self) -> list[str]:
         """As many as the labels show."""
+        if self.options.class_names is not None:
+            return list(self.options.class_names)
         named = [split for split in self.splits if split.classes and not split.is_ood]
         if named:
-            return class_names(self.splits, len(named[0].classes or ()), None)
+            return class_names(self.splits, len(named[0].classes or ()), None, None)
         widths = [split.num_labels for split in self.splits if split.num_labels is not None]
         if widths:
             return [str(index) for index in range(widths[0])]
@@ -168,6 +179,60 @@ class NetworkFeatures:
             **({} if options.autocast is None else {"autocast": options.autocast}),
         }
         return content, preprocess, None if head is None else head.name
+
+    def better_scaling(self, split: InputSplit) -> str | None:
+        """Return the mean and deviation by which some rows of a misread split fit far better, in words; None without any.
+
+        Looks at 256 images or fewer, six times: usual scalings, and the mean and deviation of these images themselves.
+        """
+        rows = np.unique(np.linspace(0, len(split) - 1, num=_TRIED_ROWS).astype(np.int64))
+        few, own = split.take(rows), split.preprocess
+        plain = replace(few, preprocess=replace(own, mean=None, std=None))
+        inputs = next(iter(plain.batches(len(rows)))).inputs
+        if own.transform is not None or isinstance(inputs, dict) or inputs.ndim != 4:
+            return None
+        means, stds = (found.tolist() for found in (inputs.mean(dim=(0, 2, 3)), inputs.std(dim=(0, 2, 3))))
+        pairs = [*_SCALINGS, *([_IMAGENET] if len(means) == 3 else [])]
+        pairs += [(tuple(means), tuple(stds))] if all(value > 0 for value in stds) else []
+        texts = [tuple(",".join(f"{value:.4g}" for value in values) for values in pair) for pair in pairs]
+        now = self._fit_of(few)
+        found = [(now, "")]
+        for mean, std in texts:
+            tried = Preprocess.parse(mean=mean, std=std, resize=own.resize, crop=own.crop)
+            with suppress(BnnError):  # such as numbers that overflow
+                found.append((self._fit_of(replace(few, preprocess=tried)), f"\0mean\0 {mean} \0std\0 {std}"))
+        best, words = min(found, key=lambda pair: pair[0].nll)
+        is_rescaled = now.is_of_another_scale and best.nll < best.uniform_nll / 2
+        if not (best.nll < now.nll and (is_rescaled or best.accuracy >= now.accuracy + _MUCH_BETTER)):
+            return None
+        gain = f"accuracy {percent(best.accuracy)}, NLL {best.nll:.4f}"
+        return f"{words} gives {gain} on {len(rows)} rows of {split.name}"
+
+    def _fit_of(self, split: InputSplit) -> NetworkFit:
+        """How the network fits a few labelled examples."""
+        head = self.head
+        assert head is not None
+        batches = self.network.batches(
+            split, head, batch_size=self.options.batch_size, dtype="float32", num_workers=0, first_row=0, num_logits=0
+        )
+        whole = collect(batches, len(split))
+        weight, bias, labels = _numpy(head.weight), _numpy(head.bias), _labels(split, whole)
+        features = whole.features.numpy()
+        content = FeatureFile(
+            split.name,
+            features,
+            labels,
+            split.rows,
+            self.classes,
+            weight,
+            bias,
+            None,
+            False,
+            likelihood=self.likelihood,
+        )
+        fit = fit_of(content, is_judged=True, progress=SILENT)
+        assert fit is not None
+        return fit
 
     def _say(self, split: InputSplit, whole: Extracted) -> None:
         """What lower precision, padding, scaling and resampling changed; a warning where it is much."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from bnncli.errors import NOT_OF_CONTENT, BnnError, UsageError
+from bnncli.errors import NOT_OF_CONTENT, BnnError
 from bnncli.options.declaration import spelled
 from bnncli.run.produce import Request
 from bnncli.run.produce_together import Work, produce_together
@@ -62,16 +62,6 @@ def _say_why(run: Run, requests: Sequence[Request], reason: str, *, noted: Colle
             _note(run, request, reason)
         elif request.target in noted:
             take_note_away(request.target)
-
-
-def note_unreadable(run: Run, splits: Iterable[str], error: BnnError) -> None:
-    """Note that the data asked for could not be read, beside the features that these splits have."""
-    if isinstance(error, UsageError) or run.write.dry_run:
-        return
-    for name in splits:
-        target = run.folder.features(name)
-        if target.is_file():
-            _try(run, lambda target=target: leave_note(target, reason=spelled(error.message), request=None))  # type: ignore[misc]
 
 
 def is_of_other_data(request: Request) -> bool:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from bnncli import data
-from bnncli.errors import BnnError, DataError, UsageError
+from bnncli.errors import DataError, UsageError
 from bnncli.likelihoods import likelihood_of
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.declaration import check_split_name
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import read_features
 
 
@@ -92,18 +90,6 @@ def open_ready_splits(
     for text in options.hold_out:
         splits = data.hold_out(splits, text, seed=seed)
     return sorted(splits.values(), key=lambda split: split.name != "train"), arrays
-
-
-def splits_of_npz(run: Run, path: Path) -> list[str]:
-    """The splits of the run that a file names, or that were made from it where it cannot be read."""
-    try:
-        return [name for name in data.feature_splits(path) if name in run.folder.splits()]
-    except BnnError:
-        theirs = {name: read_header(run.folder.features(name)) for name in run.folder.splits()}
-        return [
-            name for name, header in theirs.items()
-            if any(os.path.abspath(header.input_path(entry)) == os.path.abspath(path) for entry in header.inputs)
-        ]  # fmt: skip
 
 
 def head_of_run(run: Run, splits: list[data.InputSplit], num_features: int) -> ReadyHead | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,12 +33,21 @@ def saved_model(run: Run, options: ExtractFeaturesOptions) -> SavedModel | None:
     return opened_model(options.model, options.model_arg, **asked, allow_download=options.allow_download)
 
 
-def class_names(splits: list[data.InputSplit], num_classes: int, saved: SavedModel | None) -> list[str]:
-    """Names of the classes: the model's where it has names, else the data's, else those of published weights, else 0, 1, 2, ...
+def class_names(
+    splits: list[data.InputSplit], num_classes: int, saved: SavedModel | None, given: tuple[str, ...] | None
+) -> list[str]:
+    """Names of the classes: those given, else the model's, else the data's, else those of published weights, else 0, 1, 2, ...
 
     Raises:
+        UsageError: another number of names was given than the network has classes.
         DataError: the model or the data name another number of classes than the network has, or data differ in their names.
     """
+    if given is not None:
+        if len(given) != num_classes:
+            raise UsageError(
+                f"\0classes\0: expected {num_classes} names, one an output of the network; got {len(given)}"
+            )
+        return list(given)
     if saved is not None and saved.classes is not None:
         if len(saved.classes) != num_classes:
             message = f"the model names {len(saved.classes)} classes, its last layer has {num_classes}"
@@ -52,11 +61,12 @@ def class_names(splits: list[data.InputSplit], num_classes: int, saved: SavedMod
             raise DataError(
                 f"splits {first_name!r} and {name!r} have different classes (first differences: {odd})",
                 code="class_mismatch",
+                hint="name all classes, in the order of the network's outputs: \0classes\0 FILE or a,b,c",
             )
         if len(names) != num_classes:
             raise DataError(
                 f"split {name!r} has {len(names)} classes, the network has {num_classes}", code="class_mismatch",
-                hint="give labels as whole numbers: the network's outputs from 0 on",
+                hint="name all of them, in the order of its outputs: \0classes\0 FILE or a,b,c",
             )  # fmt: skip
     if named:
         return next(iter(named.values()))
@@ -65,7 +75,9 @@ def class_names(splits: list[data.InputSplit], num_classes: int, saved: SavedMod
 
 
 def label_notes(split: data.InputSplit) -> list[str]:
-    """What is said where columns look like labels, and nobody said that they are: a line, or none."""
+    """What is said of labels: how names were numbered where the network names none, and columns that look like labels."""
+    if (order := data.numbered_by_name(split)) is not None:
+        return [f"{order}; \0classes\0 FILE or a,b,c gives another"]
     columns = "+".join(data.columns_of_classes(split))
     told = f"no labels were named, and columns are called as the model's: name them with label={columns}"
     return [f"{split.name}: {told}"] if columns else []
@@ -102,6 +114,7 @@ def model_identity(options: ExtractFeaturesOptions, saved: SavedModel | None) ->
         "model_arg": sorted(options.model_arg),
         "last_layer": options.last_layer,
         **{name: getattr(options, name) for name in _WHERE_GIVEN if getattr(options, name) is not None},
+        **({} if options.classes is None else {"classes": "\n".join(options.class_names or ())}),
         **transform_json(saved),
     }
 
@@ -111,13 +124,8 @@ def likelihood_of_splits(
     options: ExtractFeaturesOptions,
     saved: SavedModel | None,
     splits: list[data.InputSplit],
-    *,
-    unreadable: Callable[[str, BnnError], None],
 ) -> str | None:
     """The likelihood by name that the splits ask for; else what the model says, or the run's other splits.
-
-    Args:
-        unreadable: told the names of the splits, and what is wrong with their labels, before that is raised.
 
     Raises:
         DataError: labels that are not what was said, or that may be several things.
@@ -125,14 +133,9 @@ def likelihood_of_splits(
     labels = {split.spec: split.shown_labels for split in splits if split.is_labeled}
     told = None if saved is None or options.task is not None else saved.task
     task = options.task or (MULTILABEL if told == MULTILABEL else None)
-    try:
-        if told is not None:
-            _check_model_is_for(told, labels)
-        found = data.common_task(labels, task)
-    except BnnError as error:
-        for split in splits:
-            unreadable(split.name, error)
-        raise
+    if told is not None:
+        _check_model_is_for(told, labels)
+    found = data.common_task(labels, task)
     if task == BINARY and options.model == NO_NETWORK:
         return BINARY
     return found if task is not None else likelihood_beside(run, found, [split.name for split in splits], labels)

@@ -114,7 +114,10 @@ class NewData:
         if flag == "\0ood\0":
             return opened.as_ood()
         are_names = self.classes != [str(index) for index in range(len(self.classes))]
-        return data.matched_to(opened, tuple(self.classes) if are_names else None)
+        split = data.matched_to(opened, tuple(self.classes) if are_names else None)
+        if (order := data.numbered_by_name(split)) is not None:
+            self.run.console.info(order)
+        return split
 
     def images(self, name: str, spec: str, folder: Path, files: Sequence[str]) -> data.InputSplit:
         """Image files without labels."""

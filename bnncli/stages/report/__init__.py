@@ -8,6 +8,7 @@ from bnncli.names import counted
 from bnncli.options import ComputeOptions, InputOptions, LockOptions, ReportOptions, WriteOptions
 from bnncli.options.command import READ, Argument, Command
 from bnncli.run.each_checkpoint import each_checkpoint
+from bnncli.run.network_fit import check_network_fits
 from bnncli.run.session import Result, Run
 from bnncli.stages.report.files import (
     UNWRITTEN,
@@ -48,6 +49,7 @@ def run(run: Run, options: ReportOptions) -> Result:
 
         for one in runs:
             check_run(one)
+            check_network_fits(one, ("train", "val", options.split or "test"), is_accepted=options.accept_poor_network)
     if run.write.dry_run:
         return planned(path, options)
     with locked(run, runs, path):

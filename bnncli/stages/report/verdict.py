@@ -10,6 +10,7 @@ from bnncli.names import counted, percent
 from bnncli.options.assertions import Quantity
 from bnncli.pages.blocks import Block, Missing
 from bnncli.pages.markup import Markup, bullets, code, element, joined, paragraph, strong
+from bnncli.run.network_fit import misread_splits
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.recommendation import Recommended
 from bnncli.stages.diagnose.judgement import Judgement
@@ -37,13 +38,20 @@ def verdict(subject: Subject) -> list[Block]:
         fit = [joined(strong("Fit. "), _fit(judgement)), joined(strong("Does it pay? "), payoff.text)]
     if subject.recommended is not None:
         fit.append(joined(strong("What auto recommends. "), recommended_in_words(subject.recommended, judgement)))
-    words = [*fit, *_calibration(subject), *_outside(subject)]
+    words = [*_misread(subject), *fit, *_calibration(subject), *_outside(subject)]
     box = element("div", paragraph(first), bullets(words), class_="verdict" if is_good else "verdict doubt")
     blocks: list[Block] = [box, *_left_out_of(subject)]
     if not isinstance(judgement, Missing):
         blocks.append(paragraph("In the words of diagnose: ", element("q", judgement.verdict.sentence), kind="note"))
         blocks += [paragraph(gain.sentence) for gain in judgement.gains]
     return blocks
+
+
+def _misread(subject: Subject) -> list[Markup]:
+    """What extract-features found wrong with the network on the splits that the report is about."""
+    found = misread_splits(subject.run, ("train", "val", subject.split))
+    text = f"It probably misreads its inputs or labels, so that all below may be worthless. {'; '.join(found)}."
+    return [joined(strong("The network. "), text)] if found else []
 
 
 def _left_out_of(subject: Subject) -> list[Block]:

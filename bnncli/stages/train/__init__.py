@@ -60,11 +60,12 @@ def run(run: Run, options: TrainOptions) -> Result:
             options,
             None,
             seed=stream_seed(HOLD_OUT_SEED, "extract-features/hold-out"),
-            unreadable=lambda name, error: None,
             memory=lambda name: None,
         )
     }
     for split in splits.values():
+        if (order := data.numbered_by_name(split)) is not None:
+            run.console.info(order)
         if not split.is_labeled:
             raise UsageError(f"\0data\0 {split.name}: training and its scores need labels, and {split.spec} has none")
     likelihood = data.common_task({split.spec: split.shown_labels for split in splits.values()}, options.task)

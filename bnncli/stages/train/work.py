@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.checkpoints.load import check_finite
-from bnncli.data import Augmentation, InputSplit
+from bnncli.data import FROM_1, Augmentation, InputSplit
 from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.extraction.autocast import AUTOCAST
 from bnncli.extraction.head import forward, logits_of
@@ -271,7 +271,8 @@ def _check_labels(examples: Examples, likelihood: Likelihood, name: str) -> None
     if labels.ndim == 1 and int(labels.max()) >= likelihood.num_classes:
         raise DataError(
             f"split {name}: a label is {int(labels.max())}, the network has classes 0 to {likelihood.num_classes - 1}",
-            code="bad_labels", hint="give the network as many outputs, as \0model_arg\0 classes=N",
+            code="bad_labels", hint=FROM_1 if labels.min() == 1 and labels.max() == likelihood.num_classes
+            else "give the network as many outputs, as \0model_arg\0 classes=N",
         )  # fmt: skip
 
 
