@@ -343,7 +343,7 @@ LINES = {
 }  # fmt: skip
 # Options that name a file or folder which is written, and those that name one which is read.
 WRITTEN = {"--plot", "--figures", "--table", "--dense", "--out", "--dir", "--log-file", "--run-dir"}
-READ = {"--follow", "--exclude", "--config", "--from-npz", "--base-model", "--data", "--checkpoints"}
+READ = {"--follow", "--exclude", "--config", "--from-npz", "--base-model", "--data", "--checkpoints", "--classes"}
 
 
 def prepare(folder: Path) -> None:
