@@ -217,15 +217,16 @@ class _Invocation:
 
     def _advise(self, error: BnnError) -> None:
         """Name the options of this command that help; what a GPU has no room for, a CPU may have."""
-        command, is_gpu = self._named_command(), "cuda" in error.message.lower()
-        if error.code == "out_of_memory" and error.hint is None:
-            error.hint = memory_advice(command, is_gpu=is_gpu)
-        elif error.code == "out_of_memory" and is_gpu and command is not None and "device" in option_fields(command):
-            error.hint = f"{error.hint}, or --device cpu"
+        if error.code == "out_of_memory":
+            command, is_gpu = self._named_command(), "cuda" in error.message.lower()
+            if error.hint is None:
+                error.hint = memory_advice(command, is_gpu=is_gpu)
+            elif is_gpu and command is not None and "device" in option_fields(command):
+                error.hint = f"{error.hint}, or --device cpu"
         if error.hint == ELSEWHERE:
             from bnncli.cli.place_advice import place_advice  # here, for what knows run folders
 
-            error.hint = place_advice(command, self.line, error.path)
+            error.hint = place_advice(self._named_command(), self.line, error.path)
 
     def _fail(self, error: Exception) -> None:
         """Turn an exception into an exit code, its lines on stderr, and the JSON document of a failure."""

@@ -114,7 +114,10 @@ def fit_of(content: FeatureFile, *, is_judged: bool, progress: Progress) -> Netw
     task = progress.task(f"score the network on {content.name}", len(labels))
     for start in range(0, len(labels), size):
         features = content.features[start : start + size].astype(np.float32, copy=False)
-        logits = (features @ weight.T).astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            logits = (features @ weight.T).astype(np.float64)
+        if not np.isfinite(logits).all():  # beyond float32
+            logits = features.astype(np.float64) @ weight.T.astype(np.float64)
         logits += 0 if content.head_bias is None else content.head_bias
         found.add(logits, labels[start : start + size], start)
         task.advance(len(features))

@@ -74,7 +74,7 @@ def test_outputs_of_published_weights_have_their_names_where_the_data_have_none(
     assert [classes[0], classes[999]] == [names[0], names[999]] == ["tench", "toilet tissue"]
     assert len({*classes}) == 1000
     done = cli(*words, f"other=images:{tmp_path}/data", "--json")
-    assert "whole numbers: the network's outputs" in done.json["error"]["hint"]
+    assert "--classes FILE" in done.json["error"]["hint"]
     assert open_model(f"torchvision:{SMALL}:IMAGENET1K_V1", Asked()).published_classes(3) is None  # type: ignore[attr-defined]
     assert open_model(f"torchvision:{SMALL}", Asked()).published_classes(1000) is None  # type: ignore[attr-defined]
 
