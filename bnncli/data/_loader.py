@@ -164,8 +164,8 @@ class _Chunks(torch_data.Dataset[Any]):
 def _as_arrays(outcome: Any) -> Any:
     """Give a chunk arrays for its tensors (errors pass as they are): arrays cross to another process through a pipe.
 
-    Tensors cross through /dev/shm, of which a container has 64 MiB by default, and a process that finds it full sends nothing:
-    the command would wait for ever.
+    Tensors cross through /dev/shm. A container has 64 MiB of it by default, and a process that finds it full sends nothing: the
+    command would wait for ever.
     """
     return outcome if isinstance(outcome, BnnError) else _over_parts(outcome, _as_array)
 

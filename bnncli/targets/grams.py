@@ -30,7 +30,7 @@ _PANELS = 32  # launches that make the packed products of a slice, whatever F is
 # a GPU (2 ps, 6e13). Measured on one core: as fast at 20 weights of 85 features, 50 of 257, more than 100 of 513.
 _PACKED_OPERATIONS, _WEIGHTED_OPERATIONS, _SUM_OPERATIONS = 150, 220, 150
 # Of one call of PyTorch, on a GPU 15 us of the host; calls of a packed slice, and of a tile of the square route. Measured on an
-# H100's host, 45 weights of 85 features and 60,000 examples: 10 ms a Hessian packed, of which the GPU works 1.6.
+# H100's host, 45 weights of 85 features and 60,000 examples: 10 ms a Hessian packed; the GPU works 1.6 ms of them.
 _CALL_OPERATIONS = {"cpu": 0.0, "cuda": 9e8}
 _PACKED_CALLS, _SQUARE_CALLS = 2 * _PANELS, 8
 
