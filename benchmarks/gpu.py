@@ -7,7 +7,7 @@ exists in CPU memory: it shows that the script runs, and that no step mixes devi
     python benchmarks/gpu.py --step smoke lenet-speed --data DATA --checkpoints CHECKPOINTS --json gpu.jsonl
     python benchmarks/gpu.py --pretend --quick
 
-DATA holds fmnist-train.npz, fmnist-test.npz, kmnist-test.npz and cifar10.npz (x, y); CHECKPOINTS lenet-fmnist-1.pt and
+DATA holds fmnist-train.npz, fmnist-test.npz and kmnist-test.npz (x, y), and cifar10.npz (x_train, y_train, x_test, y_test); CHECKPOINTS lenet-fmnist-1.pt and
 resnet20-12fca82f.th. Without them the steps use the embedded network and made-up data.
 """
 
