@@ -14,8 +14,8 @@ from bnncli.evaluation.scored_predictions import ScoredPredictions
 from bnncli.evaluation.split_detection import detection_rows
 from bnncli.options.assertions import parse_score
 from bnncli.options.compare import compared
+from bnncli.run.paired_scores import measure_detection, measure_split, needed_scores
 from bnncli.scores import detection_forms, split_scores
-from bnncli.stages.compare.paired_scores import measure_detection, measure_split, needed_scores
 
 SIZE = 150
 

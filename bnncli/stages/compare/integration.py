@@ -13,9 +13,9 @@ from bnncli.evaluation.integration_error import DrawGroups, IntegrationError, in
 from bnncli.evaluation.scored_predictions import ScoredPredictions
 from bnncli.integrators import load_integrator
 from bnncli.options.assertions import Quantity
+from bnncli.run.paired_scores import Measured, measure_detection, measure_split
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.scores import split_scores
-from bnncli.stages.compare.paired_scores import Measured, measure_detection, measure_split
 from bnncli.storage.headers import Header
 
 Key = tuple[tuple[str, str], ...]

@@ -15,13 +15,13 @@ from bnncli.evaluation.paired import Sample, integration
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import CompareOptions
 from bnncli.options.assertions import Quantity
+from bnncli.run.paired_scores import Measured, measure_detection, measure_split, needed_scores
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.score_assertions import find_metric, forms
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.run.session import Run
 from bnncli.scores import declared, split_scores
 from bnncli.stages.compare.integration import Known, detection_errors, split_errors
-from bnncli.stages.compare.paired_scores import Measured, measure_detection, measure_split, needed_scores
 
 OF_TWO_SPLITS = tuple(name for name, score in declared().items() if score.of_two_splits is not None)
 _IN_THE_SPREAD = "the spread over checkpoints contains it"
