@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from bnncli.evaluation.calibration import reliability
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.label_calibration import label_reliability
+from bnncli.evaluation.label_statistics import THRESHOLD
 from bnncli.evaluation.paired import holm
 from bnncli.evaluation.weighted_scores import nll_per_example
 from bnncli.lazy import special
@@ -36,11 +37,14 @@ class Scored:
         name: as messages and JSON have it.
         losses: (N,) negative log probability of each label, nats.
         ece: in 15 bins of equal width; None where there are no probabilities of all classes.
+        is_right: (N,) whether the most probable class is the label; where an example has several labels, the share that is right at
+            one half. None where there are no probabilities of all classes.
     """
 
     name: str
     losses: NDArray[np.float64]
     ece: float | None = None
+    is_right: NDArray | None = None
 
     @property
     def nll(self) -> float:
@@ -48,13 +52,18 @@ class Scored:
         return float(self.losses.mean())
 
     @property
+    def accuracy(self) -> float | None:
+        """Share of right predictions; None where unknown."""
+        return None if self.is_right is None else float(self.is_right.mean())
+
+    @property
     def standard_error(self) -> float | None:
         """Of the mean loss; None for one example."""
         return float(self.losses.std(ddof=1) / math.sqrt(len(self.losses))) if len(self.losses) > 1 else None
 
     def to_json(self) -> dict[str, float | None]:
-        """`nll`, its `standard_error`, `ece`."""
-        return {"nll": self.nll, "standard_error": self.standard_error, "ece": self.ece}
+        """`nll`, its `standard_error`, `ece`, `accuracy`."""
+        return {"nll": self.nll, "standard_error": self.standard_error, "ece": self.ece, "accuracy": self.accuracy}
 
 
 @dataclass(frozen=True)
@@ -87,10 +96,14 @@ def score(name: str, probs: NDArray, labels: NDArray, *, losses: NDArray[np.floa
     Args:
         losses: (N,), in place of those of probs: held-out ones, for what was fitted to these labels.
     """
-    bins = reliability(examples_of(probs, labels)) if labels.ndim == 1 else label_reliability(probs, labels)
+    if labels.ndim == 1:
+        examples = examples_of(probs, labels)
+        bins, is_right = reliability(examples), examples.is_right
+    else:
+        bins, is_right = label_reliability(probs, labels), ((probs >= THRESHOLD) == (labels > 0)).mean(axis=1)
     gaps = np.nan_to_num(np.abs(bins.accuracy - bins.confidence))
     ece = float((bins.count * gaps).sum() / bins.count.sum())
-    return Scored(name, nll_per_example(probs, labels) if losses is None else losses, ece)
+    return Scored(name, nll_per_example(probs, labels) if losses is None else losses, ece, is_right)
 
 
 def excesses(chosen: Scored, references: Sequence[Scored], *, level: float = FALSE_ALARM) -> list[Excess]:

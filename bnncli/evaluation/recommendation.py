@@ -1,73 +1,264 @@
-"""Which of several predictives to recommend, by a val split: never one that is worse there than the network at one temperature."""
+"""Which predictive to recommend: the one verdict that auto, diagnose and report quote.
+
+A predictive is a posterior by an integrator. On a labelled val split, against the network at one temperature (the baseline):
+
+1. A predictive that loses accuracy beyond chance is out, unless asked otherwise.
+2. Of those whose NLL is lower by more than MARGIN beyond chance, the simplest that none of them beats by as much.
+3. Where none is: the simplest whose NLL is not higher and that detects out-of-distribution inputs better, where such splits are there.
+4. Else the baseline.
+
+Beyond chance: the central 95 % interval of the paired difference leaves out zero; for NLL by Hall's t (excess.py), with Holm
+over all predictives; for accuracy by Tango's score interval (1998, Statistics in Medicine 17), whose test of zero is McNemar's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from bnncli.evaluation.excess import Scored, excesses
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.evaluation.excess import WORSE_SHARE, Scored, excesses
+from bnncli.evaluation.layer_gain import LEVEL, mean_interval
+from bnncli.lazy import special
+from bnncli.names import percent
+
+MARGIN = WORSE_SHARE
+ONE_TEMPERATURE = "the network at one temperature"
+_ONE_SIDED = (1 - LEVEL) / 2
+_STEPS = 60  # of bisection: to the last bit of a difference of accuracies
 
 
 @dataclass(frozen=True)
 class Predictive:
-    """A posterior by an integrator.
-
-    Args:
-        posterior, integrator: names.
-        rung: of the ladder; lower ones are simpler.
-        is_good: whether the posterior is good for its target.
-        scored: on val.
-    """
+    """A posterior by an integrator, with its scores on val."""
 
     posterior: str
     integrator: str
-    rung: int
-    is_good: bool
     scored: Scored
+
+    def __str__(self) -> str:
+        return f"{self.posterior} by {self.integrator}"
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One score of a predictive beside that of the baseline, on the same examples.
+
+    Attributes:
+        score: nll, accuracy, ece, or auroc and the name of the out-of-distribution split.
+        value, baseline: the two scores; nats for NLL, else fractions.
+        difference, low, high: value less baseline, with its central 95 % interval; None where that is unknown.
+        higher_is_better: what a better score is.
+    """
+
+    score: str
+    value: float
+    baseline: float
+    low: float | None
+    high: float | None
+    higher_is_better: bool
+
+    @property
+    def difference(self) -> float:
+        """The value less the baseline's."""
+        return self.value - self.baseline
+
+    @property
+    def finding(self) -> str:
+        """better, worse, or no difference shown."""
+        if self.low is None or self.high is None or self.low <= 0 <= self.high:
+            return "no difference shown"
+        return "better" if (self.low > 0) == self.higher_is_better else "worse"
+
+    @property
+    def title(self) -> str:
+        """The score as tables have it."""
+        name, _, rest = self.score.partition(" ")
+        shown = name if name == "accuracy" else name.upper()
+        return f"{shown} {rest}".rstrip()
+
+    @property
+    def cells(self) -> list[str]:
+        """Score, value, baseline, difference, interval and finding, for a table."""
+        interval = (
+            "-" if self.low is None or self.high is None else f"{self._sign(self.low)} to {self._sign(self.high)}"
+        )
+        shown = [self._number(self.value), self._number(self.baseline), self._sign(self.difference)]
+        return [self.title, *shown, interval, self.finding]
+
+    @property
+    def sentence(self) -> str:
+        """The same in words."""
+        score, value, baseline, difference, interval, finding = self.cells
+        return f"{score} {value} against {baseline} ({difference}, 95 % interval {interval}): {finding}"
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON takes it."""
+        return {**asdict(self), "difference": self.difference, "finding": self.finding}
+
+    def _number(self, value: float) -> str:
+        return percent(value) if self.score in ("accuracy", "ece") else f"{value:.4f}"
+
+    def _sign(self, value: float) -> str:
+        return f"{100 * value:+.2f} pp" if self.score in ("accuracy", "ece") else f"{value:+.4f}"
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to use.
+    """What to predict with.
 
-    Args:
-        chosen: a candidate; None for the baseline.
-        pays: whether any candidate is better than the baseline beyond chance, at 5 % for all together.
+    Attributes:
+        chosen: a predictive; None for the baseline.
+        contender: the predictive that is compared with the baseline in words: the chosen one, else that of the lowest NLL among those
+            that keep the accuracy; None without any.
+        pays: whether the chosen one has a lower NLL than the baseline, beyond chance and the margin.
         why: in words.
     """
 
     chosen: Predictive | None
+    contender: Predictive | None
     pays: bool
     why: str
 
 
-def recommend(candidates: Sequence[Predictive], baseline: Scored) -> Recommendation:
-    """The recommendation among candidates and the network at one temperature, or as trained: `baseline`.
+def recommend(
+    candidates: Sequence[Predictive],
+    baseline: Scored | None,
+    *,
+    keep_accuracy: bool = True,
+    detects_better: Callable[[Predictive, int], bool] = lambda candidate, num_tried: False,
+) -> Recommendation:
+    """Return what to predict with.
 
-    Of those whose mean loss on val is at most the baseline's: the simplest posterior that is good for its target, by the first of its
-    integrators in their order here, unless another candidate is better than that beyond chance; where none is good, that of the
-    lowest loss. The baseline where none is left.
+    Args:
+        candidates: the simplest first.
+        baseline: the network at one temperature, or as trained where no temperature is finite; None for features without a head, where a
+            candidate only has to hold its own against the others.
+        keep_accuracy: whether candidates that lose accuracy beyond chance are out.
+        detects_better: whether a candidate detects out-of-distribution inputs better than the baseline, beyond chance when so many
+            candidates are tried.
     """
     if not candidates:
-        return Recommendation(None, False, "no posterior was fitted")
-    pays = any(gap.is_worse for gap in excesses(baseline, [one.scored for one in candidates]))
-    eligible = [one for one in candidates if one.scored.nll <= baseline.nll]
-    if not eligible:
-        return Recommendation(None, pays, "none of the posteriors fitted predicts val better than it")
-    good = [one for one in eligible if one.is_good]
-    if good:
-        first, why = min(good, key=lambda one: one.rung), "the simplest posterior that is good for its target"
-    else:
-        first = min(eligible, key=_loss)
-        why = "the lowest loss on val; none that predicts as well is known to be good for its target"
-    others = [one for one in eligible if one is not first]
-    gaps = excesses(first.scored, [one.scored for one in others])
-    better = [other for other, gap in zip(others, gaps, strict=True) if gap.is_worse]
-    if better:
-        why = f"better on val than {first.posterior} by {first.integrator} beyond chance"
-        return Recommendation(min(better, key=_loss), pays, why)
-    return Recommendation(first, pays, why)
+        return Recommendation(None, None, False, "no posterior was fitted")
+    if baseline is None:
+        return _best_of(candidates, candidates, "no other posterior beats it")
+    losing = [one for one in candidates if keep_accuracy and loses_accuracy(one.scored, baseline)]
+    kept = [one for one in candidates if not any(one is other for other in losing)]
+    gaps = excesses(baseline, [one.scored for one in candidates], level=_ONE_SIDED)
+    winners = [one for one, gap in zip(candidates, gaps, strict=True) if gap.is_worse]
+    winners = [one for one in winners if any(one is other for other in kept)]
+    lead = f"{percent(MARGIN, 'g')} of the NLL beyond chance"
+    if winners:
+        found = _best_of(winners, kept, "no other choice that does beats it by as much")
+        return replace(found, pays=True, why=f"it beats {ONE_TEMPERATURE} by more than {lead}, and {found.why}")
+    close = [one for one in kept if one.scored.nll <= baseline.nll]
+    for one in close:
+        if detects_better(one, len(close)):
+            tries = f" among {len(candidates)} candidates" if len(candidates) > 1 else ""
+            why = f"its gain in NLL may be chance{tries}, but it detects out-of-distribution inputs better than {ONE_TEMPERATURE}"
+            return Recommendation(one, one, False, why)
+    why = f"no posterior beats it by more than {lead}"
+    if losing:
+        names = ", ".join(dict.fromkeys(one.posterior for one in losing))
+        why += f" and keeps its accuracy ({names} loses accuracy beyond chance)"
+    return Recommendation(None, min(kept or candidates, key=_nll), False, why)
 
 
-def _loss(one: Predictive) -> float:
+def _best_of(candidates: Sequence[Predictive], rivals: Sequence[Predictive], why: str) -> Recommendation:
+    """The simplest candidate that no other one beats by the margin beyond chance."""
+    for one in candidates:
+        others = [other.scored for other in candidates if other is not one]
+        if not any(gap.is_worse for gap in excesses(one.scored, others, level=_ONE_SIDED)):
+            return Recommendation(one, one, False, why)
+    raise AssertionError("the candidate of the lowest NLL is beaten by none")
+
+
+def _nll(one: Predictive) -> float:
     return one.scored.nll
+
+
+def sentence(found: Recommendation, baseline: Scored | None, plain: str) -> str:
+    """Return the recommendation in words, with NLL, accuracy and ECE on val.
+
+    Args:
+        plain: the name of the baseline's posterior in the run.
+    """
+    chosen, contender = found.chosen, found.contender
+    if chosen is None:
+        kind = "the network as trained" if plain == "map" else ONE_TEMPERATURE
+        text = f"predict with {plain} ({kind}): {found.why}"
+    else:
+        text = f"predict with {chosen}: {found.why}"
+    if contender is None:
+        return text
+    own = contender.scored
+    if baseline is None:
+        return f"{text}; on val {_scores(own)}"
+    lead = "on val" if chosen is not None else f"on val the best of them, {contender}, has"
+    numbers = [f"NLL {own.nll:.4f} against {baseline.nll:.4f}"]
+    if own.accuracy is not None and baseline.accuracy is not None:
+        numbers.append(f"accuracy {percent(own.accuracy)} against {percent(baseline.accuracy)}")
+    if own.ece is not None and baseline.ece is not None:
+        numbers.append(f"ECE {percent(own.ece)} against {percent(baseline.ece)}")
+    return f"{text}; {lead} {', '.join(numbers)}"
+
+
+def _scores(own: Scored) -> str:
+    accuracy = "" if own.accuracy is None else f", accuracy {percent(own.accuracy)}"
+    return f"NLL {own.nll:.4f}{accuracy}" + ("" if own.ece is None else f", ECE {percent(own.ece)}")
+
+
+def loses_accuracy(own: Scored, baseline: Scored) -> bool:
+    """Return whether a predictive is less accurate than the baseline beyond chance, at 2.5 %."""
+    if own.is_right is None or baseline.is_right is None:
+        return False
+    found = accuracy_interval(own.is_right, baseline.is_right)
+    return found is not None and found[1] < 0
+
+
+def accuracy_interval(own: NDArray, other: NDArray, level: float = LEVEL) -> tuple[float, float] | None:
+    """Return the central interval of the difference of two accuracies on the same examples.
+
+    Tango (1998), eq. (4): all differences that the score test does not reject. Shares of right labels, which are not 0 or 1, have
+    Hall's interval of their mean difference.
+
+    Args:
+        own, other: (N,), whether each example is right, or the share of its labels that are.
+
+    Returns:
+        None where shares never differ, or there is no example.
+    """
+    gaps = np.asarray(own, dtype=np.float64) - np.asarray(other, dtype=np.float64)
+    if not np.isin(gaps, (-1.0, 0.0, 1.0)).all():
+        return mean_interval(gaps, level)
+    won, lost, size = int((gaps > 0).sum()), int((gaps < 0).sum()), len(gaps)
+    if size == 0:
+        return None
+    reach = float(special.ndtri((1 + level) / 2))
+    value = (won - lost) / size
+
+    def end(sign: float) -> float:
+        near, far = value, sign
+        for _ in range(_STEPS):
+            middle = (near + far) / 2
+            if abs(_tango(won, lost, size, middle)) <= reach:
+                near = middle
+            else:
+                far = middle
+        return near
+
+    return end(-1.0), end(1.0)
+
+
+def _tango(won: int, lost: int, size: int, difference: float) -> float:
+    """The score statistic of a difference of paired proportions, Tango (1998), eq. (3)."""
+    a, c = 2 * size, -lost * difference * (1 - difference)
+    b = -won - lost + (2 * size - won + lost) * difference
+    rest = (math.sqrt(max(b * b - 4 * a * c, 0.0)) - b) / (2 * a)
+    variance = size * (2 * rest + difference * (1 - difference))
+    gap = won - lost - size * difference
+    return 0.0 if gap == 0 else math.copysign(math.inf, gap) if variance <= 0 else gap / math.sqrt(variance)

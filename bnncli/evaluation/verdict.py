@@ -1,9 +1,9 @@
-"""The verdict on the posteriors of a run: which fits its target well enough to use, and which predicts best.
+"""The verdict on the posteriors of a run: which fits its target well enough to use.
 
-A pure function from numbers to a sentence. A Gaussian or flow is good when its importance weights say so (Yao et al. 2018,
+A pure function from numbers to a sentence. What to predict with is another question, which recommendation.py answers: a good
+fit to a bad prior predicts badly. A Gaussian or flow is good when its importance weights say so (Yao et al. 2018,
 arXiv:1802.02538: Pareto k; and a small spread of the log weights, which bounds the divergence that k does not see); draws
-are good when their chains agree (Vehtari et al. 2021, arXiv:1903.08008). How well a posterior fits its target and how
-well it predicts are two questions: a good fit to a bad prior predicts badly.
+are good when their chains agree (Vehtari et al. 2021, arXiv:1903.08008).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from bnncli.evaluation.bfmi import LOW_BFMI
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
-from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.evaluation.gain import NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
 from bnncli.names import counted, percent
 from bnncli.theta.module import ALL
@@ -43,12 +42,9 @@ class Judged:
         r_hat, ess_bulk, ess_tail, divergences, lowest_acceptance, lowest_bfmi: of its chains.
         is_exact: whether its draws would have the target's law, were there enough of them: not where no move is ever refused.
         reference, mmd2, mmd_p: good draws of the same target that it was compared with, the distance, the p-value.
-        nll, nll_error: on val, nats an example.
-        nll_excess, nll_excess_error: over the lowest of the run, paired by example.
+        is_worse: it predicts val worse than the network at one temperature, beyond chance.
         is_tuned: its prior precision was chosen by val NLL.
         num_varying: parameters that vary, where it fixes all others; None where it fixes none.
-        has_seen_val: that, or something else of it was (a temperature, the slab of a latent network): its own val NLL is
-            lower than that of new examples by the optimism of the choice.
     """
 
     name: str
@@ -70,21 +66,14 @@ class Judged:
     reference: str | None = None
     mmd2: float | None = None
     mmd_p: float | None = None
-    nll: float | None = None
-    nll_error: float | None = None
-    nll_excess: float | None = None
-    nll_excess_error: float | None = None
+    is_worse: bool = False
     is_tuned: bool = False
-    has_seen_val: bool = False
     num_varying: int | None = None
 
     @property
     def aim(self) -> tuple[str | None, Prior | None]:
         """What it was fitted to: the log posterior of these parameters under this prior."""
         return self.layers, self.target
-
-
-_USE_IT = ": use it"
 
 
 @dataclass(frozen=True)
@@ -107,8 +96,6 @@ class Verdict:
         target: the prior that the sentence speaks of.
         is_good: whether any posterior is good for its target.
         run: the command to run next.
-        predicts_best: name of the posterior with the lowest val NLL.
-        is_worse: whether the one to use predicts worse than that.
     """
 
     sentence: str
@@ -116,8 +103,6 @@ class Verdict:
     target: Prior | None
     is_good: bool
     run: str
-    predicts_best: str | None
-    is_worse: bool
 
 
 def doubts(judged: Judged) -> list[str]:
@@ -146,10 +131,13 @@ def doubts(judged: Judged) -> list[str]:
     return found
 
 
-def give_verdict(posteriors: Sequence[Judged], commands: Commands) -> Verdict:
-    """The verdict on posteriors, in the order in which equals are preferred."""
+def give_verdict(posteriors: Sequence[Judged], commands: Commands, prediction: str) -> Verdict:
+    """The verdict on posteriors, in the order in which equals are preferred.
+
+    Args:
+        prediction: what to predict with, as a clause.
+    """
     distributions = [judged for judged in posteriors if judged.type in DENSITIES or judged.type == "samples"]
-    best = min((j for j in posteriors if j.nll is not None), key=lambda j: j.nll or 0.0, default=None)
     aims = list(dict.fromkeys(judged.aim for judged in distributions))
     choices = {aim: _choose([j for j in distributions if j.aim == aim]) for aim in aims}
     aim = next((one for one in aims if choices[one] is not None), aims[0] if aims else (None, None))
@@ -158,17 +146,15 @@ def give_verdict(posteriors: Sequence[Judged], commands: Commands) -> Verdict:
     over = "" if layers is None else f"over {layers} layers " if layers == ALL else f"over {layers} "
     where = f"{over}at prior precision {target}, " if len(aims) > 1 and target is not None else ""
     fit, command = _fit_clause([j for j in distributions if j.aim == aim], use, commands)
-    prediction, is_worse = _prediction_clause(posteriors, use, best, commands)
-    if is_worse:
-        fit = fit.replace(_USE_IT, ": for what asks for the posterior itself")
+    bad_prior = ""
+    if use is not None and use.is_worse and not use.is_tuned:
+        bad_prior = f"; warning: {use.name} predicts val worse than the network at one temperature: choose its prior by val ({commands.tune})"
     return Verdict(
-        sentence=f"{where}{fit}; {prediction}",
+        sentence=f"{where}{fit}; {prediction}{bad_prior}",
         use=use.name if use else None,
         target=target,
         is_good=use is not None,
         run=command,
-        predicts_best=best.name if best else None,
-        is_worse=is_worse,
     )
 
 
@@ -226,8 +212,8 @@ def _fit_clause(same_target: Sequence[Judged], use: Judged | None, commands: Com
         return _nothing_good(same_target, far, commands)
     predict = commands.predict(use.name)
     if use.type == "samples":
-        start = f"{far}: use {use.name}" if far else f"use {use.name}"
-        return f"{start} ({_chains(use)}; {predict})", predict
+        start = f"{far}; " if far else ""
+        return f"{start}{use.name} has converged to the posterior ({_chains(use)})", predict
     numbers = _weights(use)
     close = "close to the posterior"
     if use.reference is not None and use.mmd2 is not None:
@@ -235,7 +221,7 @@ def _fit_clause(same_target: Sequence[Judged], use: Judged | None, commands: Com
         numbers += f", MMD^2 to {use.reference} {use.mmd2:.4f}, {shown}"
         if use.mmd_p is not None and use.mmd_p > _SHOWN_P:
             close = "as close to the posterior as draws of it can show"
-    return f"{use.name} is {close} ({numbers}){_USE_IT}, predict with mc ({predict})", predict
+    return f"{use.name} is {close} ({numbers})", predict
 
 
 def _nothing_good(same_target: Sequence[Judged], far: str, commands: Commands) -> tuple[str, str]:
@@ -245,40 +231,6 @@ def _nothing_good(same_target: Sequence[Judged], far: str, commands: Commands) -
     bad = [f"{judged.name} has not converged ({', '.join(doubts(judged))})" for judged in chains]
     command = commands.sample(same_target[0])
     return f"{' and '.join([far] * bool(far) + bad)}: run {command}", command
-
-
-def _prediction_clause(
-    posteriors: Sequence[Judged], use: Judged | None, best: Judged | None, commands: Commands
-) -> tuple[str, bool]:
-    """Which posterior predicts best, and whether the one to use predicts worse."""
-    if best is None:
-        return "no labelled val split, so which predicts best is unknown", False
-    clause = f"lowest val NLL: {best.name} {best.nll:.4f}" + (f" +- {best.nll_error:.4f}" if best.nll_error else "")
-    if best.has_seen_val:
-        clause += " (tuned on val itself: an optimistic number)"
-    # Two good fits to one target differ in their predictions by the noise of their draws, whatever the prior.
-    are_same = use is not None and best.aim == use.aim and not doubts(best)
-    if use is None or use is best or are_same or not _is_worse(use, best):
-        return clause, False
-    by = f"{use.nll_excess:.4f}" + (f" +- {use.nll_excess_error:.4f}" if use.nll_excess_error else "")
-    if best.layers != use.layers:
-        return (
-            f"{clause}; warning: {use.name} fits better but predicts worse (by {by} nats) than {best.name}, of other layers",
-            True,
-        )
-    remedy = (
-        f"and its prior is the best on val already: predict with {best.name}"
-        if use.is_tuned
-        else f"its prior is bad, try {commands.tune}"
-    )
-    return f"{clause}; warning: {use.name} fits better but predicts worse (by {by} nats): {remedy}", True
-
-
-def _is_worse(judged: Judged, best: Judged) -> bool:
-    """Whether the val NLL is higher than the lowest by more than noise and by more than a hundredth."""
-    if judged.nll_excess is None or judged.nll_excess_error is None or best.nll is None:
-        return False
-    return judged.nll_excess > max(2 * judged.nll_excess_error, WORSE_SHARE * best.nll)
 
 
 def _weights(judged: Judged) -> str:

@@ -24,6 +24,11 @@ class AutoOptions(Checked):
     prior_precision: str = option(
         "auto", "As fit-laplace has it: auto is what val prefers.", metavar="NUMBER|val|marglik|auto"
     )
+    criterion: str = option(
+        "nll-keep-accuracy",
+        "What a recommended posterior must have: a lower val NLL without losing accuracy beyond chance, or a lower NLL alone.",
+        choices=("nll-keep-accuracy", "nll"),
+    )
     full: bool = option(False, "Climb all rungs, also where a simpler posterior is good for its target already.")
     accept_poor_network: bool = accept_poor_network_option()
 

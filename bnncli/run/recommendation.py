@@ -1,22 +1,156 @@
-"""What `auto` recommends of a run: written by it, taken by predict where nothing else is named."""
+"""What to predict with in a run: auto's recommendation, which other commands quote, and a predictive's qualities beside the network's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bnncli.errors import DataError, MissingInput
+from bnncli.evaluation.layer_gain import LEVEL, mean_interval
+from bnncli.evaluation.recommendation import Quality, accuracy_interval
+from bnncli.options.assertions import Quantity
 from bnncli.run.revisions import AUTO
 from bnncli.run.session import Run
 from bnncli.storage.metrics import read_metrics
 
+if TYPE_CHECKING:
+    from bnncli.evaluation.example_statistics import ExampleStatistics
+    from bnncli.run.paired_scores import Measured
+
+_SCORE = "max_prob"  # of each example, by which splits are told apart, as evaluate has it
+
 
 @dataclass(frozen=True)
 class Recommended:
-    """A posterior and the integrator to predict with, and why, as auto has said it."""
+    """A posterior and the integrator to predict with, and why; `by` names the command that decided."""
 
     posterior: str
     integrator: str
     sentence: str = ""
+    by: str = "auto"
+
+
+@dataclass(frozen=True)
+class SplitProbabilities:
+    """Class probabilities of one split.
+
+    Attributes:
+        probs: (N, C). labels: (N,), (N, C) of several labels an example, or None.
+        losses: (N,) nats, in place of those of probs: held-out ones, of what was fitted to these labels.
+    """
+
+    name: str
+    probs: NDArray
+    labels: NDArray | None
+    losses: NDArray[np.float64] | None = None
+
+    @cached_property
+    def examples(self) -> ExampleStatistics:
+        """The numbers of each example."""
+        from bnncli.evaluation.example_statistics import examples_of
+
+        return examples_of(self.probs, self.labels, is_exclusive=self.labels is None or self.labels.ndim == 1)
+
+
+def qualities(
+    own: SplitProbabilities,
+    base: SplitProbabilities,
+    outside: Sequence[tuple[SplitProbabilities, SplitProbabilities]] = (),
+    *,
+    seed: int,
+    level: float = LEVEL,
+) -> list[Quality]:
+    """Return NLL, accuracy and ECE of a split and the AUROC against others, each beside the baseline's, paired by example.
+
+    Intervals: Hall's of NLL and Tango's of accuracy, as the recommendation has them; of ECE and AUROC the symmetric bootstrap of compare.
+
+    Args:
+        own, base: predictions of the same examples.
+        outside: predictions of out-of-distribution splits by both.
+        level: of each interval.
+    """
+    found = []
+    if own.labels is not None and len(own.labels):
+        from bnncli.evaluation.excess import score
+
+        mine, theirs = (score(side.name, side.probs, own.labels, losses=side.losses) for side in (own, base))
+        low, high = mean_interval(mine.losses - theirs.losses, level) or (None, None)
+        found.append(Quality("nll", mine.nll, theirs.nll, low, high, False))
+        assert mine.is_right is not None
+        assert theirs.is_right is not None
+        low, high = accuracy_interval(mine.is_right, theirs.is_right, level) or (None, None)
+        right = float(mine.is_right.mean()), float(theirs.is_right.mean())
+        found.append(Quality("accuracy", right[0], right[1], low, high, True))
+        found += _paired("ece", _measured_calibration(own, base, seed, level), level)
+    for pair in outside:
+        found += detection(own, base, pair, seed=seed, level=level)
+    return found
+
+
+def detection(
+    own: SplitProbabilities,
+    base: SplitProbabilities,
+    outside: tuple[SplitProbabilities, SplitProbabilities],
+    *,
+    seed: int,
+    level: float = LEVEL,
+) -> list[Quality]:
+    """Return the AUROC of telling a split from another one by the largest probability, beside the baseline's; nothing of an empty split."""
+    from bnncli.detectors import example_scores
+    from bnncli.evaluation.bootstrap import Bootstrap
+    from bnncli.run.paired_scores import measure_detection
+
+    sides = [
+        tuple(example_scores([_SCORE], one.examples, lambda name: None) for one in pair)
+        for pair in ((own, outside[0]), (base, outside[1]))
+    ]
+    ood = outside[0].name
+    measured = measure_detection(
+        [(inside, other) for inside, other in sides],
+        [Quantity("auroc", (ood,))],
+        split=(own.name, len(own.examples)),
+        ood=(ood, len(outside[0].examples)),
+        bootstrap=Bootstrap(level=level, seed=seed),
+    )
+    return _paired(f"auroc {ood}", measured, level, higher_is_better=True)
+
+
+def _measured_calibration(
+    own: SplitProbabilities, base: SplitProbabilities, seed: int, level: float
+) -> list[list[Measured]]:
+    from bnncli.evaluation.bootstrap import Bootstrap
+    from bnncli.evaluation.scored_predictions import ScoredPredictions
+    from bnncli.run.paired_scores import measure_split
+    from bnncli.scores import split_scores
+
+    groups = [split_scores(ScoredPredictions(side.probs, side.examples), ["ece"]) for side in (own, base)]
+    bootstrap = Bootstrap(level=level, seed=seed)
+    return measure_split(groups, [Quantity("ece")], split=(own.name, len(own.examples)), bootstrap=bootstrap)
+
+
+def _paired(
+    name: str, measured: Sequence[Sequence[Measured]], level: float, *, higher_is_better: bool = False
+) -> list[Quality]:
+    """The quality of a score measured of both sides; none where it is undefined of either."""
+    from bnncli.evaluation.paired import Sample, difference
+
+    if any(not side or side[0].value is None for side in measured):
+        return []
+    values = [float(side[0].value or 0.0) for side in measured]
+    samples = [Sample(np.array([value]), side[0].replicates) for value, side in zip(values, measured, strict=True)]
+    gap = difference(*samples, level=level)
+    return [Quality(name, values[0], values[1], gap.low, gap.high, higher_is_better)]
+
+
+def recorded_qualities(recorded: Sequence[dict[str, Any]]) -> list[Quality]:
+    """Return qualities from their JSON."""
+    names = ("score", "value", "baseline", "low", "high", "higher_is_better")
+    return [Quality(**{name: one[name] for name in names}) for one in recorded]
 
 
 def judged_before(run: Run) -> dict[str, bool]:

@@ -27,7 +27,7 @@ FIT_SWAG = 1
 FIT_VI = 1
 EVALUATE = 2
 EVALUATE_FEATURES = 1
-AUTO = 1
+AUTO = 2  # 2: accuracy and out-of-distribution detection beside the NLL
 EXPORT = 1
 CALIBRATE = 1
 

@@ -74,7 +74,7 @@ def measure_on_val(
     name = default_integrator_of(method, is_last_layer=val.is_last_layer)
     chosen, how = _predicted(run, posterior, val, name)
     found = {method: score(method, chosen, labels)}
-    references, facts = _network_on_val(run, val)
+    references, facts = network_on_val(run, val)
     facts[method] = how
     for other in OTHER_INTEGRATORS:
         if other != name and _supports(other, posterior, val):
@@ -105,12 +105,12 @@ def measure_probs_on_val(
 
     assert val.content.labels is not None
     found = score(method, probs, val.content.labels)
-    references, facts = _network_on_val(run, val)
+    references, facts = network_on_val(run, val)
     facts[method] = {"integrator": integrator, "samples": num_draws}
     return _comparison(found, references, others={}, facts=facts, integrator=integrator)
 
 
-def _network_on_val(run: Run, val: Split) -> tuple[dict[str, Scored], dict[str, dict[str, Any]]]:
+def network_on_val(run: Run, val: Split) -> tuple[dict[str, Scored], dict[str, dict[str, Any]]]:
     """The network as trained and at its best temperature (held out), where there is one, with what is told of each beside its scores."""
     from bnncli.posteriors.point import Point
 
@@ -245,6 +245,11 @@ def predictive_on_val(run: Run, posterior: Any, val: Split, integrator: str, *, 
 
     assert val.content.labels is not None
     return score(key, _predicted(run, posterior, val, integrator)[0], val.content.labels)
+
+
+def predicted_on(run: Run, posterior: Any, split: Split, integrator: str) -> NDArray:
+    """Class probabilities (N, C) of a split, labelled or not, as predict gives them by default."""
+    return _predicted(run, posterior, split, integrator)[0]
 
 
 def temperature_on_val(run: Run, val: Split) -> Scored | None:

@@ -1,67 +1,162 @@
-"""Which posterior is recommended: never one that is worse on val than one temperature, and none is said to pay by chance."""
+"""Which predictive is recommended: accuracy is kept, a gain is beyond chance and the margin, and equals give way to the simplest."""
 
 from __future__ import annotations
 
+from math import isclose, lgamma, log
+
 import numpy as np
 import pytest
+from scipy.optimize import minimize_scalar
 
 from bnncli.evaluation.excess import Scored
-from bnncli.evaluation.recommendation import Predictive, recommend
+from bnncli.evaluation.layer_gain import mean_interval
+from bnncli.evaluation.recommendation import (
+    Predictive,
+    Quality,
+    accuracy_interval,
+    loses_accuracy,
+    recommend,
+    sentence,
+)
 
-NOISE = np.random.default_rng(0)
-LOSSES = NOISE.exponential(size=400)
+SIZE = 400
+LOSSES = np.random.default_rng(0).exponential(size=SIZE)
+RIGHT = np.arange(SIZE) % 5 > 0  # 80 %
+BASELINE = Scored("temperature", LOSSES, 0.02, RIGHT)
 
 
-def candidate(
-    name: str, change: float, *, rung: int = 1, is_good: bool = True, noise: float = 0.02, seed: int = 1
-) -> Predictive:
-    """Losses that differ from the baseline's by `change` on average."""
-    own = np.random.default_rng(seed).normal(size=400) * noise
+def candidate(name: str, change: float, *, noise: float = 0.02, seed: int = 1, num_lost: int = 0) -> Predictive:
+    """Losses that differ from the baseline's by `change` on average; so many predictions that only the baseline gets right."""
+    own = np.random.default_rng(seed).normal(size=SIZE) * noise
+    right = RIGHT.copy()
+    right[np.flatnonzero(RIGHT)[:num_lost]] = False
     posterior, _, integrator = name.partition(".")
-    return Predictive(posterior, integrator or "mc", rung, is_good, Scored(name, LOSSES + change + own - own.mean()))
-
-
-BASELINE = Scored("temperature", LOSSES)
+    return Predictive(posterior, integrator or "mc", Scored(name, LOSSES + change + own - own.mean(), 0.01, right))
 
 
 @pytest.mark.parametrize(
     ("candidates", "chosen", "pays"),
     [
         ([], None, False),
-        ([candidate("laplace", 0.001)], None, False),
-        ([candidate("laplace", -0.001)], "laplace", False),
-        ([candidate("laplace", -0.05), candidate("hmc", -0.0501, rung=3)], "laplace", True),
-        ([candidate("laplace", -0.05, is_good=False), candidate("hmc", -0.04, rung=3, noise=0.5)], "hmc", True),
-        ([candidate("laplace", -0.001), candidate("hmc", -0.05, rung=3, seed=2)], "hmc", True),
-        ([candidate("laplace", 0.01), candidate("refine", -0.001, rung=2, is_good=False)], "refine", False),
-        ([candidate("laplace.mc", 0.001), candidate("laplace.plug-in", -0.001)], "laplace", False),
+        ([candidate("laplace", 0.05)], None, False),
+        ([candidate("laplace", -0.05)], "laplace", True),
+        ([candidate("laplace", -0.005)], None, False),  # beyond chance, and half a percent of the NLL
+        ([candidate("laplace", -0.05, noise=5.0)], None, False),
+        ([candidate("laplace", -0.05), candidate("hmc", -0.0501, seed=2)], "laplace", True),
+        ([candidate("laplace", -0.05), candidate("hmc", -0.09, seed=2)], "hmc", True),
+        ([candidate("laplace", -0.005), candidate("hmc", -0.05, seed=2)], "hmc", True),
+        ([candidate("laplace", -0.05, num_lost=30)], None, False),
+        ([candidate("laplace", -0.05, num_lost=2)], "laplace", True),
+        ([candidate("laplace", -0.09, num_lost=30), candidate("hmc", -0.05, seed=2)], "hmc", True),
     ],
     ids=[
-        "none",
-        "worse",
-        "as-good",
-        "simplest",
-        "only-good",
-        "better-beyond-chance",
-        "none-good",
-        "by-another-integrator",
+        "none", "worse", "better", "within-the-margin", "chance", "simplest", "better-than-the-simplest", "only-one-better",
+        "loses-accuracy", "loses-accuracy-by-chance", "keeps-accuracy",
     ],
-)
+)  # fmt: skip
 def test_the_recommended(candidates: list[Predictive], chosen: str | None, pays: bool) -> None:
     found = recommend(candidates, BASELINE)
     assert (found.chosen.posterior if found.chosen else None, found.pays) == (chosen, pays)
+    assert ("predict with temperature" in sentence(found, BASELINE, "temperature")) == (chosen is None)
 
 
-def test_nothing_recommended_is_worse_on_val_than_the_baseline_and_bayes_is_rarely_said_to_pay_where_it_does_not() -> (
-    None
-):
+def test_accuracy_may_be_given_up_where_that_is_asked_for() -> None:
+    losing = candidate("laplace", -0.05, num_lost=30)
+    found = recommend([losing], BASELINE, keep_accuracy=False)
+    assert found.chosen is losing
+    assert "laplace loses accuracy beyond chance" in recommend([losing], BASELINE).why
+
+
+def test_a_posterior_of_equal_nll_is_recommended_where_it_detects_better() -> None:
+    near, far = candidate("laplace", -0.003), candidate("hmc", 0.1)
+    tried: list[tuple[str, int]] = []
+
+    def detects_better(one: Predictive, num_tried: int) -> bool:
+        tried.append((one.posterior, num_tried))
+        return True
+
+    found = recommend([far, near], BASELINE, detects_better=detects_better)
+    assert (found.chosen, found.pays, tried) == (near, False, [("laplace", 1)])  # what has the higher NLL is not tried
+    assert "it detects out-of-distribution inputs better" in found.why
+
+
+def test_features_without_a_network_have_the_simplest_that_none_beats() -> None:
+    near, far = candidate("laplace", 0.0), candidate("hmc", -0.001, seed=2)
+    assert recommend([near, far], None).chosen is near
+    assert recommend([near, candidate("hmc", -0.1, seed=2)], None).chosen is not near
+
+
+def test_bayes_is_rarely_said_to_pay_where_it_does_not() -> None:
     generator, num, paid = np.random.default_rng(3), 600, 0
     for _ in range(num):
         losses = generator.exponential(size=150)
         scored = [Scored(str(place), losses + generator.normal(scale=0.3, size=150)) for place in range(6)]
-        candidates = [Predictive("p", one.name, 1, bool(generator.integers(2)), one) for one in scored]
-        found = recommend(candidates, Scored("temperature", losses))
+        found = recommend([Predictive("p", one.name, one) for one in scored], Scored("temperature", losses))
         paid += found.pays
-        assert found.chosen is None or found.chosen.scored.nll <= losses.mean()
-    assert paid / num < 0.05 + 3 * (0.05 * 0.95 / num) ** 0.5
+    assert paid / num < 0.025 + 3 * (0.025 * 0.975 / num) ** 0.5
     assert paid > 0
+
+
+def test_a_quality_is_better_or_worse_where_its_interval_leaves_out_zero() -> None:
+    findings = [
+        Quality("nll", 0.4, 0.5, *ends, higher_is_better).finding
+        for higher_is_better in (False, True)
+        for ends in ((-0.2, -0.1), (0.1, 0.2), (-0.1, 0.1), (None, None))
+    ]
+    none = "no difference shown"
+    assert findings == ["better", "worse", none, none, "worse", "better", none, none]
+    assert Quality("accuracy", 0.862, 0.8725, -0.019, -0.0026, True).sentence == (
+        "accuracy 86.2 % against 87.2 % (-1.05 pp, 95 % interval -1.90 pp to -0.26 pp): worse"
+    )
+
+
+@pytest.mark.parametrize(("won", "lost", "size"), [(40, 20, 160), (0, 5, 60), (3, 0, 1000), (7, 7, 30)])
+def test_ends_of_the_accuracy_interval_are_those_that_the_score_test_just_rejects(
+    won: int, lost: int, size: int
+) -> None:
+    own, other = np.zeros(size), np.zeros(size)
+    own[:won], other[won : won + lost] = 1, 1
+    found = accuracy_interval(own, other)
+    assert found is not None
+    for end in found:
+
+        def loss(p: float, difference: float = end) -> float:
+            """Minus the log likelihood of discordant shares p + difference and p."""
+            shares = (p + difference, p, 1 - 2 * p - difference)
+            counts = (won, lost, size - won - lost)
+            return -sum(n * log(max(share, 1e-300)) for n, share in zip(counts, shares, strict=True))
+
+        lowest, highest = max(0.0, -end), (1 - end) / 2
+        p = float(minimize_scalar(loss, bounds=(lowest, highest), method="bounded", options={"xatol": 1e-12}).x)
+        statistic = (won - lost - size * end) / (size * (2 * p + end - end**2)) ** 0.5
+        assert isclose(abs(statistic), 1.959964, rel_tol=2e-3)
+
+
+def test_the_accuracy_interval_covers_and_accuracy_is_rarely_called_lost_where_it_is_not() -> None:
+    size = 60
+    found = {}
+    for won in range(31):
+        for lost in range(31):
+            own, other = np.zeros(size), np.zeros(size)
+            own[:won], other[won : won + lost] = 1, 1
+            found[won, lost] = accuracy_interval(own, other)
+    for gain, loss in ((0.1, 0.1), (0.05, 0.05), (0.1, 0.02), (0.02, 0.12)):
+        covered = lost_wrongly = 0.0
+        for (won, lost), ends in found.items():
+            rest = size - won - lost
+            logs = lgamma(size + 1) - lgamma(won + 1) - lgamma(lost + 1) - lgamma(rest + 1)
+            weight = np.exp(logs + won * log(gain) + lost * log(loss) + rest * log(1 - gain - loss))
+            assert ends is not None
+            covered += weight * (ends[0] <= gain - loss <= ends[1])
+            lost_wrongly += weight * (ends[1] < 0)
+        assert covered > 0.93, (gain, loss, covered)
+        if gain >= loss:
+            assert lost_wrongly < 0.03
+
+
+def test_shares_of_right_labels_have_the_interval_of_a_mean() -> None:
+    generator = np.random.default_rng(2)
+    own, other = generator.integers(0, 5, size=(2, 80)) / 4
+    assert accuracy_interval(own, other) == mean_interval(own - other)
+    halves = Scored("p", LOSSES, None, np.full(SIZE, 0.5)), Scored("t", LOSSES, None, np.full(SIZE, 0.75))
+    assert not loses_accuracy(*halves)  # all differ alike: no variance, and so no interval

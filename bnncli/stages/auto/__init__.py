@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from bnncli.errors import MissingInput, UsageError
+from bnncli.evaluation.recommendation import ONE_TEMPERATURE
 from bnncli.names import percent
 from bnncli.options import AutoOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
@@ -13,7 +14,7 @@ from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split
 from bnncli.run.network_fit import check_network_fits
 from bnncli.run.produce import Request, produce
-from bnncli.run.recommendation import judged_before
+from bnncli.run.recommendation import judged_before, recorded_qualities
 from bnncli.run.session import Result, Run, Table
 from bnncli.run.val_report import has_labeled_val
 from bnncli.stages.auto.budget import LimitedVoice
@@ -22,9 +23,9 @@ from bnncli.stages.auto.ladder import Rung, climb
 COMMAND = Command(
     "Climb from the network to the posterior that pays, and recommend one.",
     "Fits one temperature, then a Gaussian; where that is not good for its target (as diagnose judges) a flow on it, and where that "
-    "is not either, hmc. Every posterior is judged on the labelled val split by mc, probit, mean-field and plug-in, those that it supports. "
-    "Recommended is the simplest posterior that is good for its target, by the first of these, unless another is better on val beyond chance; never "
-    "one whose NLL there is above that of the network at one temperature, which is recommended where no posterior pays. predict takes "
+    "is not either, hmc. Compares every posterior on the labelled val split, by mc, probit, mean-field and plug-in, with the network at one "
+    "temperature. Recommends the simplest that lowers the NLL by more than 1 % beyond chance and does not lose accuracy; where none does, one "
+    "that detects the run's out-of-distribution splits better; else the temperature. predict takes "
     "the recommendation where nothing else is named. Writes recommended.json.",
     (AutoOptions, InputOptions, *COMPUTE),
     ("bnncli auto ckpt.pt", "bnncli auto ckpt.pt --budget 5m"),
@@ -62,7 +63,7 @@ def run(run: Run, options: AutoOptions) -> Result:
         run.folder.recommended,
         "metrics",
         "recommended",
-        {"seed": run.compute.seed, "prior_precision": options.prior_precision},
+        {"seed": run.compute.seed, "prior_precision": options.prior_precision, "criterion": options.criterion},
         _revisions.AUTO,
         sources,
         train.checkpoint,
@@ -71,16 +72,34 @@ def run(run: Run, options: AutoOptions) -> Result:
     )
     from bnncli.stages.auto import judged  # the work: slow to import
 
-    result = produce(run, request, lambda: judged.compute(run, request, rungs, val), when_fresh=judged.when_fresh)
+    keep_accuracy = options.criterion != "nll"
+    result = produce(
+        run,
+        request,
+        lambda: judged.compute(run, request, rungs, val, keep_accuracy=keep_accuracy),
+        when_fresh=judged.when_fresh,
+    )
     rows = result.metrics.pop("rows")
     result.extra |= {"rungs": [rung.to_json() for rung in rungs], "rows": rows, **result.metrics}
     names = {rung.posterior for rung in rungs if rung.source is not None}
     others = [path.stem for path in run.folder.posteriors() if path.stem not in names]
-    result.tables = [_table(rungs, rows, val.content.labels, others)]
+    result.tables = [_table(rungs, rows, val.content.labels, others), *_qualities_table(result.metrics)]
     result.lines = [str(result.metrics["sentence"])]
     took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
     result.summary = [f"took: {took}"]
     return result
+
+
+def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
+    """A row for each quality of the posterior that the recommendation speaks of; nothing without one."""
+    found = recorded_qualities(metrics["qualities"])
+    if not found:
+        return []
+    columns = ["val", str(metrics["about"]), ONE_TEMPERATURE, "difference", "95 % interval", "finding"]
+    notes = [
+        "paired by example; each interval holds by itself; auroc: by the largest probability, with out-of-distribution splits"
+    ]
+    return [Table(columns, [one.cells for one in found], notes=notes)]
 
 
 def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, others: list[str]) -> Table:

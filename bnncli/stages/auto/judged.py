@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from bnncli.errors import CheckFailed
+from numpy.typing import NDArray
+
+from bnncli.errors import CheckFailed, DataError
 from bnncli.evaluation.excess import Scored
-from bnncli.evaluation.recommendation import Predictive, Recommendation, recommend
+from bnncli.evaluation.layer_gain import LEVEL
+from bnncli.evaluation.recommendation import Predictive, Quality, recommend, sentence
 from bnncli.integrators import supports
-from bnncli.run.inputs import Split, open_posterior
+from bnncli.run.inputs import Split, load_split, open_posterior
 from bnncli.run.produce import Computed, Request
+from bnncli.run.recommendation import SplitProbabilities, detection, qualities
 from bnncli.run.session import Run
-from bnncli.run.val_report import predictive_on_val, temperature_on_val
+from bnncli.run.val_report import predicted_on, predictive_on_val, temperature_on_val
 from bnncli.stages.auto.ladder import Rung
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.metrics import write_metrics
 
 _INTEGRATORS = ("mc", "probit", "mean-field", "plug-in")  # the first whose uncertainty says most
+_SHOWN = ("sentence", "pays", "qualities", "about")
 
 
-def compute(run: Run, request: Request, rungs: list[Rung], val: Split) -> Computed:
-    """The rows of all candidates with the recommended one marked, and the sentence."""
+def compute(run: Run, request: Request, rungs: list[Rung], val: Split, *, keep_accuracy: bool) -> Computed:
+    """The rows of all candidates with the recommended one marked, its qualities, and the sentence."""
     points, candidates = _scored(run, rungs, val)
-    baseline = points.get("temperature") or points.get("network")
-    found = recommend(candidates, baseline) if baseline is not None else _without_network(candidates)
-    chosen = found.chosen
+    name, baseline = next(((key, points[key]) for key in ("temperature", "network") if key in points), ("", None))
+    if baseline is None and not candidates:
+        raise CheckFailed("no posterior was fitted, and this run has no network to recommend", code="nothing_fitted")
+    paired = _Paired(run, rungs, val, name, None if baseline is None else baseline.losses)
+    found = recommend(candidates, baseline, keep_accuracy=keep_accuracy, detects_better=paired.detects_better)
     names = {
         "temperature": next((rung.posterior for rung in rungs if rung.name == "fit-temperature"), ""),
         "network": "map",
     }
-    plain = None if chosen is not None else min(points, key=lambda name: points[name].nll)
     rows = [
-        _row(names[name], "plug-in", scored, baseline, is_recommended=name == plain) for name, scored in points.items()
+        _row(names[key], "plug-in", scored, baseline, is_recommended=found.chosen is None and key == name)
+        for key, scored in points.items()
     ]
     rows += [
-        _row(one.posterior, one.integrator, one.scored, baseline, is_recommended=one is chosen) for one in candidates
+        _row(one.posterior, one.integrator, one.scored, baseline, is_recommended=one is found.chosen)
+        for one in candidates
     ]
-    sentence = _sentence(found, names[plain] if plain else None, baseline, rivals=len(candidates))
-
+    text = sentence(found, baseline, names.get(name, ""))
+    beside = [] if found.contender is None or baseline is None else paired.qualities(found.contender)
+    about = None if found.contender is None else str(found.contender)
     judged = [(rung.source.content_digest, rung.is_good) for rung in rungs if rung.source and rung.is_good is not None]
-    told = {"is_recommended": False, "sentence": sentence, "pays": found.pays, "judged": judged}
+    told = {"is_recommended": False, "sentence": text, "pays": found.pays, "judged": judged}
+    told |= {"qualities": [one.to_json() for one in beside], "about": about}
 
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:
         return write_metrics(
@@ -50,13 +63,13 @@ def compute(run: Run, request: Request, rungs: list[Rung], val: Split) -> Comput
             may_replace=may_replace,
         )
 
-    return Computed(publish, {"rows": rows, "sentence": sentence, "pays": found.pays})
+    return Computed(publish, {"rows": rows, **{key: told[key] for key in _SHOWN}})
 
 
 def when_fresh(header: Header) -> Computed:
     """The same of a recommendation that is there already."""
     *rows, told = header.meta["rows"]
-    metrics = {"rows": rows, "sentence": told["sentence"], "pays": told["pays"]}
+    metrics = {"rows": rows, **{key: told[key] for key in _SHOWN}}
     return Computed(lambda provenance, may_replace: header.content_digest, metrics)
 
 
@@ -65,7 +78,7 @@ def _scored(run: Run, rungs: list[Rung], val: Split) -> tuple[dict[str, Scored],
     points: dict[str, Scored] = {}
     candidates = []
     task = run.console.task("val", len(rungs))
-    for place, rung in enumerate(rungs):
+    for rung in rungs:
         if rung.source is not None:
             posterior = open_posterior(rung.source.path)[0].to(run.device)
             if rung.name == "network":
@@ -78,18 +91,66 @@ def _scored(run: Run, rungs: list[Rung], val: Split) -> tuple[dict[str, Scored],
                 for name in _INTEGRATORS:
                     if supports(name, posterior):
                         scored = predictive_on_val(run, posterior, val, name, key=f"{rung.posterior}.{name}")
-                        candidates.append(Predictive(rung.posterior, name, place, bool(rung.is_good), scored))
+                        candidates.append(Predictive(rung.posterior, name, scored))
         task.advance()
     return points, candidates
 
 
-def _without_network(candidates: list[Predictive]) -> Recommendation:
-    """Of a run of features alone: there is no network to do better than, so that each is held against the worst."""
-    if not candidates:
-        raise CheckFailed("no posterior was fitted, and this run has no network to recommend", code="nothing_fitted")
-    worst = max(candidates, key=lambda one: one.scored.nll)
-    found = recommend(candidates, worst.scored)
-    return Recommendation(found.chosen, False, found.why)
+class _Paired:
+    """Predictions of single candidates beside the baseline's, on val and on the out-of-distribution splits."""
+
+    def __init__(self, run: Run, rungs: list[Rung], val: Split, baseline: str, losses: NDArray | None) -> None:
+        self.run, self.val, self.losses = run, val, losses
+        self.files = {rung.posterior: rung.source.path for rung in rungs if rung.source is not None}
+        step = {"temperature": "fit-temperature"}.get(baseline, baseline)
+        self.base = next((rung.posterior for rung in rungs if rung.name == step), None)
+
+    @cached_property
+    def outside(self) -> list[Split]:
+        """The run's out-of-distribution splits; those that cannot be read are left out, as status tells."""
+        found = []
+        for name in self.run.folder.splits():
+            try:
+                if read_header(self.run.folder.features(name)).meta.get("is_ood"):
+                    found.append(load_split(self.run, name))
+            except DataError as error:
+                self.run.console.warn(f"skipping split {name}: {error.message}")
+        return found
+
+    @cached_property
+    def of_base(self) -> list[SplitProbabilities]:
+        """The baseline's predictions of val and the others."""
+        assert self.base is not None
+        val, *others = self._predicted(self.base, "plug-in")
+        return [replace(val, losses=self.losses), *others]
+
+    def _predicted(self, posterior: str, integrator: str) -> list[SplitProbabilities]:
+        opened = open_posterior(self.files[posterior])[0].to(self.run.device)
+        return [
+            SplitProbabilities(
+                split.content.name, predicted_on(self.run, opened, split, integrator), split.content.labels
+            )
+            for split in (self.val, *self.outside)
+        ]
+
+    def qualities(self, one: Predictive) -> list[Quality]:
+        """Those of a candidate."""
+        (own, *others), (base, *beside) = self._predicted(one.posterior, one.integrator), self.of_base
+        return qualities(own, base, list(zip(others, beside, strict=True)), seed=self.run.compute.seed)
+
+    def detects_better(self, one: Predictive, num_tried: int) -> bool:
+        """Whether it tells val from any other split better, and from none worse."""
+        if not self.outside:
+            return False
+        (own, *others), (base, *beside) = self._predicted(one.posterior, one.integrator), self.of_base
+        pairs = zip(others, beside, strict=True)
+        level = 1 - (1 - LEVEL) / (num_tried * len(others))
+        found = [
+            quality.finding
+            for pair in pairs
+            for quality in detection(own, base, pair, seed=self.run.compute.seed, level=level)
+        ]
+        return "better" in found and "worse" not in found
 
 
 def _row(
@@ -110,23 +171,3 @@ def _row(
         "gain": gain,
         "is_recommended": is_recommended,
     }
-
-
-def _sentence(found: Recommendation, plain: str | None, baseline: Scored | None, *, rivals: int) -> str:
-    chosen = found.chosen
-    if chosen is None and not rivals:
-        return f"recommended: {plain}, for want of a posterior: {found.why}, so that nothing is known of what Bayes would give"
-    if chosen is None:
-        return (
-            f"recommended: {plain}, {'the network as trained' if plain == 'map' else 'the network at one temperature'}. Bayes does not "
-            f"pay here: {found.why}"
-        )
-    text = f"recommended: {chosen.posterior} by {chosen.integrator} ({found.why})"
-    if baseline is None:
-        return text
-    gain = baseline.nll - chosen.scored.nll
-    if found.pays:
-        return (
-            f"{text}; posteriors predict val better than the network at one temperature (this one by {gain:.4f} nats)"
-        )
-    return f"{text}; in NLL nothing is better than the network at one temperature beyond chance (this one by {gain:.4f} nats)"

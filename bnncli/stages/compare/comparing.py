@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from bnncli.options import CompareOptions
 from bnncli.options.assertions import Quantity
 from bnncli.run.cost import TotalCost, total_cost
 from bnncli.run.prediction_groups import PredictionGroup, open_groups
+from bnncli.run.recommendation import recommended
 from bnncli.run.score_rows import num_draws
 from bnncli.run.session import Run
 from bnncli.stages.compare.measure import OF_TWO_SPLITS, Column, measure
@@ -48,7 +50,18 @@ def compared(runs: Sequence[Run], options: CompareOptions, groups: Groups) -> Co
     columns = measure(runs[0], options, groups)
     firsts = [own[0] for own in groups.values()]
     _check_wanted(options, columns, firsts)
-    return _compare(options, groups, columns, _baseline(runs[0], options, firsts))
+    found = _compare(options, groups, columns, _baseline(runs[0], options, firsts))
+    return replace(found, recommendation=_recommendation(runs[0])) if len(runs) == 1 else found
+
+
+def _recommendation(run: Run) -> str | None:
+    """What auto recommends of the run; None where it has not, or its recommendation cannot be used."""
+    try:
+        found = recommended(run)
+    except DataError as error:
+        run.console.warn(f"{error.message}{error.advice}")
+        return None
+    return None if found is None else found.sentence
 
 
 def _shared(

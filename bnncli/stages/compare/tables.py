@@ -67,6 +67,7 @@ class Comparison:
         num_examples: of the split, for the first checkpoint.
         baseline: the row that all are compared with; None: the best of each column.
         shows_cost: whether there is a column of costs.
+        recommendation: auto's, in words, of a single checkpoint.
     """
 
     names: list[Name]
@@ -79,6 +80,7 @@ class Comparison:
     alpha: float
     baseline: int | None
     shows_cost: bool = False
+    recommendation: str | None = None
 
     @property
     def heads(self) -> list[str]:
@@ -123,6 +125,7 @@ class Comparison:
                 what += " and draws"
                 test += ", with the integration error of both sides"
         shown = f"split {self.split}; {what}"
+        recommended = [] if self.recommendation is None else [f"auto: {self.recommendation}"]
         if self.baseline is None:
             return [
                 shown,
@@ -131,6 +134,7 @@ class Comparison:
                 "marked: the best of its column and all that are not significantly worse than another; those whose true "
                 f"scores are the best are all marked but for a chance of {percent(self.alpha, 'g')} in each column ({test}, all pairs "
                 "together, stepwise)",
+                *recommended,
             ]
         name = self.names[self.baseline].folder
         return [
@@ -138,6 +142,7 @@ class Comparison:
             *self._about_cost(),
             *self._unknown(),
             f"marked: significantly different ({test}; intervals and p-values of each alone, marks by Holm, alpha {self.alpha:g})",
+            *recommended,
         ]
 
     def _unknown(self) -> list[str]:

@@ -35,6 +35,7 @@ def run(run: Run, options: o.DemoOptions) -> Result:
     checkpoint = _copy_fixture(folder)
     steps = (
         ("extract-features", _extract(folder)),
+        ("fit-temperature", o.FitTemperatureOptions()),
         ("fit-laplace", o.FitLaplaceOptions()),
         ("refine", o.RefineOptions()),
         ("hmc", o.HmcOptions()),

@@ -1,7 +1,8 @@
-"""diagnose: every posterior of the run judged against its target, and one sentence that says which to use."""
+"""diagnose: every posterior of the run judged against its target, and one sentence on which is close to it."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from bnncli.errors import CheckFailed
@@ -13,10 +14,10 @@ from bnncli.stages.diagnose.judgement import judge
 from bnncli.stages.diagnose.tables import diagnosis_tables
 
 COMMAND = Command(
-    "Judge every posterior against its target: ELBO, Pareto k, evidence, R-hat, MMD^2; say which to use.",
+    "Judge every posterior against its target: ELBO, Pareto k, evidence, R-hat, MMD^2.",
     "A Gaussian or flow is good when its log importance weights spread by at most 2 nats and Pareto k is below its "
-    "threshold; draws are good with R-hat at most 1.05, 400 effective draws and no divergence. Fit to the target and "
-    "prediction (NLL on the val split) are told apart. Nothing is written.",
+    "threshold; draws are good with R-hat at most 1.05, 400 effective draws and no divergence. What to predict with is another "
+    "question: diagnose quotes auto's recommendation, or, without one, compares the posteriors on val by auto's rule. Nothing is written.",
     (DiagnoseOptions, InputOptions, ComputeOptions, *READ),
     (
         "bnncli diagnose ckpt.pt",
@@ -30,17 +31,22 @@ COMMAND = Command(
 def run(run: Run, options: DiagnoseOptions) -> Result:
     """Judge and print; nothing is written."""
     found = judge(run, options)
+    recommended = found.recommended
     return Result(
         extra={
             "posteriors": found.entries,
             "pairs": found.pairs,
             **({"layers": [gain.to_json() for gain in found.gains]} if found.gains else {}),
-            "verdict": _verdict_json(found.verdict),
+            "verdict": _verdict_json(found.verdict) | {"predict": None if recommended is None else asdict(recommended)},
             "inputs": [source_json(source) for source in found.sources],
             "environment": run.environment(),
         },
         tables=diagnosis_tables(found.entries, found.pairs),
-        lines=[found.verdict.sentence, *(gain.sentence for gain in found.gains)],
+        lines=[
+            found.verdict.sentence,
+            *(gain.sentence for gain in found.gains),
+            *([] if found.verdict.run in found.verdict.sentence else [f"next: {found.verdict.run}"]),
+        ],
         failure=None if found.verdict.is_good or not options.strict else _failure(found.verdict),
     )
 
@@ -54,8 +60,6 @@ def _verdict_json(verdict: Verdict) -> dict[str, Any]:
         "bias_precision": None if target is None or target.is_isotropic else target.bias_precision,
         "is_good": verdict.is_good,
         "run": verdict.run,
-        "predicts_best": verdict.predicts_best,
-        "predicts_worse": verdict.is_worse,
     }
 
 

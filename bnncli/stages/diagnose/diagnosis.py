@@ -14,9 +14,9 @@ from bnncli.errors import DataError
 from bnncli.evaluation.bfmi import lowest_bfmi
 from bnncli.evaluation.convergence import convergence, deciding
 from bnncli.evaluation.draw_blocks import ThinnedDraws, thin_draws
+from bnncli.evaluation.excess import Scored, score
 from bnncli.evaluation.mmd import num_compared
 from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, Judged, doubts
-from bnncli.evaluation.weighted_scores import nll_per_example
 from bnncli.inference.importance import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagnose_importance, network_draws
 from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions
@@ -41,15 +41,20 @@ class Diagnosis:
         judged: the numbers that the verdict goes by.
         entry: the numbers of --json, null with a reason where undefined.
         draws: on the CPU, as many as num_compared says, with what is independent among them.
-        losses: (N,) negative log probability of each val label, nats; None without a labelled val split.
+        scored: on val; None without a labelled val split.
         predicted_by: the integrator that gave them, and of how many draws; None where it makes none.
     """
 
     judged: Judged
     entry: dict[str, Any]
     draws: ThinnedDraws
-    losses: NDArray[np.float64] | None
+    scored: Scored | None
     predicted_by: tuple[str, int | None] | None = None
+
+    @property
+    def losses(self) -> NDArray[np.float64] | None:
+        """(N,) negative log probability of each val label, nats; None without a labelled val split."""
+        return None if self.scored is None else self.scored.losses
 
 
 def diagnose(
@@ -94,8 +99,8 @@ def diagnose(
         entry |= dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), undefined(reason))
     elif posterior.type in DENSITIES:
         entry |= _importance(run, options, name, posterior, header, train)
-    losses = _losses(run, posterior, header, val)
-    entry["val_nll"] = _mean(losses)
+    scored = _scored(run, name, posterior, header, val)
+    entry["val_nll"] = _mean(None if scored is None else scored.losses)
     draws = _draws(run, name, posterior, {**entry, **_independent(header)})
     known: dict[str, Any] = {"layers": header.meta.get("layers"), "num_varying": header.meta.get("num_varying")}
     known["is_exact"] = header.meta.get("metrics", {}).get("is_exact", True)
@@ -103,8 +108,8 @@ def diagnose(
     if posterior.type in DENSITIES or posterior.type == "samples":
         entry["doubts"] = doubts(judged)
         entry["is_good"] = not entry["doubts"]
-    by = None if val is None or losses is None else _predictive(posterior, header, val)
-    return Diagnosis(judged, entry, draws, losses, by)
+    by = None if val is None or scored is None else _predictive(posterior, header, val)
+    return Diagnosis(judged, entry, draws, scored, by)
 
 
 def undefined(reason: str) -> dict[str, Any]:
@@ -196,8 +201,8 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
     return {"draws": draws.shape[0] * draws.shape[1], **found}
 
 
-def _losses(run: Run, posterior: Any, header: Header, val: Split | None) -> NDArray[np.float64] | None:
-    """Negative log probability of each val label: 200 draws, but all of samples, and plug-in for a point.
+def _scored(run: Run, key: str, posterior: Any, header: Header, val: Split | None) -> Scored | None:
+    """Scores on val: 200 draws, but all of samples, and plug-in for a point.
 
     A posterior over other layers predicts by its default: a Gaussian is that of the linearised network.
     """
@@ -211,7 +216,7 @@ def _losses(run: Run, posterior: Any, header: Header, val: Split | None) -> NDAr
         generator=run.stream("diagnose/val"),
         progress=run.console,
     )
-    return nll_per_example(prediction.probs.cpu().numpy(), val.content.labels)
+    return score(key, prediction.probs.cpu().numpy(), val.content.labels)
 
 
 def _predictive(posterior: Any, header: Header, val: Split) -> tuple[str, int | None]:
@@ -257,8 +262,6 @@ def _judged(name: str, entry: dict[str, Any], target: Prior | None) -> Judged:
         divergences=value["divergences"],
         lowest_acceptance=value["lowest_chain_acceptance"],
         lowest_bfmi=value["bfmi"],
-        nll=value["val_nll"],
-        nll_error=entry["val_nll"].get("standard_error"),
     )
 
 

@@ -12,9 +12,11 @@ import numpy as np
 
 from bnncli.errors import DataError, MissingInput, Untrusted
 from bnncli.evaluation.draw_blocks import compare_draws
+from bnncli.evaluation.excess import Scored, excesses
 from bnncli.evaluation.layer_gain import LayerGain
 from bnncli.evaluation.mmd import median_bandwidth, mmd2_of, squared_distances
-from bnncli.evaluation.verdict import POINTS, Verdict, doubts, give_verdict
+from bnncli.evaluation.recommendation import Predictive, recommend, sentence
+from bnncli.evaluation.verdict import LINEAR_DRAWS, POINTS, Verdict, doubts, give_verdict
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
 from bnncli.options import DiagnoseOptions
@@ -22,7 +24,9 @@ from bnncli.run.inputs import Split, load_split, posterior_source, recorded_prio
 from bnncli.run.layers_selection import over_layers
 from bnncli.run.named_posterior import find_named
 from bnncli.run.produce import expected
+from bnncli.run.recommendation import Recommended, recommended
 from bnncli.run.session import Run
+from bnncli.run.val_report import network_on_val
 from bnncli.stages.diagnose.commands import commands
 from bnncli.stages.diagnose.layers import SeenSplits, gains_of_layers
 from bnncli.storage.headers import Header
@@ -41,6 +45,7 @@ class Judgement:
     Args:
         diagnoses: of each, with its distance to good draws and its val NLL over the lowest.
         pairs: distances between posteriors over the same parameters.
+        recommended: what to predict with; None without a labelled val split, or where there is nothing to predict with.
         gains: of posteriors over other layers over one of the last.
         sources: what all was judged from.
         headers: of the posteriors by name.
@@ -50,6 +55,7 @@ class Judgement:
     diagnoses: list[Diagnosis]
     pairs: list[dict[str, Any]]
     verdict: Verdict
+    recommended: Recommended | None
     gains: list[LayerGain]
     sources: list[Source]
     headers: dict[str, Header]
@@ -87,10 +93,65 @@ def judge(run: Run, options: DiagnoseOptions, *, leave_out: Collection[Path] = (
         diagnoses.append(diagnose(run, options, path, name=name, **seen.by(header)))
     pairs = _pairs(run, diagnoses)
     headers = {name: header for name, (_, header, _) in found.items()}
-    diagnoses = _with_comparisons(diagnoses, pairs, headers)
-    verdict = give_verdict([one.judged for one in diagnoses], commands(run, options, diagnoses, headers))
+    points = {} if val is None or val.content.labels is None else network_on_val(run, val)[0]
+    baseline = points.get("temperature") or points.get("network")
+    diagnoses = _with_comparisons(diagnoses, pairs, headers, baseline)
+    found_before = None if run.folder.recommended in leave_out else _recommended(run)
+    chosen = found_before or _recommend(run, diagnoses, headers, baseline, "temperature" in points)
+    prediction = "no labelled val split, so what predicts best is unknown" if chosen is None else chosen.sentence
+    verdict = give_verdict([one.judged for one in diagnoses], commands(run, options, diagnoses, headers), prediction)
+    if verdict.is_good and chosen is not None:
+        verdict = replace(verdict, run=_to_predict(run, chosen, headers))
     sources = [part.source for part in (train, val) if part is not None] + [source for _, _, source in found.values()]
-    return Judgement(diagnoses, pairs, verdict, gains_of_layers(diagnoses), sources, headers, val)
+    return Judgement(diagnoses, pairs, verdict, chosen, gains_of_layers(diagnoses), sources, headers, val)
+
+
+def _recommended(run: Run) -> Recommended | None:
+    """What auto recommends; None without a recommendation that can be used."""
+    try:
+        return recommended(run)
+    except DataError as error:
+        run.console.warn(f"{error.message}{error.advice}")
+        return None
+
+
+def _to_predict(run: Run, chosen: Recommended, headers: dict[str, Header]) -> str:
+    """The command that predicts with what is recommended, or first fits the temperature."""
+    if chosen.by == "auto":
+        return run.suggest("predict")
+    if chosen.posterior not in {path.stem for path in run.folder.posteriors()}:
+        return run.suggest("fit-temperature")
+    header = headers.get(chosen.posterior)
+    is_of_layers = header is not None and header.meta.get("layers") is not None
+    return run.suggest("predict", posterior=chosen.posterior, integrator=chosen.integrator, trust_code=is_of_layers)
+
+
+_SIMPLEST_FIRST = (*POINTS, "gaussian", "flow", LINEAR_DRAWS, "samples")
+
+
+def _recommend(
+    run: Run, diagnoses: list[Diagnosis], headers: dict[str, Header], baseline: Scored | None, has_temperature: bool
+) -> Recommended | None:
+    """The recommendation among the posteriors that were judged, by the rule of auto; None without scores on val."""
+
+    def simplicity(one: Diagnosis) -> tuple[bool, int]:
+        kind = one.judged.type
+        return one.judged.layers is not None, _SIMPLEST_FIRST.index(kind) if kind in _SIMPLEST_FIRST else 99
+
+    candidates = []
+    for one in sorted(diagnoses, key=simplicity):
+        meta = headers[one.judged.name].meta
+        is_network = one.judged.type == "point" and meta.get("base") is None and baseline is not None
+        if one.scored is not None and one.predicted_by is not None and not is_network:
+            candidates.append(Predictive(one.judged.name, one.predicted_by[0], one.scored))
+    if baseline is None and not candidates:
+        return None
+    plain = "temperature" if has_temperature else "map"
+    found = recommend(candidates, baseline)
+    text = sentence(found, baseline, plain)
+    if found.chosen is not None:
+        return Recommended(found.chosen.posterior, found.chosen.integrator, text, by="diagnose")
+    return Recommended(plain, "plug-in", text, by="diagnose")
 
 
 def _open(
@@ -217,9 +278,9 @@ def _distance(run: Run, one: Diagnosis, other: Diagnosis, chosen: tuple[str, flo
 
 
 def _with_comparisons(
-    diagnoses: list[Diagnosis], pairs: list[dict[str, Any]], headers: dict[str, Header]
+    diagnoses: list[Diagnosis], pairs: list[dict[str, Any]], headers: dict[str, Header], baseline: Scored | None
 ) -> list[Diagnosis]:
-    """The diagnoses with their distance to good draws of the same target, and their val NLL over the lowest, paired."""
+    """The diagnoses with their distance to good draws of the same target, and their val NLL over the lowest and the network's, paired."""
     scored = [one.losses for one in diagnoses if one.losses is not None]
     lowest = min(scored, key=lambda losses: float(losses.mean()), default=None)
     # Few or stuck draws cannot show a difference: that they show none says nothing.
@@ -229,7 +290,8 @@ def _with_comparisons(
     for one in diagnoses:
         is_tuned = one.judged.aim in tuned
         has_seen_val = is_tuned or _was_tuned_on_val(headers[one.judged.name])
-        judged = replace(one.judged, is_tuned=is_tuned, has_seen_val=has_seen_val)
+        is_worse = one.scored is not None and baseline is not None and excesses(one.scored, [baseline])[0].is_worse
+        judged = replace(one.judged, is_tuned=is_tuned, is_worse=is_worse)
         for pair in pairs:
             other = next((name for name in pair["posteriors"] if name != judged.name), judged.name)
             if (
@@ -242,9 +304,8 @@ def _with_comparisons(
         if one.losses is not None and lowest is not None:
             excess = one.losses - lowest
             error = float(np.std(excess, ddof=1) / len(excess) ** 0.5) if len(excess) > 1 else None
-            judged = replace(judged, nll_excess=float(excess.mean()), nll_excess_error=error)
             one.entry["val_nll"] |= {
-                "excess": judged.nll_excess,
+                "excess": float(excess.mean()),
                 "excess_standard_error": error,
                 "tuned_on_val": has_seen_val,
             }

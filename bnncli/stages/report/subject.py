@@ -160,7 +160,9 @@ class Subject:
 
     @cached_property
     def recommended(self) -> Recommended | None:
-        """What auto recommends; None where it was not run, or its recommendation is stale or damaged."""
+        """What to predict with, as diagnose has it: what auto recommends, else by the same rule; None where that is unknown."""
+        if not isinstance(self.judgement, Missing):
+            return self.judgement.recommended
         if self.run.folder.recommended in self.left_out:
             return None
         found = tried(lambda: recommended(self.run))
@@ -184,10 +186,14 @@ class Subject:
         """The predictions that the words are about: of the posterior to predict with, as the verdict has it, else the first."""
         if isinstance(self.groups, Missing):
             return None
-        verdict = None if isinstance(self.judgement, Missing) else self.judgement.verdict
-        preferred = [] if verdict is None else [verdict.use, verdict.predicts_best]
-        for name in reversed(preferred) if verdict is not None and verdict.is_worse else preferred:
-            found = next((group for group in self.groups if group.posterior == name), None)
+        use = None if isinstance(self.judgement, Missing) else self.judgement.verdict.use
+        if self.recommended is not None:
+            name = f"{self.recommended.posterior}.{self.recommended.integrator}"
+            found = next((group for group in self.groups if group.name == name), None)
+            if found is not None:
+                return found
+        for wanted in (None if self.recommended is None else self.recommended.posterior, use):
+            found = next((group for group in self.groups if group.posterior == wanted), None)
             if found is not None:
                 return found
         return next((g for g in self.groups if not self._is_point(g)), self.groups[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bnncli.figures.score_intervals import ScoreIntervals
 from bnncli.names import counted
@@ -58,12 +58,25 @@ def _verdict(comparison: Comparison, subjects: Sequence[Subject]) -> Markup:
     """Which posteriors are best over all checkpoints, and which diagnose would use of each."""
     first = lowest_in_words(comparison, len(subjects))
     used: dict[str, list[str]] = {}
+    predicting: dict[str, list[str]] = {}
     for subject in subjects:
         use = None if isinstance(subject.judgement, Missing) else subject.judgement.verdict.use
         used.setdefault(use or "none yet", []).append(subject.name)
-    told = "; ".join(f"{use} for {listed_in_words(checkpoints, most=_MOST_NAMED)}" for use, checkpoints in used.items())
-    words = bullets([joined(strong("True to the target: "), f"{told}.")])
+        chosen = subject.recommended
+        name = "unknown" if chosen is None else f"{chosen.posterior} by {chosen.integrator}"
+        predicting.setdefault(name, []).append(subject.name)
+    words = bullets(
+        [
+            joined(strong(title), f"{_of_each(names)}.")
+            for title, names in (("Predict: ", predicting), ("Close to the target: ", used))
+        ]
+    )
     return element("div", paragraph(first), words, class_="verdict")
+
+
+def _of_each(found: Mapping[str, list[str]]) -> str:
+    """Names, each with the checkpoints that it is for."""
+    return "; ".join(f"{name} for {listed_in_words(where, most=_MOST_NAMED)}" for name, where in found.items())
 
 
 def lowest_in_words(comparison: Comparison, num_checkpoints: int) -> str:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bnncli.evaluation.paired import holm
+from bnncli.evaluation.recommendation import Quality
 from bnncli.names import counted, percent
 from bnncli.options.assertions import Quantity
 from bnncli.pages.blocks import Block, Missing
 from bnncli.pages.markup import Markup, bullets, code, element, joined, paragraph, strong
 from bnncli.run.network_fit import misread_splits
 from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.run.recommendation import Recommended
+from bnncli.run.recommendation import Recommended, SplitProbabilities, qualities
+from bnncli.run.score_rows import PredictedSplit
 from bnncli.stages.diagnose.judgement import Judgement
 from bnncli.stages.report.calibration import score_metric, score_value
-from bnncli.stages.report.gain import Payoff, pays
-from bnncli.stages.report.subject import Damaged, Subject
+from bnncli.stages.report.subject import Damaged, Subject, tried
 from bnncli.stages.report.words import listed_in_words
 
 _MOST_DOUBTED = 3  # posteriors whose doubts are told
@@ -27,24 +28,74 @@ _KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian bent by a flow", "sample
 
 def verdict(subject: Subject) -> list[Block]:
     """The section."""
-    judgement = subject.judgement
+    judgement, recommended = subject.judgement, subject.recommended
+    words = [*_misread(subject)]
+    if recommended is not None:
+        words.append(joined(strong("Predict. "), f"{_capital(recommended.sentence.removeprefix('predict '))}."))
+    beside = _beside_the_network(subject)
+    if isinstance(beside, Missing):
+        words.append(joined(strong(f"On {subject.split}. "), beside.sentence))
+    elif beside is not None:
+        texts = "; ".join(one.sentence for one in beside.qualities)
+        words.append(joined(strong(f"On {subject.split}. "), f"{beside.about}, paired by example: {texts}."))
     if isinstance(judgement, Missing):
-        first, is_good = "There is no verdict on the posteriors of this run.", False
-        fit: list[Markup] = [joined(judgement.sentence, *_to_run(judgement.command))]
+        words.append(joined(strong("Fit. "), judgement.sentence, *_to_run(judgement.command)))
     else:
-        payoff = pays(subject, judgement)
-        first = _first(judgement, payoff, subject.recommended)
-        is_good = judgement.verdict.is_good
-        fit = [joined(strong("Fit. "), _fit(judgement)), joined(strong("Does it pay? "), payoff.text)]
-    if subject.recommended is not None:
-        fit.append(joined(strong("What auto recommends. "), recommended_in_words(subject.recommended, judgement)))
-    words = [*_misread(subject), *fit, *_calibration(subject), *_outside(subject)]
-    box = element("div", paragraph(first), bullets(words), class_="verdict" if is_good else "verdict doubt")
+        words.append(joined(strong("Fit. "), _fit(judgement)))
+    words += [*_calibration(subject), *_outside(subject)]
+    is_good = not isinstance(judgement, Missing) and judgement.verdict.is_good
+    first = paragraph(_first(judgement, recommended) + (beside.summary if isinstance(beside, Beside) else ""))
+    box = element("div", first, bullets(words), class_="verdict" if is_good else "verdict doubt")
     blocks: list[Block] = [box, *_left_out_of(subject)]
     if not isinstance(judgement, Missing):
         blocks.append(paragraph("In the words of diagnose: ", element("q", judgement.verdict.sentence), kind="note"))
         blocks += [paragraph(gain.sentence) for gain in judgement.gains]
     return blocks
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+class Beside(NamedTuple):
+    """The qualities of the predictions that the words are about beside the network's, on the split that is shown."""
+
+    about: str
+    split: str
+    qualities: list[Quality]
+
+    @property
+    def summary(self) -> str:
+        """What is better and what is worse, for the headline."""
+        found = {
+            finding: [one.title for one in self.qualities if one.finding == finding] for finding in ("better", "worse")
+        }
+        texts = [f"{finding} in {listed_in_words(titles)}" for finding, titles in found.items() if titles]
+        return f" On {self.split} it is {' and '.join(texts)} ({self.about})." if texts else ""
+
+
+def _beside_the_network(subject: Subject) -> Beside | Missing | None:
+    """The predictions that the words are about beside those of the network at one temperature, else as trained; None without both."""
+    focus, plain = subject.focus, [group for group in _told(subject) if group is not subject.focus]
+    base = next((group for group in plain if group.posterior == "temperature"), plain[0] if plain else None)
+    if focus is None or base is None:
+        return None
+    found = tried(lambda: qualities_of(subject, focus, base))
+    about = f"{subject.titles[focus.name]} against {subject.titles[base.name]}"
+    return found if isinstance(found, Missing) else Beside(about, subject.split, found)
+
+
+def qualities_of(subject: Subject, own: PredictionGroup, base: PredictionGroup) -> list[Quality]:
+    """The qualities of stored predictions beside those of others, on the split that is shown and against the splits outside it."""
+
+    def read(group: PredictionGroup, split: str) -> SplitProbabilities:
+        file = PredictedSplit(next(one for one in group.headers if one.meta["split"] == split)).file
+        return SplitProbabilities(split, file.probs, file.labels)
+
+    shared = [name for name in own.splits(is_ood=True) if name in base.splits(is_ood=True)]
+    outside = [(read(own, name), read(base, name)) for name in shared]
+    seed = subject.run.compute.seed
+    return qualities(read(own, subject.split), read(base, subject.split), outside, seed=seed)
 
 
 def _misread(subject: Subject) -> list[Markup]:
@@ -75,48 +126,24 @@ def _to_run(command: str | None) -> list[str]:
     return [] if command is None else [" Run ", code(command)]
 
 
-def _first(judgement: Judgement, payoff: Payoff, recommended: Recommended | None) -> str:
+def _first(judgement: Judgement | Missing, recommended: Recommended | None) -> str:
     """The sentence that a person remembers."""
-    use = judgement.verdict.use
-    if use is None:
-        return "No posterior of this run can be relied on yet." + _to_predict(recommended, None)
-    kind = _KINDS.get(judgement.entries[use]["type"], "a posterior")
-    if judgement.verdict.is_worse:
-        best = judgement.verdict.predicts_best
-        to_predict = _to_predict(recommended, best) or f" Predict with {best}."
-        return f"{use} ({kind}) is true to its target, but {best} predicts better.{to_predict}"
-    to_predict = _to_predict(recommended, use)
-    if payoff.is_worse:
-        return (
-            f"{use} ({kind}) is true to its target, but on data like val one temperature predicts better.{to_predict}"
-        )
-    if to_predict:
-        return f"{use} ({kind}) is true to its target.{to_predict}"
-    if judgement.entries[use]["type"] == "samples" and _has_densities(judgement):
-        return f"Use {use} ({kind}): no approximation of this run is close enough to its target."
-    return f"Use {use} ({kind}): it is true to its target."
-
-
-def _to_predict(recommended: Recommended | None, other: str | None) -> str:
-    """What auto recommends for predictions, where it is another posterior than would be named."""
-    if recommended is None or recommended.posterior == other:
-        return ""
-    return f" To predict, auto recommends {recommended.posterior} by {recommended.integrator}."
-
-
-def recommended_in_words(recommended: Recommended, judgement: Judgement | Missing) -> str:
-    """What auto recommends and why, and how that goes with the verdict, which asks something else."""
-    said = recommended.sentence.removeprefix("recommended: ")
-    text = f"{said or f'{recommended.posterior} by {recommended.integrator}'}."
     use = None if isinstance(judgement, Missing) else judgement.verdict.use
+    if recommended is not None:
+        text = f"Predict with {recommended.posterior} by {recommended.integrator}."
+    elif isinstance(judgement, Missing):
+        return "There is no verdict on the posteriors of this run."
+    else:
+        text = "What to predict with is unknown without a labelled val split."
     if use is None:
-        return text
-    if recommended.posterior == use:
-        return f"{text} The verdict names the same posterior."
-    return (
-        f"{text} auto asks what to predict with, the plainest of equals on val; the verdict, which posterior is true to its target. Both hold: predict "
-        f"with {recommended.posterior}, and take {use} for what asks for the posterior itself."
-    )
+        return f"{text} No posterior of this run is known to be close to its target."
+    assert not isinstance(judgement, Missing)
+    kind = _KINDS.get(judgement.entries[use]["type"], "a posterior")
+    if recommended is not None and recommended.posterior == use:
+        return f"{text} It is {kind}, close to its target."
+    alone = judgement.entries[use]["type"] == "samples" and _has_densities(judgement)
+    why = "no approximation of this run is close enough to its target" if alone else "it is close to its target"
+    return f"{text} For the posterior itself use {use} ({kind}): {why}."
 
 
 def _has_densities(judgement: Judgement) -> bool:

@@ -6,23 +6,17 @@ import html
 import re
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, ReadError
-from bnncli.evaluation.excess import Scored
-from bnncli.evaluation.verdict import Verdict
 from bnncli.pages.blocks import Missing, TableCell
 from bnncli.pages.compact import with_classes
 from bnncli.pages.markup import Markup, commands, element, joined, paragraph
-from bnncli.run.recommendation import Recommended
 from bnncli.run.session import Table
-from bnncli.stages.diagnose.judgement import Judgement
-from bnncli.stages.report.gain import payoff_of
 from bnncli.stages.report.parameters import class_name, parameter_name
 from bnncli.stages.report.scores import data_table
 from bnncli.stages.report.subject import missing, tried
-from bnncli.stages.report.verdict import calibration_in_words, recommended_in_words
+from bnncli.stages.report.verdict import calibration_in_words
 from bnncli.stages.report.words import listed_in_words, with_error
 
 HEAD = [
@@ -102,29 +96,6 @@ def test_calibration_errors_are_more_than_chance_at_one_level_for_all_of_them(
     assert told in text
 
 
-@pytest.mark.parametrize(
-    ("gap", "spread", "first", "is_worse"),
-    [
-        (0.1, 0.1, "Not on data like val: ", True),
-        (-0.1, 0.1, "Yes: ", False),
-        (0.002, 0.001, "Hardly either way: ", False),  # sure, and less than 1 % of the NLL
-        (-0.002, 0.001, "Hardly either way: ", False),
-        (0.1, 20.0, "Nothing can be shown either way: ", False),
-    ],
-)
-def test_whether_a_posterior_pays_is_told_by_what_its_losses_show(
-    gap: float, spread: float, first: str, is_worse: bool
-) -> None:
-    noise = np.random.default_rng(0).normal(size=400)
-    own = Scored("laplace", 0.5 + gap + spread * (noise - noise.mean()))
-    found = payoff_of(own, Scored("temperature", np.full(400, 0.5)), how="bnncli predict", by=" by mc of 200 draws")
-    assert (found.text.startswith(first), found.is_worse) == (True, is_worse)
-    assert (
-        f"has NLL 0.5000, laplace by mc of 200 draws {0.5 + gap:.4f} (difference {with_error(gap, spread / 20)[:5]}"
-        in found.text
-    )
-
-
 def test_texts_are_escaped_and_markup_is_not() -> None:
     assert paragraph("a<b", element("b", "c&d"), "\n\udcff") == "<p>a&lt;b<b>c&amp;d</b>\\n\\udcff</p>"
     assert element("img", src='"x"', alt="", hidden=True, class_=None) == '<img src="&quot;x&quot;" alt="" hidden>'
@@ -143,21 +114,6 @@ def test_styles_that_come_again_become_classes() -> None:
 def test_a_text_that_reads_like_a_style_stays_a_text() -> None:
     text = Markup('<p title="a &lt; b">x style="} * { all: unset"</p>' * 2)
     assert with_classes(text) == (text, "")
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("refine", "The verdict names the same posterior."),
-        ("laplace", "Both hold: predict with laplace, and take refine for"),
-    ],
-)
-def test_what_auto_recommends_is_told_and_goes_with_the_verdict(name: str, told: str) -> None:
-    verdict = Verdict("", "refine", None, True, "", "refine", False)
-    judgement = Judgement([], [], verdict, [], [], {}, None)
-    text = recommended_in_words(Recommended(name, "mc", f"recommended: {name} by mc (the simplest)"), judgement)
-    assert text.startswith(f"{name} by mc (the simplest). ")
-    assert told in text
 
 
 def test_a_command_is_not_broken_at_the_dashes_of_an_option_and_is_copied_as_it_is() -> None:
