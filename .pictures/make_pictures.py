@@ -65,9 +65,9 @@ def main() -> None:
         lines = demo(folder).splitlines()
         test = [line.rstrip() for line in lines if not line.startswith(("val ", "seconds"))]
         terminal = Path(made) / "table.html"
-        text = "\n".join(["$ bnncli demo", *test[:6]])
+        text = "\n".join(["$ bnncli demo", *test[:7]])
         terminal.write_text(_TERMINAL.format(text=html.escape(text)), encoding="utf-8")
-        picture(terminal, HERE / "demo.png", height=165)
+        picture(terminal, HERE / "demo.png", height=182)
         report = Path(made) / "report.html"
         whole = (folder / "lenet5-fmnist.pt.bnn" / "report.html").read_text(encoding="utf-8")
         report.write_text(whole.replace("</head>", _PART), encoding="utf-8")

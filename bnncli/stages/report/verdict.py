@@ -44,7 +44,8 @@ def verdict(subject: Subject) -> list[Block]:
         words.append(joined(strong("Fit. "), _fit(judgement)))
     words += [*_calibration(subject), *_outside(subject)]
     is_good = not isinstance(judgement, Missing) and judgement.verdict.is_good
-    first = paragraph(_first(judgement, recommended) + (beside.summary if isinstance(beside, Beside) else ""))
+    summary = beside.summary if isinstance(beside, Beside) else ""
+    first = paragraph(_first(judgement, recommended, summary))
     box = element("div", first, bullets(words), class_="verdict" if is_good else "verdict doubt")
     blocks: list[Block] = [box, *_left_out_of(subject)]
     if not isinstance(judgement, Missing):
@@ -61,6 +62,7 @@ class Beside(NamedTuple):
     """The qualities of the predictions that the words are about beside the network's, on the split that is shown."""
 
     about: str
+    base: str
     split: str
     qualities: list[Quality]
 
@@ -71,7 +73,7 @@ class Beside(NamedTuple):
             finding: [one.title for one in self.qualities if one.finding == finding] for finding in ("better", "worse")
         }
         texts = [f"{finding} in {listed_in_words(titles)}" for finding, titles in found.items() if titles]
-        return f" On {self.split} it is {' and '.join(texts)} ({self.about})." if texts else ""
+        return f" On {self.split} it is {' and '.join(texts)} than {self.base}." if texts else ""
 
 
 def _beside_the_network(subject: Subject) -> Beside | Missing | None:
@@ -81,8 +83,10 @@ def _beside_the_network(subject: Subject) -> Beside | Missing | None:
     if focus is None or base is None:
         return None
     found = tried(lambda: qualities_of(subject, focus, base))
-    about = f"{subject.titles[focus.name]} against {subject.titles[base.name]}"
-    return found if isinstance(found, Missing) else Beside(about, subject.split, found)
+    own, plain_name = subject.titles[focus.name], subject.titles[base.name]
+    return (
+        found if isinstance(found, Missing) else Beside(f"{own} against {plain_name}", plain_name, subject.split, found)
+    )
 
 
 def qualities_of(subject: Subject, own: PredictionGroup, base: PredictionGroup) -> list[Quality]:
@@ -126,11 +130,11 @@ def _to_run(command: str | None) -> list[str]:
     return [] if command is None else [" Run ", code(command)]
 
 
-def _first(judgement: Judgement | Missing, recommended: Recommended | None) -> str:
-    """The sentence that a person remembers."""
+def _first(judgement: Judgement | Missing, recommended: Recommended | None, summary: str) -> str:
+    """The sentences that a person remembers; `summary` says what is better and worse than the network."""
     use = None if isinstance(judgement, Missing) else judgement.verdict.use
     if recommended is not None:
-        text = f"Predict with {recommended.posterior} by {recommended.integrator}."
+        text = f"Predict with {recommended.posterior} by {recommended.integrator}.{summary}"
     elif isinstance(judgement, Missing):
         return "There is no verdict on the posteriors of this run."
     else:
@@ -140,7 +144,7 @@ def _first(judgement: Judgement | Missing, recommended: Recommended | None) -> s
     assert not isinstance(judgement, Missing)
     kind = _KINDS.get(judgement.entries[use]["type"], "a posterior")
     if recommended is not None and recommended.posterior == use:
-        return f"{text} It is {kind}, close to its target."
+        return f"{text} {use} is {kind}, close to its target."
     alone = judgement.entries[use]["type"] == "samples" and _has_densities(judgement)
     why = "no approximation of this run is close enough to its target" if alone else "it is close to its target"
     return f"{text} For the posterior itself use {use} ({kind}): {why}."
