@@ -33,6 +33,7 @@ from bnncli.extraction.head import (
 )
 from bnncli.extraction.padding import padding_effect, unpadded
 from bnncli.extraction.parts import InParts
+from bnncli.extraction.repeats import check_repeats
 from bnncli.options.extract_features import IDENTITY
 from bnncli.progress import SILENT, Progress
 
@@ -64,10 +65,11 @@ def extract(
     num_logits: int | None = None,
     autocast: str | None = None,
     turns: slice = slice(None),
+    is_checked: bool = False,
 ) -> Iterator[Extracted]:
     """Features, logits and labels of a split, batch by batch in the split's order, on the CPU.
 
-    The first two batches also prove the head, as `prove_head` does.
+    The first two batches also prove the head, as `prove_head` does; some rows of the first go through again, as `check_repeats` does.
 
     Args:
         model: the network; it is moved to the device and put in evaluation mode.
@@ -80,17 +82,18 @@ def extract(
         autocast: of AUTOCAST, what the network may compute in; the head is proved in float32, and logits are features
             times head. None for float32.
         turns: which of the batches from first_row on, by their place; no other is read. Each is what it is among all.
+        is_checked: whether the network is known to repeat itself.
 
     Raises:
         DataError: features that are not finite or not (n, D), a head that is not the last step, labels that are not
-            classes of the head.
+            classes of the head, a network that is random or depends on the batch.
         NumericError: features beyond the range of float16.
         DeviceError: not enough memory for a batch.
     """
     model = _placed(model, torch.device(device)).eval()
     where = f"split {split.name or split.spec}"
     read = InParts(_reader(model, head), torch.device(device))
-    passes = _Passes(read, model, head, torch.device(device), autocast, where)
+    passes = _Passes(read, model, head, torch.device(device), autocast, where, is_checked)
     if first_row == len(split):
         return
     rest = split.take(np.arange(first_row, len(split))) if first_row else split
@@ -135,6 +138,7 @@ class _Passes(NamedTuple):
         read: gives the features and the network's output for inputs.
         autocast: of AUTOCAST, or None for float32.
         where: names the split.
+        is_checked: whether the network is known to repeat itself.
     """
 
     read: Callable[[Inputs], tuple[Tensor, Tensor]]
@@ -143,6 +147,7 @@ class _Passes(NamedTuple):
     device: torch.device
     autocast: str | None
     where: str
+    is_checked: bool = False
 
     def over(self, batch: Batch, *, number: int, first_row: int, wants_logits: bool) -> _Passed:
         """One batch, the `number`th; the first two prove the head in float32, whatever the network computes in."""
@@ -166,6 +171,8 @@ class _Passes(NamedTuple):
         features, output = unpadded(self.read, batch.inputs, batch.lengths)
         _check_features(features, where=self.where, first_row=first_row)
         padding, logits = None, None
+        if number == 0 and self.head is not None and not self.is_checked:
+            check_repeats(self.model, self.read, batch, features)
         if number == 0 and batch.lengths is None:
             padding = padding_effect(self.read, batch.inputs, features)
         if self.head is not None and number < 2:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bnncli.data import Inputs
+from bnncli.names import percent
 
 MASK = "attention_mask"  # what networks call the input that says which positions are a text's own
 MUCH = 1e-3  # of the largest feature: rounding is less
@@ -38,6 +39,16 @@ def padding_effect(read: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inpu
     with torch.inference_mode():
         scale = found.abs().max().clamp(min=1e-30)
         return float((features[row].double() - found).abs().max() / scale)
+
+
+def padding_warning(split: str, effect: float | None) -> str | None:
+    """Return what is to be said of a `padding_effect`; None where it is rounding, or there was no padding."""
+    if effect is None or effect <= MUCH:
+        return None
+    return (
+        f"{split}: padding changes what the network makes of a text: the features of one differ by "
+        f"{percent(effect, '.2g')} from those that it has alone (\0batch_size\0 1 pads least)"
+    )
 
 
 def unpadded(

@@ -31,6 +31,7 @@ from bnncli.extraction.head import (
     plain_copy,
     run_network,
 )
+from bnncli.extraction.repeats import explain_refusal
 from bnncli.extraction.tape import LINK_OF, Tape, tap_number
 from bnncli.names import listed, quoted
 from bnncli.options.extract_features import IDENTITY
@@ -73,7 +74,11 @@ def find_head(
     is_identity = layer == IDENTITY and not any(name.split(".")[0] == IDENTITY for name, _ in model.named_parameters())
     if layer is not None and not is_identity:
         _check_names(model, layer)
-    plain = None if is_identity else last_linear(model.eval(), first(1), layer=layer, output=output)
+    try:
+        plain = None if is_identity else last_linear(model.eval(), first(1), layer=layer, output=output)
+    except DataError as error:
+        several = first(2)
+        raise explain_refusal(model, lambda: run_network(model, several), several, error) from error.__cause__
     if plain is not None and plain.is_head:
         return plain.head
     inputs = first(2)

@@ -52,6 +52,7 @@ class Network:
     output: str | None = None
     autocast: str | None = None
     _head: tuple[Head | None] | None = None
+    _is_checked: bool = False
 
     @classmethod
     def of(
@@ -196,7 +197,8 @@ class Network:
         turns: slice = slice(None),
     ) -> Iterator[Extracted]:
         """Features and labels of the batches from first_row on, or of some; arguments and errors as those of `extract`."""
-        return extract(
+        batches = partial(
+            extract,
             self.module,
             head,
             split,
@@ -208,4 +210,8 @@ class Network:
             num_logits=num_logits,
             autocast=self.autocast,
             turns=turns,
+            is_checked=self._is_checked,
         )
+        for batch in batches():  # by no name, for what an error would keep
+            yield batch
+            self._is_checked |= len(batch.features) > 1

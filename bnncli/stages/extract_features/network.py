@@ -12,9 +12,9 @@ import torch
 
 from bnncli.data import InputSplit, Preprocess
 from bnncli.errors import BnnError
-from bnncli.extraction import padding
 from bnncli.extraction.features import Extracted, Head, collect
 from bnncli.extraction.head import check_link
+from bnncli.extraction.padding import padding_warning
 from bnncli.models import Published, SavedModel
 from bnncli.names import listed, percent
 from bnncli.options import ExtractFeaturesOptions
@@ -250,11 +250,8 @@ class NetworkFeatures:
                 f"{split.name}: {whole.num_converted:,} of {len(split):,} clips were resampled to the model's rate "
                 "(scipy.signal.resample_poly), or had several channels, which were averaged"
             )
-        if whole.padding is not None and whole.padding > padding.MUCH:
-            console.warn(
-                f"{split.name}: padding changes what the network makes of a text: the features of one differ by "
-                f"{percent(whole.padding, '.2g')} from those that it has alone (\0batch_size\0 1 pads least)"
-            )
+        if (warning := padding_warning(split.name, whole.padding)) is not None:
+            console.warn(warning)
 
 
 def _largest_label(split: InputSplit) -> int:

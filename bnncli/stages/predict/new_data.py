@@ -19,6 +19,7 @@ from bnncli import data
 from bnncli.data.images import image_dataset
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.extraction.features import Extracted
+from bnncli.extraction.padding import padding_warning
 from bnncli.likelihoods import has_exclusive_classes
 from bnncli.names import in_table
 from bnncli.options.extract_features import ExtractFeaturesOptions
@@ -157,6 +158,8 @@ class NewData:
             )
             held: list[Extracted] = []
             for batch in batches:
+                if (warning := padding_warning(split.name, batch.padding)) is not None:
+                    self.run.console.warn(warning)
                 held.append(batch)
                 if sum(len(one.features) for one in held) >= BLOCK:
                     yield _joined(held)

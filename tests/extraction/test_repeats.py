@@ -1,0 +1,199 @@
+"""Networks whose features are random, or depend on the batch, in evaluation mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from problems.command_line import Cli
+from torch import Tensor, nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+from bnncli.data import Batch, InputSplit, load_split
+from bnncli.errors import DataError
+from bnncli.extraction.features import collect, extract
+from bnncli.extraction.repeats import check_repeats
+from bnncli.extraction.search import find_head
+
+CODE = """import pathlib
+from torch import nn
+from torch.nn.functional import dropout
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.fc = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Tanh()), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.fc(dropout(self.body(x), 0.5, pathlib.Path("random").exists()))
+"""
+
+
+class Net(nn.Module):
+    """A body with a layer in it, and what forward does to the features."""
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 8), layer or nn.Tanh(), nn.Tanh())
+        self.fc = nn.Linear(8, 3)
+
+    def changed(self, features: Tensor) -> Tensor:
+        return features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.changed(self.body(x)))
+
+
+class AlwaysDropout(Net):
+    def changed(self, features: Tensor) -> Tensor:
+        return dropout(features, 0.1, True)
+
+
+class LeftInTraining(Net):
+    def changed(self, features: Tensor) -> Tensor:
+        self.train()
+        return dropout(features, 0.1, self.training)
+
+
+class RandomByNumpy(Net):
+    def changed(self, features: Tensor) -> Tensor:
+        return features + float(np.random.default_rng().normal())
+
+
+class LessTheMean(Net):
+    def changed(self, features: Tensor) -> Tensor:
+        return features - features.mean(dim=0)
+
+
+class Attends(Net):
+    """The examples of a batch attend to each other."""
+
+    def changed(self, features: Tensor) -> Tensor:
+        return scaled_dot_product_attention(features[None], features[None], features[None])[0]
+
+
+class TrainingModule(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.body[1].train()
+        return super().forward(x)
+
+
+PLAIN_NORM = nn.BatchNorm1d(8, track_running_stats=False)
+RANDOM, BATCH = "the network is random in evaluation mode", "the network depends on the batch in evaluation mode"
+REFUSED = {
+    "functional dropout": (AlwaysDropout, RANDOM, "dropout in the network's own forward draws random numbers"),
+    "train mode in forward": (LeftInTraining, RANDOM, "dropout in the network's own forward draws random numbers"),
+    "a module in train mode": (
+        lambda: TrainingModule(nn.Dropout(0.2)),
+        RANDOM,
+        r"dropout in 'body.1' \(Dropout in training mode\) draws",
+    ),
+    "numpy": (RandomByNumpy, RANDOM, "the forward pass itself is random"),
+    "norm": (
+        lambda: Net(PLAIN_NORM),
+        BATCH,
+        r"'body.1' \(BatchNorm1d without running statistics\) normalises by the batch",
+    ),
+    "norm in train mode": (
+        lambda: TrainingModule(nn.BatchNorm1d(8)),
+        BATCH,
+        r"'body.1' \(BatchNorm1d in training mode\) normalises by",
+    ),
+    "mean": (LessTheMean, BATCH, "the forward pass itself mixes the examples of a batch"),
+    "attention": (Attends, BATCH, "the forward pass itself mixes the examples of a batch"),
+}
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> InputSplit:
+    inputs = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
+    np.savez(tmp_path / "a.npz", x=inputs, y=np.arange(40) % 3)
+    return load_split(f"npz:{tmp_path / 'a.npz'}")
+
+
+def run(model: nn.Module, split: InputSplit, batch_size: int) -> Tensor:
+    first = next(split.batches(len(split))).inputs
+    assert isinstance(first, Tensor)
+    head = find_head(model, lambda count: first[:count])
+    return collect(extract(model, head, split, batch_size=batch_size), len(split)).features
+
+
+@pytest.mark.parametrize("batch_size", [2, 7, 512])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_random_and_batch_dependent_networks_are_refused(kind: str, batch_size: int, split: InputSplit) -> None:
+    make, told, cause = REFUSED[kind]
+    with pytest.raises(DataError, match=f"{told}.*{cause}") as caught:
+        run(make(), split, batch_size)
+    assert caught.value.hint
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("kind", [kind for kind in REFUSED if kind not in ("mean", "attention")])
+def test_they_are_refused_an_example_at_a_time_too(kind: str, split: InputSplit) -> None:
+    make, told, cause = REFUSED[kind]
+    with pytest.raises(DataError, match=f"{told}.*{cause}"):
+        run(make(), split, 1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 512])
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(8), nn.RReLU(), nn.LayerNorm(8)], ids=repr)
+def test_layers_that_training_alone_makes_random_are_fine(layer: nn.Module, batch_size: int, split: InputSplit) -> None:
+    model = Net(layer)
+    inputs = next(split.batches(40)).inputs
+    found = run(model, split, batch_size)
+    torch.testing.assert_close(found, model.body(inputs).detach())
+
+
+@pytest.mark.parametrize(("dtype", "is_rounding"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_what_counts_as_rounding_depends_on_the_precision_of_the_weights(dtype: torch.dtype, is_rounding: bool) -> None:
+    model, features = nn.Linear(2, 2).to(dtype), torch.ones(8, 2)
+    shares = iter([1.0, 1.01])
+
+    def read(inputs: object) -> tuple[Tensor, Tensor]:
+        rows = torch.ones(len(inputs), 2) * next(shares, 1.0)  # type: ignore[arg-type]
+        return rows, rows
+
+    if is_rounding:
+        check_repeats(model, read, Batch(torch.ones(8, 2), None), features)
+        return
+    with pytest.raises(DataError, match="differ by 1 % from one pass to the next"):
+        check_repeats(model, read, Batch(torch.ones(8, 2), None), features)
+
+
+def test_commands_refuse_a_network_that_has_become_random(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(CODE)
+    pixels = np.random.default_rng(0).integers(256, size=(60, 4, 4), dtype=np.uint8)
+    np.savez("data.npz", x=pixels, y=np.arange(60) % 3)
+    torch.manual_seed(0)
+    body, fc = nn.Sequential(nn.Flatten(), nn.Linear(16, 6)), nn.Linear(6, 3)
+    state = {
+        f"{name}.{key}": one for name, part in (("body", body), ("fc", fc)) for key, one in part.state_dict().items()
+    }
+    torch.save(state, "net.pt")
+    extraction = ("extract-features", "net.pt", "--model", "net.py:Net", "--data", "train=npz:data.npz")
+    assert cli(*extraction).code == 0
+    assert cli("fit-laplace", "net.pt", "--prior-precision", 1).code == 0
+    predicted = (
+        "predict",
+        "net.pt",
+        "--posterior",
+        "laplace",
+        "--trust-code",
+        "--data",
+        "new=npz:data.npz",
+        "--table",
+        "t.csv",
+    )
+    assert cli(*predicted).code == 0
+    Path("random").touch()
+    for line in ((*extraction, "--force"), (*predicted, "--force")):
+        done = cli(*line)
+        assert done.code == 65
+        assert "the network is random in evaluation mode" in done.stderr
+        assert "pass training=self.training" in done.stderr
