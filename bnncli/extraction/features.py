@@ -31,6 +31,7 @@ from bnncli.extraction.head import (
     prove_head,
     run_network,
 )
+from bnncli.extraction.input_sums import InputSums
 from bnncli.extraction.padding import padding_effect, unpadded
 from bnncli.extraction.parts import InParts
 from bnncli.extraction.repeats import check_repeats
@@ -50,6 +51,7 @@ class Extracted(NamedTuple):
     loss: PrecisionLoss | None = None  # of the first batch, where the network runs in lower precision
     padding: float | None = None  # of the first batch, where texts are padded: see padding_effect
     num_converted: int = 0  # of the clips: see bnncli.data.Transformed
+    inputs: InputSums | None = None
 
 
 def extract(
@@ -107,7 +109,8 @@ def extract(
             _check_labels(batch, head, where=where, first_row=start)
         stored = _store(found.features, dtype, where)
         kept = None if found.logits is None or num_wanted <= 0 else plain_copy(found.logits[:num_wanted])
-        yield Extracted(stored, kept, batch.labels, batch.num_truncated, found.loss, found.padding, batch.num_converted)
+        counts = (batch.num_truncated, found.loss, found.padding, batch.num_converted)
+        yield Extracted(stored, kept, batch.labels, *counts, InputSums.of(batch.inputs))
 
 
 def counted(
@@ -193,8 +196,9 @@ def collect(batches: Iterable[Extracted], num_rows: int) -> Extracted:
     """All batches as one, each array allocated once; logits as far as there are."""
     whole: dict[str, Tensor] = {}
     num_logits = 0
-    start, num_truncated, num_converted, loss, padding = 0, 0, 0, None, None
+    start, num_truncated, num_converted, loss, padding, inputs = 0, 0, 0, None, None, None
     for batch in batches:
+        inputs = batch.inputs if inputs is None else inputs.plus(batch.inputs)
         loss, padding = loss or batch.loss, batch.padding if padding is None else padding
         parts = {name: part for name, part in batch._asdict().items() if isinstance(part, Tensor)}
         for name, part in parts.items():
@@ -206,7 +210,9 @@ def collect(batches: Iterable[Extracted], num_rows: int) -> Extracted:
         num_truncated += batch.num_truncated
         num_converted += batch.num_converted
     logits = whole["logits"][:num_logits] if num_logits else None
-    return Extracted(whole["features"], logits, whole.get("labels"), num_truncated, loss, padding, num_converted)
+    return Extracted(
+        whole["features"], logits, whole.get("labels"), num_truncated, loss, padding, num_converted, inputs
+    )
 
 
 def _placed(model: nn.Module, device: torch.device) -> nn.Module:

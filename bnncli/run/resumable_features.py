@@ -11,6 +11,7 @@ from torch import Tensor
 from bnncli.errors import Interrupted
 from bnncli.extraction.autocast import PrecisionLoss
 from bnncli.extraction.features import Extracted
+from bnncli.extraction.input_sums import InputSums
 from bnncli.run.produce import Request
 from bnncli.run.resumable import Resumable, State
 from bnncli.run.session import Run
@@ -53,6 +54,7 @@ class FeatureStore:
         self._num_truncated = self._num_converted = 0
         self._loss: PrecisionLoss | None = None
         self._padding: float | None = None
+        self._inputs: InputSums | None = None
         self.num_rows = 0
 
     def restore(self) -> int:
@@ -68,6 +70,8 @@ class FeatureStore:
             self._rows = self._file(int(state["num_features"]))
             self._rows.continue_from(self.num_rows, bytes(state["digest"].tolist()))
             self._parts = {name: [state[name]] for name in ("logits", "labels") if name in state}
+            sums = [state[f"inputs.{name}"] for name in InputSums._fields[1:]]
+            self._inputs = InputSums(self.num_rows, *sums)
         return self.num_rows
 
     def collect(self, batches: Iterator[Extracted]) -> Extracted:
@@ -91,8 +95,16 @@ class FeatureStore:
             assert self._rows is not None  # no split is empty
             parts = {name: torch.cat(found) for name, found in self._parts.items()}
             rows, labels = self._rows.collected(), parts.get("labels")
-            counts = {"num_truncated": self._num_truncated, "num_converted": self._num_converted}
-            return Extracted(rows, parts.get("logits"), labels, loss=self._loss, padding=self._padding, **counts)
+            return Extracted(
+                rows,
+                parts.get("logits"),
+                labels,
+                self._num_truncated,
+                self._loss,
+                self._padding,
+                self._num_converted,
+                self._inputs,
+            )
 
     def close(self) -> None:
         """No more rows come: keep their file as long as a state needs it, and not otherwise."""
@@ -121,11 +133,13 @@ class FeatureStore:
         self._num_truncated += batch.num_truncated
         self._num_converted += batch.num_converted
         self._loss = self._loss or batch.loss
+        self._inputs = batch.inputs if self._inputs is None else self._inputs.plus(batch.inputs)
         self._padding = batch.padding if self._padding is None else self._padding
 
     def _state(self) -> State:
         """What an interrupted run goes on from; the rows that it counts are on disk first."""
         assert self._rows is not None
+        assert self._inputs is not None
         self._rows.flush()
         numbers = {
             "num_rows": self.num_rows,
@@ -136,6 +150,7 @@ class FeatureStore:
         return {
             **{name: torch.tensor(number) for name, number in numbers.items()},
             **{name: torch.cat(found) for name, found in self._parts.items()},
+            **{f"inputs.{name}": value for name, value in self._inputs._asdict().items() if name != "num_rows"},
             "digest": torch.frombuffer(bytearray(self._rows.digest), dtype=torch.uint8),
         }
 

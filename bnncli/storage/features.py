@@ -70,6 +70,7 @@ def write_features(
     provenance: Mapping[str, Any],
     may_replace: bool,
     network_fit: Mapping[str, Any] | None = None,
+    input_statistics: Mapping[str, Any] | None = None,
 ) -> str:
     """Publish a feature file and return its content digest."""
     arrays = {"features": split.features, "sample_id": split.sample_id}
@@ -100,7 +101,8 @@ def write_features(
     }
     texts: dict[str, str | list[str]] = {"classes": split.classes, "preprocess": canonical_json(preprocess)}
     made_from = {**provenance, "source": source}  # where the data lay is no part of the content
-    made_from |= {} if network_fit is None else {"network_fit": network_fit}  # nor is what follows from it
+    found = {"network_fit": network_fit, "input_statistics": input_statistics}  # nor is what follows from it
+    made_from |= {name: value for name, value in found.items() if value is not None}
     return write_hdf5(target, arrays, texts, kind="features", meta=meta, provenance=made_from, may_replace=may_replace)
 
 

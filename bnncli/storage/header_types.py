@@ -89,6 +89,7 @@ _PROVENANCE_IF_THERE: dict[str, Check] = {
     "warnings": _list_of(is_text),
     "source": is_text,
     "network_fit": _is_object,
+    "input_statistics": _is_object,
     "device": is_text,
     "created_at": is_text,
     "seconds": _is_number,

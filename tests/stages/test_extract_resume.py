@@ -14,6 +14,7 @@ from torch import nn
 from bnncli.errors import Interrupted, WriteError
 from bnncli.run.resumable_features import FeatureStore
 from bnncli.storage import record_file
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import CHECK_ROWS, read_features
 
 NETWORK = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))\n"
@@ -66,6 +67,11 @@ def digests(folder: Path = Path("net.pt.bnn")) -> list[str]:
     return [read_features(folder / "features" / f"{name}.h5").header.content_digest for name in SPLITS]  # type: ignore[union-attr]
 
 
+def statistics(folder: Path = Path("net.pt.bnn")) -> list[object]:
+    headers = [read_header(folder / "features" / f"{name}.h5") for name in SPLITS]
+    return [header.provenance["input_statistics"] for header in headers]
+
+
 def left_behind(folder: Path = Path("net.pt.bnn")) -> list[str]:
     return sorted(path.name for path in folder.rglob(".*") if path.is_file() and not path.name.endswith(".lock"))
 
@@ -88,6 +94,7 @@ def test_a_run_continues_to_the_same_bytes_wherever_it_was_interrupted(
     assert "resuming after 900 rows of train" in done.stderr
     assert "resuming after 200 rows of test" in done.stderr
     assert digests() == digests(Path("whole.bnn"))
+    assert statistics() == statistics(Path("whole.bnn"))
 
 
 def test_what_is_many_goes_through_a_file_and_is_the_same(extract: Extract, monkeypatch: pytest.MonkeyPatch) -> None:

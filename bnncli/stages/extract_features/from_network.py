@@ -14,6 +14,7 @@ from bnncli.models import SavedModel
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run.checkpoint_record import recorded_checkpoint
+from bnncli.run.input_statistics import unlike_inputs
 from bnncli.run.model_files import own_files
 from bnncli.run.produce import Computed, Request
 from bnncli.run.produce_together import Work
@@ -103,6 +104,8 @@ class NetworkExtraction:
         works = [Work(request, partial(self._extract, split, request)) for split, request in pairs]
         with unfinished_kept(self._network):
             results = settle(self.run, works, also=beside)
+        for warning in () if self.run.write.dry_run else unlike_inputs(self.run, [one.name for one in self.splits]):
+            self.run.console.warn(warning)
         for split in self.splits if not self.run.write.dry_run else ():
             self._known(split.name).keep()
         return finished(self.run, results)
@@ -144,12 +147,14 @@ class NetworkExtraction:
         if network.record != self._record:
             message = f"{run.checkpoint_path} was replaced while this command ran; nothing was written"
             raise DataError(message, code="input_replaced", hint="run the command again", path=run.checkpoint_path)
-        content, preprocess, layer = network.features(split, request)
+        content, preprocess, layer, statistics = network.features(split, request)
         self._heads[split.name] = without_rows(content)
         names, shared = [one.name for one in self.splits], shared_params(self.options, self.saved, content.likelihood)
         check_same_head(run, content, names, self._record, shared)
         is_shifted = split.shift is not None
-        computed = publishable(run, content, preprocess, layer, split.order_digest, split.spec, is_shifted)
+        computed = publishable(
+            run, content, preprocess, layer, split.order_digest, split.spec, is_shifted, statistics
+        )  # fmt: skip
         computed.summary.extend([*label_notes(split), *input_notes(split, content)])
         return computed
 

@@ -124,8 +124,10 @@ class NetworkFeatures:
         counts = [_largest_label(split) + 1 for split in self.splits if split.is_labeled and not split.is_ood]
         return [str(index) for index in range(max([2, *counts]))]
 
-    def features(self, split: InputSplit, request: Request) -> tuple[FeatureFile, dict[str, Any], str | None]:
-        """One split's features, what was done to its inputs, and the name of the last layer.
+    def features(
+        self, split: InputSplit, request: Request
+    ) -> tuple[FeatureFile, dict[str, Any], str | None, dict[str, Any] | None]:
+        """One split's features, what was done to its inputs, the name of the last layer, and what its inputs are like.
 
         Args:
             request: what they are for, which an interrupted run must have been asked for too.
@@ -178,7 +180,8 @@ class NetworkFeatures:
             **shift_params(split.shift),
             **({} if options.autocast is None else {"autocast": options.autocast}),
         }
-        return content, preprocess, None if head is None else head.name
+        statistics = None if whole.inputs is None else whole.inputs.statistics()
+        return content, preprocess, None if head is None else head.name, statistics
 
     def better_scaling(self, split: InputSplit) -> str | None:
         """Return the mean and deviation by which some rows of a misread split fit far better, in words; None without any.

@@ -68,6 +68,7 @@ def publishable(
     order_digest: str,
     source: str,
     is_shifted: bool = False,
+    input_statistics: dict[str, Any] | None = None,
 ) -> Computed:
     """A feature split that has passed its own check and fits the run's other splits, with how well the network fits its labels."""
     target = run.folder.features(content.name)
@@ -90,6 +91,7 @@ def publishable(
             provenance=provenance,
             may_replace=may_replace,
             network_fit=None if fit is None else fit.to_json(),
+            input_statistics=input_statistics,
         )
 
     return Computed(publish, summary=summary)

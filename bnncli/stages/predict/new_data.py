@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from bnncli import data
 from bnncli.data.images import image_dataset
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.extraction.features import Extracted
+from bnncli.extraction.input_sums import InputSums
 from bnncli.extraction.padding import padding_warning
 from bnncli.likelihoods import has_exclusive_classes
 from bnncli.names import in_table
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.options.predict import STDIN, PredictOptions
+from bnncli.run.input_statistics import difference, reference_of
 from bnncli.run.integrator_choice import IntegratorChoice
 from bnncli.run.predictor import Predictor
 from bnncli.run.session import Run
@@ -76,6 +79,8 @@ class NewData:
     shown: ShownColumns
     rules: Sequence[NewDataRules]
     kept: Mapping[str, FeatureFile] = field(default_factory=dict)
+    _inputs: dict[str, InputSums] = field(default_factory=dict)
+    _warned: set[str] = field(default_factory=set)
 
     @property
     def titles(self) -> bytes:
@@ -158,6 +163,7 @@ class NewData:
             )
             held: list[Extracted] = []
             for batch in batches:
+                self._compare(split, batch)
                 if (warning := padding_warning(split.name, batch.padding)) is not None:
                     self.run.console.warn(warning)
                 held.append(batch)
@@ -166,6 +172,21 @@ class NewData:
                     held = []
             if held:
                 yield _joined(held)
+
+    def _compare(self, split: data.InputSplit, batch: Extracted) -> None:
+        """Warn once where the inputs of a split, as far as they are known, are unlike those of the run."""
+        if batch.inputs is None or split.name in self._warned:
+            return
+        self._inputs[split.name] = sums = batch.inputs.plus(self._inputs.get(split.name))
+        if self._reference is not None:
+            warning = difference(split.name, sums.statistics(), *self._reference, is_scale_alone=split.is_ood)
+            if warning is not None:
+                self._warned.add(split.name)
+                self.run.console.warn(warning)
+
+    @cached_property
+    def _reference(self) -> tuple[str, Mapping[str, Any]] | None:
+        return reference_of(self.run)
 
     def _predicted(
         self, maker: Maker, split: data.InputSplit, rows: slice, extracted: Extracted, first_id: int
