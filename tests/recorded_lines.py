@@ -390,4 +390,6 @@ LINES = (
     ),
     Line("predict sure --samples 20 --posterior laplace --table sure.csv", SOLVED),
     Line("inspect sure.bnn/decisions/laplace.mc/sets.safetensors", SOLVED),
+    Line("rm sure laplac"),
+    Line("rm sure laplace --json"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bnncli.errors import DataError, MissingInput
+from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.run.session import Run
 from bnncli.storage.metrics import read_metrics
 
@@ -21,6 +21,7 @@ def metrics_of(run: Run, *, posterior: str | None, split: str | None) -> list[di
         raise MissingInput(f"{run.checkpoint_path} has no metrics", hint=run.suggest("evaluate"))
     rows: list[dict[str, Any]] = []
     there: set[str] = set()
+    unusable: list[BnnError] = []
     for path in files:
         names = {path.stem, path.stem.partition(".")[0]}  # also where it cannot be read
         try:
@@ -32,6 +33,7 @@ def metrics_of(run: Run, *, posterior: str | None, split: str | None) -> list[di
         except (DataError, MissingInput) as error:
             if posterior in names:
                 raise
+            unusable.append(error)
             if posterior is None:
                 run.console.warn(f"skipping {path.stem}: {error.message}{error.advice}")
         there |= names
@@ -39,7 +41,10 @@ def metrics_of(run: Run, *, posterior: str | None, split: str | None) -> list[di
         known = ", ".join(sorted(there))
         raise MissingInput(f"no metrics of posterior {posterior!r} (there: {known})", hint=run.suggest("evaluate"))
     if not rows:
-        raise DataError("every metrics file of the run is stale", code="stale_input", hint=run.suggest("evaluate"))
+        first = unusable[0]
+        if any(error.code != "stale_input" for error in unusable):
+            raise first
+        raise DataError("every metrics file of the run is stale", code="stale_input", hint=first.hint, path=first.path)
     kept = [row for row in rows if split in (None, row.get("split"))]
     if not kept:
         known = ", ".join(sorted({str(row.get("split")) for row in rows}))

@@ -105,12 +105,13 @@ def open_groups(
         what="predictions of a posterior",
         maker=run.suggest("predict", layers=layers) if layers in there_are else None,
     )
-    reasons = {group.name: _why_unusable(run, group, is_named=bool(posteriors)) for group in wanted}
-    kept = [group for group in wanted if reasons[group.name] is None]
+    errors = {group.name: _unusable(run, group, is_named=bool(posteriors)) for group in wanted}
+    kept = [group for group in wanted if errors[group.name] is None]
     if not kept:
-        raise DataError("every prediction of the run is stale", code="stale_input", hint=run.suggest("predict"))
+        first = next(error for error in errors.values() if error is not None)
+        raise DataError("every prediction of the run is stale", code="stale_input", hint=first.hint, path=first.path)
     if skipped is not None:
-        skipped += [Skipped(g.posterior, g.name, why) for g in wanted if (why := reasons[g.name]) is not None]
+        skipped += [Skipped(g.posterior, g.name, one.message) for g in wanted if (one := errors[g.name]) is not None]
         skipped += [] if posteriors else _without_predictions(run, groups, layers)
     order = {path.stem: rank for rank, path in enumerate(run.folder.posteriors())}
     return sorted(kept, key=lambda group: (order.get(group.posterior, len(order)), group.name))
@@ -187,7 +188,7 @@ def _maker(run: Run, name: str, groups: Sequence[PredictionGroup], integrators: 
     return f"did you mean {near[0]!r}?" if near else run.suggest("status")
 
 
-def _why_unusable(run: Run, group: PredictionGroup, *, is_named: bool) -> str | None:
+def _unusable(run: Run, group: PredictionGroup, *, is_named: bool) -> DataError | None:
     """Why a group is not fresh, None where it is; raises instead when it was named."""
     makers = {
         (PredictionGroup(group.name, [header]).posterior, PredictionGroup(group.name, [header]).variant)
@@ -208,5 +209,5 @@ def _why_unusable(run: Run, group: PredictionGroup, *, is_named: bool) -> str | 
         if is_named:
             raise
         run.console.warn(f"skipping {group.name}: {error.message}{error.advice}")
-        return error.message
+        return error
     return None

@@ -156,7 +156,16 @@ class Run:
     def made_by(self, header: Header) -> CommandLine | None:
         """The command that made an artifact, on the checkpoint where it is now; None where the record is no command of ours."""
         line = own_command(header.provenance["command"], self.makers, str(self.arguments["ckpt"]))
-        return None if line is None else line.having("run_dir", self.run_options.run_dir)
+        if line is None:
+            return None
+        takes_recommended = line.command == "predict" and not any(
+            map(line.gives, ("posterior", "integrator", "layers"))
+        )
+        if takes_recommended and header.kind == "predictions" and self.folder.recommended.is_file():
+            # Named, for what auto recommends now may be another.
+            line = line.having("posterior", [str(header.meta["posterior"])])
+            line = line.having("integrator", [str(header.meta["integrator"])])
+        return line.having("run_dir", self.run_options.run_dir)
 
     @cached_property
     def device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""clean: removes temporary files and resume states of dead runs; never an artifact."""
+"""clean: removes temporary files and resume states of dead runs, and with --stale the artifacts that are stale."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import Locked, MissingInput
-from bnncli.options.command import READ, Command
+from bnncli.options import LockOptions
+from bnncli.options.command import READ, Command, own_options
+from bnncli.options.declaration import option
+from bnncli.run.artifact_states import STALE, artifact_files, artifact_states, remove_artifacts
 from bnncli.run.session import Result, Run
 from bnncli.storage import resume
 from bnncli.storage.atomic import temporaries, write_error
@@ -14,16 +17,23 @@ from bnncli.storage.locks import artifact_lock
 from bnncli.storage.run_folder import FEATURES_SUFFIX, POSTERIOR_SUFFIXES
 
 COMMAND = Command(
-    "Remove what dead runs left behind: temporary files and resume states. Never an artifact.",
-    "Files of processes that still run are kept.",
-    (*READ,),
-    ("bnncli clean ckpt.pt",),
+    "Remove what dead runs left behind: temporary files and resume states. Artifacts only with --stale.",
+    "Files of processes that still run are kept. An artifact that is damaged, or whose state cannot be told, is never removed.",
+    (
+        own_options(
+            stale=option(False, "Remove the artifacts too that status calls stale."),
+            dry_run=option(False, "Say what would be removed, and remove nothing.", short="-n"),
+        ),
+        LockOptions,
+        *READ,
+    ),
+    ("bnncli clean ckpt.pt", "bnncli clean ckpt.pt --stale --dry-run"),
     place=170,
 )
 
 
 def run(run: Run, options: Any) -> Result:
-    """Remove what dead processes left in the run folder; the result lists it."""
+    """Remove what dead processes left in the run folder, and what is stale; the result lists it."""
     root = run.folder.root
     if not root.is_dir():
         raise MissingInput(f"{run.checkpoint_path} has no run folder (looked for {root})", path=root)
@@ -31,13 +41,23 @@ def run(run: Run, options: Any) -> Result:
     trained = resume.state_path(run.checkpoint_path)  # of train, which writes the checkpoint itself
     states += [trained] if trained.is_file() else []
     leftovers = temporaries(root) + [path for path in states if not _is_in_use(run, path)]
-    for path in leftovers:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise write_error(error, path) from None
-    removed = [str(path) for path in leftovers]
-    return Result(extra={"removed": removed}, lines=removed, summary=[f"removed {len(removed)} files"])
+    stale = []
+    if options.stale:
+        known = artifact_states(run, artifact_files(run))
+        stale = [one.path for one in known if one.state == STALE]
+        if kept := [str(one.path) for one in known if one.state in ("invalid", "unknown")]:
+            run.console.warn(f"kept, for their state cannot be told: {', '.join(kept)}; bnncli status says why")
+    if not options.dry_run:
+        for path in leftovers:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise write_error(error, path) from None
+        remove_artifacts(run, stale)
+    removed = [str(path) for path in (*leftovers, *stale)]
+    count = f"{len(removed)} file" + "s" * (len(removed) != 1)
+    done = f"would remove {count}" if options.dry_run else f"removed {count}"
+    return Result("planned" if options.dry_run else "", extra={"removed": removed}, lines=removed, summary=[done])
 
 
 def _is_in_use(run: Run, leftover: Path) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, OutputExists, UsageError
+from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, MissingInput, OutputExists, UsageError
 from bnncli.numerics.digests import file_sha256
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.exports import EXPORT_MAGIC
@@ -211,6 +211,9 @@ def staleness(
         is_another: whether an artifact was made by another revision of its algorithm than today's.
         weights_digest: of the checkpoint as it is now; None does not compare.
         followed: what is known of inputs already, added to: artifacts of a run share most of theirs.
+
+    Raises:
+        MissingInput: an input is there and cannot be read.
     """
     followed = {} if followed is None else followed
     if weights_digest is not None and header.weights_digest not in (None, weights_digest):
@@ -231,7 +234,7 @@ def staleness(
             try:
                 current = read_header(path)
                 why = staleness(current, is_another=is_another, weights_digest=weights_digest, followed=followed)
-            except NOT_OF_CONTENT:
+            except (*NOT_OF_CONTENT, MissingInput):
                 raise
             except BnnError as error:
                 return Stale(f"{entry['role']}: {error.message}")

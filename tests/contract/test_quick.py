@@ -71,6 +71,8 @@ NOTHING_TO_DO = (
     "inspect small.bnn/posteriors/laplace.safetensors",
     "inspect small.bnn/posteriors/hmc.nc",
     "clean small",
+    "clean small --stale --dry-run",
+    "rm small hmc.mc --dry-run",
     "config show refine",
 )
 # These work whenever they are called, or their work is to read every byte.
@@ -94,6 +96,7 @@ MISSING = {
     "convert": "out.safetensors",
     "extract-features": "--model net.py:make --data train=npz:data.npz",
     "fit-ensemble": "more.pt",
+    "rm": "laplace",
 }
 
 # In a process of its own, so that nothing is imported yet: each line with its code, and what it printed.

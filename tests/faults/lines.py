@@ -325,6 +325,8 @@ LINES = {
         ),
         Line("convert", ("net.pt", "plain.safetensors"), ("plain.safetensors",), ("other.pt", "plain.safetensors"), ("net.pt",)),
         Line("clean", ("small",), force=()),
+        Line("clean/stale", ("small", "--stale"), force=()),
+        Line("rm", ("small", "hmc", "laplace.mc"), force=()),
         Line("demo", ("--dir", "demo"), ("demo/*.npz", "demo/*.pt"), force=()),
         Line(
             "acquire",
@@ -380,6 +382,11 @@ def leave_leftovers(folder: Path) -> list[Path]:
     for path in left:
         path.write_bytes(b"half")
     return left
+
+
+def leave_stale(folder: Path) -> None:
+    """Take away a posterior, so that what was made from it is stale."""
+    (folder / "small.bnn" / "posteriors" / "laplace.safetensors").unlink()
 
 
 def copy_tree(source: Path, target: Path) -> Path:

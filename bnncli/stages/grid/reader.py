@@ -27,7 +27,7 @@ _NOT_OF_STEPS = {spec.name: "lines talk as grid has them talk, into its folder" 
     "dry_run": "it is an option of grid",
     "resume": "lines that can go on after a kill have it anyway",
 }
-_NOT_IN_GRIDS = ("clean",)  # it removes what other lines go on from
+_NOT_IN_GRIDS = ("clean", "rm")  # they remove what other lines go on from
 _HEADER = re.compile(r"\s*\[\[\s*[\"']?step[\"']?\s*\]\]")
 
 

@@ -1,0 +1,77 @@
+"""rm: removes posteriors and predictions by name, with the predictions, scores and rules that were made from them."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import MissingInput, UsageError
+from bnncli.options import LockOptions
+from bnncli.options.command import CKPT, READ, Argument, Command, own_options
+from bnncli.options.declaration import option
+from bnncli.run.artifact_states import artifact_files, dependents, remove_artifacts
+from bnncli.run.session import Result, Run
+
+COMMAND = Command(
+    "Remove posteriors or predictions by name, with what was made from them.",
+    "Predictions, metrics, decisions and recommendations go with what they were made from. Where another posterior or an export was made "
+    "from it, nothing is removed unless these are named too, or --dependents is given.",
+    (
+        own_options(
+            dependents=option(False, "Remove the posteriors and exports too that were made from the named ones."),
+            dry_run=option(False, "Say what would be removed, and remove nothing.", short="-n"),
+        ),
+        LockOptions,
+        *READ,
+    ),
+    (
+        "bnncli rm ckpt.pt laplace-prior3 --dry-run",
+        "bnncli rm ckpt.pt laplace --dependents",
+        "bnncli rm ckpt.pt hmc.mc",
+    ),
+    (CKPT, Argument("name", "Posteriors (laplace) or predictions (laplace.mc) of the run.", is_many=True)),
+    place=172,
+)
+
+
+def run(run: Run, options: Any) -> Result:
+    """Remove what is named and what was made from it; the result lists it.
+
+    Raises:
+        MissingInput: a name that nothing in the run has.
+        UsageError: a posterior or an export was made from what is named; nothing is removed.
+    """
+    files = artifact_files(run)
+    named = [path for name in run.arguments["name"] for path in _files_of(run, str(name))]
+    further = dependents(run, files, named)
+    kept = [path for path in further if path.parent.name in ("posteriors", "exports")]
+    if kept and not options.dependents:
+        names = ", ".join(path.stem for path in kept)
+        raise UsageError(
+            f"expected names from which no other posterior or export was made; made from these: {names}; nothing was removed",
+            hint="name these too, or add --dependents to remove them as well",
+            code="has_dependents",
+            path=kept[0],
+        )
+    gone = list(dict.fromkeys([*named, *further]))
+    if not options.dry_run:
+        remove_artifacts(run, gone)
+    removed = [str(path) for path in gone]
+    count = f"{len(removed)} file" + "s" * (len(removed) != 1)
+    done = f"would remove {count}" if options.dry_run else f"removed {count}"
+    return Result("planned" if options.dry_run else "", extra={"removed": removed}, lines=removed, summary=[done])
+
+
+def _files_of(run: Run, name: str) -> list[Path]:
+    """The files of the posterior or of the predictions called `name`. Raises MissingInput where there are none."""
+    posteriors, predictions = run.folder.posteriors(), run.folder.prediction_files()
+    found = [path for path in posteriors if path.stem == name] or [p for p in predictions if p.parent.name == name]
+    if found:
+        return found
+    names = list(dict.fromkeys([*(path.stem for path in posteriors), *(path.parent.name for path in predictions)]))
+    near = difflib.get_close_matches(name, names, n=1)
+    raise MissingInput(
+        f"no posterior or predictions {name!r} in {run.folder.root} (there: {', '.join(names) or 'none'})",
+        hint=f"did you mean {near[0]!r}?" if near else run.suggest("status"),
+    )
