@@ -18,8 +18,11 @@ from bnncli.integrators.mc import DrawnMc
 def thinned(ready: Ready, most: int, generator: torch.Generator) -> Ready:
     """The same with at most so many of its draws: one at random from each of as many stretches of equal length.
 
-    Draws at a fixed distance could be all of one repeat or chain. Weights are scaled to sum to one again.
+    Draws at a fixed distance could be all of one repeat or chain. Weights are scaled to sum to one again. Draws of the
+    logits become the same for all examples.
     """
+    if isinstance(ready, DrawnLogitMc):
+        ready = replace(ready, is_shared=not ready.is_of_theta)
     count = ready.num_draws
     if count is None or count <= most:
         return ready

@@ -14,6 +14,7 @@ from bnncli import registry
 from bnncli.covariances import num_varying
 from bnncli.logits import root_of_covariances
 from bnncli.logits._network import covariances_together, is_by_layer
+from bnncli.numerics.row_noise import row_shifts, shifted_normal, uniform_points
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.theta.layout import ClassifierLayout, LogitLayout
 
@@ -39,7 +40,7 @@ def linearised_losses(
 
     Args:
         covariances: C of one structure, which share one Jacobian where they are `shared_by`, and are one alone where not.
-        noise: (S, K) or (S, P), standard normal, as `noise_size` says.
+        noise: (S, K), which each example shifts (`numerics.row_noise`), or (S, P), standard normal, as `noise_size` says.
     """
     layout, num_draws = cast(ClassifierLayout, target.layout), len(noise)
     examples = cast("LinearisedHeldOut", held_out)
@@ -53,13 +54,15 @@ def linearised_losses(
             yield (first.mean(inputs) + first.push(inputs, deviations)).permute(2, 0, 1)
 
         return examples.losses_of(pushed, num_draws=num_draws, width=2 * layout.widest)
+    points = uniform_points(noise)
     together = covariances_together(covariances, cast(LogitLayout, layout), theta)
 
     def drawn(inputs: Tensor) -> Iterator[Tensor]:
         mean = first.mean(inputs)
+        normals = shifted_normal(points, row_shifts(inputs, mean.shape[1]), mean)
         for covariance in together(inputs):
             root = root_of_covariances(covariance).to(inputs)
-            yield root.apply(noise.to(mean)).transpose(0, 1) + mean.T.unsqueeze(1)
+            yield root.apply(normals).transpose(0, 1) + mean.T.unsqueeze(1)
 
     num_outputs = layout.num_outputs
     width = num_outputs + 2 * len(covariances) * num_outputs**2 // num_draws

@@ -20,7 +20,8 @@ from bnncli.inference.linearised import noise_size
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.inference.prior_candidates import Candidates
 from bnncli.inference.prior_criterion import Criterion, Lift
-from bnncli.posteriors import standard_normal
+from bnncli.numerics.sobol import MOST_DIMENSIONS, quasi_normal
+from bnncli.posteriors import move, standard_normal
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget, HeldOut
 
@@ -146,7 +147,10 @@ def _criterion(
     *,
     by_logits: bool,
 ) -> Criterion:
-    """That of the validation data, or the marginal likelihood where there are none; its draws have the same noise for all."""
+    """That of the validation data, or the marginal likelihood where there are none; its draws have the same noise for all.
+
+    Normals of logits are Sobol points, which err less. Those of theta come with their negatives, so that their mean is exact.
+    """
     layout = target.layout if lift is None else lift.layout
     by_logits = by_logits and held_out is not None and lift is None
     size = layout.num_params
@@ -154,7 +158,12 @@ def _criterion(
         size = cast("LogitLayout", layout).num_outputs
     elif held_out is not None and held_out.is_linearised:
         size = noise_size(layout, structure, NUM_DRAWS)
-    return Criterion(standard_normal(NUM_DRAWS, size, generator, target.device), held_out, lift, by_logits)
+    if held_out is not None and size < layout.num_params and size <= MOST_DIMENSIONS:
+        noise = move(quasi_normal(NUM_DRAWS, size, generator), target.device)
+    else:
+        half = standard_normal(NUM_DRAWS // 2, size, generator, target.device)
+        noise = torch.cat([half, -half])
+    return Criterion(noise, held_out, lift, by_logits)
 
 
 def _compared_at(target: CurvedTarget, criterion: str, center: str) -> str:

@@ -1,11 +1,11 @@
 """Monte Carlo prediction in the space of the logits: K numbers a draw in place of P, of the same distribution.
 
 Under a Gaussian over the last layer the logits of an example are exactly N(m, J Sigma J^T), so the integral of the softmax
-is over K dimensions. One standard normal z (K,) per draw serves all examples: logits m_n + R_n z with R_n a root of the
-covariance. Each example's draws have their exact distribution; across examples they are dependent in another way than
-draws of theta, so an example's probability is an unbiased estimate, its error is shared with examples alike, and no
-statement about several examples at once can be made from the draws. The K dimensions make scrambled Sobol points worth
-their while. A draw costs an example K D numbers with theta, K^2 here (K where the logits are independent): with far more
+is over K dimensions: draws are m_n + R_n z_n with R_n a root of the covariance and z_n standard normal, made of points that
+all examples share and a shift of the example's own (`numerics.row_noise`). Each example's draws have their exact
+distribution, and the errors of different examples are independent, so that a mean over examples, such as a score, has next
+to no Monte Carlo error; no statement about several examples at once can be made from the draws. The K dimensions make
+scrambled Sobol points worth their while. A draw costs an example K D numbers with theta, K^2 here (K where the logits are independent): with far more
 classes than features, draws of theta are cheaper.
 
 A whole network is linearised at the mean m of theta. Its logits' covariance J Sigma J^T takes K products with J^T an example; with
@@ -29,13 +29,14 @@ from bnncli.integrators import (
     check_features,
     require_support,
 )
-from bnncli.integrators._averages import BlockDraws, average
+from bnncli.integrators._averages import BlockDraws, LogitDraws, average
 from bnncli.integrators._groups import DrawPartition, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
 from bnncli.integrators.mc import check_num_samples, quasi_sample
 from bnncli.lazy import torch
 from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.machine.memory import require
+from bnncli.numerics.row_noise import row_shifts, shifted_normal, uniform_points
 from bnncli.numerics.sobol import balance_warning, quasi_normal
 from bnncli.options.parts import Draws
 from bnncli.options.predict import QMC
@@ -69,7 +70,7 @@ DRAWS = Draws(256)
 
 @dataclass(frozen=True)
 class LogitMc(SamplingIntegrator):
-    """Mean over S draws of each example's logits of the softmax; the normals are made once and shared by all examples.
+    """Mean over S draws of each example's logits of the softmax.
 
     Args:
         qmc: draw the normals from scrambled Sobol points.
@@ -133,12 +134,14 @@ class DrawnLogitMc(Ready):
         groups: of the draws.
         warning: what the user should know of the draws.
         is_of_theta: whether they are such.
+        is_shared: whether all examples have the very same normals, as in an exported file, which cannot hash its inputs.
     """
 
     noise: Tensor
     groups: DrawPartition = field()  # has no default, although the protocol has
     warning: str | None = None
     is_of_theta: bool = False
+    is_shared: bool = False
 
     @property
     def num_draws(self) -> int:
@@ -175,15 +178,18 @@ class DrawnLogitMc(Ready):
         """Class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `predict` gives."""
         return _averages.probs_of_draws(self._draws(posterior, features), features)
 
-    def _draws(self, posterior: HasLogitRoot, features: Tensor) -> _NormalLogits:
+    def _draws(self, posterior: HasLogitRoot, features: Tensor) -> LogitDraws:
         check_features(posterior.layout, features)
-        kind = _PushedLogits if self.is_of_theta else _NormalLogits
-        return kind(posterior, self.noise.to(features))
+        if self.is_of_theta:
+            return _PushedLogits(posterior, self.noise.to(features))
+        if self.is_shared:
+            return _NormalLogits(posterior, self.noise.to(features))
+        return _ShiftedLogits(posterior, uniform_points(self.noise).to(features.device))
 
 
 @dataclass(frozen=True)
 class _NormalLogits:
-    """Draws of the logits by normals (S, K)."""
+    """Draws of the logits by normals (S, K) that all examples share."""
 
     posterior: HasLogitRoot
     noise: Tensor
@@ -203,6 +209,18 @@ class _NormalLogits:
         mean, root = self.posterior.logit_root(features)
         center = mean.T.contiguous()
         return BlockDraws(center, lambda some: root.apply(self.noise[some]).add_(center))
+
+
+class _ShiftedLogits(_NormalLogits):
+    """Draws of the logits by uniform points (S, K) that each example shifts."""
+
+    def at(self, features: Tensor) -> BlockDraws:
+        """The draws at features (n, D)."""
+        mean, root = self.posterior.logit_root(features)
+        center, shifts = mean.T.contiguous(), row_shifts(features, mean.shape[1])
+        return BlockDraws(
+            center, lambda some: root.apply(shifted_normal(self.noise[some], shifts, center)).add_(center)
+        )
 
 
 class _PushedLogits(_NormalLogits):

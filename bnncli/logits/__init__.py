@@ -17,6 +17,8 @@ from bnncli.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+_MOST_PASSES = 32  # outputs up to which matrices are multiplied by a pass each; measured on two CPU cores
+
 
 @dataclass(frozen=True)
 class LogitRoot:
@@ -31,11 +33,23 @@ class LogitRoot:
     basis: Tensor | None = None
 
     def apply(self, noise: Tensor) -> Tensor:
-        """R_n z for every z of noise (s, K) and every example, (s, K, n)."""
+        """R_n z for every z of noise (s, K) and every example, (s, K, n); or z_n of noise (s, K, n), each example's own."""
         if self.scale.ndim == 3:
-            return (noise @ self._columns.flatten(1)).unflatten(1, self._columns.shape[1:])
-        scaled = self._columns * noise.unsqueeze(2)
+            return self._of_matrices(noise)
+        scaled = self._columns * (noise if noise.ndim == 3 else noise.unsqueeze(2))
         return scaled if self.basis is None else torch.bmm(self.basis.expand(len(noise), -1, -1), scaled)
+
+    def _of_matrices(self, noise: Tensor) -> Tensor:
+        if noise.ndim == 2:
+            return (noise @ self._columns.flatten(1)).unflatten(1, self._columns.shape[1:])
+        if noise.shape[1] > _MOST_PASSES:
+            return torch.bmm(noise.permute(2, 0, 1), self.scale.mT).permute(1, 2, 0).contiguous()
+        product = (
+            noise[:, :1] * self._columns[0]
+        )  # a pass an output: products of many small matrices take ten times as long
+        for output in range(1, noise.shape[1]):
+            product.addcmul_(noise[:, output : output + 1], self._columns[output])
+        return product
 
     @cached_property
     def _columns(self) -> Tensor:

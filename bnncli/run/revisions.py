@@ -33,10 +33,10 @@ CALIBRATE = 1
 
 
 def of_laplace(*, in_span: bool) -> int:
-    """9: fits in the row space of the features, 8: over all of theta. 8 and 9 are of modes whose large heads are found in float32, 6 and 7
-    had values in float64, 4 and 5 no rough products, 2 and 3 no shorter searches of large heads.
+    """11: fits in the row space of the features, 10: over all of theta. 10 and 11 search for the prior by draws with less noise; 8 and 9
+    found modes of large heads in float32, 6 and 7 had values in float64, 4 and 5 no rough products, 2 and 3 no shorter searches of large heads.
     """
-    return 9 if in_span else 8
+    return 11 if in_span else 10
 
 
 def of_hmc(*, in_span: bool, num_params: int) -> int:
@@ -48,11 +48,13 @@ def of_hmc(*, in_span: bool, num_params: int) -> int:
     return (14 if in_span else 13) + (2 if _is_long(num_params) else 0)
 
 
-def of_predict(num_drawn: int) -> int:
-    """Predictions from draws of so many numbers each, 0 without draws. 3: of long ones.
+def of_predict(num_drawn: int, integrator: str = "") -> int:
+    """Predictions from draws of so many numbers each, 0 without draws. 3: of long ones. 4: by draws of the logits, each example's own.
 
     2: groups of draws; Sobol points in several scrambles; stored draws in their order.
     """
+    if integrator == "logit-mc":
+        return 4
     return 3 if _is_long(num_drawn) else 2
 
 
@@ -134,7 +136,7 @@ _OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
 _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     "features": lambda header: {EXTRACT_FEATURES},
     "checkpoint": lambda header: {TRAIN},
-    "predictions": lambda header: {of_predict(0), of_predict(sys.maxsize)},  # their header does not say how long
+    "predictions": lambda header: {of_predict(size, str(header.meta.get("integrator"))) for size in (0, sys.maxsize)},
     "metrics": _metrics_today,
     "export": lambda header: {EXPORT},
     "decision": lambda header: {CALIBRATE},

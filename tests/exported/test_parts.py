@@ -52,7 +52,8 @@ def fitted(layout: HeadLayout, structure: str, prior: Prior = PRIORS[0]) -> tupl
 
 def prepared(integrator: Integrator, posterior: Any, target: Any = None, num_samples: int = 50) -> Any:
     generator = torch.Generator().manual_seed(2)
-    return integrator.prepare(posterior, num_samples=num_samples, generator=generator, target=target)
+    ready: Any = integrator.prepare(posterior, num_samples=num_samples, generator=generator, target=target)
+    return thinned(ready, num_samples, generator)
 
 
 def both(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from problems.seeds import seeded
+from problems.seeds import antithetic, seeded
 from problems.tiny_networks import tiny_target
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from bnncli.inference.costs import NUM_DRAWS
 from bnncli.inference.linearised import linearised_losses, noise_size, shared_by
 from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.prior_precision import search
-from bnncli.posteriors import standard_normal
+from bnncli.numerics.sobol import quasi_normal
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import HeldOutInputs, NetworkTarget
 from bnncli.theta.prior import Prior
@@ -93,7 +93,10 @@ def test_a_search_by_val_judges_what_predicts(structure: str) -> None:
         held_out=held,
         bounds=(1e-2, 1e2),
     )
-    noise = standard_normal(NUM_DRAWS, noise_size(target.layout, structure, NUM_DRAWS), seeded(2), target.device)
+    if structure == "kron":
+        noise = quasi_normal(NUM_DRAWS, 3, seeded(2))
+    else:
+        noise = antithetic(NUM_DRAWS, target.layout.num_params, 2)
     for precision, value in found.curve:
         covariance = covariance_at(target.with_prior(Prior(precision, 0.5)), theta, structure).covariance
         expected = linearised_losses(held, target, theta, [covariance], noise=noise)[0].mean()

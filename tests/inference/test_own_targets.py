@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from problems.own_targets import NOISE_SD, Banana, TanhTarget
-from problems.seeds import seeded
+from problems.seeds import antithetic, seeded
 from torch import Tensor
 from torch.func import vmap
 
@@ -98,7 +98,7 @@ def brute_criterion(name: str, structure: str, criterion: str, precision: float)
     if criterion == "marglik":
         value = target.with_prior(Prior(precision)).log_joint(mode[None]).item()
         return -value - 0.5 * len(mode) * math.log(math.tau) + 0.5 * torch.linalg.slogdet(matrix)[1].item()
-    noise = torch.randn(NUM_DRAWS, len(mode), generator=seeded(7), dtype=torch.float64)
+    noise = antithetic(NUM_DRAWS, len(mode), 7)
     draws = mode + noise @ torch.linalg.cholesky(torch.linalg.inv(matrix)).T
     if isinstance(target, Banana):
         center = (draws[:, 0] + draws[:, 1] ** 2).unsqueeze(1)

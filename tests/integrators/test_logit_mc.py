@@ -114,6 +114,29 @@ def test_predictions_agree_with_draws_of_theta(structure: str, layout: HeadLayou
     torch.testing.assert_close(found.interval, reference.interval, atol=0.02, rtol=0)
 
 
+@pytest.mark.parametrize("qmc", [False, True])
+def test_a_row_has_the_same_draws_wherever_it_stands(qmc: bool) -> None:
+    gaussian, rows = make_gaussian("full", LAYOUTS[0]), inputs(40)
+    ready = load_integrator("logit-mc", qmc=qmc).prepare(gaussian, num_samples=16, generator=seeded())  # type: ignore[attr-defined]
+    whole = ready.probs_of_draws(gaussian, rows)
+    order = torch.randperm(40, generator=seeded(2))
+    assert torch.equal(ready.probs_of_draws(gaussian, rows[order]), whole[:, order])
+    assert torch.equal(ready.probs_of_draws(gaussian, rows[7:8]), whole[:, 7:8])
+    torch.testing.assert_close(ready.probs_of_draws(gaussian, rows.float()), whole, rtol=0, atol=2e-3)  # float16
+
+
+@pytest.mark.parametrize("qmc", [False, True])
+def test_errors_of_examples_are_independent(qmc: bool) -> None:
+    """Of 400 examples whose logits differ by 1e-4 alone: the error of their mean is a twentieth of that of each."""
+    gaussian = make_gaussian("full", LAYOUTS[0])
+    features = inputs(1) + 1e-4 * torch.randn(400, 4, generator=seeded(3), dtype=torch.float64)
+    integrator = load_integrator("logit-mc", qmc=qmc)
+    of_seeds = [integrator.predict(gaussian, features, num_samples=64, generator=seeded(seed)) for seed in range(30)]
+    found = torch.stack([one.probs[:, 0] for one in of_seeds]).double()
+    of_each, of_mean = found.std(), found.mean(dim=1).std()
+    assert of_mean < 1.4 * of_each / 20  # 30 values: 1.4 is three standard errors of their standard deviation
+
+
 def test_a_single_logit_agrees_with_quadrature() -> None:
     gaussian = make_gaussian("full", LAYOUTS[2])
     found, exact = (

@@ -12,3 +12,9 @@ def seeded(seed: int = 0) -> torch.Generator:
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Standard normal numbers of a shape, float64."""
     return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def antithetic(count: int, size: int, seed: int = 0) -> Tensor:
+    """Standard normals (count, size), float64: a half and its negatives, as a search for the prior draws theta."""
+    half = torch.randn(count // 2, size, generator=seeded(seed), dtype=torch.float64)
+    return torch.cat([half, -half])

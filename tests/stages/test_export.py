@@ -71,7 +71,9 @@ def check_every_integrator(cli: Cli, run: Path, *posteriors: str) -> int:
                 continue
             assert done.code == 0, (posterior, integrator, done.stderr)
             outputs = loaded(folder_of(run) / "exports" / f"{folder.name}.safetensors")(features_of(run, "test"))
-            assert_as_predicted(outputs, predicted(run, folder.name))
+            # Draws of the logits are the same for all inputs of a file, and each row's own in predict: a Monte Carlo error apart.
+            tolerance = 0.1 if integrator == "logit-mc" else 1e-5
+            assert_as_predicted(outputs, predicted(run, folder.name), tolerance=tolerance)
             count += 1
     return count
 

@@ -310,7 +310,7 @@ def _request(
         "predictions",
         f"predictions.{label}.{name}",
         params,
-        _revisions.of_predict(split.layout.num_params if is_drawn else 0),
+        _revisions.of_predict(split.layout.num_params if is_drawn else 0, choice.name),
         [
             split.source,
             *(one for one in sources if one.role != split.source.role),
