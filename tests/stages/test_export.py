@@ -70,6 +70,7 @@ def check_every_integrator(cli: Cli, run: Path, *posteriors: str) -> int:
                 assert (posterior, integrator) in {("laplace", "logit-mc"), ("laplace", "bridge")}
                 continue
             assert done.code == 0, (posterior, integrator, done.stderr)
+            assert ("the same for all inputs" in done.stderr) == integrator.startswith("logit-mc")
             outputs = loaded(folder_of(run) / "exports" / f"{folder.name}.safetensors")(features_of(run, "test"))
             # Draws of the logits are the same for all inputs of a file, and each row's own in predict: a Monte Carlo error apart.
             tolerance = 0.1 if integrator == "logit-mc" else 1e-5

@@ -20,9 +20,10 @@ def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
         + ", ".join(output["name"] for output in meta["outputs"]),
         f"probabilities on {parity['split']}, {parity['rows']} rows: within {_each(parity['max_difference'])} of predict",
     ]
-    if metrics["draws"] is not None and metrics["draws"]["stored"] < metrics["draws"]["predict"]:
-        draws = metrics["draws"]
-        lines.append(f"draws: {draws['stored']} of the {draws['predict']} of predict{_loss(metrics)}")
+    draws, is_shared = metrics["draws"], meta["variant"].startswith("logit-mc")
+    if draws is not None and (is_shared or draws["stored"] < draws["predict"]):
+        shared = ", the same for all inputs" if is_shared else ""
+        lines.append(f"draws: {draws['stored']} of the {draws['predict']} of predict{shared}{_loss(metrics)}")
     if "sets" in metrics:
         sets = metrics["sets"]
         lines.append(
