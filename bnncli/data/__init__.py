@@ -10,7 +10,7 @@ from bnncli.data._given_columns import divide as divide_given
 from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
 from bnncli.data._known import Memory
 from bnncli.data._labels import FROM_1, common_task, shows_several
-from bnncli.data._preprocess import Preprocess
+from bnncli.data._preprocess import ImageCounts, Preprocess
 from bnncli.data._shift import Shift
 from bnncli.data._sound import Sound, at_rate, clip_of, is_clip
 from bnncli.data._spec import load_split, open_stored, parse_split
@@ -24,6 +24,7 @@ __all__ = [
     "Batch",
     "FeatureArrays",
     "GivenFile",
+    "ImageCounts",
     "InputSplit",
     "Inputs",
     "Memory",

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
+from bnncli.data._pixels import counting_images
+from bnncli.data._preprocess import ImageCounts
 from bnncli.data._transform import Transform, transformed
 from bnncli.errors import BnnError, DeviceError
 
@@ -29,6 +32,7 @@ class Chunk(NamedTuple):
         labels: (n,) or None.
         is_ready: whether the network takes the inputs as they are.
         num_truncated, num_converted, lengths: see Transformed.
+        images: what was done to images when they were decoded.
     """
 
     inputs: Tensor | dict[str, Tensor]
@@ -37,6 +41,7 @@ class Chunk(NamedTuple):
     num_truncated: int = 0
     num_converted: int = 0
     lengths: tuple[int, ...] | None = None
+    images: ImageCounts = ImageCounts()
 
 
 def read_ahead(
@@ -149,16 +154,18 @@ class _Chunks(torch_data.Dataset[Any]):
     def __getitem__(self, index: int) -> Chunk | BnnError:
         rows = self.chunks[index]
         try:
-            raw, found = self.dataset.read(rows)
+            with counting_images() as counted:
+                raw, found = self.dataset.read(rows)
+            images = reduce(ImageCounts.plus, counted, ImageCounts())
             labels = None if found is None else torch.from_numpy(found)
             items = None if self.transform is None else _for_transform(raw)
             if self.transform is not None and items is not None:
                 where = f"{self.where} rows {rows[0]} to {rows[-1]}"
                 made = transformed(self.transform, items, where)
-                return Chunk(_tensors(made.inputs), labels, True, *made[1:])
+                return Chunk(_tensors(made.inputs), labels, True, *made[1:], images=images)
         except BnnError as error:
             return error
-        return Chunk(_tensors(raw), labels, isinstance(raw, Mapping))
+        return Chunk(_tensors(raw), labels, isinstance(raw, Mapping), images=images)
 
 
 def _as_arrays(outcome: Any) -> Any:

@@ -6,13 +6,14 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from bnncli.data._preprocess import Preprocess
+from bnncli.data._preprocess import ImageCounts, Preprocess
 from bnncli.errors import DataError
 from bnncli.machine.input_files import is_failure
 from bnncli.names import quoted
@@ -23,6 +24,19 @@ _DAMAGE = (
     UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, OverflowError,
     Image.DecompressionBombError,
 )  # fmt: skip
+
+_counts: ContextVar[list[ImageCounts] | None] = ContextVar("_counts", default=None)
+
+
+@contextmanager
+def counting_images() -> Iterator[list[ImageCounts]]:
+    """Give a list to which every image that is decoded inside the block is added."""
+    found: list[ImageCounts] = []
+    token = _counts.set(found)
+    try:
+        yield found
+    finally:
+        _counts.reset(token)
 
 
 @contextmanager
@@ -56,6 +70,40 @@ def check_mode(image: Image.Image, mode: str, name: str) -> None:
         raise DataError(f"{quoted(name)} has more than 8 bits a channel ({image.mode}), expected 8")
     if mode == "L" and image.mode not in _GREY:
         raise DataError(f"{quoted(name)} is a colour image ({image.mode}), but the first images are grey")
+
+
+def decoded_image(image: Image.Image, mode: str, preprocess: Preprocess, name: str) -> Image.Image:
+    """An image in the mode, upright and on a background as the preprocessing says. Raises DataError as `check_mode` does."""
+    check_mode(image, mode, name)
+    is_turned = not preprocess.no_exif and 1 < _orientation(image) <= 8
+    is_transparent = _is_transparent(image)
+    if is_turned:
+        image = ImageOps.exif_transpose(image)
+    if is_transparent and preprocess.transform is None:
+        whole = Image.new("RGBA", image.size, preprocess.background or "white")
+        whole.alpha_composite(image.convert("RGBA"))
+        image = whole
+    found = image.convert(mode)
+    if preprocess.no_exif:
+        found.info = {}  # for a transform that turns images itself
+    if (counts := _counts.get()) is not None:
+        counts.append(ImageCounts(is_turned, is_transparent))
+    return found
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation; 1, upright, where there is none or it cannot be read."""
+    try:
+        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except _DAMAGE:
+        return 1
+    return found if isinstance(found, int) else 1
+
+
+def _is_transparent(image: Image.Image) -> bool:
+    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
+        return False
+    return int(image.convert("RGBA").getchannel("A").getextrema()[0]) < 255  # type: ignore[arg-type]
 
 
 def sized(image: Image.Image, preprocess: Preprocess, name: str) -> np.ndarray:

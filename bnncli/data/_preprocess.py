@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.data._channels import channels_axis
 from bnncli.errors import DataError, UsageError
@@ -15,6 +15,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.data._transform import Transform
+
+
+class ImageCounts(NamedTuple):
+    """How many images were turned as their EXIF orientation says, and how many have transparent pixels."""
+
+    num_turned: int = 0
+    num_transparent: int = 0
+
+    def plus(self, other: ImageCounts) -> ImageCounts:
+        """Return the counts of both."""
+        return ImageCounts(*(one + its for one, its in zip(self, other, strict=True)))
+
+    def notes(self, split: str, num_images: int, preprocess: Preprocess) -> list[str]:
+        """Return what is to be said of the images of a split, a line each."""
+        found = []
+        if self.num_turned:
+            how = "were turned as their EXIF orientation says (\0no_exif\0 leaves them)"
+            found.append(f"{split}: {self.num_turned:,} of {num_images:,} images {how}")
+        if self.num_transparent:
+            how = f"are shown on {preprocess.background or 'white'} (see \0background\0)"
+            if preprocess.transform is not None:
+                how = "lose their transparency: the model's preprocessing has none"
+            found.append(f"{split}: {self.num_transparent:,} of {num_images:,} images with transparent pixels {how}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,9 @@ class Preprocess:
         crop: pixels of the centre square cut out after resizing; None keeps all.
         transform: what the model brings in place of all of that, for images and texts; floating-point arrays and token ids
             are used as they are with it too.
+        no_exif: whether images stay as they are stored, whatever their EXIF orientation says.
+        background: colour that shows through transparent pixels; None for white. A transform does without alpha,
+            as the libraries of such models do.
     """
 
     mean: tuple[float, ...] | None = None
@@ -37,6 +64,8 @@ class Preprocess:
     resize: int | None = None
     crop: int | None = None
     transform: Transform | None = None
+    no_exif: bool = False
+    background: str | None = None
 
     def __post_init__(self) -> None:
         if self.transform is not None:
@@ -57,17 +86,20 @@ class Preprocess:
         resize: int | None = None,
         crop: int | None = None,
         transform: Transform | None = None,
+        no_exif: bool = False,
+        background: str | None = None,
     ) -> Preprocess:
         """The preprocessing that option texts ask for; means and deviations are comma-separated numbers.
 
         Raises:
             UsageError: not numbers, not as many of both, or a deviation that is not positive.
         """
-        return cls(_numbers(mean, "\0mean\0"), _numbers(std, "\0std\0"), resize, crop, transform)
+        return cls(_numbers(mean, "\0mean\0"), _numbers(std, "\0std\0"), resize, crop, transform, no_exif, background)
 
     def _of_arrays(self) -> dict[str, object]:
         """What is done to arrays and images without a transform, by the option that asks for it."""
-        return {"\0mean\0": self.mean, "\0std\0": self.std, "\0resize\0": self.resize, "\0crop\0": self.crop}
+        names = ("mean", "std", "resize", "crop", "background")
+        return {f"\0{name}\0": getattr(self, name) for name in names}
 
     def check_named(self, names: Iterable[str]) -> None:
         """Nothing, when inputs of several names are used as they are. Raises UsageError where more is asked for."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from bnncli.data._classes import Numbering
 from bnncli.data._known import KnownDataset
-from bnncli.data._preprocess import Preprocess
+from bnncli.data._preprocess import ImageCounts, Preprocess
 from bnncli.data._shift import Shift, ShiftedDataset
 from bnncli.data._transform import items_of
 from bnncli.errors import DataError
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
     """Inputs on the device, labels (n,) int64 or (n, L) uint8 on the CPU or None, and what was done to the examples.
 
     Inputs are (n, ...) in float32, or token ids; or several of them, by the names of the network's arguments.
-    num_truncated, num_converted and lengths are those of Transformed.
+    num_truncated, num_converted and lengths are those of Transformed; images counts what was done when they were decoded.
     """
 
     inputs: Inputs
@@ -78,6 +78,7 @@ class Batch(NamedTuple):
     num_truncated: int = 0
     num_converted: int = 0
     lengths: tuple[int, ...] | None = None
+    images: ImageCounts = ImageCounts()
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ class InputSplit:
             if labels is not None and self.numbering is not None:
                 labels = labels.new_tensor(self.numbering.of(labels.numpy()))
             inputs = self._ready(chunk, device)
-            yield Batch(inputs, labels, chunk.num_truncated, chunk.num_converted, chunk.lengths)
+            yield Batch(inputs, labels, chunk.num_truncated, chunk.num_converted, chunk.lengths, chunk.images)
 
     def _ready(self, chunk: Chunk, device: torch.device | str) -> Inputs:
         """What was read, on the device, as the network takes it."""

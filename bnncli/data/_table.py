@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from bnncli.data._arrays import TOKEN_IDS
 from bnncli.data._columns import FILE, LIST, Roles, find_roles
 from bnncli.data._label_values import Labels, labels_of, several_labels
-from bnncli.data._pixels import check_mode, check_same_size, mode_of, opened_image, sized
+from bnncli.data._pixels import check_same_size, decoded_image, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._sound import Sound, check_decodable, decoded
 from bnncli.data._transform import settled
@@ -185,11 +185,9 @@ class TableDataset:
         return np.stack(arrays)
 
     def _image(self, row: int, value: Any) -> Image.Image:
-        """One image, decoded; upright where Hugging Face stored it so."""
+        """One image, decoded."""
         with self._stored(row, value, "an image") as file, opened_image(file.stream, file.where, file.path) as image:
-            mode = self.mode or mode_of({image.mode})
-            check_mode(image, mode, file.name)
-            return _upright(image, value).convert(mode)
+            return decoded_image(image, self.mode or mode_of({image.mode}), self.preprocess, file.name)
 
     def _sound(self, row: int, value: Any) -> Sound:
         """One clip, decoded."""
@@ -267,11 +265,6 @@ def _labels(table: StoredTable, roles: Roles, values: list[list[Any]], where: st
         (name,) = roles.labels
         return labels_of(values[0], table.class_names.get(name), where=f"{where}: column {quoted(name)}")
     return several_labels(dict(zip(roles.labels, values, strict=True)), where=where)
-
-
-def _upright(image: Image.Image, stored: Any) -> Image.Image:
-    """An image as Hugging Face's datasets decode theirs, which are bytes and a path: as its EXIF turns it."""
-    return ImageOps.exif_transpose(image) if isinstance(stored, dict) else image
 
 
 def _is_number(value: Any) -> bool:

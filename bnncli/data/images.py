@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from bnncli.data._class_folders import files_in
-from bnncli.data._pixels import SUFFIXES, check_mode, check_same_size, mode_of, opened_image, sized
+from bnncli.data._pixels import SUFFIXES, check_same_size, decoded_image, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
 from bnncli.machine.input_files import open_regular
 from bnncli.names import quoted
@@ -83,8 +83,7 @@ class ImageDataset:
     def _image(self, name: str) -> Image.Image:
         """One image, decoded."""
         with _opened(self.folder, name) as image:
-            check_mode(image, self.mode, name)
-            return image.convert(self.mode)
+            return decoded_image(image, self.mode, self.preprocess, name)
 
 
 def exists(place: str) -> bool:

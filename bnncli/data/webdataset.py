@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 
 from bnncli.data._label_values import labels_of
-from bnncli.data._pixels import check_mode, check_same_size, mode_of, opened_image, sized
+from bnncli.data._pixels import check_same_size, decoded_image, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._shard_columns import ShardColumn, input_column, label_column, parse_columns
 from bnncli.data._shards import Example, Part, examples_of, read_part, shard_paths
@@ -144,8 +144,7 @@ class ShardDataset:
         if self.kind == "audio":
             return decoded(data, where)
         with opened_image(io.BytesIO(data), where) as image:
-            check_mode(image, self.mode, where)
-            return image.convert(self.mode)
+            return decoded_image(image, self.mode, self.preprocess, where)
 
 
 def exists(place: str) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bnncli.data import FROM_1, Batch, Inputs, InputSplit
+from bnncli.data import FROM_1, Batch, ImageCounts, Inputs, InputSplit
 from bnncli.errors import DataError, NumericError
 from bnncli.extraction.autocast import AUTOCAST, PrecisionLoss
 from bnncli.extraction.form import HeadForm
@@ -52,6 +52,7 @@ class Extracted(NamedTuple):
     padding: float | None = None  # of the first batch, where texts are padded: see padding_effect
     num_converted: int = 0  # of the clips: see bnncli.data.Transformed
     inputs: InputSums | None = None
+    images: ImageCounts = ImageCounts()
 
 
 def extract(
@@ -110,7 +111,7 @@ def extract(
         stored = _store(found.features, dtype, where)
         kept = None if found.logits is None or num_wanted <= 0 else plain_copy(found.logits[:num_wanted])
         counts = (batch.num_truncated, found.loss, found.padding, batch.num_converted)
-        yield Extracted(stored, kept, batch.labels, *counts, InputSums.of(batch.inputs))
+        yield Extracted(stored, kept, batch.labels, *counts, InputSums.of(batch.inputs), batch.images)
 
 
 def counted(
@@ -197,7 +198,9 @@ def collect(batches: Iterable[Extracted], num_rows: int) -> Extracted:
     whole: dict[str, Tensor] = {}
     num_logits = 0
     start, num_truncated, num_converted, loss, padding, inputs = 0, 0, 0, None, None, None
+    images = ImageCounts()
     for batch in batches:
+        images = images.plus(batch.images)
         inputs = batch.inputs if inputs is None else inputs.plus(batch.inputs)
         loss, padding = loss or batch.loss, batch.padding if padding is None else padding
         parts = {name: part for name, part in batch._asdict().items() if isinstance(part, Tensor)}
@@ -210,9 +213,8 @@ def collect(batches: Iterable[Extracted], num_rows: int) -> Extracted:
         num_truncated += batch.num_truncated
         num_converted += batch.num_converted
     logits = whole["logits"][:num_logits] if num_logits else None
-    return Extracted(
-        whole["features"], logits, whole.get("labels"), num_truncated, loss, padding, num_converted, inputs
-    )
+    counts = (num_truncated, loss, padding, num_converted)
+    return Extracted(whole["features"], logits, whole.get("labels"), *counts, inputs, images)
 
 
 def _placed(model: nn.Module, device: torch.device) -> nn.Module:

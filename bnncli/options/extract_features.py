@@ -98,6 +98,8 @@ class ExtractFeaturesOptions(Checked):
     std: str | None = network_inputs.std()
     resize: int | None = network_inputs.resize()
     crop: int | None = network_inputs.crop()
+    no_exif: bool = network_inputs.no_exif()
+    background: str | None = network_inputs.background()
     rotate: float | None = option(
         None,
         "Turn the images of the splits given here by so many degrees, counter-clockwise, black outside: shifted copies of a "

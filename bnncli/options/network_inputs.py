@@ -64,6 +64,24 @@ def crop() -> Any:
     return option(None, "Crop the centre square of this many pixels.", minimum=1)
 
 
+def no_exif() -> Any:
+    """Of images."""
+    return option(
+        False,
+        "Leave images as they are stored. Without it they are turned as their EXIF orientation says, as photographs are shown; "
+        "give it for networks that were trained without that.",
+    )
+
+
+def background() -> Any:
+    """Of images."""
+    return option(
+        None,
+        "Colour that shows through transparent pixels of images; white where none is given.",
+        choices=("white", "black"),
+    )
+
+
 def num_workers() -> Any:
     """That read."""
     return option(0, "Processes that read, decode images and tokenise texts.", minimum=0, maximum=256, numeric=False)

@@ -40,6 +40,7 @@ class RecordedNetwork:
         with interpreting(header.path):
             layer, self.dtype = header.meta["layer"], str(params["dtype"])
             sizes = {name: params[name] for name in ("mean", "std", "resize", "crop")}
+            sizes |= {name: params[name] for name in ("no_exif", "background") if name in params}
             spec, arguments, state = str(params["model"]), list(params["model_arg"]), params.get("state")
         saved = saved_as(spec, header)
         self.preprocess = data.Preprocess.parse(**sizes, transform=None if saved is None else saved.transform)

@@ -8,6 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from bnncli.data import ImageCounts
 from bnncli.errors import Interrupted
 from bnncli.extraction.autocast import PrecisionLoss
 from bnncli.extraction.features import Extracted
@@ -55,6 +56,7 @@ class FeatureStore:
         self._loss: PrecisionLoss | None = None
         self._padding: float | None = None
         self._inputs: InputSums | None = None
+        self._images = ImageCounts()
         self.num_rows = 0
 
     def restore(self) -> int:
@@ -67,6 +69,7 @@ class FeatureStore:
         if state is not None:
             self.num_rows, self._num_truncated = int(state["num_rows"]), int(state["num_truncated"])
             self._num_converted = int(state["num_converted"])
+            self._images = ImageCounts(*(int(state[name]) for name in ImageCounts._fields))
             self._rows = self._file(int(state["num_features"]))
             self._rows.continue_from(self.num_rows, bytes(state["digest"].tolist()))
             self._parts = {name: [state[name]] for name in ("logits", "labels") if name in state}
@@ -104,6 +107,7 @@ class FeatureStore:
                 self._padding,
                 self._num_converted,
                 self._inputs,
+                self._images,
             )
 
     def close(self) -> None:
@@ -132,6 +136,7 @@ class FeatureStore:
         self.num_rows += len(batch.features)
         self._num_truncated += batch.num_truncated
         self._num_converted += batch.num_converted
+        self._images = self._images.plus(batch.images)
         self._loss = self._loss or batch.loss
         self._inputs = batch.inputs if self._inputs is None else self._inputs.plus(batch.inputs)
         self._padding = batch.padding if self._padding is None else self._padding
@@ -146,6 +151,7 @@ class FeatureStore:
             "num_features": self._rows.shape[0],
             "num_truncated": self._num_truncated,
             "num_converted": self._num_converted,
+            **self._images._asdict(),
         }
         return {
             **{name: torch.tensor(number) for name, number in numbers.items()},

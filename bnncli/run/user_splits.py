@@ -18,6 +18,8 @@ from bnncli.numerics.seeds import stream_seed
 from bnncli.run.model_files import ModelFiles
 from bnncli.storage.provenance import Source
 
+_OF_IMAGE_FILES = ("no_exif", "background")  # options that not every command has
+
 
 class InputSpecs(Protocol):
     """Options that name a network and what goes into it."""
@@ -78,7 +80,9 @@ def open_splits(
         UsageError: a name twice, a malformed spec.
         MissingInput, DataError: as the data's readers say; classes that the model does not have.
     """
+    of_files = {name: value for name in _OF_IMAGE_FILES if (value := getattr(options, name, None))}
     preprocess = data.Preprocess.parse(
+        **of_files,
         mean=options.mean,
         std=options.std,
         resize=options.resize,

@@ -18,7 +18,7 @@ from bnncli.storage.newer_request import own_digest, published_meanwhile
 # Parameters that all splits share.
 SHARED_PARAMS = (
     "model", "model_arg", "last_layer", "output", "base_model", "feature_node", "state", "transform", "mean", "std",
-    "resize", "crop", "autocast", "classes", "task",
+    "resize", "crop", "no_exif", "background", "autocast", "classes", "task",
 )  # fmt: skip
 
 

@@ -174,6 +174,8 @@ class NetworkFeatures:
             "crop": options.crop,
             "interpolation": "bilinear",
             "dtype": options.dtype,
+            **({"no_exif": True} if options.no_exif else {}),
+            **({} if options.background is None else {"background": options.background}),
             "augment": "none",
             "hold_out": split.held_out,
             **transform_json(self.network.saved),
@@ -201,7 +203,8 @@ class NetworkFeatures:
         now = self._fit_of(few)
         found = [(now, "")]
         for mean, std in texts:
-            tried = Preprocess.parse(mean=mean, std=std, resize=own.resize, crop=own.crop)
+            parsed = Preprocess.parse(mean=mean, std=std)
+            tried = replace(own, mean=parsed.mean, std=parsed.std)
             with suppress(BnnError):  # such as numbers that overflow
                 found.append((self._fit_of(replace(few, preprocess=tried)), f"\0mean\0 {mean} \0std\0 {std}"))
         best, words = min(found, key=lambda pair: pair[0].nll)
@@ -253,6 +256,8 @@ class NetworkFeatures:
                 f"{split.name}: {whole.num_converted:,} of {len(split):,} clips were resampled to the model's rate "
                 "(scipy.signal.resample_poly), or had several channels, which were averaged"
             )
+        for note in whole.images.notes(split.name, len(split), split.preprocess):
+            console.info(note)
         if (warning := padding_warning(split.name, whole.padding)) is not None:
             console.warn(warning)
 

@@ -22,7 +22,7 @@ from bnncli.storage.features import FeatureFile
 
 _OF_SAVED_MODELS = ("base_model", "feature_node")
 # Options that change numbers, recorded where they are given.
-_WHERE_GIVEN = (*_OF_SAVED_MODELS, "output", "state", "autocast")
+_WHERE_GIVEN = (*_OF_SAVED_MODELS, "output", "state", "autocast", "no_exif", "background")
 
 
 def saved_model(run: Run, options: ExtractFeaturesOptions) -> SavedModel | None:
@@ -113,7 +113,7 @@ def model_identity(options: ExtractFeaturesOptions, saved: SavedModel | None) ->
         "model": options.model,
         "model_arg": sorted(options.model_arg),
         "last_layer": options.last_layer,
-        **{name: getattr(options, name) for name in _WHERE_GIVEN if getattr(options, name) is not None},
+        **{name: getattr(options, name) for name in _WHERE_GIVEN if getattr(options, name) not in (None, False)},
         **({} if options.classes is None else {"classes": "\n".join(options.class_names or ())}),
         **transform_json(saved),
     }
@@ -188,4 +188,4 @@ def check_two_classes(likelihood: str | None, num_classes: int) -> None:
 def shared_params(options: ExtractFeaturesOptions, saved: SavedModel | None, likelihood: str | None) -> dict[str, Any]:
     """The options that all splits of a run must share."""
     own = {**model_identity(options, saved), "task": likelihood}
-    return {name: own[name] if name in own else getattr(options, name, None) for name in SHARED_PARAMS}
+    return {name: own[name] if name in own else getattr(options, name, None) or None for name in SHARED_PARAMS}

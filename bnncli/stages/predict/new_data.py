@@ -162,14 +162,18 @@ class NewData:
                 split, head, batch_size=BATCH_SIZE, dtype=recorded.dtype, num_workers=0, first_row=0, num_logits=0
             )
             held: list[Extracted] = []
+            images = data.ImageCounts()
             for batch in batches:
                 self._compare(split, batch)
                 if (warning := padding_warning(split.name, batch.padding)) is not None:
                     self.run.console.warn(warning)
+                images = images.plus(batch.images)
                 held.append(batch)
                 if sum(len(one.features) for one in held) >= BLOCK:
                     yield _joined(held)
                     held = []
+            for note in images.notes(split.name, len(split), self.preprocess):
+                self.run.console.info(note)
             if held:
                 yield _joined(held)
 
