@@ -64,6 +64,7 @@ def words_of(name: str, run: Path) -> list[object]:
         "acquire": [name, run, "--pool", "test", "--batch", 3],
         "calibrate": [name, run, "--posterior", "laplace", "--split", "test", "--sets", "lac"],
         "grid": [name, run.with_name("grid.toml")],
+        "rm": [name, run, "hmc.mc", "--dry-run"],
         "reproduce": [name],
         "fit-ensemble": [name, *(run.with_name(f"net-{seed}.safetensors") for seed in (0, 1))],
     }.get(name, [name, run])
