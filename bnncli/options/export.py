@@ -77,7 +77,7 @@ class ExportOptions(Checked):
     )
     trust_code: bool = option(
         False,
-        "Run the code that the run's features were made by (a network of file.py:factory or package.module:factory, data of "
+        "Run the code that the run's features were made by (a network of file.py:factory, package.module:factory or jit:, data of "
         "py:), which the whole network needs. Without it a run folder that somebody else made runs nothing.",
         numeric=False,
     )

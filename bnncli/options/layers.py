@@ -17,7 +17,7 @@ def trust_code_option(*, is_recorded: bool = True, also: str = "") -> Any:
         also: another case in which that code runs.
     """
     text = (
-        "Run the code that the run's features were made by (a network of file.py:factory or package.module:factory, data of "
+        "Run the code that the run's features were made by (a network of file.py:factory, package.module:factory or jit:, data of "
         f"py:), where a posterior is over other layers than the last{also}. Without it a run folder that somebody else made runs nothing."
     )
     return option(False, text, numeric=not is_recorded)

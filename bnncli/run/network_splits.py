@@ -156,7 +156,7 @@ class NetworkReader:
         try:
             return open_recorded(RecordedNetwork, self.run, header, spec if self.trusts_code else None)
         except Untrusted as error:
-            hint = "if it is yours, or you have read it, add \0trust_code\0"
+            hint = "if the code is yours, or you have read it, add \0trust_code\0"
             raise Untrusted(error.message, hint=hint) from None
 
     def network(self, example: data.InputSplit) -> tuple[ModuleNetwork, Head]:

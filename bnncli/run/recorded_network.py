@@ -1,7 +1,7 @@
 """The network that a run's features were made by, opened again as they record it.
 
-A record is a file, which may come from anybody: code that it names is run only where the caller names it too. A built-in
-network is ours.
+A record is a file, which may come from anybody: code that it names is run only where the caller names it too. Built-in
+networks and models that bring their own definition are read without running any.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.freshness import UNKNOWN_MAKER
 from bnncli.storage.headers import Header, interpreting
+
+_PROGRAM = "jit"  # the kind of model that is a program
 
 
 class RecordedNetwork:
@@ -114,12 +116,10 @@ def open_recorded(
             code="no_network",
             hint="its features were made elsewhere: make these there too",
         )
-    if named is None and spec not in registry.own_names("networks"):
-        what = "; that a file names it does not have it loaded"
-        what = what if is_kind(spec) else ", which is code; that a file names it does not have it run"
+    if named is None and runs_code(spec):
         raise Untrusted(
-            f"the features of this run were made by {spec!r}{what}",
-            hint=f"if it is yours, name it: bnncli.open({str(run.checkpoint_path)!r}, model={spec!r})",
+            f"bnncli will not run the code of {spec!r} just because the run folder names it",
+            hint=f"if the code is yours, name it: bnncli.open({str(run.checkpoint_path)!r}, model={spec!r})",
         )
     if named is not None and named != spec:
         _check_same_code(spec, named)
@@ -127,6 +127,13 @@ def open_recorded(
     if known is not None and known.is_of(header, code):
         return known
     return kind(run, header, {**params, "model": named or spec}, code)
+
+
+def runs_code(spec: str) -> bool:
+    """Whether opening this network runs code that is not ours: a factory, a TorchScript program, or a kind that others installed."""
+    kind, colon, _ = spec.partition(":")
+    own = {*registry.own_names("models")} - {_PROGRAM} if colon else {*registry.own_names("networks")}
+    return kind not in own
 
 
 def _check_same_code(spec: str, named: str) -> None:

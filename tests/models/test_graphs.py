@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pretend_cuda
 import pytest
 import torch
+from problems.command_line import Cli
 from torch import Tensor, nn
 
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
@@ -469,3 +471,25 @@ def test_tensors_that_a_program_makes_on_the_cpu_are_made_where_its_inputs_are(f
     graph = {"export": open_exported, "jit": open_script}[form](str(made), Asked()).build(None)
     torch.testing.assert_close(graph(IMAGES), net(IMAGES))
     assert graph.to("meta")(IMAGES.to("meta")).device.type == "meta"
+
+
+def test_new_data_ask_for_trust_only_where_a_program_is_run(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    net = network("linear")
+    np.savez("data.npz", x=IMAGES.numpy(), y=np.arange(5) % 3)
+    exported(Path("net.pt2"), net)
+    traced(Path("net.pt"), net)
+    for spec in ("export:net.pt2", "jit:net.pt"):
+        path = spec.partition(":")[2]
+        assert cli("extract-features", path, "--model", spec, "--data", "train=npz:data.npz").code == 0
+        assert cli("fit-laplace", path, "--prior-precision", 1).code == 0
+        asked = ("predict", path, "--posterior", "laplace", "--data", "new=npz:data.npz", "--table", f"{path}.csv")
+        done = cli(*asked)
+        assert (done.code == 0) == (spec == "export:net.pt2"), done.stderr
+        if done.code:
+            assert done.code == 77
+            assert f"bnncli will not run the code of {spec!r} just because the run folder names it" in done.stderr
+            assert "if the code is yours, or you have read it, add --trust-code" in done.stderr
+            assert cli(*asked, "--trust-code").code == 0

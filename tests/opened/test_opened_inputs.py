@@ -158,7 +158,7 @@ def test_code_that_a_file_names_is_run_only_if_the_caller_names_it(coded: Path) 
     x = make_images()["train"]["x"]
     run = bnncli.open("ckpt.pt")
     for ask in (run.features, run.predict):
-        with pytest.raises(Untrusted, match=r"made by 'net.py:make', which is code") as caught:
+        with pytest.raises(Untrusted, match=r"will not run the code of 'net.py:make' just because") as caught:
             ask(x)
         assert "bnncli.open('ckpt.pt', model='net.py:make')" in caught.value.__notes__[0]
     assert not Path("was-run").exists()
@@ -175,7 +175,7 @@ def test_an_installed_network_is_run_only_if_the_caller_names_it(images: Path, m
     own, x = registry.own_names, make_images()["test"]["x"]
     expected = bnncli.open("ckpt.pt").features(x)
     monkeypatch.setattr(registry, "own_names", lambda family: [name for name in own(family) if name != "mlp"])
-    with pytest.raises(Untrusted, match=r"made by 'mlp', which is code"):
+    with pytest.raises(Untrusted, match=r"will not run the code of 'mlp' just because"):
         bnncli.open("ckpt.pt").features(x)
     assert np.array_equal(bnncli.open("ckpt.pt", model="mlp").features(x), expected)
 

@@ -59,5 +59,5 @@ def test_features_in_the_place_of_inputs_are_one_clear_error(images: np.ndarray)
 
 
 def test_the_networks_code_runs_only_where_it_is_named(images: np.ndarray) -> None:
-    with pytest.raises(Untrusted, match="which is code"):
+    with pytest.raises(Untrusted, match="will not run the code of"):
         bnncli.open("ckpt.pt").predict(images, posterior="laplace-all")
