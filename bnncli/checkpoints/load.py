@@ -290,7 +290,10 @@ def _raw_pickle(stream: IO[bytes]) -> str:
 
 
 def _load_safetensors(stream: IO[bytes]) -> dict[str, Tensor]:
-    """Tensors of a safetensors file whose header names everything once."""
+    """Tensors of a safetensors file whose header names everything once.
+
+    Of tensors that share their numbers safetensors.torch.save_model stores one; its header's metadata say the others' names.
+    """
     import safetensors
     import safetensors.torch
 
@@ -299,8 +302,10 @@ def _load_safetensors(stream: IO[bytes]) -> dict[str, Tensor]:
     if 8 + length > len(data):
         raise DataError(f"safetensors header claims {length} bytes, the file has {len(data)}", code="truncated")
     try:
-        json.loads(data[8 : 8 + length], object_pairs_hook=_unique)
-        return safetensors.torch.load(data)
+        header = json.loads(data[8 : 8 + length], object_pairs_hook=_unique)
+        stored = safetensors.torch.load(data)  # which refuses headers of other types
+        shared = header.get("__metadata__") or {}
+        return stored | {name: stored[kept] for name, kept in shared.items() if name not in stored and kept in stored}
     except (safetensors.SafetensorError, ValueError, RecursionError, KeyError) as error:
         text = " ".join(str(error).split())[:200]
         raise DataError(f"the safetensors file is truncated or damaged: {text}", code="truncated") from error

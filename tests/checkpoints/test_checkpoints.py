@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli
 from safetensors.torch import save as safetensors_bytes
+from safetensors.torch import save_model
 from torch import nn
 
 from bnncli.checkpoints.load import convert_checkpoint, load_checkpoint
@@ -359,6 +361,23 @@ def test_members_that_claim_more_than_the_file_holds_are_refused(tmp_path: Path,
 def safetensors_file(path: Path, header: str, data: bytes = b"") -> Path:
     path.write_bytes(struct.pack("<Q", len(header.encode())) + header.encode() + data)
     return path
+
+
+def test_tied_weights_that_save_model_stored_once_have_all_their_names(tmp_path: Path, cli: Cli) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    net[2].weight = net[0].weight
+    save_model(net, tmp_path / "x.safetensors", metadata={"made by": "us", "format": "pt"})
+    torch.save(net.state_dict(), tmp_path / "x.pt")
+    whole, tied = (load_checkpoint(tmp_path / name) for name in ("x.pt", "x.safetensors"))
+    assert tied.state.keys() == whole.state.keys() == net.state_dict().keys()
+    assert tied.weights_digest == whole.weights_digest
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\ndef make():\n    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))\n"
+        "    net[2].weight = net[0].weight\n    return net\n"
+    )
+    np.savez(tmp_path / "x.npz", x=np.ones((5, 4), np.float32), y=np.arange(5) % 4)
+    words = ("--model", f"{tmp_path}/net.py:make", "--data", f"train=npz:{tmp_path}/x.npz")
+    assert cli("extract-features", tmp_path / "x.safetensors", *words).code == 0
 
 
 def test_safetensors_with_a_repeated_name_is_refused(tmp_path: Path) -> None:
