@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from bnncli.errors import DataError
@@ -16,6 +17,7 @@ from bnncli.models._hf_folder import classified_by, safetensors_shapes
 from bnncli.models._hf_network import check_filled, load, load_config, pickled_state, settled, told
 from bnncli.names import listed, quoted
 
+_COPIES = ".modules_to_save."  # with bias="all" the library writes the biases of modules that are saved whole twice
 _PREFIX = "base_model.model."
 _WEIGHTS = "adapter_model.safetensors"
 
@@ -66,6 +68,19 @@ def _num_labels(empty: nn.Module, config: Any, saved: Mapping[str, tuple[int, ..
     return found.pop() if len(found) == 1 else None
 
 
+def _unknown(weights: Path, names: Sequence[str]) -> list[str]:
+    """Names that the library could not place, but for copies of tensors that it could."""
+    with safe_open(weights, "pt") as stored:
+        known = {*stored.keys()}
+        return [
+            name
+            for name in names
+            if _COPIES not in name
+            or (own := name.replace(_COPIES, ".")) not in known
+            or not torch.equal(stored.get_tensor(name), stored.get_tensor(own))
+        ]
+
+
 def _with_adapter(network: nn.Module, folder: Path, *, is_merged: bool) -> nn.Module:
     """The network with the adapter's changes in its own weights, or in layers around its own.
 
@@ -82,7 +97,7 @@ def _with_adapter(network: nn.Module, folder: Path, *, is_merged: bool) -> nn.Mo
         f"{what} ({len(names)}): {listed(sorted(names))}"
         for what, names in (
             ("missing from the adapter", found.missing_keys),
-            ("unknown to the network", found.unexpected_keys),
+            ("unknown to the network", _unknown(folder / _WEIGHTS, found.unexpected_keys)),
         )
         if names
     ]

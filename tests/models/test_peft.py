@@ -88,6 +88,29 @@ def test_logits_of_texts_are_those_of_the_library(tmp_path: Path) -> None:
     assert (base - network.bert(**inputs).last_hidden_state).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_that_were_trained_beside_the_adapter_are_the_networks(bias: str, tmp_path: Path) -> None:
+    base = text_folder(tmp_path / "base")
+    made = transformers.BertForSequenceClassification.from_pretrained(base)
+    adapter(tmp_path / "adapter", made, task_type="SEQ_CLS", target_modules=["query", "value"], bias=bias)
+    spec = f"peft:{tmp_path / 'adapter'}"
+    saved = open_model(spec, Asked(base_model=str(base)))
+    assert saved.transform is not None
+    inputs = {name: torch.from_numpy(array) for name, array in saved.transform(TEXTS).inputs.items()}
+    with torch.inference_mode():
+        expected = own_network(tmp_path, "AutoModelForSequenceClassification")(**inputs).logits
+        plain = transformers.BertForSequenceClassification.from_pretrained(base).eval()(**inputs).logits
+        found = saved.build(None)(**inputs).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert (plain - expected).abs().max() > 1e-2
+    if bias == "all":
+        weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
+        copy = "base_model.model.classifier.modules_to_save.bias"
+        save_file(weights | {copy: weights[copy] + 1}, tmp_path / "adapter/adapter_model.safetensors")
+        with pytest.raises(DataError, match=rf"unknown to the network \(1\): '{copy}'"):
+            open_model(spec, Asked(base_model=str(base))).build(None)
+
+
 def test_a_head_inside_the_adapter_is_merged(tmp_path: Path, cli: Cli) -> None:
     folder = image_adapter(tmp_path)
     saved = open_model(f"peft:{folder / 'adapter'}", Asked(base_model=str(folder / "base")))
