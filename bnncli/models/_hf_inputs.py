@@ -31,7 +31,10 @@ _PARALLEL = "TOKENIZERS_PARALLELISM"
 
 @dataclass(frozen=True)
 class Texts:
-    """A tokenizer: texts, or pairs of them, padded to the longest of a batch and cut at `max_length` tokens; None never cuts."""
+    """A tokenizer: texts, or pairs of them, padded to the longest of a batch and cut at `max_length` tokens; None never cuts.
+
+    Where it has no token for padding, the network sees each text by itself.
+    """
 
     folder: str
     digest: str
@@ -47,14 +50,27 @@ class Texts:
         if items and not isinstance(items[0], str):
             texts = [first for first, _ in items], [second for _, second in items]
         cut = {"truncation": True, "max_length": self.max_length} if self.max_length is not None else {}
-        found = tokenizer(*texts, padding=True, return_tensors="np", **cut)
-        inputs = {name: np.asarray(array, np.int64) for name, array in found.items()}
-        if self.max_length is None:
-            return Transformed(inputs)
-        if tokenizer.is_fast:
-            return Transformed(inputs, sum(bool(one.overflowing) for one in found.encodings))
-        whole = tokenizer(*texts, truncation=False, verbose=False)["input_ids"]
-        return Transformed(inputs, sum(len(one) > self.max_length for one in whole))
+        has_padding = tokenizer.pad_token_id is not None
+        found = tokenizer(*texts, padding=has_padding, **cut)
+        lengths = None if has_padding else tuple(map(len, found["input_ids"]))
+        inputs = {
+            name: np.asarray(rows, np.int64) if has_padding else _padded([np.asarray([row], np.int64) for row in rows])
+            for name, rows in found.items()
+        }
+        num_truncated = 0
+        if self.max_length is not None and tokenizer.is_fast:
+            num_truncated = sum(bool(one.overflowing) for one in found.encodings)
+        elif self.max_length is not None:
+            whole = tokenizer(*texts, truncation=False, verbose=False)["input_ids"]
+            num_truncated = sum(len(one) > self.max_length for one in whole)
+        return Transformed(inputs, num_truncated, lengths=lengths)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token that texts are padded with; None where there is none."""
+        _settle_threads()
+        found = _loaded("AutoTokenizer", self.folder, self.digest).pad_token_id
+        return None if found is None else int(found)
 
     def to_json(self) -> dict[str, Any]:
         """The digest of the tokenizer's files, and where texts are cut."""

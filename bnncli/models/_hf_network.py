@@ -15,8 +15,10 @@ from bnncli.checkpoints.load import check_finite, load_checkpoint
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
 from bnncli.models._extra import part, require
 from bnncli.models._hf_folder import CONFIG, PICKLED, WEIGHTS, architecture_of, weight_files
+from bnncli.models._hf_inputs import Images, Sounds, Texts
 from bnncli.names import listed, quoted
 
+NO_PADDING = -1  # the number of no token
 _COUNTER = ".num_batches_tracked"  # of batch norms, which files from before torch 0.4.1 have not; prediction needs none
 
 
@@ -124,6 +126,18 @@ def settled(network: nn.Module) -> nn.Module:
     if getattr(config, "use_cache", None):
         config.use_cache = False
     return network.float().eval().requires_grad_(False)
+
+
+def with_padding(network: nn.Module, transform: Texts | Images | Sounds | None) -> nn.Module:
+    """The network, told the token that its tokenizer pads texts with where its configuration names none.
+
+    Decoders classify by a text's last token that is no padding. Without a token for it they see texts unpadded, and take the last.
+    """
+    config: Any = network.config
+    if isinstance(transform, Texts) and getattr(config, "pad_token_id", None) is None:
+        token = transform.pad_token_id
+        config.pad_token_id = NO_PADDING if token is None else token
+    return network
 
 
 @contextmanager

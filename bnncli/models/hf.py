@@ -46,9 +46,9 @@ class Classifier:
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
         """The network with the folder's weights, or with those of `state`; see `classifier`."""
-        from bnncli.models._hf_network import classifier  # here, for torch
+        from bnncli.models._hf_network import classifier, with_padding  # here, for torch
 
-        return classifier(self.folder, self.config, state)
+        return with_padding(classifier(self.folder, self.config, state), self.transform)
 
 
 def open_model(place: str, asked: Asked) -> Classifier:

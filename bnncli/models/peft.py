@@ -61,20 +61,23 @@ class Adapted:
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
         """The network with the adapter merged into its weights; see `adapted`. Raises UsageError for other weights."""
-        from bnncli.models._peft_network import adapted  # here, for torch
+        from bnncli.models._hf_network import with_padding  # here, for torch
+        from bnncli.models._peft_network import adapted
 
         if state is not None:
             raise UsageError(
                 "\0model\0 peft:DIR has weights of its own, the adapter's and its base model's; the checkpoint is another file",
                 hint="give the adapter's folder as the checkpoint, or any name for the run",
             )
-        return adapted(self.folder, self.base, self.kind, architecture_of(self.config))
+        return with_padding(adapted(self.folder, self.base, self.kind, architecture_of(self.config)), self.transform)
 
     def build_apart(self) -> nn.Module:
         """The same network with the adapter's parameters beside those that they change."""
-        from bnncli.models._peft_network import adapted  # here, for torch
+        from bnncli.models._hf_network import with_padding  # here, for torch
+        from bnncli.models._peft_network import adapted
 
-        return adapted(self.folder, self.base, self.kind, architecture_of(self.config), is_merged=False)
+        apart = adapted(self.folder, self.base, self.kind, architecture_of(self.config), is_merged=False)
+        return with_padding(apart, self.transform)
 
 
 def open_model(place: str, asked: Asked) -> Adapted:

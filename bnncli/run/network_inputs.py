@@ -64,7 +64,7 @@ def packed_inputs(batch: data.Batch) -> Tensor:
         DataError: several arguments of different shapes or of real numbers; clips that the network sees each without its padding.
     """
     if batch.lengths is not None and len({*batch.lengths}) > 1:
-        raise _unsupported("it sees each clip of sound without its padding")
+        raise _unsupported("it sees each example without its padding")
     if not isinstance(batch.inputs, dict):
         return batch.inputs.float()
     parts = list(batch.inputs.values())
@@ -87,7 +87,10 @@ def _unsupported(why: str) -> DataError:
 def _joined(parts: list[Tensor], names: list[str], module: nn.Module) -> Tensor:
     """Packed batches as one, each padded behind to the longest of all with what the network takes for padding."""
     longest, count = max(part.shape[-1] for part in parts), sum(map(len, parts))
-    if MASK not in names and any(part.shape[-1] != longest for part in parts):
+    is_padded = any(part.shape[-1] != longest for part in parts)
+    if is_padded and (getattr(getattr(module, "config", None), "pad_token_id", None) or 0) < 0:
+        raise _unsupported("its tokenizer has no token for padding")
+    if MASK not in names and is_padded:
         raise _unsupported(f"it is not told where texts are padded ({MASK})")
     padding = torch.zeros(len(names), 1, dtype=parts[0].dtype)
     if "input_ids" in names:

@@ -19,6 +19,7 @@ from problems.hf_folders import (
     LABELS,
     TEXT_MODELS,
     TEXTS,
+    decoder_folder,
     image_folder,
     own_logits,
     pictures,
@@ -230,6 +231,35 @@ def test_photographs_are_upright_as_the_library_loads_them(tmp_path: Path) -> No
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
     found = open_model(f"hf:{folder}", Asked()).transform([Image.open(tmp_path / "a.png").convert("RGB")])  # type: ignore[misc]
     np.testing.assert_array_equal(found.inputs["pixel_values"], processor(loaded, return_tensors="np")["pixel_values"])  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("has_padding", [True, False])
+def test_decoders_without_a_token_for_padding_classify_each_text_as_if_it_were_alone(
+    has_padding: bool, tmp_path: Path, cli: Cli
+) -> None:
+    folder = decoder_folder(tmp_path / "model", has_padding=has_padding)
+    rows = ["text,label", *(f'"{text}",{number % 3}' for number, text in enumerate(TEXTS))]
+    (tmp_path / "train.csv").write_text("\n".join(rows))
+    library_model = transformers.GPT2ForSequenceClassification.from_pretrained(folder).eval()
+    own = transformers.AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        encoded = [own(text, truncation=True, max_length=12, return_tensors="pt") for text in TEXTS]
+        expected = torch.cat([library_model(**one).logits for one in encoded])
+    for batch_size in (1, 2, 8):
+        words = ("--model", f"hf:{folder}", "--data", f"train=csv:{tmp_path}/train.csv", "--batch-size", batch_size)
+        done = cli("extract-features", folder, *words, "--force")
+        assert done.code == 0, done.stderr
+        assert "padding" not in done.stderr
+        assert f"1 of {len(TEXTS)} texts were longer than 12 tokens" in done.stderr
+        found = read_features(folder.with_name("model.bnn") / "features/train.h5")
+        assert found.head_weight is not None
+        np.testing.assert_allclose(found.features @ np.asarray(found.head_weight).T, expected, atol=1e-5)
+    assert cli("fit-laplace", folder, "--prior-precision", 1).code == 0
+    predicted = ("--data", f"new=csv:{tmp_path}/train.csv", "--table", tmp_path / "t.csv")
+    assert cli("predict", folder, "--posterior", "laplace", *predicted).code == 0
+    whole = cli("fit-laplace", folder, "--layers", "all", "--prior-precision", 1, "--structure", "diag")
+    assert whole.code == (0 if has_padding else 65), whole.stderr
+    assert has_padding or "it sees each example without its padding; only its last layer is supported" in whole.stderr
 
 
 def test_a_processor_that_is_code_of_the_folder_is_not_run(tmp_path: Path) -> None:

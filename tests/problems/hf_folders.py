@@ -106,6 +106,21 @@ def text_folder(folder: Path, kind: str = "Bert", *, shards: bool = False, **con
     return folder
 
 
+def decoder_folder(folder: Path, *, has_padding: bool) -> Path:
+    """A decoder that classifies texts, whose configuration names no token for padding, nor its tokenizer where that is asked for."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 20}
+    network = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**SMALL, **sizes)).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    network.save_pretrained(folder)
+    own = tokenizer("Bert", model_max_length=12)
+    if not has_padding:
+        own.pad_token = None
+    own.save_pretrained(folder)
+    return folder
+
+
 def image_folder(folder: Path, kind: str = "ViT", *, channels: int = 3, shards: bool = False) -> Path:
     """An image classifier with random weights, and its processor, saved."""
     torch.manual_seed(0)
