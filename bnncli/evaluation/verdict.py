@@ -39,6 +39,7 @@ class Judged:
         layers: the parameters that it is over, as they were named; None for the last layer.
         elbo, elbo_error: nats.
         log_weight_sd, pareto_k, k_threshold: of its importance weights.
+        shortfall: nats that its ELBO is below its maximum, where the fit has found that to be much.
         r_hat, ess_bulk, ess_tail, divergences, lowest_acceptance, lowest_bfmi: of its chains.
         is_exact: whether its draws would have the target's law, were there enough of them: not where no move is ever refused.
         reference, mmd2, mmd_p: good draws of the same target that it was compared with, the distance, the p-value.
@@ -56,6 +57,7 @@ class Judged:
     log_weight_sd: float | None = None
     pareto_k: float | None = None
     k_threshold: float = 0.7
+    shortfall: float | None = None
     r_hat: float | None = None
     ess_bulk: float | None = None
     ess_tail: float | None = None
@@ -128,6 +130,8 @@ def doubts(judged: Judged) -> list[str]:
         found.append("Pareto k unknown")
     if judged.pareto_k is not None and judged.pareto_k > judged.k_threshold:
         found.append(f"Pareto k {judged.pareto_k:.2f} (above {judged.k_threshold:.2f})")
+    if judged.shortfall is not None:
+        found.append(f"its ELBO is about {judged.shortfall:.3g} nats below its maximum")
     return found
 
 

@@ -240,7 +240,7 @@ def _newton_step(
     inner = root
     if target.dtype != torch.float64 and target.layout.num_params > MAX_FULL_PRECONDITIONER:
         inner = root.to(dtype=torch.float32)
-    white_step, num_products = _conjugate_gradients(
+    white_step, num_products = conjugate_gradients(
         lambda v: inner.pull_back(multiply(inner.unwhiten(v))).double(),
         white_gradient,
         exactly,
@@ -297,7 +297,7 @@ class _Forcing:
         return self.given
 
 
-def _conjugate_gradients(
+def conjugate_gradients(
     multiply: Callable[[Tensor], Tensor], right: Tensor, accuracy: float, begun: Tensor | None = None
 ) -> tuple[Tensor, int]:
     """x with |A x - right| <= accuracy |right|, A positive definite and given as a product; and products taken."""

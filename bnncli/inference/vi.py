@@ -19,6 +19,7 @@ from torch import Tensor
 from bnncli.covariances.diag import Diag
 from bnncli.errors import NumericError
 from bnncli.inference.local_draws import logit_draws
+from bnncli.inference.mode import conjugate_gradients
 from bnncli.inference.target_learner import TargetLearner
 from bnncli.numerics.seeds import on_device
 from bnncli.posteriors.gaussian import Gaussian
@@ -29,6 +30,11 @@ from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
 from bnncli.training.loop import Save, State, train
 
+LEAST_GAIN = 0.5  # nats that the objective may be short of its maximum: a mean that is off by one standard deviation, in one direction
+LEAST_GAIN_EACH = 1e-3  # the same for each parameter, where they are many
+_PAIRS = 16  # of draws in each of two independent estimates of the gradient
+_NUMBERS_AT_ONCE = 2**20  # of theta, in the draws of a pair of blocks
+_SOLVED_TO = 0.05  # of the system with the Hessian
 START_SHARE = 0.1  # of the prior's standard deviations: the first s
 MOMENTUM = 0.9  # IVON's beta_1
 MIN_ROUND_STEPS = 25  # after which the ELBO is looked at and a state may be saved
@@ -71,7 +77,7 @@ class ViFit:
         gaussian: q, of diagonal covariance.
         history: (E,), mean estimate of the objective in each epoch, nats.
         is_early: whether it ended before the last epoch because the objective stood still.
-        doubt: why more epochs may help, as Course.doubt; None where nothing says so.
+        doubt: why more epochs may help, as Course.doubt, which a `shortfall` knows better; None where nothing says so.
     """
 
     gaussian: Gaussian
@@ -107,6 +113,70 @@ def fit_vi(
     variances = learner.log_sd.detach().double().exp().square()
     gaussian = Gaussian(learner.mean.detach().double(), Diag(variances), target.layout, target.prior)
     return ViFit(gaussian, torch.tensor(learner.seen), course.is_early, course.doubt(learner.seen))
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """How far an objective is below its maximum.
+
+    Args:
+        value: nats, by the quadratic model at the end; without bias but for that, so that it may be below zero.
+        standard_error: nats, of the draws.
+    """
+
+    value: float
+    standard_error: float
+
+    def is_large(self, num_params: int) -> bool:
+        """Whether it is surely more than may be left of so many parameters."""
+        return self.value - 2 * self.standard_error > max(LEAST_GAIN, LEAST_GAIN_EACH * num_params)
+
+
+def shortfall(
+    target: CurvedTarget, gaussian: Gaussian, *, kl_weight: float = 1.0, generator: torch.Generator
+) -> Shortfall:
+    """What the objective of independent Gaussians would rise by, from its gradient on all data: g^T H^{-1} g / 2.
+
+    Of the means H is the target's Hessian at them, by conjugate gradients; of log standard deviations it is 2 w for each, as at
+    the maximum. The gradient is estimated twice, by antithetic draws, and one estimate multiplied by the other: no noise is squared.
+
+    Args:
+        target: of a concave log posterior.
+        gaussian: of diagonal covariance.
+        kl_weight: w.
+    """
+    mean, sd = gaussian.mean, gaussian.covariance.variances.sqrt()  # type: ignore[attr-defined]
+    precisions, prior = target.prior.diagonal(target.layout, device=target.device), target.prior
+    size = _NUMBERS_AT_ONCE // len(mean)
+
+    def likelihood_gradient(theta: Tensor) -> Tensor:
+        """Of draws (S, P), (S, P)."""
+        return target.log_joint_and_grad(theta)[1].double() - prior.gradient(theta, target.layout)
+
+    def estimate() -> tuple[Tensor, Tensor]:
+        """Means over the pairs, and their variances, of the gradients with respect to m / s and log s, (2, P) each."""
+        total, squares = mean.new_zeros(2, len(mean)), mean.new_zeros(2, len(mean))
+        for count in [1] * _PAIRS if size < _PAIRS else [_PAIRS]:
+            noise = torch.randn(count, len(mean), generator=generator, dtype=torch.float64).to(mean.device)
+            above, below = likelihood_gradient(mean + sd * noise), likelihood_gradient(mean - sd * noise)
+            to_mean = sd * ((above + below) / 2 - kl_weight * precisions * mean)
+            to_log_sd = (above - below) / 2 * noise * sd + kl_weight * (1 - precisions * sd.square())
+            drawn = torch.stack([to_mean, to_log_sd])
+            total += drawn.sum(dim=1)
+            squares += drawn.square().sum(dim=1)
+        average = total / _PAIRS
+        return average, (squares / _PAIRS - average.square()).clamp_min(0) / (_PAIRS - 1)
+
+    (one, variance), (other, its_variance) = estimate(), estimate()
+    multiply, beside = target.hessian_operator(mean), (kl_weight - 1) * precisions
+    white, _ = conjugate_gradients(
+        lambda v: sd * (multiply(sd * v) + beside * sd * v), other[0].unsqueeze(0), _SOLVED_TO
+    )
+    value = 0.5 * float(one[0] @ white[0]) + float(one[1] @ other[1]) / (4 * kl_weight)
+    # Of a product of two independent estimates; those of the means as if H were diagonal.
+    noise = variance * its_variance + variance * other.square() + its_variance * one.square()
+    factors = noise.new_tensor([0.5, 0.25 / kl_weight])
+    return Shortfall(value, math.sqrt(float(factors.square() @ noise.sum(dim=1))))
 
 
 class _MeanField(TargetLearner):

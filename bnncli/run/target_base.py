@@ -5,16 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import UsageError
 from bnncli.options.target import TargetOptions
 from bnncli.run import named_posterior
-from bnncli.run.inputs import Split, posterior_prior, posterior_source
+from bnncli.run.inputs import Split, open_posterior, posterior_prior, posterior_source
 from bnncli.run.session import Run
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.posteriors.gaussian import Gaussian
+
+
+_LARGE = 1 << 30  # bytes of a base's file, beyond which it is not read again
+
+
+@dataclass(frozen=True)
+class BesideBase:
+    """How a Gaussian compares with its base, parameter by parameter.
+
+    Args:
+        name: of the base.
+        median_share: the median parameter's variance, of that under the base.
+        rms_distance, largest_distance: between the means, in standard deviations of the base.
+    """
+
+    name: str
+    median_share: float
+    rms_distance: float
+    largest_distance: float
 
 
 @dataclass(frozen=True)
@@ -60,6 +84,24 @@ def find_base(run: Run, options: TargetOptions) -> Base | None:
             hint="name a base that fixes none, or give \0prior_precision\0 NUMBER",
         )
     return Base(path, header, source, posterior_prior(path, header))
+
+
+def beside_base(base: Base | None, gaussian: Gaussian) -> BesideBase | None:
+    """The comparison; None where the base is no Gaussian, has no variances at hand, or is large."""
+    if base is None or not base.is_gaussian or base.path.stat().st_size > _LARGE:
+        return None
+    other = open_posterior(base.path)[0]
+    if not hasattr(other.covariance, "marginal_variances"):
+        return None
+    variances = other.covariance.marginal_variances()
+    own: Tensor = gaussian.covariance.marginal_variances()  # type: ignore[attr-defined]
+    distances = (gaussian.mean.cpu() - other.mean) / variances.sqrt()
+    return BesideBase(
+        base.path.stem,
+        float((own.cpu() / variances).median()),
+        float(distances.square().mean().sqrt()),
+        float(distances.abs().max()),
+    )
 
 
 def prior_of(options: TargetOptions, base: Base | None) -> Prior:

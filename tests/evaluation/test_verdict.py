@@ -40,6 +40,7 @@ def judge(*posteriors: Judged) -> Verdict:
         (GAUSSIAN, {"pareto_k": 0.62, "k_threshold": 0.63}, None),
         (GAUSSIAN, {"pareto_k": None}, "Pareto k unknown"),
         (GAUSSIAN, {"pareto_k": None, "log_weight_sd": 0.0}, None),
+        (GAUSSIAN, {"shortfall": 2.04}, "its ELBO is about 2.04 nats below its maximum"),
         (FLOW, {"log_weight_sd": None, "pareto_k": None}, "its importance weights are undefined"),
         (CHAINS, {}, None),
         (CHAINS, {"r_hat": 1.06}, "R-hat 1.060 (above 1.05)"),

@@ -254,7 +254,7 @@ def test_conjugate_gradients_wait_for_the_device_once_a_product() -> None:
         products.append(1)
         return x @ matrix
 
-    seen = count(lambda: found.append(mode_module._conjugate_gradients(multiply, right, 1e-6)))
+    seen = count(lambda: found.append(mode_module.conjugate_gradients(multiply, right, 1e-6)))
     assert float((found[0][0] @ matrix - right).norm() / right.norm()) < 2e-6
     assert found[0][1] == len(products) > 10
     assert seen.syncs == 1 + len(products)

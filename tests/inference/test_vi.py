@@ -6,19 +6,24 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from problems.heads import ONE, THREE, by_noisy_sign, draw_theta, gaussian_at_mode, head_target
-from problems.seeds import seeded
+from problems.seeds import normal, seeded
 from torch import Tensor, nn
 
+from bnncli.covariances.diag import Diag
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.elbo import elbo
 from bnncli.inference.importance import diagnose_importance
 from bnncli.inference.local_draws import logit_draws
 from bnncli.inference.stiffness import largest_curvature
-from bnncli.inference.vi import START_SHARE, ViPlan, _MeanField, fit_vi
+from bnncli.inference.vi import START_SHARE, ViPlan, _MeanField, fit_vi, shortfall
 from bnncli.numerics.seeds import stream
+from bnncli.options import FitViOptions
+from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.module import ModuleLayout
@@ -48,6 +53,9 @@ class Quadratic:
         value = -0.5 * (away * pushed).sum(dim=1) + self.prior.log_density(theta, self.layout)
         return value, self.prior.gradient(theta, self.layout) - pushed
 
+    def hessian_operator(self, theta: Tensor) -> Any:
+        return lambda vectors: vectors @ self.precision
+
     @property
     def precision(self) -> Tensor:
         return self.hessian + self.prior.diagonal(self.layout).diag()
@@ -55,6 +63,56 @@ class Quadratic:
     @property
     def mean(self) -> Tensor:
         return torch.linalg.solve(self.precision, self.hessian @ self.center)
+
+
+def exact_elbo(features: Tensor, signs: Tensor, mean: Tensor, log_sd: Tensor) -> Tensor:
+    """Of one logit under a prior of precision 1: the expected log likelihood by Gauss-Hermite quadrature over the logit."""
+    nodes, weights = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(40))
+    logits = (features @ mean)[:, None] + (features**2 @ (2 * log_sd).exp()).sqrt()[:, None] * nodes
+    likelihood = nn.functional.logsigmoid(signs[:, None] * logits) @ (weights / weights.sum())
+    return likelihood.sum() - 0.5 * ((2 * log_sd).exp() + mean**2 - 1 - 2 * log_sd).sum()
+
+
+@pytest.mark.parametrize(("num_steps", "is_short"), [(200, True), (FitViOptions().num_epochs(300), False)])
+def test_the_default_steps_reach_the_maximum_of_the_elbo_and_fewer_are_noticed(num_steps: int, is_short: bool) -> None:
+    """N = 300 and D = 10, against L-BFGS on the exact ELBO."""
+    features, true = normal(300, 10, seed=1), 2 * normal(10, seed=2)
+    labels = (torch.rand(300, generator=seeded(3), dtype=torch.float64) < (features @ true).sigmoid()).long()
+    signs, layout = 2 * labels - 1.0, HeadLayout(1, 10, has_bias=False)
+
+    def loss(values: np.ndarray) -> tuple[float, np.ndarray]:
+        parts = torch.from_numpy(values).requires_grad_()
+        value = -exact_elbo(features, signs, parts[:10], parts[10:])
+        value.backward()
+        return value.item(), parts.grad.numpy()
+
+    best = scipy.optimize.minimize(loss, np.zeros(20), jac=True, method="L-BFGS-B")
+    target = LastLayerTarget(features.float(), labels, layout, Prior(1.0))
+    plan = ViPlan(num_steps, 300, 0.01, estimator="local", patience=20)
+    fit = fit_vi(target, plan, start=torch.zeros(10), generator=seeded())
+    log_sd = 0.5 * fit.gaussian.covariance.variances.log()  # type: ignore[attr-defined]
+    short = -best.fun - float(exact_elbo(features, signs, fit.gaussian.mean, log_sd))
+    found = shortfall(target, fit.gaussian, generator=seeded(4))
+    assert (short > 5, short < 0.1) == (is_short, not is_short)
+    assert found.is_large(10) == is_short
+    # The quadratic model is of the end: of a sigmoid it says too little from far away.
+    assert 0.5 * short - 3 * found.standard_error < found.value < 1.2 * short + 3 * found.standard_error
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.3])
+def test_the_shortfall_of_a_gaussian_target_is_exact(weight: float) -> None:
+    """Its objective is quadratic in the means, and its Hessian the same everywhere."""
+    target = quadratic()
+    precision = target.hessian + weight * target.prior.diagonal(target.layout).diag()
+    mean = torch.linalg.solve(precision, target.hessian @ target.center)
+    sd = (weight / precision.diagonal()).sqrt()
+    away = torch.tensor([1.0, -2.0, 0.5, 0.1], dtype=torch.float64)
+    for factor in (0.0, 1.0):
+        gaussian = Gaussian(mean + factor * away, Diag(sd**2), target.layout)
+        found = shortfall(target, gaussian, kl_weight=weight, generator=seeded(1))
+        expected = 0.5 * factor * float(away @ precision @ away)
+        assert abs(found.value - expected) < 4 * found.standard_error + 0.01 * expected
+        assert found.standard_error < 0.2
 
 
 def quadratic() -> Any:

@@ -104,6 +104,8 @@ def diagnose(
     draws = _draws(run, name, posterior, {**entry, **_independent(header)})
     known: dict[str, Any] = {"layers": header.meta.get("layers"), "num_varying": header.meta.get("num_varying")}
     known["is_exact"] = header.meta.get("metrics", {}).get("is_exact", True)
+    left = header.meta.get("metrics", {}).get("shortfall") or {}
+    known["shortfall"] = left["value"] if left.get("is_large") else None
     judged = replace(_judged(name, entry, recorded_prior(header)), **known)
     if posterior.type in DENSITIES or posterior.type == "samples":
         entry["doubts"] = doubts(judged)

@@ -9,18 +9,14 @@ import torch
 from bnncli.inference.stiffness import curvature_passes, largest_curvature
 from bnncli.inference.swag import SwagFit, SwagPlan, fit_swag, noise_trace, tamed
 from bnncli.options import FitSwagOptions
-from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.cost import Cost
 from bnncli.run.given_rate import chosen_instead
-from bnncli.run.inputs import open_posterior
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import resumable_training
-from bnncli.run.target_base import Base
+from bnncli.run.target_base import beside_base
 from bnncli.run.target_fit import Fitting
 from bnncli.run.val_report import measure_on_val
 from bnncli.stages.fit_swag.report import warnings
-
-_LARGE = 1 << 30  # bytes of a base's file, beyond which it is not read again
 
 
 def fit(fitting: Fitting, options: FitSwagOptions) -> Fitted:
@@ -78,22 +74,11 @@ def _planned(fitting: Fitting, options: FitSwagOptions, start: torch.Tensor) -> 
     return plan, {"learning_rate": plan.learning_rate, "learning_rate_by": by}, passes
 
 
-def _share_of_base(base: Base | None, gaussian: Gaussian) -> float | None:
-    """The median parameter's variance, of that under the base; None where the base is none, has no variances at hand, or is large."""
-    if base is None or not base.is_gaussian or base.path.stat().st_size > _LARGE:
-        return None
-    covariance = open_posterior(base.path)[0].covariance
-    if not hasattr(covariance, "marginal_variances"):
-        return None
-    own: torch.Tensor = gaussian.covariance.marginal_variances()  # type: ignore[attr-defined]
-    return float((own.cpu() / covariance.marginal_variances()).median())
-
-
 def _metrics(fitting: Fitting, plan: SwagPlan, found: SwagFit, start: torch.Tensor) -> dict[str, Any]:
     """How the Gaussian was made, and how wide it is."""
     target, gaussian = fitting.target, found.gaussian
     shares = gaussian.covariance.marginal_variances() * fitting.prior.diagonal(target.layout, device=target.device)  # type: ignore[attr-defined]
-    of_base = _share_of_base(fitting.base, gaussian)
+    beside = beside_base(fitting.base, gaussian)
     ends = target.log_joint(torch.stack([start, gaussian.mean])).tolist()
     return {
         "structure": gaussian.covariance.structure,
@@ -108,8 +93,8 @@ def _metrics(fitting: Fitting, plan: SwagPlan, found: SwagFit, start: torch.Tens
         "num_still": found.num_still,
         "median_share_of_prior": float(shares.median()),
         "largest_share_of_prior": float(shares.max()),
-        "base": None if of_base is None or fitting.base is None else fitting.base.path.stem,
-        "median_share_of_base": of_base,
+        "base": None if beside is None else beside.name,
+        "median_share_of_base": None if beside is None else beside.median_share,
         "share_wider_than_prior": float((shares > 1).double().mean()),
         "log_joint_start": ends[0],
         "log_joint_mean": ends[1],

@@ -26,6 +26,12 @@ def summary(metrics: dict[str, Any]) -> list[str]:
             f"the divergence to the prior had weight {metrics['kl_weight']:g}, not 1: this is no approximation of the target, and not what maximises its ELBO"
         )
     lines.append(f"the median parameter has {percent(metrics['median_share_of_prior'], '.3g')} of the prior's variance")
+    if metrics["beside_base"] is not None:
+        beside = metrics["beside_base"]
+        lines.append(
+            f"beside {beside['name']}: the median parameter has {percent(beside['median_share'], '.3g')} of its variance, and the means are "
+            f"{beside['rms_distance']:.2g} of its standard deviations apart (rms over parameters; at most {beside['largest_distance']:.2g})"
+        )
     if metrics.get("val") is not None:
         lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
     return lines

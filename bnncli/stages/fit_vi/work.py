@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from bnncli.errors import NumericError
 from bnncli.inference.elbo import elbo
 from bnncli.inference.stiffness import curvature_passes, largest_curvature
-from bnncli.inference.vi import ViFit, ViPlan, fit_vi
+from bnncli.inference.vi import ViFit, ViPlan, fit_vi, shortfall
 from bnncli.names import counted
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import FitViOptions
 from bnncli.run.cost import Cost
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import resumable_training
+from bnncli.run.target_base import beside_base
 from bnncli.run.target_fit import Fitting
 from bnncli.run.val_report import measure_on_val
 from bnncli.theta.initial import initial_theta
@@ -29,7 +31,7 @@ def fit(fitting: Fitting, options: FitViOptions) -> Fitted:
     if options.optimizer == "ivon":
         stiffness, passes = largest_curvature(target, start, run.stream("fit-vi/stiffness")), curvature_passes(target)
     plan = ViPlan(
-        options.num_epochs,
+        options.num_epochs(target.num_examples),
         min(options.examples_a_step, target.num_examples),
         options.first_rate,
         options.draws_a_step,
@@ -51,9 +53,13 @@ def fit(fitting: Fitting, options: FitViOptions) -> Fitted:
             progress=run.console,
         )
     metrics = _metrics(fitting, options, plan, found)
-    if found.doubt is not None:
+    metrics["shortfall"], doubt = _shortfall(fitting, plan, found)
+    beside = beside_base(fitting.base, found.gaussian)
+    metrics["beside_base"] = None if beside is None else asdict(beside)
+    if doubt is not None:
         what = "ELBO" if plan.kl_weight == 1 else "objective"
-        run.console.warn(f"the {what} {found.doubt} after {counted(len(found.history), 'epoch')}: use more \0epochs\0")
+        more = "more \0epochs\0, or a larger \0patience\0" if found.is_early else "more \0epochs\0"
+        run.console.warn(f"the {what} {doubt} after {counted(len(found.history), 'epoch')}: use {more}")
     passes += len(found.history) * options.draws_a_step
     metrics |= Cost.of_fit(passes, is_last_layer=fitting.is_last_layer).to_metrics()
     if fitting.val is not None:
@@ -61,6 +67,17 @@ def fit(fitting: Fitting, options: FitViOptions) -> Fitted:
     tensors, meta = found.gaussian.to_tensors()
     tensors["history.elbo"] = found.history
     return Fitted(tensors, {**meta, **fitting.meta}, metrics, fitting.train, publishing=resumable.publishing)
+
+
+def _shortfall(fitting: Fitting, plan: ViPlan, found: ViFit) -> tuple[dict[str, Any] | None, str | None]:
+    """By how much the objective is below its maximum, where that can be told, and why more epochs may help."""
+    target, gaussian = fitting.target, found.gaussian
+    if not target.is_concave:
+        return None, found.doubt
+    left = shortfall(target, gaussian, kl_weight=plan.kl_weight, generator=fitting.run.stream("fit-vi/shortfall"))
+    is_large = left.is_large(len(gaussian.mean))
+    doubt = f"is about {left.value:.3g} nats below its maximum" if is_large else None
+    return {"value": left.value, "standard_error": left.standard_error, "is_large": is_large}, doubt
 
 
 def _metrics(fitting: Fitting, options: FitViOptions, plan: ViPlan, found: ViFit) -> dict[str, Any]:
