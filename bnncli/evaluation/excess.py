@@ -21,11 +21,14 @@ from bnncli.evaluation.calibration import reliability
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.label_calibration import label_reliability
 from bnncli.evaluation.label_statistics import THRESHOLD
-from bnncli.evaluation.paired import holm
+from bnncli.evaluation.paired import holm, skewness_of
 from bnncli.evaluation.weighted_scores import nll_per_example
 from bnncli.lazy import special
 
 FALSE_ALARM = 0.05  # chance of any warning where no reference is better in truth
+_LIKELY = 0.1  # a p-value above it decides nothing
+_RELABELLINGS = 2000
+_DRAWN_AT_ONCE = 2**22
 WORSE_SHARE = 0.01  # of the reference's NLL: a loss below it is not worth a warning, however sure it is
 
 
@@ -112,13 +115,79 @@ def excesses(chosen: Scored, references: Sequence[Scored], *, level: float = FAL
     Where none of them is better in truth, the chance that any `is_worse` is at most the level.
     """
     gaps = [chosen.losses - reference.losses for reference in references]
+    p_values = [worse_p_value(chosen.losses, reference.losses) for reference in references]
     found = []
-    for reference, gap, p in zip(references, gaps, holm([p_value(gap) for gap in gaps]), strict=True):
+    for reference, gap, p in zip(references, gaps, holm(p_values), strict=True):
         value = float(gap.mean())
         error = float(gap.std(ddof=1) / math.sqrt(len(gap))) if len(gap) > 1 else None
         is_worse = p is not None and p <= level and value > WORSE_SHARE * reference.nll
         found.append(Excess(reference.name, value, error, p, is_worse))
     return found
+
+
+@dataclass(frozen=True)
+class Relabelled:
+    """The differences of two predictives' losses under labels drawn so that neither is better.
+
+    One loses -log q at the observed label of an example, the other -log p: had it been any other label, about -log(1 - q) and
+    -log(1 - p). Their difference has mean 0 under one probability of the observed label, which lies between p and q.
+
+    Args:
+        seen, unseen: (M,) differences at the observed label and at any other, of the examples where there is one.
+        share: (M,) probability of the observed label.
+        sums: (R,) draws of the sum of differences; its mean is 0.
+    """
+
+    seen: NDArray[np.float64]
+    unseen: NDArray[np.float64]
+    share: NDArray[np.float64]
+    sums: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, losses: NDArray, reference: NDArray) -> Relabelled:
+        """That of losses (N,) and a reference's, nats."""
+        least = -math.log1p(-1e-12)
+        own, other = (np.maximum(np.asarray(part, dtype=np.float64), least) for part in (losses, reference))
+        seen, unseen = own - other, np.log(-np.expm1(-other)) - np.log(-np.expm1(-own))
+        differs = seen * unseen < 0  # else both are zero
+        seen, unseen = seen[differs], unseen[differs]
+        share = unseen / (unseen - seen)
+        generator, sums = np.random.default_rng(0), np.full(_RELABELLINGS, unseen.sum())
+        size = max(1, _DRAWN_AT_ONCE // max(1, len(seen)))
+        for begin in range(0, _RELABELLINGS, size):
+            count = min(size, _RELABELLINGS - begin)
+            is_seen = generator.random((count, len(seen)), dtype=np.float32) < share
+            sums[begin : begin + count] += is_seen @ (seen - unseen)
+        return cls(seen, unseen, share, sums)
+
+    def opposite(self) -> Relabelled:
+        """That of the reference against the other."""
+        return Relabelled(-self.seen, -self.unseen, self.share, -self.sums)
+
+    def p_value(self, total: float) -> float:
+        """The probability that the sum reaches a total: the share of draws, or where none does Chernoff's bound, if lower."""
+        reached = int(np.count_nonzero(self.sums >= total - 1e-9 * abs(total)))
+        found = (1 + reached) / (len(self.sums) + 1)
+        variance = float((-self.seen * self.unseen).sum())
+        if reached or not variance:
+            return found
+        logs = np.stack([np.log(self.share), np.log1p(-self.share)])
+        rates = total / variance * np.geomspace(1 / 16, 16, 17)  # any bounds it; that of a normal is in the middle
+        bounds = [float(np.logaddexp(*(logs + rate * np.stack([self.seen, self.unseen]))).sum()) for rate in rates]
+        return min(found, math.exp(min(bound - rate * total for bound, rate in zip(bounds, rates, strict=True))))
+
+
+def worse_p_value(losses: NDArray, reference: NDArray, relabelled: Relabelled | None = None) -> float | None:
+    """One-sided p-value of the null that the mean of losses (N,), nats, is not above that of a reference's (N,); None untold.
+
+    Args:
+        relabelled: of both, where it is at hand.
+    """
+    found = p_value(np.asarray(losses) - np.asarray(reference))
+    if found is None or found > _LIKELY:
+        return found
+    relabelled = relabelled or Relabelled.of(losses, reference)
+    return max(found, relabelled.p_value(float(np.sum(losses) - np.sum(reference))))
 
 
 def p_value(differences: NDArray) -> float | None:
@@ -132,9 +201,6 @@ def p_value(differences: NDArray) -> float | None:
     size = len(values)
     if size < 2 or np.ptp(values) == 0:
         return 1.0 if size and not values.any() else None
-    scaled = values / np.abs(values).max()  # cubes of what is small would underflow
-    centred = scaled - scaled.mean()
-    ratio = scaled.mean() / scaled.std(ddof=1)
-    skewness = float((centred**3).mean() / (centred**2).mean() ** 1.5)
+    ratio, skewness = values.mean() / values.std(ddof=1), skewness_of(values)
     corrected = ratio + skewness * ratio**2 / 3 + skewness**2 * ratio**3 / 27 + skewness / (6 * size)
     return float(special.stdtr(size - 1, -math.sqrt(size) * corrected))

@@ -1,7 +1,8 @@
 """What a posterior over other layers gains over one of the last layer alone, on the same labelled examples.
 
-Paired by example: p-value and interval are of the mean difference of their losses by Hall's t, corrected for the differences'
-own skewness (Hall 1992, JRSS B 54, eq. 2.6; see excess.py), and hold for these two predictives as they are, draws and all.
+Paired by example: p-value and interval are of the mean difference of their losses, by Hall's t, corrected for the differences'
+own skewness (Hall 1992, JRSS B 54, eq. 2.6), and for what the sample may lack (see excess.py); they hold for these two predictives
+as they are, draws and all.
 Many posteriors: Holm. That no difference is shown does not make the last layer as good: it is where the interval leaves no
 room for a gain above a hundredth of its NLL.
 """
@@ -16,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.excess import WORSE_SHARE, p_value
-from bnncli.evaluation.paired import holm
+from bnncli.evaluation.excess import WORSE_SHARE, Relabelled, worse_p_value
+from bnncli.evaluation.paired import holm, skewed_interval, skewness_of
 from bnncli.lazy import special
 
 LEVEL = 0.95
@@ -87,40 +88,41 @@ def layer_gains(
     """
     gaps = {name: own - counterparts[name][1] for name, own in losses.items()}
     found = []
-    for (name, gap), p in zip(gaps.items(), holm([_two_sided(gap) for gap in gaps.values()]), strict=True):
+    drawn = {name: Relabelled.of(own, counterparts[name][1]) for name, own in losses.items()}
+    p_values = [_two_sided(own, counterparts[name][1], drawn[name]) for name, own in losses.items()]
+    for (name, gap), p in zip(gaps.items(), holm(p_values), strict=True):
         other, theirs = counterparts[name]
-        low, high = mean_interval(gap) or (None, None)
+        low, high = _interval(gap, drawn[name]) or (None, None)
         margin = WORSE_SHARE * float(theirs.mean())
         found.append(LayerGain(name, other, float(gap.mean()), low, high, p, margin, len(gaps)))
     return found
 
 
-def _two_sided(differences: NDArray) -> float | None:
-    sides = [p_value(differences), p_value(-np.asarray(differences))]
+def _two_sided(losses: NDArray, others: NDArray, drawn: Relabelled) -> float | None:
+    sides = [worse_p_value(losses, others, drawn), worse_p_value(others, losses, drawn.opposite())]
     known = [side for side in sides if side is not None]
     return min(1.0, 2 * min(known)) if known else None
+
+
+def _interval(differences: NDArray, drawn: Relabelled) -> tuple[float, float] | None:
+    """Hall's, and as far beyond it as the mean strays under labels drawn so that neither is better."""
+    found = mean_interval(differences)
+    if found is None:
+        return None
+    above, below = np.quantile(drawn.sums, [(1 + LEVEL) / 2, (1 - LEVEL) / 2]) / len(differences)
+    value = float(np.mean(differences))
+    return min(found[0], value - float(above)), max(found[1], value - float(below))
 
 
 def mean_interval(differences: NDArray, level: float = LEVEL) -> tuple[float, float] | None:
     """The central interval of the mean of differences (N,): all values that `excess.p_value` does not reject to either side.
 
-    With S = (mean - m) / sd, Hall's T is ((1 + g S / 3)^3 - 1) / g + g / (6 N), times sqrt(N), which is solved for m; g, the
-    skewness, is taken for 0 where it is so small that the cube says nothing. None where they tell no variance.
+    None where they tell no variance.
     """
     values = np.asarray(differences, dtype=np.float64)
     size = len(values)
     if size < 2 or np.ptp(values) == 0:
         return None
-    scale = np.abs(values).max()
-    scaled = values / scale
-    mean, spread = scaled.mean(), scaled.std(ddof=1)
-    centred = scaled - mean
-    skewness = float((centred**3).mean() / (centred**2).mean() ** 1.5)
-    reach = float(special.stdtrit(size - 1, (1 + level) / 2)) / math.sqrt(size)
-
-    def solved(ratio: float) -> float:
-        shifted = ratio - skewness / (6 * size)
-        s = shifted if abs(skewness) < 1e-6 else 3 / skewness * (np.cbrt(1 + skewness * shifted) - 1)
-        return float(scale * (mean - s * spread))
-
-    return solved(reach), solved(-reach)
+    reach = float(special.stdtrit(size - 1, (1 + level) / 2))
+    error = float(values.std(ddof=1)) / math.sqrt(size)
+    return skewed_interval(float(values.mean()), error, skewness_of(values), size, reach)

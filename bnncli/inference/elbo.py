@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bnncli.evaluation.gain import LOOKS, judge_gain
+from bnncli.evaluation.paired import skewness_of
 from bnncli.lazy import torch
 from bnncli.posteriors import HasNoise, made_at_once, noise_blocks
 from bnncli.progress import SILENT, Progress, Task
@@ -110,7 +111,9 @@ def measure_gain(
         difference = ElboEstimate.of(new.log_weights - old.log_weights)
         value, error = difference.value, difference.standard_error
         is_last = look == LOOKS - 1 or not (math.isfinite(value) and math.isfinite(error))
-        verdict = judge_gain(value, error, len(difference.log_weights), is_last=is_last)
+        drawn_gains = difference.log_weights.cpu().numpy()
+        skewness = skewness_of(drawn_gains) if error > 0 and math.isfinite(error) else 0.0
+        verdict = judge_gain(value, error, len(drawn_gains), is_last=is_last, skewness=skewness)
         if verdict is not None:
             return Gain(old, new, value, error, verdict)
     raise AssertionError("the last look decides")

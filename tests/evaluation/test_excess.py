@@ -9,7 +9,7 @@ import scipy.optimize
 from numpy.typing import NDArray
 from scipy import stats
 
-from bnncli.evaluation.excess import FALSE_ALARM, WORSE_SHARE, Scored, excesses, p_value, score
+from bnncli.evaluation.excess import FALSE_ALARM, WORSE_SHARE, Relabelled, Scored, excesses, p_value, score
 
 SPREAD = 6.0  # of the true logit: most labels are nearly certain, as those of a good network
 
@@ -64,7 +64,28 @@ def test_predictives_that_are_equally_good_alarm_no_oftener_than_stated(scale: f
     sure, hedged = draw(300, 1500, scale, as_good_as(scale))
     share = alarms(*((hedged, sure) if is_hedged else (sure, hedged)))
     assert share <= FALSE_ALARM + tolerated(1500)
-    assert share >= 0.5 * FALSE_ALARM  # it is a test, and not silence
+    assert share >= 0.2 * FALSE_ALARM  # it is a test, and not silence
+
+
+@pytest.mark.parametrize("size", [30, 100])
+@pytest.mark.parametrize("kind", ["mixed", "sure", "very sure"])
+def test_samples_that_lack_the_large_losses_prove_nothing(size: int, kind: str) -> None:
+    """Two predictives that are equally good at every example, most of them sure: Hall's test alone alarms in up to 59 of 100."""
+    generator, trials = np.random.default_rng(5), 600
+    uniform = generator.random((trials, size))
+    confidence = {"mixed": 0.5 + uniform / 2, "sure": 0.5 + uniform ** (1 / 20) / 2, "very sure": 1 - uniform**6 / 2}[
+        kind
+    ]
+    logit = np.log(confidence) - np.log(np.maximum(1 - confidence, 1e-12))
+    sure, hedged = sigmoid(1.7 * logit), sigmoid(0.7 * logit)
+    right, wrong = np.log(sure / hedged), np.log(np.maximum(1 - sure, 1e-15) / (1 - hedged))
+    truth = np.where(right - wrong > 1e-9, wrong / np.minimum(wrong - right, -1e-9), 0.5)
+    labels = generator.random((trials, size)) < truth
+    chosen, reference = losses(0.7 * logit, labels), losses(1.7 * logit, labels)
+    alone = np.mean([(p_value(gap) or 0) <= FALSE_ALARM for gap in chosen - reference])
+    assert alarms(chosen, reference) <= FALSE_ALARM + tolerated(trials)
+    if (size, kind) in ((30, "sure"), (100, "sure"), (30, "very sure")):
+        assert alone > 0.1
 
 
 def test_students_t_would_not_keep_the_level() -> None:
@@ -96,6 +117,32 @@ def test_the_p_value_is_halls_statistic_by_hand() -> None:
     assert p_value(1e-120 * values) == pytest.approx(p_value(values), rel=1e-12)
 
 
+def test_relabelled_differences_have_mean_zero_and_their_tail_is_exact_or_bounded() -> None:
+    own, other = np.array([0.1, 0.5, 2.0]), np.array([0.05, 0.9, 2.0])
+    found = Relabelled.of(own, other)
+    assert len(found.seen) == 2  # the third is the same
+    q, p = np.exp(-own[:2]), np.exp(-other[:2])
+    np.testing.assert_allclose(found.seen, np.log(p / q))
+    np.testing.assert_allclose(found.unseen, np.log((1 - p) / (1 - q)))
+    np.testing.assert_allclose(found.share * found.seen + (1 - found.share) * found.unseen, 0, atol=1e-12)
+    four = {
+        found.share[0] ** a * (1 - found.share[0]) ** (1 - a) * found.share[1] ** b * (1 - found.share[1]) ** (1 - b):
+        (found.seen[0] if a else found.unseen[0]) + (found.seen[1] if b else found.unseen[1])
+        for a in (0, 1) for b in (0, 1)
+    }  # fmt: skip
+    for total in four.values():
+        exact = sum(chance for chance, value in four.items() if value >= total - 1e-12)
+        assert found.p_value(total) == pytest.approx(exact, abs=0.04)
+    many = Relabelled.of(np.tile(own, 200), np.tile(own - 0.05, 200))
+    largest, least = float(many.seen.sum()), math.exp(float(np.log(many.share).sum()))
+    assert least <= many.p_value(largest) <= least**0.9  # the observed label everywhere, and no other way
+    sd = math.sqrt(-(many.seen * many.unseen).sum())
+    assert 1e-9 < many.p_value(4 * sd) < 10 * stats.norm.sf(4)  # large differences are of the other sign: a light tail
+    opposite = many.opposite()
+    assert opposite.p_value(-4 * sd) > 0.99
+    np.testing.assert_allclose(Relabelled.of(np.tile(own - 0.05, 200), np.tile(own, 200)).sums, opposite.sums)
+
+
 def test_without_skewness_it_is_students_t() -> None:
     values = np.array([-1.0, 0.5, 1.0, 1.5, 3.0])
     assert stats.skew(values) == 0
@@ -115,7 +162,7 @@ def test_a_loss_too_small_to_matter_is_no_alarm_however_sure_it_is() -> None:
     below, above = (Scored("laplace", base + share * WORSE_SHARE * reference.nll + noise) for share in (0.9, 1.1))
     small, large = (excesses(one, [reference])[0] for one in (below, above))
     assert small.p_adjusted is not None
-    assert small.p_adjusted < 1e-6
+    assert small.p_adjusted < 1e-3
     assert (small.is_worse, large.is_worse) == (False, True)
     assert large.value == pytest.approx(1.1 * WORSE_SHARE * reference.nll, rel=1e-2)
     assert large.standard_error == pytest.approx(noise.std(ddof=1) / math.sqrt(1000))

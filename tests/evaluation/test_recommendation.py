@@ -89,8 +89,11 @@ def test_features_without_a_network_have_the_simplest_that_none_beats() -> None:
 def test_bayes_is_rarely_said_to_pay_where_it_does_not() -> None:
     generator, num, paid = np.random.default_rng(3), 600, 0
     for _ in range(num):
-        losses = generator.exponential(size=150)
-        scored = [Scored(str(place), losses + generator.normal(scale=0.3, size=150)) for place in range(6)]
+        truth = 2 * generator.normal(size=150)
+        signs = np.where(generator.random(150) < 1 / (1 + np.exp(-truth)), 1, -1)
+        noisy = truth + generator.normal(scale=0.5, size=(7, 150))  # of equal quality
+        losses, *others = np.logaddexp(0, -signs * noisy)
+        scored = [Scored(str(place), other) for place, other in enumerate(others)]
         found = recommend([Predictive("p", one.name, one) for one in scored], Scored("temperature", losses))
         paid += found.pays
     assert paid / num < 0.025 + 3 * (0.025 * 0.975 / num) ** 0.5
