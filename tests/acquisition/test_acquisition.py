@@ -48,7 +48,9 @@ def test_the_highest_come_first_and_of_equal_ones_the_first_row() -> None:
     assert highest(np.array([0.1, 0.5, 0.3, 0.5]), 3).tolist() == [1, 3, 2]
 
 
-@pytest.mark.parametrize(("draws", "rows", "classes", "count"), [(3, 6, 2, 4), (11, 9, 3, 3), (5, 7, 4, 2)])
+@pytest.mark.parametrize(
+    ("draws", "rows", "classes", "count"), [(3, 6, 2, 4), (11, 9, 3, 3), (5, 7, 4, 2), (6, 500, 2, 3)]
+)
 def test_batch_bald_is_the_greedy_choice_by_every_labelling(draws: int, rows: int, classes: int, count: int) -> None:
     probs = make_probs(draws, rows, classes)
     chosen = batch_bald(probs, count, generator=seeded())
@@ -59,6 +61,27 @@ def test_batch_bald_is_the_greedy_choice_by_every_labelling(draws: int, rows: in
         assert gain == pytest.approx(gains[row], abs=2e-6)
         assert gains[row] >= max(gains.values()) - 2e-6
         batch.append(row)
+
+
+@pytest.mark.parametrize("place", [0, 127, 128, 300, 383, 384, 899])
+def test_batch_bald_finds_the_example_that_tells_most_wherever_it_stands(place: int) -> None:
+    probs = make_probs(6, 900, 2, scale=0.1)
+    probs[:, place] = torch.tensor([[0.99, 0.01]] * 3 + [[0.01, 0.99]] * 3)
+    assert batch_bald(probs, 1, generator=seeded()).rows.tolist() == [place]
+
+
+def test_batch_bald_looks_beyond_the_first_examples_where_a_bound_allows_it() -> None:
+    """300 near copies of the example that tells most add next to nothing once it is taken; what adds most lies behind them."""
+    probs = torch.full((4, 400, 2), 0.5)
+    draws = torch.tensor([0.95, 0.95, 0.05, 0.05])
+    probs[:, :300, 0] = draws[:, None]
+    probs[:, 300:, 0] = torch.tensor([0.9, 0.1, 0.9, 0.1])[:, None] * torch.linspace(0.2, 0.9, 100)
+    probs[..., 1] = 1 - probs[..., 0]
+    first, second = batch_bald(probs, 2, generator=seeded()).rows.tolist()
+    assert first < 300
+    gains = {n: joint_information(probs, (first, n)) for n in range(300, 400)}
+    assert joint_information(probs, (first, second)) == pytest.approx(max(gains.values()), abs=1e-6)
+    assert second >= 300
 
 
 def test_drawn_labellings_estimate_what_all_of_them_give() -> None:

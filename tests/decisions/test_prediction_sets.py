@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from bnncli.decisions.prediction_sets import SetRule, choose_regularisation, fit_thresholds
+from bnncli.decisions.scored import set_scores
 from bnncli.decisions.set_scores import SetScore, label_ranks
 
 STORED = json.loads(Path(__file__).with_name("torchcp-sets.json").read_text())["sets"]
@@ -121,3 +122,23 @@ def test_sets_may_be_filled_by_the_most_probable_class() -> None:
 def test_too_few_examples_are_refused() -> None:
     with pytest.raises(ValueError, match="8 examples are too few for coverage"):
         fit_thresholds(np.arange(8.0), None, 0.9, num_classes=2)
+
+
+def test_the_worst_class_is_that_of_least_coverage_among_those_that_are_there() -> None:
+    """Of 5 classes 3 have examples, in no order; resampled weights leave classes out, and count examples several times."""
+    generator = np.random.default_rng(6)
+    probs, _, _ = drawn(generator, 60)
+    labels = generator.choice([1, 4, 2], size=60, p=[0.1, 0.3, 0.6])
+    rule = SetRule(SetScore("lac"), np.array([0.6]))
+    covered = rule.sets(probs, None)[np.arange(60), labels]
+    weights = generator.multinomial(60, np.full(60, 1 / 60), size=50)
+    weights[0], weights[1, labels == 1] = 1, 0
+    groups = set_scores(rule, probs, labels, None, {})
+    (group,) = [one for one in groups if one.members[0].name == "worst_class_coverage"]
+    assert group.statistic is not None
+    found = group.statistic(weights)
+    assert found.shape == (50, 1)
+    for row, value in zip(weights, found[:, 0], strict=True):
+        there = [k for k in (1, 2, 4) if row[labels == k].sum()]
+        assert value == pytest.approx(min(np.average(covered[labels == k], weights=row[labels == k]) for k in there))
+    assert 0 < found[0, 0] < covered.mean()

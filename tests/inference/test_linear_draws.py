@@ -78,8 +78,13 @@ def test_draws_have_the_gaussians_mean_and_covariance() -> None:
     assert float(wrong.square().mean().sqrt()) < 1.5 * size**-0.5
 
 
-def test_the_product_is_the_dense_one() -> None:
-    target = tiny_target(prior=PRIOR)
+@pytest.mark.parametrize("pairs", [10**9, 60, 1])
+@pytest.mark.parametrize("rows", [10**9, 7])
+def test_the_product_is_the_dense_one(rows: int, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where vectors, and examples, go through the network in several blocks."""
+    target = replace(tiny_target(prior=PRIOR), likelihood_scale=3.0)
+    monkeypatch.setattr(NetworkTarget, "rows_at_once", lambda self, *given: min(rows, self.num_examples))
+    monkeypatch.setattr("bnncli.inference.linear_draws.pairs_at_once", lambda *given: pairs)
     vectors = torch.randn(5, target.layout.num_params, generator=seeded(2), dtype=torch.float64)
     torch.testing.assert_close(precision_operator(target, target.layout.trained())(vectors), vectors @ dense(target))
 

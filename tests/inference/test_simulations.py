@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,6 +149,44 @@ def test_truths_of_a_posterior_pass_beside_its_data_and_not_without_them() -> No
     thetas = drawn.draws[:, 0].double()
     assert not is_doubted(p_values(HmcRefit(), num_examples=10, observed=observed, thetas=thetas))
     assert is_doubted(p_values(GaussianRefit(), num_examples=10, thetas=thetas))
+
+
+@pytest.mark.parametrize(
+    "layout", [HeadLayout(3, 2), HeadLayout(2, 2, has_bias=False), HeadLayout(1, 2), HeadLayout(2, 2, likelihood_name="multilabel")],
+    ids=str,
+)  # fmt: skip
+def test_logits_that_are_ranked_are_those_that_the_data_can_tell(layout: HeadLayout) -> None:
+    """Of several classes less their mean: a shift that all share changes no probability, only the prior knows of it."""
+    held_out, theta = features(6), torch.randn(layout.num_params, generator=seeded(3), dtype=torch.float64)
+    logits = layout.logits(held_out.double(), theta[None])[0]
+    if layout.likelihood_name is None and layout.num_outputs > 1:
+        logits = logits - logits.mean(dim=1, keepdim=True)
+    ranked = quantities(layout, held_out, seeded(4), num_logits=6)
+    found = [one for one in ranked if one.name.startswith("logit")]
+    assert len(found) == 6
+    for one in found:
+        output, row = (int(word) for word in one.name.split() if word.isdigit())
+        assert one.direction is not None
+        assert float(one.direction @ theta) == pytest.approx(float(logits[row, output]))
+
+
+def test_draws_of_hmc_are_every_third_transition_of_each_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transition t of chain c is told by theta itself: t + 100 c in each whitened coordinate."""
+    targets = [LastLayerTarget(features(20), torch.arange(20) % 3, LAYOUT, PRIOR)] * 2
+
+    def transitions(*given: object, num_chains: int, num_draws: int, **others: object) -> SimpleNamespace:
+        chain, step = torch.arange(num_chains).view(-1, 1, 1), torch.arange(num_draws).view(1, -1, 1)
+        return SimpleNamespace(draws=(step + 100 * (chain // 2)).expand(-1, -1, LAYOUT.num_params).double())
+
+    monkeypatch.setattr("bnncli.inference.refits.sample_hmc", transitions)
+    draws = HmcRefit(num_chains=2)(targets, 7, seeded())
+    gaussian = fit_gaussian(targets[0], start=torch.zeros(LAYOUT.num_params)).gaussian
+    for one in draws:
+        found = gaussian.covariance.whiten(one - gaussian.mean)
+        expected = torch.tensor(
+            [2.0, 5, 8, 11, 102, 105, 108], dtype=torch.float64
+        )  # four of each chain, of which seven
+        torch.testing.assert_close(found, expected[:, None].expand_as(found), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(

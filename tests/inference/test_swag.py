@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from problems.heads import by_noisy_sign, draw_theta, head_target
@@ -118,6 +119,27 @@ def test_the_trace_of_the_noise_is_that_of_single_gradients() -> None:
     error = torch.tensor(traces).std() / 30**0.5
     assert abs(sum(traces) / 30 - expected) < 4 * error
     assert noise_trace(target, theta, 20, seeded())[1] == 1.0
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(40, 20), (43, 10), (700, 10)])
+def test_the_trace_of_the_noise_is_that_of_its_batches_with_the_correction_for_a_finite_population(
+    size: int, batch_size: int
+) -> None:
+    """By NumPy, of the same batches: those left over and those beyond the most are not looked at."""
+    target, theta = head_target(LAYOUT, size, labels=by_noisy_sign), draw_theta(LAYOUT)
+    order = torch.randperm(size, generator=seeded(3)).split(batch_size)
+    whole = [rows for rows in order if len(rows) == batch_size][:64]
+    probs = LAYOUT.logits(target.features, theta[None])[0].softmax(1)
+    labels = (
+        torch.nn.functional.one_hot(target.labels.long(), probs.shape[1]) if target.labels.ndim == 1 else target.labels
+    )
+    inputs = torch.cat([target.features, torch.ones(size, 1)], dim=1) if LAYOUT.has_bias else target.features
+    single = ((probs - labels).double().unsqueeze(2) * inputs.double().unsqueeze(1)).flatten(1).numpy()
+    means = np.stack([single[rows.numpy()].mean(axis=0) for rows in whole])
+    expected = batch_size * means.var(axis=0, ddof=1).sum() / (1 - batch_size / size)
+    found, passes = noise_trace(target, theta, batch_size, seeded(3))
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert passes == pytest.approx(len(whole) * batch_size / size)
 
 
 def test_a_resumed_fit_is_the_same() -> None:

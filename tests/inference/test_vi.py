@@ -99,6 +99,24 @@ def test_the_default_steps_reach_the_maximum_of_the_elbo_and_fewer_are_noticed(n
     assert 0.5 * short - 3 * found.standard_error < found.value < 1.2 * short + 3 * found.standard_error
 
 
+@pytest.mark.parametrize(
+    "how", [{}, {"num_draws": 1, "estimator": "local"}, {"optimizer": "ivon"}], ids=["reparam", "local", "ivon"]
+)
+def test_the_history_has_the_divergence_times_its_weight(how: dict[str, Any]) -> None:
+    """Of one step, before which nothing has moved: two weights differ by the divergence of the start, by torch.distributions."""
+    target = head_target(THREE, 30)
+    start = draw_theta(THREE)
+
+    def first(weight: float) -> float:
+        plan = replace(ViPlan(1, ALL, 1e-6, num_draws=4), kl_weight=weight, **how)
+        return float(fit_vi(target, plan, start=start, generator=seeded()).history[0])
+
+    prior_sd = target.prior.diagonal(THREE).rsqrt()
+    q = torch.distributions.Normal(start.double(), START_SHARE * prior_sd)
+    divergence = float(torch.distributions.kl_divergence(q, torch.distributions.Normal(0.0, prior_sd)).sum())
+    assert first(0.25) - first(1.0) == pytest.approx(0.75 * divergence, rel=1e-4)
+
+
 @pytest.mark.parametrize("weight", [1.0, 0.3])
 def test_the_shortfall_of_a_gaussian_target_is_exact(weight: float) -> None:
     """Its objective is quadratic in the means, and its Hessian the same everywhere."""

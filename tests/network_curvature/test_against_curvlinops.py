@@ -18,6 +18,7 @@ curvlinops = pytest.importorskip("curvlinops")
 
 MODULES = {
     "mlp": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), (5,)),
+    "wide": (lambda: nn.Sequential(nn.Linear(70, 4), nn.Tanh(), nn.Linear(4, 3)), (70,)),
     "conv": (
         lambda: nn.Sequential(
             nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)

@@ -36,6 +36,25 @@ def test_the_hessian_is_autograds(outputs: int) -> None:
     assert not torch.allclose(expected, ggn(tiny_target(outputs), theta, "full")["hessian.full"], rtol=1e-2)
 
 
+@pytest.mark.parametrize("kind", ["ggn", "hessian", "fisher"])
+@pytest.mark.parametrize("structure", ["full", "subnetwork", "diag"])
+def test_the_scale_of_the_likelihood_multiplies_every_kind(structure: str, kind: str) -> None:
+    """Against the same examples three times, and for the full Hessian autograd of the scaled log joint."""
+    choice = CurvatureChoice(kind, size=9)
+    if structure == "diag" and kind == "hessian":
+        return  # there is none
+    plain = tiny_target(choice=choice, prior=Prior(1.0))  # one precision, under which variances keep their order
+    theta = plain.layout.trained()
+    thrice = replace(plain, inputs=plain.inputs.repeat(3, 1), labels=plain.labels.repeat(3))
+    scaled = replace(plain, likelihood_scale=3.0)
+    found, expected = (ggn(target, theta, structure) for target in (scaled, thrice))
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, msg=name)
+    if (structure, kind) == ("full", "hessian"):
+        joint = torch.autograd.functional.hessian(lambda one: 3 * losses_of(plain, one).sum(), theta)
+        torch.testing.assert_close(found["hessian.full"], joint)
+
+
 @every_output
 @pytest.mark.parametrize("at_once", [1, 10**9])
 def test_the_fisher_matrix_sums_the_gradients_products(

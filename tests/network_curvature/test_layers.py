@@ -10,7 +10,7 @@ from dataclasses import replace
 import pretend_cuda
 import pytest
 import torch
-from problems.seeds import seeded
+from problems.seeds import normal, seeded
 from torch import Tensor, nn
 
 from bnncli import registry
@@ -484,6 +484,50 @@ def test_on_a_gpu_it_is_made_and_kept_there(structure: str, monkeypatch: pytest.
         assert found.device == gpu.device
         torch.testing.assert_close(found.cpu(), expected)
     assert not gpu.problems(), "\n".join(gpu.problems())
+
+
+WIDE: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    **{f"linear {size}": (nn.Linear(size, K), (size,)) for size in (63, 64, 65, 70)},
+    "without bias": (nn.Linear(80, K, bias=False), (80,)),
+    "convolution": (nn.Sequential(nn.Conv2d(8, K, 3), nn.Flatten()), (8, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_factors_of_many_inputs_are_exact_for_a_single_example(name: str) -> None:
+    """H = x x^T (x) B of one example: the Kronecker product of its factors is all of J^T (diag p - p p^T) J, by autograd."""
+    module, shape = WIDE[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        for one in module.modules():
+            if hasattr(one, "reset_parameters"):
+                one.reset_parameters()
+    layout = ModuleLayout.of(ModuleNetwork(module.eval()), num_outputs=K, input_shape=shape)
+    target = NetworkTarget(normal(1, *shape, seed=4), torch.tensor([1]), layout, Prior(1.0))
+    theta = layout.trained()
+    jacobian = torch.autograd.functional.jacobian(lambda one: layout.logits(target.inputs, one[None])[0, 0], theta)
+    probs = layout.logits(target.inputs, theta[None])[0, 0].softmax(0)
+    expected = jacobian.T @ (probs.diag() - probs.outer(probs)) @ jacobian
+    torch.testing.assert_close(dense(target, ggn(target, theta, "kron"), "kron"), expected)
+
+
+def test_the_factor_of_many_inputs_is_their_mean_square() -> None:
+    """Of several examples and positions, but for a factor."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = nn.Sequential(
+            nn.Conv2d(9, 2, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(72, K)
+        ).eval()
+    layout = ModuleLayout.of(ModuleNetwork(module), num_outputs=K, input_shape=(9, 11, 11))
+    inputs = normal(5, 9, 11, 11, seed=5)
+    parts = ggn(NetworkTarget(inputs, torch.arange(5) % K, layout, Prior(1.0)), layout.trained(), "kron")
+    patches = nn.functional.unfold(inputs, 3, stride=2, padding=1).transpose(1, 2).reshape(-1, 81)
+    hidden = module[:3].double()(inputs).detach()
+    for name, rows in (("0.weight", patches), ("3.weight", hidden)):
+        rows = torch.cat([rows, torch.ones_like(rows[:, :1])], dim=1)
+        basis, values = parts[f"hessian.kron.{name}.features"], parts[f"hessian.kron.{name}.values"].sum(dim=0)
+        found, expected = basis @ values.diag() @ basis.T, rows.T @ rows
+        torch.testing.assert_close(found / found.trace(), expected / expected.trace())
 
 
 @every_layered
