@@ -13,6 +13,14 @@ from pathlib import Path
 _AVERAGED = re.compile(r"(?:^|[._-])(?:ema|averag\w*|swa|polyak|teacher|shadow)(?:[._-]|$)", re.IGNORECASE)
 
 
+# What other libraries call what has another name here.
+_ALSO_CALLED = {
+    "acc": "accuracy", "f1": "macro_f1", "f1_score": "macro_f1", "f1_macro": "macro_f1", "auc": "auroc", "roc_auc": "auroc",
+    "logloss": "nll", "log_loss": "nll", "cross_entropy": "nll", "nlpd": "nll", "recall": "balanced_accuracy",
+    "precision": "macro_precision",
+}  # fmt: skip
+
+
 def printable(text: str, *, keep_bytes: bool = False) -> str:
     """`text` in one line that every terminal and file can take: control characters and stray bytes are escaped.
 
@@ -51,8 +59,11 @@ def listed(names: Iterable[object], *, limit: int = 5) -> str:
 
 
 def near_miss(name: str, known: Sequence[str]) -> str | None:
-    """A question that names what may have been meant: at most three names that are nearly spelled so or have it in them."""
-    within = [one for one in known if len(name) > 1 and name.casefold() in one.casefold()]
+    """A question that names what may have been meant: at most three names, nearly spelled so, or with it in them, or that it has."""
+    if (usual := _ALSO_CALLED.get(name.casefold())) in known:
+        return f"did you mean {quoted(usual)}?"
+    folded = name.casefold()
+    within = [one for one in known if len(name) > 1 and (folded in one.casefold() or folded.startswith(one.casefold()))]
     near = dict.fromkeys([*difflib.get_close_matches(name, known, n=3), *within])
     return f"did you mean {' or '.join(quoted(one) for one in [*near][:3])}?" if near else None
 

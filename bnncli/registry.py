@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from bnncli.errors import UsageError
+from bnncli.names import near_miss
 
 _PACKAGE = Path(__file__).parent
 _PLAIN_BASES = ("Generic[", "nn.")  # of classes: nothing that a command decides by is inherited from these
@@ -136,7 +137,10 @@ def _attributes(family: str, name: str) -> dict[str, ast.expr]:
 def check_name(family: str, name: str, *, option: str, also: Iterable[str] = ()) -> str:
     """`name` itself, when the family has it. Raises UsageError with the list of choices, and `also`, otherwise."""
     if not has_name(family, name):
-        raise UsageError(f"{option}: expected one of {', '.join([*names(family), *also])}; got {name!r}")
+        known = names(family)
+        raise UsageError(
+            f"{option}: expected one of {', '.join([*known, *also])}; got {name!r}", hint=near_miss(name, known)
+        )
     return name
 
 

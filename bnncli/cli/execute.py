@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
+import shlex
 import sys
 import time
 from dataclasses import fields
@@ -43,7 +45,7 @@ from bnncli.options import (
 )
 from bnncli.options.command import Command
 from bnncli.options.command_line import CommandLine
-from bnncli.options.declaration import made, spelled
+from bnncli.options.declaration import flag_of, made, spelled
 from bnncli.storage.known_files import checks_remembered
 
 
@@ -101,12 +103,27 @@ class _Invocation:
 
     def _parse(self) -> tuple[Command, dict[str, Any]] | None:
         """The command and its values; None after --help. Raises BrokenPipeError where Typer would exit with 1."""
+        self._check_order()
         parse, defaults = parser(self._named_command()), self._defaults()
         try:
             found = parse(args=list(self.argv), prog_name="bnncli", standalone_mode=False, default_map=defaults)
         except SystemExit:
             raise BrokenPipeError from None
         return found if isinstance(found, tuple) else None
+
+    def _check_order(self) -> None:
+        """Raise UsageError for options of a command that stand before it, with the command line that was meant."""
+        leading = list(itertools.takewhile(lambda word: word.startswith("-") and word != "--", self.argv))
+        command = self._named_command() if leading else None
+        if command is None:
+            return
+        known = {flag_of(name): spec for name, (spec, _) in option_fields(command).items()}
+        known |= {spec.metadata["short"]: spec for spec in known.values() if spec.metadata["short"]}
+        if all(word.partition("=")[0] in known for word in leading):
+            raise UsageError(
+                f"expected a command first; got {leading[0]}, an option of {command.name}",
+                hint=shlex.join(["bnncli", *self.argv[len(leading) :], *leading]),
+            )
 
     def _defaults(self) -> dict[str, Any]:
         """Values from the environment and the configuration file, for the command that is being run."""

@@ -157,11 +157,22 @@ def npz_names(path: Path) -> list[str]:
     with open_regular(path) as stream:
         try:
             with zipfile.ZipFile(stream) as archive:
-                names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+                members = archive.namelist()
         except _DAMAGE as error:
             if is_failure(error):
                 raise
             raise DataError(f"{quoted(path, limit=300)} is not an npz file ({error})", path=path) from error
+    names = [name.removesuffix(".npy") for name in members if name.endswith(".npy")]
+    if not names and any(name.endswith("/data.pkl") for name in members):
+        raise DataError(
+            f"{quoted(path, limit=300)} is a PyTorch checkpoint, not an npz file", path=path, code="wrong_kind",
+            hint="give the arrays as np.savez writes them; a checkpoint is the first argument",
+        )  # fmt: skip
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(
+            f"{quoted(path, limit=300)} holds two arrays of one name: {listed(twice)}", path=path, code="bad_keys",
+            hint="save it again with np.savez",
+        )  # fmt: skip
     return names
 
 

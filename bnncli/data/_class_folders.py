@@ -12,15 +12,16 @@ import numpy as np
 from bnncli.data._classes import are_numbers
 from bnncli.errors import DataError, MissingInput
 from bnncli.machine.input_files import reading
-from bnncli.names import is_split, listed, quoted
+from bnncli.names import counted, is_split, listed, quoted
 
 
 class Filed(NamedTuple):
-    """Files (N,), as paths in their folder; labels (N,) and the classes, or None where there are no class folders."""
+    """Files (N,), as paths in their folder; labels (N,) and the classes, or None where there are no class folders; what was left out."""
 
     files: tuple[str, ...]
     labels: np.ndarray | None
     classes: tuple[str, ...] | None
+    note: str = ""
 
 
 def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
@@ -37,7 +38,7 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
         raise MissingInput(f"no folder {quoted(folder, limit=300)}", path=folder)
     with reading(folder):
         entries = list(folder.iterdir())
-        classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        classes = sorted(entry.name for entry in entries if entry.is_dir() and not _is_hidden(entry.name))
         loose = sorted(entry.name for entry in entries if _is_of(entry.name, suffixes) and entry.is_file())
     if are_numbers(classes):
         classes.sort(key=lambda name: (int(name), name))
@@ -53,7 +54,29 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
     if not files:
         raise DataError(f"no {what} in {folder}", code="empty_split", path=folder)
     labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups]) if classes else None
-    return Filed(files, labels, tuple(classes) or None)
+    num_others = _count_hidden(folder)
+    note = (
+        f"{counted(num_others, 'hidden file')} (names that begin with a dot, {_MAC_FOLDER}) left out"
+        if num_others
+        else ""
+    )
+    return Filed(files, labels, tuple(classes) or None, note)
+
+
+_MAC_FOLDER = "__MACOSX"  # what archives made on a Mac have beside their files
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == _MAC_FOLDER
+
+
+def _count_hidden(folder: Path) -> int:
+    """How many files are hidden, or in hidden folders."""
+    found = 0
+    for parent, _, names in os.walk(folder):
+        inside = any(map(_is_hidden, Path(os.path.relpath(parent, folder)).parts[parent == str(folder) :]))
+        found += len(names) if inside else sum(map(_is_hidden, names))
+    return found
 
 
 def _files_under(folder: Path, class_name: str, suffixes: Collection[str], what: str) -> list[str]:
@@ -61,7 +84,7 @@ def _files_under(folder: Path, class_name: str, suffixes: Collection[str], what:
     found: list[str] = []
     others: list[str] = []
     for parent, folders, names in os.walk(folder / class_name, followlinks=True):
-        folders[:] = [name for name in folders if not _leads_back(os.path.join(parent, name))]
+        folders[:] = [one for one in folders if not _is_hidden(one) and not _leads_back(os.path.join(parent, one))]
         others += [name for name in names if not name.startswith(".")]
         found += [os.path.relpath(os.path.join(parent, name), folder) for name in names if _is_of(name, suffixes)]
     if others and not found:

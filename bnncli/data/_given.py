@@ -24,9 +24,10 @@ from bnncli.data._given_columns import (
     find_columns,
     find_labels,
 )
-from bnncli.data._label_values import Labels, labels_of, several_labels
+from bnncli.data._label_values import Labels, labels_of, several_labels, unlabelled_note
 from bnncli.data._labels import check_labels
-from bnncli.data._number_cells import NumberTable, check_cells, numbers_of
+from bnncli.data._lines import UTF16_MARKS, in_utf16
+from bnncli.data._number_cells import NumberTable, check_cells, check_points, numbers_of
 from bnncli.errors import DataError, Untrusted
 from bnncli.machine.input_files import is_failure, open_regular
 from bnncli.names import listed, quoted
@@ -52,6 +53,7 @@ class GivenFile:
         labels: (N,) int64, (N, L) uint8 of several labels an example, or None.
         mutual_info: (N,) nats, or None.
         unordered: the columns of the classes, where nothing says that their order is that of labels that are numbers.
+        note: that the labels found are none, where all are -1 or nothing.
     """
 
     path: Path
@@ -62,6 +64,7 @@ class GivenFile:
     labels: np.ndarray | None
     mutual_info: np.ndarray | None = None
     unordered: tuple[str, ...] = ()
+    note: str = ""
 
 
 def read_given(place: str, *, wanted: str | None = None, has_labels: bool = True) -> GivenFile:
@@ -142,6 +145,8 @@ def _table(path: Path, magic: bytes) -> NumberTable:
     if magic.startswith(_PARQUET_MAGIC):
         asked = f"{quoted(path, limit=300)}: a Parquet file"
         return BlockTable(path, [path], ParquetBlocks, "parquet", asked=asked)
+    if magic.startswith(UTF16_MARKS):
+        raise in_utf16(path)
     if b"\0" in magic and not magic.startswith(_GZIP_MAGIC):
         raise DataError(
             f"{quoted(path, limit=300)} is none of npz, npy, csv, Parquet or a prediction file of bnncli", path=path,
@@ -179,12 +184,15 @@ def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has
         _check_agreement(values, _two_axes(arrays[other], f"{where}: array {quoted(other)}"), (name, other), path)
     classes = _class_names(arrays.get(_CLASSES), values.shape[1])
     own = _checked(arrays[labels[0]], classes, f"{where}: array {quoted(labels[0])}") if labels else None
-    return GivenFile(path, name, values, chosen.holds, classes, own, _as_long(arrays.get(_MUTUAL_INFO), len(values)))
+    note = unlabelled_note(labels) if labels and own is None else ""
+    mutual_info = _as_long(arrays.get(_MUTUAL_INFO), len(values))
+    return GivenFile(path, name, values, chosen.holds, classes, own, mutual_info, note=note)
 
 
 def _of_table(table: NumberTable, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> GivenFile:
     where = quoted(table.path, limit=300)
     if not named.keys() - {LABEL}:
+        check_points(table, where)
         check_cells(table, called_as_predictions(table.columns, TEXT), where)
     chosen = find_columns(table.columns, named, wanted, where)
     if len(chosen.names) == 1:
@@ -207,7 +215,10 @@ def _of_table(table: NumberTable, named: Mapping[str, str], wanted: str | None, 
     own = raw[: len(label_names)]
     labels = _of_columns(table, label_names, own, chosen.classes, where, unordered) if label_names else None
     mutual_info = _real(raw[-1]) if further else None
-    return GivenFile(table.path, chosen.names[0], values, chosen.holds, chosen.classes, labels, mutual_info, unordered)
+    note = unlabelled_note(label_names) if label_names and labels is None else ""
+    return GivenFile(
+        table.path, chosen.names[0], values, chosen.holds, chosen.classes, labels, mutual_info, unordered, note
+    )
 
 
 def _check_not_of_predicted(name: str, names: Collection[str], where: str, path: Path) -> None:

@@ -10,11 +10,13 @@ import numpy as np
 
 from bnncli.data._labels import IF_UNKNOWN, check_labels
 from bnncli.errors import DataError
-from bnncli.names import quoted
+from bnncli.names import listed, quoted
 
 _WHOLE = re.compile(r"[+-]?\d+")
 _LARGEST = 1 << 62
 _UNKNOWN = -1
+_MOST_DIGITS = 100  # zeros may stand in front
+_TRUTHS = ("true", "false")
 _NO_NUMBER = {"", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none", "?"}  # how tables write it
 _ONE_LABEL = dict.fromkeys(("1", "1.0", "true", "yes"), 1) | dict.fromkeys(("0", "0.0", "false", "no"), 0)
 _ONE_LABEL |= dict.fromkeys([*map(str.casefold, _NO_NUMBER), "-1", "-1.0"], _UNKNOWN)
@@ -68,12 +70,26 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
         return Labels(check_labels(zeros_and_ones(values, len(names), where), num_rows=len(values), where=where), names)
     if all(isinstance(value, str) for value in values):
         if names is None and not all(_WHOLE.fullmatch(value) for value in values):
+            folded = [value.casefold() for value in values]
+            if {*folded} <= {*_TRUTHS, "0", "1"} and not {*folded} <= {*_TRUTHS}:
+                row = next(row for row, value in enumerate(folded) if (value in _TRUTHS) != (folded[0] in _TRUTHS))
+                raise _mixed_truths(values, row, where)
             return _by_name(values, where)
         if names is not None:
             return Labels(_known(values, names, where), names)
+        for row, value in enumerate(values):
+            if len(value) > _MOST_DIGITS:
+                raise DataError(
+                    f"{where}: row {row} has a number of {len(value)} digits; classes are counted from 0",
+                    code="bad_labels",
+                )
         values = [int(value) for value in values]
-    if all(isinstance(value, bool) for value in values):
+    are_truths = {type(value) is bool for value in values}
+    if are_truths == {True}:
         return Labels(np.array(values, np.int64), None)
+    if True in are_truths:
+        row = next(row for row, value in enumerate(values) if (type(value) is bool) != (type(values[0]) is bool))
+        raise _mixed_truths(values, row, where)
     numbers = _array(values, where)
     if numbers.dtype.kind in "iu" and numbers.ndim == 1 and (numbers == -1).all():  # so test splits are published
         return Labels(None, names)
@@ -83,6 +99,11 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
             f"{where}: row {int(found.argmax())} has {found.max()}, there are {len(names)} classes", code="bad_labels"
         )
     return Labels(found, names)
+
+
+def unlabelled_note(columns: Sequence[str]) -> str:
+    """What to say of columns of labels in which no row has one."""
+    return f"{listed(columns)} has no label in any row (-1 or nothing alone): the split is taken as unlabelled"
 
 
 def several_labels(columns: Mapping[str, Sequence[Any]], *, where: str) -> Labels:
@@ -132,6 +153,14 @@ def zeros_and_ones(values: Sequence[Sequence[int]], num_classes: int, where: str
                 raise DataError(message, code="bad_labels")
             found[row, number] = 1
     return found
+
+
+def _mixed_truths(values: Sequence[Any], row: int, where: str) -> DataError:
+    """The error for labels of which some are truth values and others numbers."""
+    return DataError(
+        f"{where}: expected whole numbers or truth values, all of one kind; row 0 has {quoted(values[0])}, row {row} {quoted(values[row])}",
+        code="bad_labels", hint="write all of them as 0 and 1",
+    )  # fmt: skip
 
 
 def _by_name(values: Sequence[str], where: str) -> Labels:

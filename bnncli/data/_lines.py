@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import shlex
 import shutil
 import tempfile
 import zlib
@@ -20,7 +21,14 @@ from bnncli.progress import Progress
 _GZIP_MAGIC = b"\x1f\x8b"
 _RUN = 1 << 22  # bytes read at once
 _UTF8_MARK = b"\xef\xbb\xbf"
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+def in_utf16(path: Path) -> DataError:
+    """The error for a file of text in UTF-16."""
+    name = shlex.quote(str(path))
+    hint = f"iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE" if name.isprintable() else "iconv -f UTF-16 -t UTF-8"
+    return DataError(f"{quoted(path, limit=300)} is in UTF-16, expected UTF-8", path=path, hint=hint)
 
 
 class LineFile:
@@ -35,10 +43,8 @@ class LineFile:
         self.path = path
         self._stream = _opened(path)
         head = os.pread(self._stream.fileno(), 3, 0)
-        if head[:2] in _UTF16_MARKS:
-            raise DataError(
-                f"{quoted(path, limit=300)} is in UTF-16, expected UTF-8", path=path, hint="iconv -f UTF-16 -t UTF-8"
-            )
+        if head[:2] in UTF16_MARKS:
+            raise in_utf16(path)
         self.start = len(_UTF8_MARK) if head == _UTF8_MARK else 0
 
     def __del__(self) -> None:

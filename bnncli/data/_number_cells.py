@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from bnncli.data._columns import LIST
+from bnncli.data._columns import LIST, TEXT
 from bnncli.data._table import StoredTable
 from bnncli.errors import DataError
 from bnncli.names import quoted
@@ -61,6 +62,14 @@ def check_cells(table: StoredTable, names: Sequence[str], where: str) -> None:
         raise _no_number(where, row, names[place], columns[place][row])
 
 
+def check_points(table: StoredTable, where: str) -> None:
+    """Raise DataError for a column of texts that begins with a number with a decimal comma."""
+    for name in [name for name, holds in table.columns.items() if holds == TEXT]:
+        column = table.values([name])[1][0]
+        if column and _COMMA.fullmatch(str(column[0])):
+            raise _no_number(where, 0, name, column[0])
+
+
 def _odd_number(
     columns: Sequence[Sequence[Any]], names: Sequence[str], start: int, where: str, *, is_list: bool
 ) -> DataError:
@@ -92,4 +101,8 @@ def _is_number(value: Any) -> bool:
 
 def _no_number(where: str, row: int, name: str, value: Any) -> DataError:
     came = quoted(value) if value not in ("", None) else "nothing"
-    return DataError(f"{where}: row {row}, column {quoted(name)}: expected a number, got {came}")
+    hint = f"write decimal points: {value.replace(',', '.')}" if _COMMA.fullmatch(str(value)) else None
+    return DataError(f"{where}: row {row}, column {quoted(name)}: expected a number, got {came}", hint=hint)
+
+
+_COMMA = re.compile(r"\s*[-+]?[0-9]+,[0-9]+([eE][-+]?[0-9]+)?\s*")  # a number with a decimal comma

@@ -92,10 +92,17 @@ def examples_of(path: Path) -> Iterator[Example]:
 
     Raises:
         MissingInput: no such file.
-        DataError: it is no tar file, compressed, cut off or damaged, or has two files of one name for an example.
+        DataError: it is no tar file, compressed, cut off or damaged, has two files of one name for an example, or one key twice.
     """
     named = ((match, part) for part in _parts(path) if (match := _NAME.fullmatch(part.name)) is not None)
+    keys: set[str] = set()
     for key, group in groupby(named, key=lambda one: one[0][1]):
+        if key in keys:
+            raise DataError(
+                f"{quoted(path, limit=300)} has the key {quoted(key)} twice, with others in between", path=path, code="bad_keys",
+                hint="the files of an example lie next to each other; sort the members by their names",
+            )  # fmt: skip
+        keys.add(key)
         parts: dict[str, Part] = {}
         for match, part in group:
             if parts.setdefault(match[2].lower(), part) is not part:

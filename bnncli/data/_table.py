@@ -14,7 +14,7 @@ from PIL import Image
 
 from bnncli.data._arrays import TOKEN_IDS
 from bnncli.data._columns import FILE, LIST, Roles, find_roles
-from bnncli.data._label_values import Labels, labels_of, several_labels
+from bnncli.data._label_values import Labels, labels_of, several_labels, unlabelled_note
 from bnncli.data._pixels import check_same_size, decoded_image, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._sound import Sound, check_decodable, decoded
@@ -83,6 +83,7 @@ class TableDataset:
     paths: tuple[str, ...] | None = None
     mode: str = ""
     is_sized: bool = True
+    note: str = ""
     _known_digests: list[str] = field(default_factory=list, repr=False)
 
     @property
@@ -243,7 +244,8 @@ def table_dataset(
     paths = tuple(str(value) for value in values[-1]) if has_paths else None
     if roles.kind == "audio":
         check_decodable(paths or ())
-    found = TableDataset(table, roles, num_rows, labels.numbers, labels.classes, preprocess, paths)
+    note = unlabelled_note(roles.labels) if roles.labels and labels.numbers is None else ""
+    found = TableDataset(table, roles, num_rows, labels.numbers, labels.classes, preprocess, paths, note=note)
     if roles.kind != "image":
         return found
     return replace(found, mode=_mode(found, preprocess))

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from bnncli.data._channels import channels_axis
+from bnncli.data._pixels import SUFFIXES
 from bnncli.errors import DataError, UsageError
+from bnncli.names import quoted
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -60,6 +62,13 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
         UsageError: texts or sound for a network that takes arrays, or items of another kind than it takes.
     """
     items = items_of(dataset)
+    if transform is None and items == "texts" and _has_columns(spec):
+        (first,) = cast("Sequence[object]", dataset.read(np.zeros(1, np.int64))[0])
+        if isinstance(first, str) and first.lower().endswith(tuple(SUFFIXES)):
+            raise UsageError(
+                f"{spec}: expected images, for the model has no tokenizer; got texts, as {quoted(first)}",
+                hint="if they are paths of images, name their column: image=COLUMN",
+            )
     if transform is None and items in _MAKERS:
         raise UsageError(
             f"{spec}: the data are {items}, and the model has no {_MAKERS[items]}",

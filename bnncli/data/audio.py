@@ -31,6 +31,7 @@ class AudioDataset:
     files: tuple[str, ...]
     labels: np.ndarray | None
     classes: tuple[str, ...] | None
+    note: str = ""
     is_sized: bool = True
     items: str = "audio"
 

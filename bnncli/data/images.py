@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,7 @@ class ImageDataset:
     mode: str
     preprocess: Preprocess
     is_sized: bool = True
+    note: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,8 +100,8 @@ def open_dataset(place: str, preprocess: Preprocess) -> ImageDataset:
         DataError: no images in it, or images both in it and in class folders.
     """
     folder = Path(place).expanduser()
-    files, labels, classes = files_in(folder, SUFFIXES, "images")
-    return image_dataset(folder, files, labels, classes, preprocess)
+    files, labels, classes, note = files_in(folder, SUFFIXES, "images")
+    return replace(image_dataset(folder, files, labels, classes, preprocess), note=note)
 
 
 def image_dataset(

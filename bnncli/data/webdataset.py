@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from bnncli.data._label_values import labels_of
+from bnncli.data._label_values import labels_of, unlabelled_note
 from bnncli.data._pixels import check_same_size, decoded_image, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._shard_columns import ShardColumn, input_column, label_column, parse_columns
@@ -59,6 +59,7 @@ class ShardDataset:
     classes: tuple[str, ...] | None
     mode: str
     preprocess: Preprocess
+    note: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -180,6 +181,8 @@ def open_dataset(place: str, preprocess: Preprocess) -> ShardDataset:
     found = ShardDataset(
         tuple(shards), kind, column, label, tuple(keys), places, labels, classes, mode or "RGB", preprocess
     )
+    if label is not None and labels is None:
+        found = replace(found, note=unlabelled_note([str(label)]))
     return replace(found, mode=found.first_modes()) if kind == "image" and not mode else found
 
 

@@ -218,19 +218,38 @@ def forward(model: nn.Module, inputs: Inputs) -> Tensor:
 def run_network(model: nn.Module, inputs: Inputs) -> Any:
     """Whatever the network returns for inputs (n, ...), or for those of several names. Raises as `forward` does."""
     try:
-        with torch.inference_mode(), running("the network", but=RuntimeError):
+        with torch.inference_mode(), running("the network", but=(RuntimeError, IndexError)):
             return model(**inputs) if isinstance(inputs, dict) else model(inputs)
     except torch.OutOfMemoryError as error:
         first = next(iter(inputs.values())) if isinstance(inputs, dict) else inputs
         raise DeviceError(
             f"not enough memory on {first.device} for {len(first)} inputs", code="out_of_memory"
         ) from error
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         first_line = str(error).strip().split("\n")[0][:200]
-        raise DataError(
-            f"the network cannot take inputs of shape {_shapes(inputs)}: {first_line}",
-            code="wrong_inputs", hint="is it the right \0data\0 for this \0model\0? \0resize\0 and \0crop\0 change sizes",
-        ) from error  # fmt: skip
+        hint: str | None = "is it the right \0data\0 for this \0model\0? \0resize\0 and \0crop\0 change sizes"
+        if (
+            isinstance(inputs, Tensor)
+            and inputs.ndim == 3
+            and any(isinstance(one, nn.Conv2d) for one in model.modules())
+        ):
+            hint = "images need a channel axis, (N, C, H, W): save x[:, None] for grey ones"
+        message = f"the network cannot take inputs of shape {_shapes(inputs)}: {first_line}"
+        if (beyond := _beyond_embedding(model, inputs)) is not None:
+            message, hint = beyond, "make the inputs with the tokenizer that the network was trained with"
+        raise DataError(message, code="wrong_inputs", hint=hint) from error
+
+
+def _beyond_embedding(model: nn.Module, inputs: Inputs) -> str | None:
+    """What is wrong with token ids that the network's largest embedding does not have; None where nothing is."""
+    sizes = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
+    given = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
+    if not sizes or given is None or given.is_floating_point() or not given.numel() or int(given.max()) < max(sizes):
+        return None
+    return (
+        f"the network's embedding has {max(sizes)} tokens, numbered from 0; the inputs have token {int(given.max())}: "
+        "the tokenizer is another network's"
+    )
 
 
 def _shapes(inputs: Inputs) -> str:

@@ -64,7 +64,7 @@ def read_error(error: OSError, path: Path, what: str = "") -> BnnError:
         return resource
     if isinstance(error, FileNotFoundError):
         return MissingInput(
-            f"{shown} does not exist" if what else f"no file {shown}", path=path, hint=_nearest_file(path)
+            f"{shown} does not exist" if what else f"no file {shown}", path=path, hint=nearest_file(path)
         )
     if error.errno in _CANNOT_BE_HAD:
         return MissingInput(f"cannot read {shown}: {reason}", path=path)
@@ -73,11 +73,11 @@ def read_error(error: OSError, path: Path, what: str = "") -> BnnError:
     )
 
 
-def _nearest_file(path: Path) -> str | None:
+def nearest_file(path: Path) -> str | None:
     """What may have been meant by a file that is not there: another of its folder, which may not be there itself."""
     try:
         with os.scandir(path.parent) as entries:
-            names = [entry.name for entry in islice(entries, _MOST_NAMES)]
+            names = [entry.name.removesuffix(".bnn") for entry in islice(entries, _MOST_NAMES)]
     except FileNotFoundError:
         return f"there is no folder {quoted(path.parent, limit=300)}"
     except OSError:

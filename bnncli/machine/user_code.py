@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
+from bnncli.names import listed, near_miss
 
 _NEVER_ASIDE = sys.stdlib_module_names | {"bnncli", "torch", "numpy", "h5py"}  # one of each in a process
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 @contextmanager
-def running(what: str, *, but: type[Exception] = BnnError) -> Iterator[None]:
+def running(what: str, *, but: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Run the user's code inside the block: whatever it raises is an error in `what`, not one of bnncli's.
 
     Args:
@@ -36,7 +37,9 @@ def running(what: str, *, but: type[Exception] = BnnError) -> Iterator[None]:
     """
     try:
         yield
-    except (BnnError, MemoryError, SystemExit, GeneratorExit, but):
+    except (BnnError, MemoryError, SystemExit, GeneratorExit):
+        raise
+    except but:
         raise
     except BaseException as error:  # theirs may be of any kind; to a command Ctrl-C does not come as an exception
         first_line = _text_of(error).strip().split("\n")[0][:200]
@@ -72,8 +75,17 @@ def load_factory(spec: str, *, option: str) -> Callable[..., Any]:
         raise UsageError(message) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        raise UsageError(f"{option}: {place!r} has no callable named {attribute!r}")
+        own = [name for name, value in vars(module).items() if _is_of(module, name, value)]
+        there = f"it has {listed(own, limit=10)}" if own else "it defines none"
+        raise UsageError(
+            f"{option}: {place!r} has no callable named {attribute!r}; {there}", hint=near_miss(attribute, own)
+        )
     return typing.cast(Callable[..., Any], factory)
+
+
+def _is_of(module: types.ModuleType, name: str, value: object) -> bool:
+    """Whether a name of a module is a function or class that the module defines for others."""
+    return callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
 
 
 class CodeFolder:

@@ -109,14 +109,18 @@ def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> 
     Raises:
         DataError: names or shapes do not fit; with their names.
     """
-    expected = network.state_dict()
+    expected, given = network.state_dict(), state
     state = _with_counters(fitted(state, expected).state, expected)
     if not state.keys() & expected.keys() and not expected:
         raise DataError(f"the checkpoint has {len(state)} tensors but the network {spec!r} has none")
     missing = [name for name in expected if name not in state]
     unexpected = [name for name in state if name not in expected]
     if missing or unexpected:
-        raise DataError(_mismatch(spec, missing, unexpected), hint=_rename(missing, unexpected, expected, state))
+        others = [name for name, _ in recognised(given) if name != spec]
+        hint = f"its tensors are those of {others[0]}: \0model\0 {others[0]}" if others else None
+        raise DataError(
+            _mismatch(spec, missing, unexpected), hint=hint or _rename(missing, unexpected, expected, state)
+        )
     for name, tensor in expected.items():
         if isinstance(tensor, Tensor) and state[name].shape != tensor.shape:
             raise DataError(

@@ -39,10 +39,14 @@ def build(
     """A fully connected network with random weights; `hidden` is written 50,50.
 
     Raises:
-        UsageError: for an activation that is not relu, tanh or sigmoid.
+        UsageError: for an activation that is not relu, tanh or sigmoid, or a layer without units.
     """
     if activation not in _ACTIVATIONS:
         raise UsageError(f"activation: expected one of {', '.join(_ACTIVATIONS)}; got {activation!r}")
+    if min(inputs, *hidden, classes) < 1:
+        raise UsageError(
+            f"expected layers of at least one unit; got inputs {inputs}, hidden {','.join(map(str, hidden))}, classes {classes}"
+        )
     return Mlp(inputs, hidden, classes, _ACTIVATIONS[activation])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from bnncli import registry
 from bnncli.checkpoints.shards import shards_of
-from bnncli.errors import BnnError, MissingInput, UsageError
+from bnncli.errors import BnnError, UsageError
 from bnncli.machine.devices import configure_torch, device_name, select_device, settings_kept
 from bnncli.opened.messages import Listener, errors_in_python
 from bnncli.options import ComputeOptions, InputOptions, NameOptions, RecordOptions, RunOptions, WriteOptions
@@ -126,11 +126,7 @@ def open_session(ckpt: str | PathLike[str], run_dir: str | PathLike[str] | None,
 def _require_run(run: Run) -> None:
     if run.folder.root.is_dir():
         return
-    if not run.checkpoint_path.exists():
-        message = f"no checkpoint {run.checkpoint_path}, and no run folder {run.folder.root}"
-        raise MissingInput(message, path=run.checkpoint_path)
-    hint = run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"])
-    raise MissingInput(f"{run.checkpoint_path} has no features", hint=hint, path=run.folder.root)
+    raise run.no_run()
 
 
 MOST = 2**31 - 1  # of anything that is counted

@@ -88,6 +88,11 @@ def parse_assertion(text: str, flag: str, metrics: Sequence[str]) -> Assertion:
     if _number(left) is not None:
         raise UsageError(f"{flag}: the left side of {text!r} is a number; put the score there")
     number = _number(right)
+    if number is None and (share := _number(right.removesuffix("%").rstrip())) is not None:
+        quantity = _quantity(left, text, flag, metrics)
+        if declared()[quantity.metric].limits == (0, 1):
+            said = f"write {quantity}{sign}{share / 100:g}"
+            raise UsageError(f"{flag}: {quantity.metric} is a fraction; got {right} in {text!r}", hint=said)
     if number is None:
         return Assertion(_quantity(left, text, flag, metrics), sign, _quantity(right, text, flag, metrics))
     if not math.isfinite(number):

@@ -45,11 +45,7 @@ def artifact_files(run: Run) -> list[Path]:
     """
     folder = run.folder
     if not folder.root.is_dir():
-        raise MissingInput(
-            f"{run.checkpoint_path} has no run folder (looked for {folder.root})",
-            hint=run.suggest("extract-features", model="MODEL", data="train=SPEC"),
-            path=folder.root,
-        )
+        raise run.no_run()
     return (
         [folder.features(name) for name in folder.splits()]
         + folder.posteriors()

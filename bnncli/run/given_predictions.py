@@ -6,7 +6,7 @@ Prediction files of predict keep what else they have; of logits energies and lar
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -193,6 +193,8 @@ def _of_file(given: GivenFile, said: Said, name: str) -> GivenPredictions:
                 hint="say which: \0probabilities\0 or \0logits\0", path=given.path,
             )  # fmt: skip
         probs = given.values
+        if likelihood.is_exclusive and num_outputs == likelihood.num_classes:
+            probs, doubt = _with_unit_sums(probs, f"{where}: {quoted(given.column)}")
         if num_outputs < likelihood.num_classes:
             probs = np.concatenate([1 - probs, probs], axis=1)
     has_names = given.classes is not None and len(given.classes) == likelihood.num_classes
@@ -206,7 +208,7 @@ def _of_file(given: GivenFile, said: Said, name: str) -> GivenPredictions:
         has_names,
         likelihood.is_exclusive,
         arrays,
-        doubt=doubt,
+        doubt=doubt or (f"{where}: {given.note}" if given.note else None),
         unordered=given.unordered,
     )
     return found if given.labels is None else _with_labels(found, given.labels, said, where)
@@ -297,8 +299,44 @@ def _are_distributions(values: NDArray, likelihood: Likelihood) -> bool:
 
 def _sum_to_one(values: NDArray, made: Any = np.asarray) -> bool:
     """Whether the rows, of what is made of the values, sum to one within the tolerance of probabilities."""
+    return _sum_error(values, made) <= ROW_SUM_TOLERANCE
+
+
+def _sum_error(values: NDArray, made: Any = np.asarray) -> float:
+    """How far from one the rows, of what is made of the values, sum to at most; NaN if there is one among them."""
     blocks = (made(np.asarray(values[rows], dtype=np.float64)) for rows in row_blocks(*values.shape))
-    return all(np.abs(block.sum(axis=1) - 1).max(initial=0) <= ROW_SUM_TOLERANCE for block in blocks)
+    return float(np.max([np.abs(block.sum(axis=1) - 1).max(initial=0) for block in blocks], initial=0))
+
+
+def _with_unit_sums(values: NDArray, where: str) -> tuple[NDArray, str | None]:
+    """Rounded probabilities (N, C) with rows that sum to one, and what to say of it; others as they are, and None."""
+    worst = _sum_error(values)
+    if not (ROW_SUM_TOLERANCE < worst <= _MOST_ROUNDING and _are_within(values)):
+        return values, None
+    tolerance, what = next(
+        ((bound, what) for bound, what in _roundings(values) if worst <= min(bound, _MOST_ROUNDING)), (0.0, "")
+    )
+    if not tolerance:
+        return values, None
+    divided = np.asarray(values, np.float64) / np.sum(values, axis=1, dtype=np.float64, keepdims=True)
+    kept = divided.astype(np.promote_types(values.dtype, np.float32))
+    return kept, f"{where}: rows sum to 1 within {worst:.1g} only, as {what} do; each was divided by its sum"
+
+
+_MOST_ROUNDING = 0.05  # rows that are further from 1 have lost a class, whatever their numbers are rounded to
+
+
+def _roundings(values: NDArray) -> Iterator[tuple[float, str]]:
+    """What the values are rounded to: how far from 1 a row of such numbers may sum to, and what they are called."""
+    if values.dtype == np.float16:
+        yield 2.0**-10, "numbers of 16 bits"
+    if values.dtype == np.float32 and not (np.ascontiguousarray(values).view(np.uint32) & 0xFFFF).any():
+        yield 2.0**-7, "bfloat16 numbers"
+    for decimals in range(5, 0, -1):
+        scaled = np.asarray(values, np.float64) * 10**decimals
+        if np.abs(scaled - np.round(scaled)).max() > 10**decimals * np.finfo(values.dtype).eps:
+            return
+        yield 0.5 * values.shape[1] * 10.0**-decimals, f"probabilities of {decimals} decimals"
 
 
 def _from_logits(logits: NDArray, likelihood: Likelihood, where: str) -> tuple[NDArray, dict[str, NDArray]]:

@@ -171,9 +171,7 @@ def load_split(run: Run, name: str) -> Split:
     path = run.folder.features(name)
     if not path.is_file():
         if not run.folder.root.exists() and not run.checkpoint_path.exists():
-            raise MissingInput(
-                f"no checkpoint {run.checkpoint_path}, and no run folder {run.folder.root}", path=run.checkpoint_path
-            )
+            raise run.no_run()
         there = run.folder.splits()
         near = difflib.get_close_matches(name, there, n=1)
         has = f"splits there: {', '.join(there)}" if there else "there are none"

@@ -148,6 +148,8 @@ def _named(
             family = _family(name)
             hint = None if family is None else run.suggest("predict", integrator=family)
             raise MissingInput(f"no predictions by integrator {name!r} (there: {there})", hint=hint)
+    if not run.folder.root.is_dir():
+        raise run.no_run()
     wanted = [group for group in groups if group.is_named(posteriors, integrators)]
     if not wanted:
         what = f"no such predictions (there: {there})" if groups else "no predictions"

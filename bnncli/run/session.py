@@ -14,6 +14,7 @@ from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.lazy import torch
 from bnncli.machine.devices import configure_torch, device_name, select_device
+from bnncli.machine.input_files import nearest_file
 from bnncli.machine.team import crew, team
 from bnncli.numerics import seeds
 from bnncli.options import (
@@ -140,6 +141,16 @@ class Run:
     def checkpoint_path(self) -> Path:
         """The checkpoint as it was named on the command line."""
         return self.folder.checkpoint
+
+    def no_run(self) -> MissingInput:
+        """The error for a checkpoint without a run folder: the file that may have been meant, or what makes a run."""
+        path = self.checkpoint_path
+        if not path.exists():
+            message = f"no checkpoint {path}, and no run folder {self.folder.root}"
+            return MissingInput(message, hint=nearest_file(path), path=path)
+        hint = self.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"])
+        message = f"{path} has no run folder (looked for {self.folder.root})"
+        return MissingInput(message, hint=hint, path=self.folder.root)
 
     def suggest(self, command: str, /, **options: object) -> str:
         """A command on this run with these options, by field, to be pasted: quoted, and with the run folder that was given."""

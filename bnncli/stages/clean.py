@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import Locked, MissingInput
+from bnncli.errors import Locked
 from bnncli.options import LockOptions
 from bnncli.options.command import READ, Command, own_options
 from bnncli.options.declaration import option
@@ -36,7 +36,7 @@ def run(run: Run, options: Any) -> Result:
     """Remove what dead processes left in the run folder, and what is stale; the result lists it."""
     root = run.folder.root
     if not root.is_dir():
-        raise MissingInput(f"{run.checkpoint_path} has no run folder (looked for {root})", path=root)
+        raise run.no_run()
     states = resume.leftovers(root)
     trained = resume.state_path(run.checkpoint_path)  # of train, which writes the checkpoint itself
     states += [trained] if trained.is_file() else []

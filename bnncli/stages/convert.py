@@ -43,6 +43,11 @@ COMMAND = Command(
 def run(run: Run, options: ConvertOptions) -> Result:
     """Write the weights of a checkpoint; with --trust-pickle the file's own code may run."""
     source, target = Path(run.arguments["source"]), Path(run.arguments["target"])
+    if target.suffix.lower() in _OF_PYTORCH:
+        raise UsageError(
+            f"expected a target that ends in .safetensors, which is what is written; got {target}",
+            hint=f"name it {target.with_suffix('.safetensors')}",
+        )
     if not run.write.dry_run:
         remove_dead_temporaries(target.parent, of=target)
     if target.exists() and not run.write.force:
@@ -74,6 +79,9 @@ def run(run: Run, options: ConvertOptions) -> Result:
         size,
         summary,
     )
+
+
+_OF_PYTORCH = (".pt", ".pth", ".ckpt", ".bin")  # what torch.load is expected to read
 
 
 def _check_kind(target: Path, kind: str) -> None:

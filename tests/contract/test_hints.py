@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from problems.command_line import Cli
 
 from bnncli import data
@@ -17,6 +18,7 @@ from bnncli.checkpoints.load import load_checkpoint
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.option_values import option_fields
 from bnncli.errors import DataError
+from bnncli.registry import load_module
 
 Arrays = dict[str, np.ndarray]
 X = np.ones((4, 3), np.float32)
@@ -204,3 +206,108 @@ def test_a_run_without_a_checkpoint_may_have_the_name_of_a_folder(cli: Cli, smal
     assert cli("fit-laplace", small_run.with_name("data").parent).code == 66
     for odd in (small_run.with_name("data.bnn"), small_run.with_name("data") / ".."):
         assert cli("extract-features", odd, "--from-npz", npz).code == 66
+
+
+@pytest.fixture
+def lenet(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    torch.save(load_module("networks", "lenet5").build().state_dict(), tmp_path / "lenet.pt")
+    images = np.random.default_rng(0).normal(size=(20, 1, 28, 28)).astype(np.float32)
+    np.savez(tmp_path / "images.npz", x=images, y=np.arange(20) % 10)
+    np.savez(tmp_path / "no_channel.npz", x=images[:, 0], y=np.arange(20) % 10)
+    (tmp_path / "net.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(3, 2)\n")
+    (tmp_path / "paths.csv").write_text("path,label\na/1.png,0\na/2.png,1\n")
+    return tmp_path / "lenet.pt"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--model", "lenet"), "did you mean 'lenet5' or"),
+        (("--model", "LeNet5"), "did you mean 'lenet5'?"),
+        (("--model", "resnet20"), "its tensors are those of lenet5: --model lenet5"),
+        (("--model", "net.py:make"), "it has 'build'"),
+        (("--model", "lenet5", "--data", "train=npz:lenet.pt"), "'lenet.pt' is a PyTorch checkpoint, not an npz file"),
+        (("--model", "lenet5", "--data", "train=npz:no_channel.npz"), "save x[:, None] for grey ones"),
+        (("--model", "lenet5", "--data", "train=csv:paths.csv"), "name their column: image=COLUMN"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_was_meant_by_a_network_or_its_data_is_told(
+    cli: Cli, lenet: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], hint: str
+) -> None:
+    monkeypatch.chdir(lenet.parent)
+    more = () if "--data" in words else ("--data", "train=npz:images.npz")
+    done = cli("extract-features", "lenet.pt", *words, *more)
+    assert done.code in (2, 65)
+    assert hint in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("command", ["fit-laplace", "predict", "evaluate", "status", "clean", "diagnose", "report"])
+def test_a_checkpoint_that_does_not_exist_is_told_with_the_one_that_was_meant(
+    cli: Cli, lenet: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(lenet.parent)
+    error = cli(command, "lent.pt", "--json").json["error"]
+    assert (error["message"], error["hint"]) == (
+        "no checkpoint lent.pt, and no run folder lent.pt.bnn",
+        "did you mean 'lenet.pt'?",
+    )
+
+
+def test_token_ids_beyond_the_embedding_are_told(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(TEXT_NETWORK.replace("arange(5) + i", "arange(5) + 9 * i"))
+    torch.manual_seed(0)
+    state = {"embedding.weight": torch.randn(50, 4), "fc.weight": torch.randn(3, 4), "fc.bias": torch.randn(3)}
+    torch.save(state, tmp_path / "net.pt")
+    words = ("--model", f"{tmp_path}/net.py:Network", "--data", f"train=py:{tmp_path}/net.py:Rows")
+    error = cli("extract-features", tmp_path / "net.pt", *words, "--json").json["error"]
+    assert "embedding has 50 tokens, numbered from 0; the inputs have token 76" in error["message"]
+
+
+def test_options_before_the_command_are_told_with_the_line_that_was_meant(cli: Cli, tmp_path: Path) -> None:
+    done = cli("--json", "-q", "status", f"{tmp_path}/absent")
+    assert (done.code, done.json["error"]["hint"]) == (2, f"bnncli status {tmp_path}/absent --json -q")
+
+
+def test_a_checkpoint_is_not_converted_into_a_name_of_pytorchs(cli: Cli, lenet: Path) -> None:
+    target = lenet.with_name("plain.pt")
+    error = cli("convert", lenet, target, "--json").json["error"]
+    assert error["hint"] == f"name it {target.with_suffix('.safetensors')}"
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "mlp", "--model-arg", "hidden=0"), "layers of at least one unit"),
+        (
+            ("--model", "lenet5", "--augment", "crop", "--padding", "28"),
+            "--padding: expected fewer pixels than the images have",
+        ),
+    ],
+)
+def test_networks_and_shifts_without_sense_are_refused(
+    cli: Cli, lenet: Path, words: tuple[str, ...], message: str
+) -> None:
+    target = lenet.with_name("new.safetensors")
+    done = cli("train", target, *words, "--data", f"train=npz:{lenet.with_name('images.npz')}", "--epochs", 1)
+    assert (done.code, message in done.stderr, target.exists()) == (2, True, False), done.stderr
+
+
+def write_images(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4, 4), color=len(name)).save(folder / name, format="PNG")
+
+
+def test_classes_that_only_one_split_has_are_named_and_hidden_files_counted(cli: Cli, tmp_path: Path) -> None:
+    write_images(tmp_path / "one", "cat/1.png", "dog/1.png", "cat/._1.png", "__MACOSX/cat/._1.png", "cat/.kept/1.png")
+    write_images(tmp_path / "two", "cat/1.png", "fox/1.png")
+    words = ("extract-features", tmp_path / "run", "--model", "flatten", "--data", f"train=images:{tmp_path}/one")
+    refused = cli(*words, "--data", f"test=images:{tmp_path}/two", "--json").json["error"]["message"]
+    assert "only 'train' has 'dog'; only 'test' has 'fox'" in refused
+    done = cli(*words)
+    assert (done.code, "train: 2 examples" in done.stderr, "3 hidden files" in done.stderr) == (0, True, True), (
+        done.stderr
+    )

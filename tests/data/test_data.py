@@ -6,6 +6,7 @@ import gzip
 import re
 import struct
 import sys
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -547,3 +548,12 @@ def test_a_data_set_that_raises_names_the_row(tmp_path: Path) -> None:
     split = load_split(f"py:{tmp_path}/odd_rows.py:Odd")
     with pytest.raises(DataError, match="row 2 raised IndexError"):
         list(split.batches(4))
+
+
+def test_two_arrays_of_one_name_in_an_npz_file_are_refused(tmp_path: Path) -> None:
+    spec = write_npz(tmp_path / "twice.npz", x=np.ones((4, 3), np.float32), y=np.arange(4))
+    with zipfile.ZipFile(tmp_path / "twice.npz", "a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zipfile's own, of the name
+        archive.writestr("y.npy", archive.read("x.npy"))
+    with pytest.raises(DataError, match="two arrays of one name: 'y'"):
+        load_split(spec)

@@ -301,6 +301,9 @@ def labels_matrix(split: InputSplit) -> np.ndarray:
         (["1", "1", "0", "0", ""], "row 4 has no label"),
         (["1", "0", "1", "x"], "row 3"),
         ([0, 0, 1, 1, -3], "row 4 has -3"),
+        ([1, 0, True, 1], "all of one kind; row 0 has '1', row 2 'True'"),
+        (["true", "False", "1"], "all of one kind; row 0 has 'true', row 2 '1'"),
+        (["1", "9" * 5000], "row 1 has a number of 5000 digits"),
     ],
 )
 def test_the_first_bad_label_is_told_by_its_row_among_all(values: list[Any], message: str) -> None:

@@ -184,6 +184,8 @@ def test_shards_on_the_network_are_refused() -> None:
         ({"0.png": b"", "0.cls": b"cat", "1.png": b"", "1.cls": b"2"}, "all of one kind; row 0 has 'cat', row 1 has 2"),
         ({"0.png": b"", "0.cls": b"-1", "1.png": b"", "1.cls": b"0"}, "row 0 has -1"),
         ({"0.png": b"", "0.PNG": b""}, r"has two files '0.PNG'"),
+        ({"0.png": b"", "1.png": b"", "0.cls": b"0"}, r"has the key '0' twice"),
+        ({"0.png": b"", "0.cls": b"9" * 5000}, "row 0 has a number of 5000 digits"),
         ({"README": b"no example"}, "no examples"),
     ],
 )

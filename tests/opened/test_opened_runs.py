@@ -80,7 +80,7 @@ def test_a_run_folder_may_lie_elsewhere(small_run: Path) -> None:
 
 def test_a_checkpoint_without_a_run_says_how_one_is_made(tmp_path: Path) -> None:
     (tmp_path / "ckpt.pt").write_bytes(b"x")
-    with pytest.raises(MissingInput, match=r"ckpt.pt has no features") as caught:
+    with pytest.raises(MissingInput, match=r"ckpt.pt has no run folder") as caught:
         bnncli.open(tmp_path / "ckpt.pt")
     command = f"bnncli extract-features {tmp_path}/ckpt.pt --model MODEL --data train=SPEC --data test=SPEC"
     assert caught.value.__notes__ == [f"run: {command}"]

@@ -306,8 +306,10 @@ def test_a_wrong_assertion_is_told_before_any_work(cli: Cli, small_run: Path) ->
     [
         (("--assert", "map.accuracy@val>=90"), "write map.accuracy@val>=0.9"),
         (("--assert", "ece-low<=2"), "write ece-low<=0.02"),
+        (("--assert", "accuracy>=90%"), "write accuracy>=0.9"),
+        (("--assert", "auc>=0.9"), "did you mean 'auroc'?"),
         (("--assert", "f1>=0.9"), "did you mean 'macro_f1'?"),
-        (("--metric", "acc"), "did you mean 'accuracy' or 'balanced_accuracy'"),
+        (("--metric", "acc"), "did you mean 'accuracy'?"),
     ],
 )
 def test_what_was_meant_is_told(cli: Cli, small_run: Path, words: tuple[str, ...], hint: str) -> None:

@@ -402,3 +402,48 @@ def test_numbers_of_a_column_that_names_its_classes_are_classes_by_name(
     pytest.importorskip("pyarrow.parquet").write_table(table, "named.parquet")
     found, expected = (values_of(cli, file, "--metric", "nll") for file in ("named.parquet", "p.npz"))
     assert same(found, expected)
+
+
+ROUNDED = {
+    "float16": lambda probs: probs.astype(np.float16),
+    "bfloat16": lambda probs: (probs.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32),
+    "2 decimals": lambda probs: probs.round(2),
+    "3 decimals": lambda probs: probs.round(3).astype(np.float32),
+}
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_rounded_probabilities_are_divided_by_their_sums_and_that_is_said(
+    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray, kind: str
+) -> None:
+    rounded = ROUNDED[kind](probs)
+    np.savez("rounded.npz", probs=rounded, label=labels)
+    np.savez("exact.npz", probs=rounded / rounded.sum(axis=1, keepdims=True, dtype=np.float64), label=labels)
+    assert np.abs(rounded.sum(axis=1, dtype=np.float64) - 1).max() > 1e-4
+    done = cli("score", "rounded.npz", *QUICK, "--json")
+    assert "each was divided by its sum" in done.json["warnings"][0], done.stderr
+    found, expected = (
+        values_of(cli, name, "--metric", "brier", "--metric", "nll") for name in ("rounded.npz", "exact.npz")
+    )
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_rounding_is_no_excuse_for_a_class_that_is_missing(
+    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray, kind: str
+) -> None:
+    np.savez("cut.npz", probs=ROUNDED[kind](probs)[:, :2], label=np.minimum(labels, 1))
+    assert "expected rows that sum to 1" in cli("score", "cut.npz", *QUICK).stderr
+
+
+def test_decimal_commas_and_labels_that_are_all_minus_one_are_told(cli: Cli, folder: Path, probs: np.ndarray) -> None:
+    lines = [";".join(f"{value:.6f}".replace(".", ",") for value in row) + ";0" for row in probs]
+    Path("commas.csv").write_text("\n".join(["a;b;c;label", *lines]))
+    done = cli("score", "commas.csv", *QUICK, "--json")
+    assert (done.code, done.json["error"]["hint"]) == (65, f"write decimal points: {probs[0, 0]:.6f}")
+    Path("wide.csv").write_text("p_a,p_b,label\n0.5,0.5,0\n", encoding="utf-16")
+    done = cli("score", "wide.csv", *QUICK, "--json")
+    assert (done.code, "UTF-16" in done.json["error"]["message"]) == (65, True)
+    np.savez("unknown.npz", probs=probs, label=np.full(len(probs), -1))
+    done = cli("score", "unknown.npz", *QUICK, "--json")
+    assert "'label' has no label in any row" in done.json["warnings"][0]

@@ -167,6 +167,8 @@ def _open(
         paths = [find_named(run, name, flag="--posterior", otherwise=otherwise, trust_code=trusts) for name in named]
     else:
         paths = [path for path in run.folder.posteriors() if path not in leave_out]
+    if not run.folder.root.is_dir():
+        raise run.no_run()
     if not paths:
         raise MissingInput(
             f"{run.checkpoint_path} has no posteriors",

@@ -32,8 +32,8 @@ from bnncli.stages.extract_features.one_split import (
 )
 from bnncli.stages.extract_features.same_head import check_same_head
 from bnncli.stages.extract_features.splits import (
+    data_notes,
     input_notes,
-    label_notes,
     likelihood_of_splits,
     model_identity,
     shared_params,
@@ -155,7 +155,7 @@ class NetworkExtraction:
         computed = publishable(
             run, content, preprocess, layer, split.order_digest, split.spec, is_shifted, statistics
         )  # fmt: skip
-        computed.summary.extend([*label_notes(split), *input_notes(split, content)])
+        computed.summary.extend([*data_notes(split), *input_notes(split, content)])
         return computed
 
     def _params(self, split: data.InputSplit) -> dict[str, Any]:

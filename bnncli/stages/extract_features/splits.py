@@ -11,6 +11,7 @@ from bnncli import data
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
 from bnncli.likelihoods import BINARY, MULTILABEL, recorded_name
 from bnncli.models import Published, SavedModel
+from bnncli.names import listed
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run.model_files import opened_model
@@ -57,9 +58,13 @@ def class_names(
     for name, names in named.items():
         first_name, first = next(iter(named.items()))
         if names != first:
-            odd = sorted({*names} ^ {*first})[:5]
+            apart = {
+                first_name: [one for one in first if one not in names],
+                name: [one for one in names if one not in first],
+            }
+            said = "; ".join(f"only {split!r} has {listed(own)}" for split, own in apart.items() if own)
             raise DataError(
-                f"splits {first_name!r} and {name!r} have different classes (first differences: {odd})",
+                f"splits {first_name!r} and {name!r} have different classes: {said or 'their order differs'}",
                 code="class_mismatch",
                 hint="name all classes, in the order of the network's outputs: \0classes\0 FILE or a,b,c",
             )
@@ -74,8 +79,13 @@ def class_names(
     return [str(index) for index in range(num_classes)] if published is None else list(published)
 
 
-def label_notes(split: data.InputSplit) -> list[str]:
-    """What is said of labels: how names were numbered where the network names none, and columns that look like labels."""
+def data_notes(split: data.InputSplit) -> list[str]:
+    """What is said of a split's data: files left out, rows without labels; of labels how names were numbered where the network names none, and columns that look like labels."""
+    note = getattr(split.dataset, "note", "")
+    return [*([f"{split.name}: {note}"] if note else []), *_label_notes(split)]
+
+
+def _label_notes(split: data.InputSplit) -> list[str]:
     if (order := data.numbered_by_name(split)) is not None:
         return [f"{order}; \0classes\0 FILE or a,b,c gives another"]
     columns = "+".join(data.columns_of_classes(split))

@@ -211,6 +211,8 @@ def _split_names(run: Run, options: PredictOptions) -> list[str]:
     names = list(dict.fromkeys(options.split)) or [name for name in run.folder.splits() if name != "train"]
     if not names:
         checkpoint = run.checkpoint_path
+        if not run.folder.root.is_dir():
+            raise run.no_run()
         raise MissingInput(
             f"{checkpoint} has no splits to predict but train"
             if run.folder.splits()

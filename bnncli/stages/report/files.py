@@ -36,11 +36,7 @@ def page_path(runs: Sequence[Run], options: ReportOptions) -> Path:
 def check_folder(run: Run) -> None:
     """Pass where there is a run folder with features. Raises MissingInput otherwise."""
     if not run.folder.root.is_dir():
-        raise MissingInput(
-            f"{run.checkpoint_path} has no run folder (looked for {run.folder.root})",
-            hint="bnncli extract-features --help",
-            path=run.folder.root,
-        )
+        raise run.no_run()
     if not run.folder.splits():
         raise MissingInput(
             f"{run.folder.root} has no features, which all else is made from",

@@ -158,6 +158,8 @@ def _fidelity(
         return []
     reference = open_given(place, Said(task=_task(given, said)))
     check_together(given, reference)
+    if reference.doubt is not None:
+        run.console.warn(reference.doubt)
     column = divide_given(place)[1].get("")
     name = reference.path.name + ("" if column is None else f".{column}")
     ids = None if given.file is None else given.file.sample_id

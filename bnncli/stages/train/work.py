@@ -224,6 +224,9 @@ def _settings(options: TrainOptions, split: InputSplit, inputs: Tensor) -> MapSe
         black = split.preprocess.apply(torch.zeros(1, inputs.shape[1], 1, 1), is_sized=True).flatten()
         augment = str(options.augment)
         padding = options.padding if "crop" in augment else 0
+        if padding >= min(inputs.shape[-2:]):
+            size = " x ".join(map(str, inputs.shape[-2:]))
+            raise UsageError(f"\0padding\0: expected fewer pixels than the images have ({size}); got {padding}")
         augmentation = Augmentation(padding, "flip" in augment, black.to(inputs.device))
     assert options.learning_rate is not None
     return MapSettings(
