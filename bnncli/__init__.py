@@ -6,7 +6,11 @@ arrays. Importing this imports nothing heavy.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
+
+if sys.version_info < (3, 11):  # noqa: UP036 (from a source tree, where no installer has looked)
+    raise ImportError("bnncli needs Python 3.11 or newer; this is Python {}.{}".format(*sys.version_info))
 
 from bnncli import errors as errors
 

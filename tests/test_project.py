@@ -39,3 +39,9 @@ def test_only_faults_in_our_own_code_make_a_warning_an_error(tmp_path: Path, mon
         warned = f"  file:1: {category}: text {number}" in lines
         assert (passed, warned) == (not is_error, not is_error), done.stdout
     assert "2 failed, 5 passed, 5 warnings" in lines[-1]
+
+
+def test_an_older_python_is_told_what_is_needed() -> None:
+    words = [sys.executable, "-c", "import sys; sys.version_info = (3, 10, 13); import bnncli"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == "ImportError: bnncli needs Python 3.11 or newer; this is Python 3.10"
