@@ -214,7 +214,14 @@ def machine_error(error: Exception) -> BnnError | None:
         return DeviceError(message, hint="run it again, or with \0device\0 cpu")
     if is_short_of_memory(error):
         return DeviceError("out of memory", code="out_of_memory")
+    if isinstance(error, ImportError) and any(text in str(error) for text in _NOT_MAPPED):
+        library = str(error).partition(":")[0]
+        return DeviceError(f"out of memory: {library} could not be loaded", code="out_of_memory", hint=MORE_ADDRESSES)
     return None
+
+
+MORE_ADDRESSES = "allow more memory with ulimit -v"
+_NOT_MAPPED = ("failed to map segment", "annot allocate memory")  # what the loader of shared libraries says
 
 
 def _from_os_error(error: OSError) -> BnnError:

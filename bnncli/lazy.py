@@ -7,13 +7,35 @@ are no use of a library: their names are imported under TYPE_CHECKING.
 from __future__ import annotations
 
 import importlib
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from bnncli.errors import MORE_ADDRESSES, DeviceError
 
 if TYPE_CHECKING:
     import torch as torch
     from scipy import sparse as sparse
     from scipy import special as special
 else:
+
+    # SciPy's OpenBLAS takes a buffer when it is loaded, and without room for it tries again for ever, deaf to signals.
+    _SCIPY_BYTES = 80 << 20  # 67 MiB measured, with the libraries themselves
+
+    def _require_addresses(name: str) -> None:
+        """Raise DeviceError where the limit of addresses (ulimit -v) leaves no room for a part of SciPy."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit == resource.RLIM_INFINITY or name in sys.modules:
+            return
+        with suppress(OSError, ValueError):  # no /proc
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            if limit - used < _SCIPY_BYTES:
+                raise DeviceError(
+                    f"out of memory: {name} could not be loaded; it takes {_SCIPY_BYTES >> 20} MiB, and the limit leaves {(limit - used) >> 20} MiB",
+                    code="out_of_memory", hint=MORE_ADDRESSES,
+                )  # fmt: skip
 
     class _Later:
         """A module that is imported when something of it is asked for."""
@@ -22,6 +44,8 @@ else:
             self.__name__ = name
 
         def __getattr__(self, attribute: str) -> Any:
+            if self.__name__.startswith("scipy."):
+                _require_addresses(self.__name__)
             module = importlib.import_module(self.__name__)
             # From now on what is in the module is found at once, and what is replaced there is replaced here.
             self.__dict__ = module.__dict__

@@ -6,6 +6,9 @@ import builtins
 import errno
 import io
 import os
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,3 +165,29 @@ def test_a_limit_on_open_files_is_told_with_what_helps(cli: Cli, tmp_path: Path)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     check(done, errno.EMFILE)
     assert "ulimit -n" in done.json["error"]["hint"]
+
+
+def limited(num_bytes: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, under ulimit -v."""
+    limits = (num_bytes, num_bytes)
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limits),
+    )  # fmt: skip
+
+
+def test_a_library_for_which_there_is_no_memory_is_69(small_run: Path) -> None:
+    done = limited(300 << 20, "-m", "bnncli", "fit-laplace", str(small_run), "--name", "new")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (69, "hint: allow more memory with ulimit -v"), (
+        done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_scipy_is_not_loaded_where_it_would_wait_for_memory_for_ever() -> None:
+    code = "import numpy, resource; from bnncli.lazy import special; used = int(open('/proc/self/statm').read().split()[0])\n"
+    code += (
+        "resource.setrlimit(resource.RLIMIT_AS, (used * resource.getpagesize() + (40 << 20),) * 2); special.expit(0.0)"
+    )
+    done = limited(4 << 30, "-c", code)
+    assert "DeviceError: out of memory: scipy.special could not be loaded" in done.stderr, done.stderr
