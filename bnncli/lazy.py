@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from scipy import sparse as sparse
     from scipy import special as special
 else:
-
     # SciPy's OpenBLAS takes a buffer when it is loaded, and without room for it tries again for ever, deaf to signals.
     _SCIPY_BYTES = 80 << 20  # 67 MiB measured, with the libraries themselves
 

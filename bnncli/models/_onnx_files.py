@@ -50,6 +50,9 @@ def onnx_files(path: Path) -> tuple[Path, ...]:
             ) from error
     files = [path]
     for name in names:
+        if "\0" in name:
+            message = f"{quoted(path, limit=300)} names a file of its tensors with a NUL in it: {quoted(name)}"
+            raise DataError(message, code="not_onnx", path=path)
         file = path.parent / name
         if not file.resolve().is_relative_to(path.parent.resolve()):
             raise Untrusted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import count
@@ -16,7 +17,8 @@ import torch
 from onnx import TensorProto, external_data_helper, numpy_helper
 from torch import Tensor, nn
 
-from bnncli.errors import DataError
+from bnncli.errors import DataError, DeviceError
+from bnncli.machine.devices import available_memory
 from bnncli.models._graph_head import ADD, AFTER, CONV, LINEAR, POOL, SHAPE, GraphStep
 from bnncli.models._graph_network import GraphInput
 from bnncli.models._onnx_tail import Tail, TailStep
@@ -131,8 +133,29 @@ class OnnxGraph:
         tensors = [numpy_helper.from_array(value, one) for one, value in values.items()]
         graph = onnx.helper.make_graph([node], "constant", [], [onnx.ValueInfoProto(name=name)], tensors)
         model = onnx.helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
-        (array,) = _session(model.SerializeToString(), self.path, is_on_gpu=False).run([name], {})
+        self._require_memory(model, name)
+        session = _session(model.SerializeToString(), self.path, is_on_gpu=False)
+        try:
+            (array,) = session.run([name], {})
+        except Exception as error:  # onnxruntime's errors have no base of their own
+            why = " ".join(str(error).split())[:200]
+            raise self._error(f"its constant {quoted(name)} cannot be computed: {why}", "bad_program") from error
         return np.asarray(array)
+
+    def _require_memory(self, model: onnx.ModelProto, name: str) -> None:
+        """Raise DeviceError where a constant is larger than the memory that is free, as far as its shape can be told."""
+        try:
+            (value,) = onnx.shape_inference.infer_shapes(model, data_prop=True).graph.output
+            sizes = [size.dim_value for size in value.type.tensor_type.shape.dim]
+            item = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type).itemsize
+        except Exception:  # of a node that it does not know; onnxruntime has the last word
+            return
+        num_bytes, free = math.prod(sizes) * item, available_memory("cpu")
+        if num_bytes > free:
+            raise DeviceError(
+                f"{quoted(self.path, limit=300)}: its constant {quoted(name)} takes {num_bytes >> 20} MiB, and {free >> 20} MiB of memory are free",
+                code="out_of_memory", hint="export the network again with the constant computed", path=self.path,
+            )  # fmt: skip
 
     def _error(self, message: str, code: str) -> DataError:
         return DataError(f"{quoted(self.path, limit=300)}: {message}", code=code, path=self.path)

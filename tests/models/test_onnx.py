@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
+from bnncli.errors import DataError, DeviceError, MissingInput, Untrusted, UsageError
 from bnncli.extraction.search import find_head
 from bnncli.models import Asked
 from bnncli.models.onnx import open_model
@@ -172,6 +172,22 @@ def test_tensors_outside_its_folder_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(Untrusted, match=r"outside its folder: '\.\./secret\.bin'"):
         open_model(str(tmp_path / "net.onnx"), Asked())
+    tensor.external_data[0].value = "parts\0.bin"
+    (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(DataError, match="with a NUL in it"):
+        open_model(str(tmp_path / "net.onnx"), Asked())
+
+
+def test_a_constant_that_no_memory_can_hold_is_not_computed(tmp_path: Path) -> None:
+    helper = onnx.helper
+    nodes = [helper.make_node("ConstantOfShape", ["s"], ["w"]), helper.make_node("MatMul", ["x", "w"], ["y"])]
+    ends = [helper.make_tensor_value_info(name, FLOAT, ["N", size]) for name, size in (("x", 3), ("y", None))]
+    stored = [onnx.numpy_helper.from_array(np.array([3, 1 << 40]), "s")]
+    graph = helper.make_graph(nodes, "large", ends[:1], ends[1:], stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(DeviceError, match="its constant 'w' takes 12582912 MiB"):
+        open_model(str(tmp_path / "net.onnx"), Asked()).build(None)
 
 
 @pytest.mark.parametrize("content", [b"", b"no graph at all", b"\x80\x04\x95", bytes(100)])
