@@ -24,11 +24,14 @@ class Operations(NamedTuple):
         products: of matrix products over the examples.
         factors: of factors in float64.
         elementwise: over the examples, one number at a time.
+        products_once, factors_once: of what no theta changes, which a search makes once.
     """
 
     products: float = 0.0
     factors: float = 0.0
     elementwise: float = 0.0
+    products_once: float = 0.0
+    factors_once: float = 0.0
 
 
 class StructuredCurvature(Curvature, Protocol):

@@ -48,14 +48,19 @@ class Kron:
 
     @staticmethod
     def operations(layout: MatrixLayout, num_examples: int) -> Operations:
-        """2 N F^2 of products, and the eigenvectors of A."""
-        size = layout.num_features + layout.has_bias
-        return Operations(products=2 * num_examples * size**2, factors=10 * float(size) ** 3)
+        """2 N K^2 of products and the eigenvectors of B; once 2 N F^2 of products and the eigenvectors of A."""
+        size, outputs = layout.num_features + layout.has_bias, layout.num_outputs
+        return Operations(
+            products=2 * num_examples * outputs**2,
+            factors=10 * float(outputs) ** 3,
+            products_once=2 * num_examples * size**2,
+            factors_once=10 * float(size) ** 3,
+        )
 
     @staticmethod
     def most_elements(layout: MatrixLayout, *, largest_full: int, in_span: bool) -> float:
-        """Any number."""
-        return math.inf
+        """Any number, but of outputs no more than a third of `largest_full`: a search decomposes B ten times."""
+        return math.inf if layout.num_outputs <= largest_full / 3 else 0.0
 
 
 def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:

@@ -40,10 +40,12 @@ def fit_seconds(
         raise ValueError(f"structure: expected one of {', '.join(choices)}, got {structure!r}")
     curvature = registry.load_class("curvature", structure)
     needed = curvature.operations(layout, num_examples)
-    if curvature.fixed:  # the features' factor, which no theta changes, is made and decomposed once
-        num_fits = min(num_fits, 1)
+    once = min(num_fits, 1)
     fit = needed.products / speed.products + needed.elementwise / speed.elementwise + needed.factors / speed.factors
-    return num_fits * fit + num_modes * _MODE_OPERATIONS * num_examples * layout.num_params / speed.products
+    fixed = needed.products_once / speed.products + needed.factors_once / speed.factors
+    return (
+        num_fits * fit + once * fixed + num_modes * _MODE_OPERATIONS * num_examples * layout.num_params / speed.products
+    )
 
 
 def largest_full(device: torch.device | str) -> int:

@@ -18,11 +18,11 @@ from bnncli.machine.panels import is_large
 from bnncli.machine.speed import speed_of
 from bnncli.machine.team import team
 from bnncli.posteriors import draws_at_once
+from bnncli.targets.target import rough_structure
 from bnncli.theta.layout import ClassifierLayout, MatrixLayout, ParamLayout
 from bnncli.theta.network import NetworkLayout
 
 MAX_FULL_PRECONDITIONER = 2048  # parameters; up to here a full Hessian costs less than the iterations it saves
-_WHITENING = "kron"  # the rough structure of LastLayerTarget, which modes are whitened with
 _WHITENING_SHARE = (
     1.0  # of the time that draws take, that a closer Gaussian may take before them: each is worth several of others
 )
@@ -59,7 +59,9 @@ def fit_bytes(structure: str, layout: MatrixLayout, *, num_draws: int = 0, whole
         whole: of all of theta, where the layout is of the span of the features; draws are of all of it.
     """
     size = layout.num_params
-    matrices = _copies(structure, layout) * max(_elements(structure, layout), _elements(_WHITENING, layout))
+    matrices = _copies(structure, layout) * max(
+        _elements(structure, layout), _elements(rough_structure(layout.num_outputs), layout)
+    )
     if size <= MAX_FULL_PRECONDITIONER:
         matrices += 2 * size**2
     drawn = _BYTES_A_DRAW * num_draws * (whole or layout).num_params

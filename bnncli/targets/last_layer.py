@@ -31,7 +31,7 @@ from bnncli.targets.own_gradient import ValueWithGradient
 from bnncli.targets.passes import count_passes, counting_products
 from bnncli.targets.products import Multiply, rough_multiply
 from bnncli.targets.stream import FeatureBlocks, Work
-from bnncli.targets.target import Curvature
+from bnncli.targets.target import Curvature, rough_structure
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
@@ -60,7 +60,6 @@ class LastLayerTarget:
     _kept: KeptProbabilities = field(default_factory=KeptProbabilities, init=False, repr=False, compare=False)
     is_concave: ClassVar[bool] = True
     is_capturable: ClassVar[bool] = True
-    rough_structure: ClassVar[str] = "kron"
 
     def __post_init__(self) -> None:
         sizes = check_shapes(features=(self.features, "N D"), labels=(self.labels, label_shape(self.likelihood)))
@@ -70,6 +69,11 @@ class LastLayerTarget:
         if not bool(torch.isfinite(self.label_statistic).all()):  # one pass for both; count only when it fails
             num_bad = self._sum(lambda rows, block: ((~torch.isfinite(block)).sum(),), columns=self.layout.num_features)
             raise DataError(f"features hold {int(num_bad[0])} values that are not finite")
+
+    @property
+    def rough_structure(self) -> str:
+        """Of the Hessian that whitens the search for the mode."""
+        return rough_structure(self.layout.num_outputs)
 
     @property
     def num_examples(self) -> int:

@@ -148,3 +148,11 @@ class LinearisedHeldOut(HeldOut, Protocol):
             num_draws: S.
             width: numbers that a draw of one example's logits holds while it is made.
         """
+
+
+_MOST_DECOMPOSED = 4096  # outputs, whose Kronecker factor has eigenvectors in half a minute on one core
+
+
+def rough_structure(num_outputs: int) -> str:
+    """Return the structure of the Hessian that whitens the search for the mode of a last layer with so many outputs."""
+    return "kron" if num_outputs <= _MOST_DECOMPOSED else "diag"

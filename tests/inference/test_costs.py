@@ -10,6 +10,7 @@ from problems.heads import head_target
 from bnncli import registry
 from bnncli.inference.costs import QUICK_ANYWHERE, fit_seconds, largest_full
 from bnncli.inference.local_covariance import covariance_at
+from bnncli.inference.memory import automatic_structures
 from bnncli.machine.speed import speed_of
 from bnncli.theta.head import HeadLayout
 
@@ -18,7 +19,12 @@ CORE = speed_of("cpu", threads=1)
 
 @pytest.mark.parametrize(
     ("structure", "layout", "num_examples"),
-    [("full", HeadLayout(10, 150), 2000), ("block", HeadLayout(10, 400), 1000), ("kron", HeadLayout(10, 800), 1000)],
+    [
+        ("full", HeadLayout(10, 150), 2000),
+        ("block", HeadLayout(10, 400), 1000),
+        ("kron", HeadLayout(10, 800), 1000),
+        ("kron", HeadLayout(500, 4), 40),
+    ],
 )
 def test_a_covariance_takes_about_as_long_as_estimated(structure: str, layout: HeadLayout, num_examples: int) -> None:
     target = head_target(layout, num_examples, prior=10.0, dtype=torch.float32)
@@ -51,10 +57,18 @@ def test_a_search_costs_its_fits_and_modes_and_threads_share_them() -> None:
 
 def test_a_search_with_kronecker_factors_makes_that_of_the_features_once() -> None:
     layout, sizes = HeadLayout(10, 100), {"num_examples": 1000, "speed": CORE, "num_modes": 0}
-    assert fit_seconds("kron", layout, **sizes, num_fits=10) == fit_seconds("kron", layout, **sizes)
+    assert fit_seconds("kron", layout, **sizes, num_fits=10) < 1.2 * fit_seconds("kron", layout, **sizes)
+    many = HeadLayout(2000, 4)  # the outputs' factor is another at every theta
+    assert fit_seconds("kron", many, **sizes, num_fits=10) > 9 * fit_seconds("kron", many, **sizes)
     assert fit_seconds("block", layout, **sizes, num_fits=10) == pytest.approx(
         10 * fit_seconds("block", layout, **sizes)
     )
+
+
+def test_kronecker_factors_of_very_many_outputs_are_not_taken_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert "kron" in automatic_structures(HeadLayout(1000, 4), 2**40, device="cpu", num_draws=128)
+    assert automatic_structures(HeadLayout(10_000, 4), 2**40, device="cpu", num_draws=128) == ["block", "diag"]
 
 
 def test_the_largest_quick_covariance_is_as_large_as_the_device_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:

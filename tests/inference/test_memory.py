@@ -11,7 +11,6 @@ from bnncli.errors import DeviceError
 from bnncli.flows._affine_sizes import num_elements
 from bnncli.inference import memory
 from bnncli.machine import devices
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.network import NetworkLayout
 
@@ -146,7 +145,3 @@ def test_the_advised_number_of_chains_fits_and_one_more_does_not(monkeypatch: py
     memory.require_sampling(layout, device, num_chains=most)
     with pytest.raises(DeviceError, match="chains"):
         memory.require_sampling(layout, device, num_chains=most + 1)
-
-
-def test_a_fit_is_planned_with_the_whitening_that_modes_have() -> None:
-    assert LastLayerTarget.rough_structure == memory._WHITENING
