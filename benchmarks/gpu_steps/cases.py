@@ -234,5 +234,6 @@ def _readers(diagnosed: str = "") -> list[str]:
         "inspect FOLDER/run.bnn/posteriors/laplace.safetensors",
         "convert FOLDER/run.bnn/posteriors/map.safetensors FOLDER/state.safetensors",
         "clean FOLDER/run",
+        "rm FOLDER/run laplace --dependents --dry-run",
         "config show refine",
     ]

@@ -175,8 +175,8 @@ def shortfall(
     value = 0.5 * float(one[0] @ white[0]) + float(one[1] @ other[1]) / (4 * kl_weight)
     # Of a product of two independent estimates; those of the means as if H were diagonal.
     noise = variance * its_variance + variance * other.square() + its_variance * one.square()
-    factors = noise.new_tensor([0.5, 0.25 / kl_weight])
-    return Shortfall(value, math.sqrt(float(factors.square() @ noise.sum(dim=1))))
+    of_means, of_spreads = noise.sum(dim=1).tolist()
+    return Shortfall(value, math.sqrt(0.5**2 * of_means + (0.25 / kl_weight) ** 2 * of_spreads))
 
 
 class _MeanField(TargetLearner):

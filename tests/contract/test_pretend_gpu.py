@@ -160,7 +160,7 @@ LINES = (
     "fit-lbbnn v --epochs 2 --batch-size 8 --slab-sd 1",
     "predict v --integrator all --samples 6 --posterior laplace --split test",
     "predict v --samples 6 --posterior refine --posterior hmc --posterior lbbnn --split test",
-    "auto s",
+    "auto s --criterion nll",
     "sbc s --simulations 20 --draws 9 --posterior laplace --truth hmc",
     "sbc s --simulations 20 --draws 9 --posterior sghmc",
     "sbc s --simulations 20 --draws 9 --posterior whole-sghmc",
@@ -175,6 +175,10 @@ WITHOUT_LINE = {
     ("hmc", "--sampler", "nuts"): "Pyro's own, slow, and not for a pretend device",
     ("extract-features", "--autocast", "bf16"): "torch.autocast asks the driver itself what the device can do",
     ("extract-features", "--autocast", "fp16"): "as bf16",
+    **{
+        ("extract-features", "--background", name): "of image files, which are decoded on the CPU"
+        for name in ("white", "black")
+    },
     ("refine", "--scale", "kron"): "what affine does without --scale",
     ("train", "--autocast", "bf16"): "as that of extract-features",
     ("train", "--recipe", "wrn-16-4-cifar"): "large; every setting of it is in a line",

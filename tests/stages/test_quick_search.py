@@ -41,7 +41,7 @@ def test_the_precision_of_a_dear_structure_is_that_of_a_quick_one(
     assert "the prior precision is searched for by kron" in done.stderr
     given = cli("fit-laplace", run, "--prior-precision", by_kron["prior_precision"], "--structure", "full", "--json")
     assert metrics["log_marginal_likelihood"] == pytest.approx(
-        given.json["metrics"]["log_marginal_likelihood"], abs=1e-4
+        given.json["metrics"]["log_marginal_likelihood"], abs=2e-3
     )
 
 
