@@ -1,6 +1,7 @@
 """Which predictive to recommend: the one verdict that auto, diagnose and report quote.
 
-A predictive is a posterior by an integrator. On a labelled val split, against the network at one temperature (the baseline):
+A predictive is a posterior by an integrator. On a labelled val split, against the network at one temperature or as trained, the one of
+the lower NLL (the baseline):
 
 1. A predictive that loses accuracy beyond chance is out, unless asked otherwise.
 2. Of those whose NLL is lower by more than MARGIN beyond chance, the simplest that none of them beats by as much.
@@ -27,7 +28,7 @@ from bnncli.lazy import special
 from bnncli.names import percent
 
 MARGIN = WORSE_SHARE
-ONE_TEMPERATURE = "the network at one temperature"
+PLAIN = {"temperature": "the network at one temperature", "network": "the network as trained"}
 _ONE_SIDED = (1 - LEVEL) / 2
 _STEPS = 60  # of bisection: to the last bit of a difference of accuracies
 
@@ -129,6 +130,7 @@ def recommend(
     candidates: Sequence[Predictive],
     baseline: Scored | None,
     *,
+    words: str = PLAIN["temperature"],
     keep_accuracy: bool = True,
     detects_better: Callable[[Predictive, int], bool] = lambda candidate, num_tried: False,
 ) -> Recommendation:
@@ -136,8 +138,8 @@ def recommend(
 
     Args:
         candidates: the simplest first.
-        baseline: the network at one temperature, or as trained where no temperature is finite; None for features without a head, where a
-            candidate only has to hold its own against the others.
+        baseline: the plain network; None for features without a head, where a candidate only has to hold its own against the others.
+        words: for the baseline, one of PLAIN.
         keep_accuracy: whether candidates that lose accuracy beyond chance are out.
         detects_better: whether a candidate detects out-of-distribution inputs better than the baseline, beyond chance when so many
             candidates are tried.
@@ -154,12 +156,12 @@ def recommend(
     lead = f"{percent(MARGIN, 'g')} of the NLL beyond chance"
     if winners:
         found = _best_of(winners, kept, "no other choice that does beats it by as much")
-        return replace(found, pays=True, why=f"it beats {ONE_TEMPERATURE} by more than {lead}, and {found.why}")
+        return replace(found, pays=True, why=f"it beats {words} by more than {lead}, and {found.why}")
     close = [one for one in kept if one.scored.nll <= baseline.nll]
     for one in close:
         if detects_better(one, len(close)):
             tries = f" among {len(candidates)} candidates" if len(candidates) > 1 else ""
-            why = f"its gain in NLL may be chance{tries}, but it detects out-of-distribution inputs better than {ONE_TEMPERATURE}"
+            why = f"its gain in NLL may be chance{tries}, but it detects out-of-distribution inputs better than {words}"
             return Recommendation(one, one, False, why)
     why = f"no posterior beats it by more than {lead}"
     if losing:
@@ -181,16 +183,15 @@ def _nll(one: Predictive) -> float:
     return one.scored.nll
 
 
-def sentence(found: Recommendation, baseline: Scored | None, plain: str) -> str:
+def sentence(found: Recommendation, baseline: Scored | None, plain: str, words: str = PLAIN["temperature"]) -> str:
     """Return the recommendation in words, with NLL, accuracy and ECE on val.
 
     Args:
-        plain: the name of the baseline's posterior in the run.
+        plain: the name of the baseline's posterior in the run. words: as for recommend.
     """
     chosen, contender = found.chosen, found.contender
     if chosen is None:
-        kind = "the network as trained" if plain == "map" else ONE_TEMPERATURE
-        text = f"predict with {plain} ({kind}): {found.why}"
+        text = f"predict with {plain} ({words}): {found.why}"
     else:
         text = f"predict with {chosen}: {found.why}"
     if contender is None:

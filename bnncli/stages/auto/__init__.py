@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from bnncli.errors import MissingInput, UsageError
-from bnncli.evaluation.recommendation import ONE_TEMPERATURE
 from bnncli.names import percent
 from bnncli.options import AutoOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
@@ -95,7 +94,7 @@ def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
     found = recorded_qualities(metrics["qualities"])
     if not found:
         return []
-    columns = ["val", str(metrics["about"]), ONE_TEMPERATURE, "difference", "95 % interval", "finding"]
+    columns = ["val", *metrics["about"], "difference", "95 % interval", "finding"]
     notes = [
         "paired by example; each interval holds by itself; auroc: by the largest probability, with out-of-distribution splits"
     ]

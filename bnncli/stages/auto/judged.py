@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bnncli.errors import CheckFailed, DataError
 from bnncli.evaluation.excess import Scored
 from bnncli.evaluation.layer_gain import LEVEL
-from bnncli.evaluation.recommendation import Predictive, Quality, recommend, sentence
+from bnncli.evaluation.recommendation import PLAIN, Predictive, Quality, recommend, sentence
 from bnncli.integrators import supports
 from bnncli.run.inputs import Split, load_split, open_posterior
 from bnncli.run.produce import Computed, Request
@@ -30,11 +30,14 @@ _SHOWN = ("sentence", "pays", "qualities", "about")
 def compute(run: Run, request: Request, rungs: list[Rung], val: Split, *, keep_accuracy: bool) -> Computed:
     """The rows of all candidates with the recommended one marked, its qualities, and the sentence."""
     points, candidates = _scored(run, rungs, val)
-    name, baseline = next(((key, points[key]) for key in ("temperature", "network") if key in points), ("", None))
+    name = min(points, key=lambda key: points[key].nll, default="")
+    baseline, words = points.get(name), PLAIN.get(name, "")
     if baseline is None and not candidates:
         raise CheckFailed("no posterior was fitted, and this run has no network to recommend", code="nothing_fitted")
     paired = _Paired(run, rungs, val, name, None if baseline is None else baseline.losses)
-    found = recommend(candidates, baseline, keep_accuracy=keep_accuracy, detects_better=paired.detects_better)
+    found = recommend(
+        candidates, baseline, words=words, keep_accuracy=keep_accuracy, detects_better=paired.detects_better
+    )
     names = {
         "temperature": next((rung.posterior for rung in rungs if rung.name == "fit-temperature"), ""),
         "network": "map",
@@ -47,12 +50,12 @@ def compute(run: Run, request: Request, rungs: list[Rung], val: Split, *, keep_a
         _row(one.posterior, one.integrator, one.scored, baseline, is_recommended=one is found.chosen)
         for one in candidates
     ]
-    text = sentence(found, baseline, names.get(name, ""))
+    text = sentence(found, baseline, names.get(name, ""), words)
     beside = [] if found.contender is None or baseline is None else paired.qualities(found.contender)
     about = None if found.contender is None else str(found.contender)
     judged = [(rung.source.content_digest, rung.is_good) for rung in rungs if rung.source and rung.is_good is not None]
     told = {"is_recommended": False, "sentence": text, "pays": found.pays, "judged": judged}
-    told |= {"qualities": [one.to_json() for one in beside], "about": about}
+    told |= {"qualities": [one.to_json() for one in beside], "about": [about, words]}
 
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:
         return write_metrics(

@@ -15,7 +15,7 @@ from bnncli.evaluation.draw_blocks import compare_draws
 from bnncli.evaluation.excess import Scored, excesses
 from bnncli.evaluation.layer_gain import LayerGain
 from bnncli.evaluation.mmd import median_bandwidth, mmd2_of, squared_distances
-from bnncli.evaluation.recommendation import Predictive, recommend, sentence
+from bnncli.evaluation.recommendation import PLAIN, Predictive, recommend, sentence
 from bnncli.evaluation.verdict import LINEAR_DRAWS, POINTS, Verdict, doubts, give_verdict
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
@@ -94,10 +94,11 @@ def judge(run: Run, options: DiagnoseOptions, *, leave_out: Collection[Path] = (
     pairs = _pairs(run, diagnoses)
     headers = {name: header for name, (_, header, _) in found.items()}
     points = {} if val is None or val.content.labels is None else network_on_val(run, val)[0]
-    baseline = points.get("temperature") or points.get("network")
+    plain = min(points, key=lambda key: points[key].nll, default="")
+    baseline = points.get(plain)
     diagnoses = _with_comparisons(diagnoses, pairs, headers, baseline)
     found_before = None if run.folder.recommended in leave_out else _recommended(run)
-    chosen = found_before or _recommend(run, diagnoses, headers, baseline, "temperature" in points)
+    chosen = found_before or _recommend(run, diagnoses, headers, baseline, plain)
     prediction = "no labelled val split, so what predicts best is unknown" if chosen is None else chosen.sentence
     verdict = give_verdict([one.judged for one in diagnoses], commands(run, options, diagnoses, headers), prediction)
     if verdict.is_good and chosen is not None:
@@ -130,7 +131,7 @@ _SIMPLEST_FIRST = (*POINTS, "gaussian", "flow", LINEAR_DRAWS, "samples")
 
 
 def _recommend(
-    run: Run, diagnoses: list[Diagnosis], headers: dict[str, Header], baseline: Scored | None, has_temperature: bool
+    run: Run, diagnoses: list[Diagnosis], headers: dict[str, Header], baseline: Scored | None, key: str
 ) -> Recommended | None:
     """The recommendation among the posteriors that were judged, by the rule of auto; None without scores on val."""
 
@@ -146,9 +147,9 @@ def _recommend(
             candidates.append(Predictive(one.judged.name, one.predicted_by[0], one.scored))
     if baseline is None and not candidates:
         return None
-    plain = "temperature" if has_temperature else "map"
-    found = recommend(candidates, baseline)
-    text = sentence(found, baseline, plain)
+    plain, words = "map" if key == "network" else key, PLAIN.get(key, "")
+    found = recommend(candidates, baseline, words=words)
+    text = sentence(found, baseline, plain, words)
     if found.chosen is not None:
         return Recommended(found.chosen.posterior, found.chosen.integrator, text, by="diagnose")
     return Recommended(plain, "plug-in", text, by="diagnose")
