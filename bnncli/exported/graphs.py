@@ -5,16 +5,18 @@ Graphs hold no place of a file and nothing of the machine, so that the same modu
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bnncli.data import Inputs
 from bnncli.errors import DataError
 from bnncli.exported.steps import OUTPUTS, Values
 from bnncli.machine.memory import bytes_text
@@ -31,19 +33,20 @@ class ExportedModel:
     Attributes:
         content: of the file; empty where the tensors are stored themselves.
         runtime: what runs it.
-        run: outputs by name of inputs (B, ...), by that runtime on the CPU.
+        run: outputs by name of inputs (B, ...), or of several by name, by that runtime on the CPU.
     """
 
     content: bytes
     runtime: str
-    run: Callable[[Tensor], Values]
+    run: Callable[[Inputs], Values]
 
 
-def to_program(module: nn.Module, example: Tensor, *, input_name: str) -> ExportedModel:
+def to_program(module: nn.Module, example: Inputs, *, input_name: str) -> ExportedModel:
     """The module as a program of torch.export, for batches of any size; it runs in torch.
 
     Args:
-        example: inputs (B, ...), at least two.
+        example: inputs (B, ...), at least two. Of several by name, which keep their names, token ids may have any length.
+        input_name: of a single input.
 
     Raises:
         DataError: torch cannot take the module apart.
@@ -52,31 +55,33 @@ def to_program(module: nn.Module, example: Tensor, *, input_name: str) -> Export
     torch.export.save(program, stream)
     loaded = torch.export.load(io.BytesIO(stream.getvalue())).module()
 
-    def run(inputs: Tensor) -> Values:
+    def run(inputs: Inputs) -> Values:
         with torch.no_grad():
-            outputs: Values = loaded(inputs)
+            outputs: Values = loaded(**inputs) if isinstance(inputs, dict) else loaded(inputs)
         return outputs
 
     return ExportedModel(stream.getvalue(), "torch", run)
 
 
-def to_onnx(module: nn.Module, example: Tensor, *, input_name: str, threads: int | None = None) -> ExportedModel:
+def to_onnx(module: nn.Module, example: Inputs, *, input_name: str, threads: int | None = None) -> ExportedModel:
     """The module as an ONNX graph, for batches of any size; it runs in onnxruntime.
 
     Args:
-        example: inputs (B, ...), at least two.
+        example, input_name: as of to_program.
         threads: of onnxruntime; None for all cores.
 
     Raises:
         DataError: torch cannot take the module apart, or ONNX has not what it is made of, or it is too large.
     """
     program = _exported(module, example, input_name)
+    input_names = [*example] if isinstance(example, dict) else [input_name]
     with torch.no_grad():
-        names = [name for name in OUTPUTS if name in module(example[:2])]
+        outputs = module(example)
+        names = [name for name in OUTPUTS if name in outputs]
     try:
         with _quiet():
             made: Any = torch.onnx.export(
-                program, dynamo=True, optimize=True, verbose=False, input_names=[input_name], output_names=names
+                program, dynamo=True, optimize=True, verbose=False, input_names=input_names, output_names=names
             )
     except Exception as error:  # others' code: whatever the exporter meets
         raise _not_exportable("ONNX", error) from error
@@ -89,10 +94,12 @@ def to_onnx(module: nn.Module, example: Tensor, *, input_name: str, threads: int
             code="too_large",
         )
     content = made.model_proto.SerializeToString(deterministic=True)
-    return ExportedModel(content, "onnxruntime", _session(content, input_name, names, threads))
+    return ExportedModel(content, "onnxruntime", _session(content, input_names, names, threads))
 
 
-def _session(content: bytes, input_name: str, names: list[str], threads: int | None) -> Callable[[Tensor], Values]:
+def _session(
+    content: bytes, input_names: list[str], names: list[str], threads: int | None
+) -> Callable[[Inputs], Values]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -100,21 +107,26 @@ def _session(content: bytes, input_name: str, names: list[str], threads: int | N
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
-    def run(inputs: Tensor) -> Values:
-        outputs = session.run(names, {input_name: inputs.numpy()})
+    def run(inputs: Inputs) -> Values:
+        given = inputs if isinstance(inputs, dict) else {input_names[0]: inputs}
+        outputs = session.run(names, {name: tensor.numpy() for name, tensor in given.items()})
         return {name: torch.from_numpy(output) for name, output in zip(names, outputs, strict=True)}
 
     return run
 
 
-def _exported(module: nn.Module, example: Tensor, input_name: str) -> torch.export.ExportedProgram:
-    """The program, with an input of that name and nothing of this machine in it."""
-    named = _OfFeatures(module) if input_name == FEATURES else _OfInputs(module)
+def _exported(module: nn.Module, example: Inputs, input_name: str) -> torch.export.ExportedProgram:
+    """The program, with an input of that name, or several by theirs, and nothing of this machine in it."""
+    batch, length = torch.export.Dim("batch"), torch.export.Dim.DYNAMIC
+    keywords = example if isinstance(example, dict) else None
+    arguments = () if isinstance(example, dict) else (example,)
+    sizes: Any = ({0: batch},)
+    if keywords is not None:
+        sizes = {name: {0: batch, 1: length} if has_length(one) else {0: batch} for name, one in keywords.items()}
     try:
         with torch.no_grad(), _quiet():
-            program = torch.export.export(
-                named.eval(), (example,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False
-            )
+            named = _named(module, input_name, list(keywords or ()))
+            program = torch.export.export(named.eval(), arguments, keywords, dynamic_shapes=sizes, strict=False)
     except Exception as error:  # others' code: a network may do anything
         raise _not_exportable("torch.export", error) from error
     for part in program.graph_module.modules():
@@ -144,10 +156,39 @@ class _OfInputs(_OfFeatures):
         return outputs
 
 
+class _OfNamed(nn.Module):
+    """The same of inputs by name. torch.export asks for a signature that has the names."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model = model
+
+        def forward(**inputs: Tensor) -> Values:
+            outputs: Values = model(inputs)
+            return outputs
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+def _named(module: nn.Module, input_name: str, names: Sequence[str]) -> nn.Module:
+    """The module with an input of that name, or of several."""
+    if names:
+        return _OfNamed(module, names)
+    return _OfFeatures(module) if input_name == FEATURES else _OfInputs(module)
+
+
+def has_length(one: Tensor) -> bool:
+    """Whether an input by name may have any length that the network takes: token ids, and what goes with them."""
+    return one.ndim == 2 and not one.is_floating_point()
+
+
 def _name_batch(model: Any) -> None:
-    """Call the open size of inputs and outputs `batch`, and take out what the exporter says of its source."""
+    """Call the open sizes of inputs and outputs `batch` and `sequence`, and take out what the exporter says of its source."""
     for value in (*model.graph.inputs, *model.graph.outputs):
-        value.shape = type(value.shape)(["batch", *list(value.shape)[1:]])
+        sizes = [size if isinstance(size, int) else "sequence" for size in list(value.shape)[1:]]
+        value.shape = type(value.shape)(["batch", *sizes])
         value.metadata_props.clear()
     for node in model.graph:
         node.metadata_props.clear()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bnncli.data import Preprocess
+from bnncli.data import Inputs, Preprocess
 from bnncli.errors import DataError
 from bnncli.exported.steps import Values
 from bnncli.extraction.form import HeadForm
@@ -18,7 +18,7 @@ _FEW = 64  # numbers: of so few nothing is won by halving them
 
 
 class FeatureNetwork(nn.Module):
-    """Features (B, D) of inputs (B, ...): preprocessing, and the network up to its head.
+    """Features (B, D) of inputs (B, ...), or of several by name: preprocessing, and the network up to its head.
 
     Args:
         model: in evaluation mode, on the CPU.
@@ -35,12 +35,17 @@ class FeatureNetwork(nn.Module):
             self.register_buffer(f"head_{name}", part)
         check_exportable(head.form)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        inputs = inputs if self.preprocess is None else self.preprocess.apply(inputs, is_sized=True)
+    def forward(self, inputs: Inputs) -> Tensor:
+        if self.preprocess is not None:
+            assert isinstance(inputs, Tensor)
+            inputs = self.preprocess.apply(inputs, is_sized=True)
+        given: dict[str, Tensor] = inputs if isinstance(inputs, dict) else {}
+        arguments = () if isinstance(inputs, dict) else (inputs,)
         if self.form is not None:
-            passed, returned = self.form.run(self.model, lambda: self.model(inputs))
+            passed, returned = self.form.run(self.model, lambda: self.model(*arguments, **given))
             weight: Any = self.head_weight
-            output = chosen_output(returned, self.form.output).reshape(inputs.shape[0], -1)
+            num_rows = next(iter((*arguments, *given.values()))).shape[0]
+            output = chosen_output(returned, self.form.output).reshape(num_rows, -1)
             return self.form.features(passed, output, weight, self.head_bias)  # type: ignore[arg-type]
         assert self.layer is not None
         captured: list[Tensor] = []
@@ -51,7 +56,7 @@ class FeatureNetwork(nn.Module):
 
         hook = layer.register_forward_pre_hook(capture, with_kwargs=True)
         try:
-            self.model(inputs)
+            self.model(*arguments, **given)
         finally:
             hook.remove()
         return captured[0]
@@ -59,7 +64,7 @@ class FeatureNetwork(nn.Module):
 
 def check_exportable(form: HeadForm | None) -> None:
     """Pass where a head's features pass at modules, or are the output. Raises DataError otherwise."""
-    if form is not None and (any(isinstance(tap.at, int) for tap in form.taps) or form.positions == "one"):
+    if form is not None and any(isinstance(tap.at, int) for tap in form.taps):
         raise DataError(
             "the features of this network pass between operations that no module has, where export cannot take them",
             hint="export the head alone: \0head_only\0",
@@ -74,7 +79,7 @@ class WholeNetwork(nn.Module):
         super().__init__()
         self.trunk, self.head = trunk, head
 
-    def forward(self, inputs: Tensor) -> Values:
+    def forward(self, inputs: Inputs) -> Values:
         outputs: Values = self.head(self.trunk(inputs))
         return outputs
 
@@ -93,7 +98,7 @@ class Halved(nn.Module):
             self._names[f"number_{number}"] = name
             self.register_buffer(f"number_{number}", stored.clone())
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         own = dict(self.named_buffers())
         state = {
             name: own[place].float() if own[place].dtype == torch.float16 else own[place]

@@ -111,7 +111,10 @@ class HeadForm:
             logits = vectors @ weight.T if bias is None else vectors @ weight.T + bias
             ours, theirs = self.on_link_scale(logits, output.unsqueeze(1))
             nearest = (ours - theirs).abs().amax(-1).argmin(1)
-            return vectors[torch.arange(len(vectors), device=nearest.device), nearest]
+            places = nearest[:, None, None].expand(
+                -1, -1, vectors.shape[2]
+            )  # by no count of rows, which a graph would keep
+            return vectors.gather(1, places)[:, 0]
         return every[0] if len(every) == 1 else torch.cat(every, 1)
 
     def _vectors(self, tensor: Tensor, axis: int) -> Tensor:

@@ -14,8 +14,11 @@ import torch
 from problems.arrays import make_arrays
 from problems.command_line import Cli, new_run
 from problems.label_sets import label_arrays
+from problems.transforms import WordLengths
+from problems.words_model import write_weights
 from torch import Tensor
 
+from bnncli import registry
 from bnncli.decisions.acceptance import AcceptanceRule
 from bnncli.decisions.outliers import OutlierRule
 from bnncli.decisions.prediction_sets import SetRule
@@ -219,6 +222,35 @@ def test_a_head_that_is_a_convolution_and_images_that_are_resized_outside(
     assert meta["input"]["shape"] == ["batch", *shape]
     assert meta["input"]["preprocessing"].startswith("outside" if sized else "inside")
     assert program(torch.zeros(5, *shape, dtype=dtype))["probs"].shape == (5, 3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_several_inputs_keep_their_names_and_texts_may_have_any_length(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    added, found = {"words": registry._Installed("problems.words_model", "tests")}, registry._installed
+    monkeypatch.setattr(registry, "_installed", lambda family: added if family == "models" else found(family))
+    write_weights(Path("weights.safetensors"))
+    texts = [f"{'a' * (row % 7 + 1)} {'b' * (row % 3 + 1)}" for row in range(60)]
+    rows = ["text,label", *(f"{text},{row % 3}" for row, text in enumerate(texts))]
+    Path("train.csv").write_text("\n".join(rows))
+    data = ("--model", "words:weights.safetensors", "--data", "train=csv:train.csv")
+    assert cli("extract-features", "ckpt", *data).code == 0
+    assert cli("fit-laplace", "ckpt", "--prior-precision", "1").code == 0
+    assert cli("predict", "ckpt", "--posterior", "laplace", "--integrator", "probit", "--split", "train").code == 0
+    done = cli("export", "ckpt", *ASKED[2:], "--trust-code", "--dtype", dtype)
+    assert done.code == 0, done.stderr
+    path = folder_of(tmp_path / "ckpt") / "exports" / "laplace.probit.pt2"
+    program = torch.export.load(path).module()
+    longer = {name: torch.from_numpy(array) for name, array in WordLengths(9)(texts).inputs.items()}
+    for rows_of in (slice(None), slice(0, 1)):
+        outputs = program(**{name: tensor[rows_of] for name, tensor in longer.items()})
+        expected = predicted(tmp_path / "ckpt", "laplace.probit", "train").probs[rows_of]
+        np.testing.assert_allclose(outputs["probs"], expected, atol=1e-5 if dtype == "float32" else 1e-2)
+    shapes = {one["name"]: (one["shape"], one["type"]) for one in read_header(path).meta["inputs"]}
+    assert shapes["input_ids"] == (["batch", "sequence"], "int64")
+    assert shapes["attention_mask"] == (["batch", "sequence"], "bool")
 
 
 def test_code_of_the_network_is_not_run_without_trust(cli: Cli, checkpoint: Path) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from bnncli import data
 from bnncli.errors import DataError
-from bnncli.exported.graphs import FEATURES, INPUTS
+from bnncli.exported.graphs import FEATURES, INPUTS, has_length
 from bnncli.exported.network import FeatureNetwork, Halved
+from bnncli.models._hf_attention import with_plain_attention
 from bnncli.run.inputs import Split
 from bnncli.run.network_splits import NetworkReader
 from bnncli.run.session import Run
@@ -27,7 +28,7 @@ class GoesIn:
     """What goes into a file.
 
     Attributes:
-        name: of the input. rows: (n,) of the split, those that are checked.
+        name: of the input, where it has no name of its own. rows: (n,) of the split, those that are checked.
         trunk: from inputs to features; None where features go in.
         read: inputs (B, ...) of the examples at some of the positions among `rows`.
         preprocessing: what of it is inside, in words.
@@ -42,34 +43,44 @@ class GoesIn:
     split: data.InputSplit | None = None
     is_raw: bool = False
 
-    def batches(self, most: int | None = None) -> Iterator[Tensor]:
-        """Inputs (B, ...) of the rows in order, at most so many of them."""
+    def batches(self, most: int | None = None, *, size: int = BATCH) -> Iterator[data.Inputs]:
+        """Inputs (B, ...) of the rows in order, at most so many of them, B at once."""
         count = len(self.rows) if most is None else min(most, len(self.rows))
         if self.stored is not None:
-            for start in range(0, count, BATCH):
-                yield self.stored[self.rows[start : min(start + BATCH, count)]].float()
+            for start in range(0, count, size):
+                yield self.stored[self.rows[start : min(start + size, count)]].float()
             return
         assert self.split is not None
         if not self.is_raw:
-            for batch in self.split.take(np.arange(count)).batches(BATCH):
-                yield _single(batch.inputs)
+            for batch in self.split.take(np.arange(count)).batches(size):
+                yield batch.inputs
             return
         dataset: Any = getattr(self.split.dataset, "opened", self.split.dataset)
-        for start in range(0, count, BATCH):
-            raw = dataset.read(self.split.rows[start : min(start + BATCH, count)])[0]
+        for start in range(0, count, size):
+            raw = dataset.read(self.split.rows[start : min(start + size, count)])[0]
             tensor = torch.as_tensor(np.ascontiguousarray(raw) if isinstance(raw, np.ndarray) else raw)
             yield tensor.float() if tensor.is_floating_point() else tensor
 
-    def first(self, count: int) -> Tensor:
+    def first(self, count: int) -> data.Inputs:
         """So many inputs: the first rows, from the start again where there are fewer."""
-        found = torch.cat(list(self.batches(count)))
+        found = next(self.batches(count, size=count))
+        if isinstance(found, dict):
+            return {name: one[torch.arange(count) % len(one)] for name, one in found.items()}
         return found[torch.arange(count) % len(found)]
 
-    def described(self, example: Tensor) -> dict[str, Any]:
-        """As files say it."""
-        kind = str(example.dtype).removeprefix("torch.")
-        shape = ["batch", *example.shape[1:]]
-        return {"name": self.name, "type": kind, "shape": shape, "preprocessing": self.preprocessing}
+    def described(self, example: data.Inputs) -> list[dict[str, Any]]:
+        """As files say it, one entry an input."""
+        named = example if isinstance(example, dict) else {self.name: example}
+        has_names = isinstance(example, dict)
+        return [
+            {
+                "name": name,
+                "type": str(one.dtype).removeprefix("torch."),
+                "shape": ["batch", "sequence"] if has_names and has_length(one) else ["batch", *one.shape[1:]],
+                "preprocessing": self.preprocessing,
+            }
+            for name, one in named.items()
+        ]
 
 
 def features_in(split: Split) -> GoesIn:
@@ -95,12 +106,23 @@ def inputs_in(run: Run, split: Split, *, trusts_code: bool, is_halved: bool) -> 
         head = recorded.network.head(chosen)
         recorded.check_head(head)
         assert head is not None
-        model = recorded.network.module.eval().requires_grad_(False).cpu()
+        _check_padding(chosen)
+        model = with_plain_attention(recorded.network.module.eval().requires_grad_(False).cpu())
     is_raw = _is_inside(chosen)
     trunk: nn.Module = FeatureNetwork(model, head, chosen.preprocess if is_raw else None).eval()
     trunk = Halved(trunk).eval() if is_halved else trunk
     words = _in_words(chosen.preprocess) if is_raw else "outside: inputs go in as the network takes them"
     return GoesIn(INPUTS, rows, trunk, words, split=chosen, is_raw=is_raw)
+
+
+def _check_padding(split: data.InputSplit) -> None:
+    """Pass where the network takes a batch as it is. Raises DataError where it sees each example without its padding."""
+    if next(split.take(np.arange(1)).batches(1)).lengths is not None:
+        raise DataError(
+            "the network sees each example without its padding, which a file of batches cannot",
+            hint="export the head alone: \0head_only\0",
+            code="not_exportable",
+        )
 
 
 def _is_inside(split: data.InputSplit) -> bool:
@@ -121,13 +143,3 @@ def _in_words(done: data.Preprocess) -> str:
     parts += [f"mean {', '.join(map(str, done.mean))}"] if done.mean else []
     parts += [f"std {', '.join(map(str, done.std))}"] if done.std else []
     return f"inside: {'; '.join(parts)}"
-
-
-def _single(inputs: data.Inputs) -> Tensor:
-    if isinstance(inputs, dict):
-        raise DataError(
-            f"the network takes several inputs ({', '.join(inputs)}); a file takes one",
-            hint="export the head alone: \0head_only\0",
-            code="not_exportable",
-        )
-    return inputs

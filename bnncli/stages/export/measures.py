@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bnncli.data import Inputs
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.errors import NumericError
 from bnncli.evaluation.excess import score
@@ -40,10 +41,10 @@ class ExpectedOutputs:
     num_stored: int | None
 
 
-def eager(module: nn.Module) -> Callable[[Tensor], Values]:
+def eager(module: nn.Module) -> Callable[[Inputs], Values]:
     """The module as torch runs it."""
 
-    def run(inputs: Tensor) -> Values:
+    def run(inputs: Inputs) -> Values:
         with torch.no_grad():
             outputs: Values = module(inputs)
         return outputs
@@ -68,7 +69,7 @@ def expected_outputs(
     return ExpectedOutputs(whole, stored, ready.num_draws, kept.num_draws)
 
 
-def outputs_of(run: Run, model: Callable[[Tensor], Values], goes_in: GoesIn, name: str) -> Values:
+def outputs_of(run: Run, model: Callable[[Inputs], Values], goes_in: GoesIn, name: str) -> Values:
     """What the file gives for all rows that are checked."""
     task = run.console.task(f"check in {name}", len(goes_in.rows))
     found: dict[str, list[Tensor]] = {}
@@ -76,7 +77,7 @@ def outputs_of(run: Run, model: Callable[[Tensor], Values], goes_in: GoesIn, nam
         for output, values in model(inputs).items():
             found.setdefault(output, []).append(values)
         run.console.poll("checking the file")
-        task.advance(len(inputs))
+        task.advance(len(next(iter(inputs.values())) if isinstance(inputs, dict) else inputs))
     return {output: torch.cat(values) for output, values in found.items()}
 
 
@@ -138,7 +139,7 @@ def losses(
     return found if rule is None else {**found, "sets": agreement(rule, expected.whole.probs.cpu(), own["set"])}
 
 
-def times_of(run: Run, model: Callable[[Tensor], Values], goes_in: GoesIn) -> dict[str, float | None]:
+def times_of(run: Run, model: Callable[[Inputs], Values], goes_in: GoesIn) -> dict[str, float | None]:
     """Median milliseconds of a batch of each of the sizes; None where one would take too long."""
     found: dict[str, float | None] = {}
     per_input = 0.0

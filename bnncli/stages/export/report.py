@@ -13,10 +13,13 @@ SIZES = (1, 32, 1024)  # of batches that are timed
 
 def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
     """Lines for people."""
-    parity, goes_in = metrics["parity"], meta["input"]
-    shape = ", ".join(map(str, goes_in["shape"]))
+    parity = metrics["parity"]
+    goes_in = ", ".join(
+        f"{one['name']} ({', '.join(map(str, one['shape']))}) {one['type']}"
+        for one in meta.get("inputs") or [meta["input"]]
+    )
     lines = [
-        f"{meta['posterior']} by {meta['variant']}, {bytes_text(metrics['bytes'])}: {goes_in['name']} ({shape}) {goes_in['type']} -> "
+        f"{meta['posterior']} by {meta['variant']}, {bytes_text(metrics['bytes'])}: {goes_in} -> "
         + ", ".join(output["name"] for output in meta["outputs"]),
         f"probabilities on {parity['split']}, {parity['rows']} rows: within {_each(parity['max_difference'])} of predict",
     ]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bnncli.data import Inputs
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.errors import UsageError
 from bnncli.exported import graphs
@@ -75,12 +76,13 @@ def compute(
         rules: whose prediction sets and thresholds the file has.
     """
     _check_fits(predictor, split)
+    goes_in = _goes_in(run, options, split)  # first, as it refuses what cannot be exported
     ready = predictor.ready(choice)
     kept = thinned(ready, options.draws, run.stream("export/draws"))
-    model = _modelled(run, options, predictor, choice, split, kept, rules)
-    goes_in, module = model.goes_in, model.module
-    expected = expected_outputs(run, predictor, choice, split.stored[torch.from_numpy(goes_in.rows)], ready, kept)
+    model = _modelled(options, predictor, choice, goes_in, kept, rules)
+    module = model.module
     made = _written(run, options, module, goes_in.first(2), goes_in.name)
+    expected = expected_outputs(run, predictor, choice, split.stored[torch.from_numpy(goes_in.rows)], ready, kept)
     runs = {made.runtime: made.run, "torch": eager(module)}
     outputs = {name: outputs_of(run, one, goes_in, name) for name, one in runs.items()}
     own, parity = outputs[made.runtime], parity_of(options, split, goes_in, outputs, expected.stored)
@@ -111,12 +113,18 @@ def _check_fits(predictor: Predictor, split: Split) -> None:
     split.check_fits(layout)
 
 
+def _goes_in(run: Run, options: ExportOptions, split: Split) -> GoesIn:
+    """Features, or the inputs of the network. Raises what inputs_in raises."""
+    if options.head_only:
+        return features_in(split)
+    return inputs_in(run, split, trusts_code=options.trust_code, is_halved=options.dtype == "float16")
+
+
 def _modelled(
-    run: Run,
     options: ExportOptions,
     predictor: Predictor,
     choice: IntegratorChoice,
-    split: Split,
+    goes_in: GoesIn,
     kept: Ready,
     rules: Sequence[DecisionFile],
 ) -> _Model:
@@ -127,15 +135,14 @@ def _modelled(
     rule = next((one.rule for one in rules if isinstance(one.rule, SetRule)), None)
     parts = parts if rule is None else with_rule(parts, rule, layout.num_classes)
     head = parts.module(dtype=torch.float16 if is_halved else torch.float32)
-    if options.head_only:
-        return _Model(parts, head, features_in(split), rule)
-    return _Model(parts, head, inputs_in(run, split, trusts_code=options.trust_code, is_halved=is_halved), rule)
+    return _Model(parts, head, goes_in, rule)
 
 
 def _described(options: ExportOptions, split: Split, model: _Model, own: Values) -> dict[str, Any]:
     """What goes in, what comes out and by which steps, and from where on ood_score is unusual."""
+    goes_in = model.goes_in.described(model.goes_in.first(2))
     return {
-        "input": model.goes_in.described(model.goes_in.first(2)),
+        **({"input": goes_in[0]} if len(goes_in) == 1 else {"inputs": goes_in}),
         "outputs": [{"name": name, "what": MEANINGS[name].format(score=options.score)} for name in own],
         "steps": [step.__name__ for step in model.parts.steps],
         "thresholds": thresholds(split, own["ood_score"]),
@@ -161,7 +168,7 @@ def _computed(
     return Computed(publish, told, lines)
 
 
-def _written(run: Run, options: ExportOptions, module: nn.Module, example: Tensor, name: str) -> graphs.ExportedModel:
+def _written(run: Run, options: ExportOptions, module: nn.Module, example: Inputs, name: str) -> graphs.ExportedModel:
     """The module in its format, with what runs it."""
     if options.format == "torch":
         return graphs.ExportedModel(b"", "torch", eager(module))
