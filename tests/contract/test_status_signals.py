@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from problems.command_line import Cli
 
-from bnncli.stages import status
+from bnncli.run import artifact_states
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -18,7 +18,7 @@ from bnncli.stages import status
 def test_status_ends_at_a_signal_and_says_where(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, last: int
 ) -> None:
-    count, plain = 0, status.read_header
+    count, plain = 0, artifact_states.read_header
 
     def signalled(path: Path) -> Any:
         nonlocal count
@@ -27,7 +27,7 @@ def test_status_ends_at_a_signal_and_says_where(
             os.kill(os.getpid(), number)
         return plain(path)
 
-    monkeypatch.setattr(status, "read_header", signalled)
+    monkeypatch.setattr(artifact_states, "read_header", signalled)
     done = cli("status", small_run)
     assert done.code == 128 + number
     assert f"interrupted by {number.name} at " in done.stderr
