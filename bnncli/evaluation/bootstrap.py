@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.machine import signals
 from bnncli.machine.together import Parts
 from bnncli.numerics.seeds import stream_seed
 
@@ -57,6 +58,7 @@ class Bootstrap:
         """
         streams = [np.random.default_rng(stream_seed(self.seed, f"bootstrap/{name}/{size}")) for name, size in splits]
         for number, block in enumerate(self.blocks(*splits)):
+            signals.raise_if_interrupted("bootstrap")
             if only is None or number in only:
                 yield tuple(_counts(one, len(block), size) for one, (_, size) in zip(streams, splits, strict=True))
             else:
