@@ -1,7 +1,8 @@
 """Signs of life between the processes of one command: where one is silent, the others end and say which.
 
 Whoever waits for another in a sum cannot tell a slow one from one that hangs. A thread of each leaves a mark in the store that
-torchrun keeps, the first process looks at all of them, the others at the first one's.
+torchrun keeps, the first process looks at all of them, the others at the first one's. A signal that asked one of the others to stop
+stands in its mark: the first, which alone stops where the work allows it, is asked as well.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ class Heartbeats:
         store: with `set` and `get` of bytes, common to all.
         rank, size: which of how many processes this is.
         end: called with the rank of a silent one.
+        stops: the signals that asked this process to stop; of the first one, gains what the others have received.
     """
 
     store: Any
     rank: int
     size: int
     end: Callable[[int], None]
+    stops: list[int] = field(default_factory=list)
     _seen: dict[int, tuple[bytes, float]] = field(default_factory=dict)
     _stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -50,6 +53,8 @@ class Heartbeats:
         """A process that has left no new mark for too long, of those that this one looks at; None where all live."""
         for rank in range(1, self.size) if self.rank == 0 else (0,):
             mark = bytes(self.store.get(f"beat/{rank}"))
+            if self.rank == 0 and not self.stops and (signum := mark.partition(b" ")[2]):
+                self.stops.append(int(signum))
             known = self._seen.get(rank)
             if known is None or known[0] != mark:
                 self._seen[rank] = (mark, now)
@@ -62,7 +67,7 @@ class Heartbeats:
         while not self._stopped.wait(EVERY):
             count += 1
             try:
-                self.store.set(f"beat/{self.rank}", str(count))
+                self.store.set(f"beat/{self.rank}", " ".join(map(str, (count, *self.stops[:1]))))
                 lost = self.silent(time.monotonic())
             except Exception:  # the store is gone, and with it whoever started this process
                 return

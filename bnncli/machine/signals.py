@@ -14,9 +14,9 @@ import threading
 from types import FrameType
 
 from bnncli.errors import Interrupted
+from bnncli.machine.team import STOPS as _received
 from bnncli.machine.team import is_leader
 
-_received: list[int] = []
 _abandoned: list[threading.Thread] = []
 
 

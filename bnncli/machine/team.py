@@ -152,6 +152,7 @@ class Sending(NamedTuple):
 _team: list[Team] = []
 _alone = [False]
 _beats: list[Heartbeats] = []
+STOPS: list[int] = []  # signals that asked this process to stop (signals.py), which its marks of life tell the first
 _words: list[LastWords] = []
 _sent, _received = [0], [0]
 
@@ -181,7 +182,7 @@ def join(team: Team, device: torch.device) -> None:
                 backend, store=store, rank=team.rank, world_size=team.size, timeout=patience
             )
         _words[:] = [LastWords(store, team.rank, team.size)]
-        _beats[:] = [Heartbeats(store, team.rank, team.size, leave_at_once)]
+        _beats[:] = [Heartbeats(store, team.rank, team.size, leave_at_once, STOPS)]
         _beats[0].start()
     _team[:] = [team]
 
