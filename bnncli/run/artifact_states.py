@@ -121,7 +121,7 @@ def remove_artifacts(run: Run, paths: Iterable[Path]) -> None:
 
     Raises:
         Locked: another process writes one of them; nothing is removed.
-        OutputExists, WriteError: a file cannot be removed.
+        OutputExists, WriteError: a file cannot be removed, or lies behind a linked folder.
     """
     ordered = removal_order(run, paths)
     with contextlib.ExitStack() as locks:

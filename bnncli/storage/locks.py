@@ -44,6 +44,10 @@ def artifact_lock(
     if not is_leader():
         yield
         return
+    if path.parent.is_symlink():
+        raise OutputExists(
+            f"{path.parent} is a symbolic link, which is not followed", hint="remove it", code="not_writable", path=path
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -107,8 +107,24 @@ class RunFolder:
         """decisions/<posterior>.<integrator>/<rule>.safetensors; `name` is <posterior>.<integrator>."""
         return self.root / "decisions" / name / f"{rule}.safetensors"
 
+    def _check_no_link(self, target: Path) -> None:
+        """Raise OutputExists where a folder between the run folder and a file in it is a symbolic link: who made the run may write there."""
+        if not target.is_relative_to(self.root):
+            return
+        for folder in [one for one in target.parents if one != self.root and one.is_relative_to(self.root)]:
+            if folder.is_symlink():
+                raise OutputExists(
+                    f"{folder} is a symbolic link, which is not followed to write", code="not_writable", path=folder,
+                    hint="replace the link by a folder, or link the whole run folder",
+                )  # fmt: skip
+
     def lock(self, target: Path) -> Path:
-        """The lock file of an artifact: in .locks/, named after its place in the run folder; else beside it."""
+        """The lock file of an artifact: in .locks/, named after its place in the run folder; else beside it.
+
+        Raises:
+            OutputExists: a folder of the run that the artifact lies in is a symbolic link.
+        """
+        self._check_no_link(target)
         try:
             name = "-".join(target.resolve().relative_to(self.root.resolve()).parts)
         except ValueError:  # --out: somewhere else

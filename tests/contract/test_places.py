@@ -234,3 +234,24 @@ def test_where_nothing_can_be_written_what_is_fresh_is_up_to_date(
         assert (done.code, done.json["error"]["code"]) == (73, "not_writable")
         assert flag in done.json["error"]["hint"]
     assert not (tmp_path / "t.csv").exists()
+
+
+@pytest.mark.parametrize("part", ["posteriors", ".locks"])
+def test_a_link_in_the_place_of_a_folder_of_the_run_is_not_written_through(
+    cli: Cli, small_run: Path, part: str
+) -> None:
+    inside, outside = small_run.with_name("small.bnn") / part, small_run.with_name("outside")
+    inside.rename(outside)
+    inside.symlink_to(outside)
+    before = sorted(outside.iterdir())
+    done = cli("fit-laplace", small_run, "--name", "new", "--json")
+    assert (done.code, done.json["error"]["code"]) == (73, "not_writable"), done.stderr
+    assert cli("rm", small_run, "hmc", "--json").code == 73
+    assert sorted(outside.iterdir()) == before
+
+
+def test_a_linked_run_folder_is_one(cli: Cli, small_run: Path) -> None:
+    folder = small_run.with_name("small.bnn")
+    folder.rename(small_run.with_name("elsewhere"))
+    folder.symlink_to(small_run.with_name("elsewhere"))
+    assert cli("fit-laplace", small_run, "--name", "new").code == 0
