@@ -295,6 +295,11 @@ def _named_labels(
     Raises:
         DataError: numbers, and columns of classes of which nobody said which is which number.
     """
+    if classes is not None:  # tables of predict have a ' before names that a spreadsheet would take for formulas
+        values = [
+            one[1:] if isinstance(one, str) and one[:1] == "'" and one not in classes and one[1:] in classes else one
+            for one in values
+        ]
     kinds = {*map(type, values)}
     texts = {str(value).strip() for value in {*values}} if kinds and kinds <= {str, int} else set()
     if classes is not None and texts and texts <= {*classes, ""}:

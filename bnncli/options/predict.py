@@ -104,6 +104,12 @@ class PredictOptions(Checked):
         "Give every class a column in the table, p_CLASS, of its probability (in .npz one array, probabilities).",
         numeric=False,
     )
+    raw_text: bool = option(
+        False,
+        "Leave names in a .csv table as they are that begin with =, +, - or @; by default a ' before them keeps spreadsheets from "
+        "running them as formulas.",
+        numeric=False,
+    )
     merge: list[str] = option(
         [],
         "Give the union of classes columns in the table: its probability, and its interval where there is a Dirichlet. By name or index. Repeatable.",
@@ -131,9 +137,13 @@ class PredictOptions(Checked):
 
     def check_together(self) -> None:
         """Raise UsageError for an option that only means something beside another one."""
-        for flag, is_given in (("\0merge\0", self.merge), ("\0probabilities\0", self.probabilities)):
+        for flag, is_given in (
+            ("\0merge\0", self.merge),
+            ("\0probabilities\0", self.probabilities),
+            ("\0raw_text\0", self.raw_text),
+        ):
             if is_given and self.table is None:
-                raise UsageError(f"{flag} gives the table columns: add \0table\0 FILE")
+                raise UsageError(f"{flag} is about the table: add \0table\0 FILE")
         if self.is_of_new_data:
             self._check_new_data()
         elif self.idle is not None:

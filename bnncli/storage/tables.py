@@ -45,11 +45,13 @@ class TableBlock:
             column for each class: probabilities, and of several labels an example what each of them has; but predicted is
             then zeros and ones, in a CSV file the names of the ones.
         sets: the names of columns that are sets of classes: (n, K) ones and zeros, or -1 where there is none; in a CSV file names.
+        is_raw: whether texts stand in a CSV file as they are, also those that a spreadsheet would take for formulas.
     """
 
     origin: tuple[str, str, str]
     columns: dict[str, Array]
     sets: frozenset[str] = frozenset()
+    is_raw: bool = False
 
 
 def is_table(path: Path) -> bool:
@@ -94,7 +96,8 @@ def _write_csv(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str])
 
 
 def _write_titles(stream: TextIO, block: TableBlock, classes: Sequence[str]) -> None:
-    _writer(stream).writerow([title for name in _order(block) for title in _titles(block, name, classes)])
+    titles = [title for name in _order(block) for title in _titles(block, name, classes)]
+    _writer(stream).writerow(titles if block.is_raw else map(no_formula, titles))
 
 
 def _writer(stream: TextIO) -> Any:
@@ -139,11 +142,33 @@ def _text_rows(block: TableBlock, classes: Sequence[str]) -> Iterator[tuple[str,
 
 def _texts(block: TableBlock, name: str, values: Array, classes: Sequence[str]) -> list[list[str]]:
     """The cells of a column, and of one that has several in a CSV file of each."""
-    if name in block.sets:
-        return [_joined(values, classes)]
-    if values.ndim == 2 and name not in JOINED:
+    if values.ndim == 2 and name not in JOINED and name not in block.sets:
         return [_numbers(column) for column in values.T]
-    return [_cells(name, values, classes)]
+    cells = _joined(values, classes) if name in block.sets else _cells(name, values, classes)
+    is_text = name in (NAME, *JOINED, *CLASS_COLUMNS) or name in block.sets
+    return [list(map(no_formula, cells)) if is_text and not block.is_raw else cells]
+
+
+def no_formula(text: str) -> str:
+    """A text as a cell that no spreadsheet takes for a formula: with a ' before it where it begins as one and is no number.
+
+    A text of which `as_it_was` would take a ' has one more.
+    """
+    if not text.lstrip("'").startswith(_FORMULA):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
+
+
+def as_it_was(cell: str) -> str:
+    """The text that `no_formula` was given."""
+    return cell[1:] if cell.startswith("'") and cell.lstrip("'").startswith(_FORMULA) else cell
+
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def _cells(name: str, values: Array, classes: Sequence[str]) -> list[str]:

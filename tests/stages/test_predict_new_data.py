@@ -173,6 +173,16 @@ def test_names_of_any_bytes_folders_and_loops_of_links_do_not_stop_it(folder: Pa
     assert [row["name"] for row in rows("t.csv")] == [r"caf\udce9.png"]
 
 
+@pytest.mark.parametrize(("words", "name"), [((), "'=1.png"), (("--raw-text",), "=1.png")])
+def test_a_file_whose_name_is_a_formula_is_predicted_once(
+    folder: Path, cli: Cli, words: tuple[str, ...], name: str
+) -> None:
+    draw(Path("in") / "=1.png", 0)
+    assert follow(cli, *words, "--json").json["metrics"]["new"] == 1
+    assert follow(cli, *words, "--json").json["metrics"]["new"] == 0
+    assert [row["name"] for row in rows("t.csv")] == [name]
+
+
 @pytest.mark.parametrize("cut", [1, 2, 5, 40])
 def test_half_a_row_is_cut_off_and_its_file_done_again(folder: Path, cli: Cli, cut: int) -> None:
     for number in range(4):
@@ -215,7 +225,7 @@ def test_a_table_of_others_is_not_continued(folder: Path, cli: Cli) -> None:
     assert "has rows of laplace by mc" in follow(cli, "--integrator", "probit", code=73).stderr
     assert Path("t.csv").read_bytes() == before
     with pytest.raises(OutputExists):
-        continued(Path("in"), b"", set(), force=False)
+        continued(Path("in"), b"", set(), force=False, is_raw=False)
 
 
 def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from bnncli.errors import UsageError
 from bnncli.stages.predict import table as predict_table
 from bnncli.stages.predict.table import parse_merges
 from bnncli.storage.predictions import read_predictions
-from bnncli.storage.tables import TableBlock, write_table
+from bnncli.storage.tables import TableBlock, as_it_was, write_table
 
 BRIDGE = ("--posterior", "laplace", "--integrator", "bridge", "--integrator", "mc")
 CLASSES = ["cat", "dog", "9", "car; red"]
@@ -131,6 +131,25 @@ def test_texts_are_quoted_so_that_they_come_back(tmp_path: Path) -> None:
     assert (rows[0]["top_k"], rows[1]["entropy"], rows[1]["probability"]) == ("plain;a\\;b", "", "0.125")
 
 
+def test_a_name_is_no_formula_of_a_spreadsheet_unless_asked_for_and_score_reads_it_back(
+    cli: Cli, tmp_path: Path
+) -> None:
+    names = ["=1+1", "-1", "@b", "'=c", "plain"]
+    numbers = np.arange(5)
+    columns = {"sample_id": numbers, "predicted": numbers, "probability": np.full(5, 0.8), "label": numbers}
+    columns["probabilities"] = np.full((5, 5), 0.05) + 0.75 * np.eye(5)
+    columns["name"] = np.array([b"-a.png", b"b.png", b"+c", b"", b"\xc3\xa9"])
+    write_table(tmp_path / "t.csv", [TableBlock(("test", "laplace", "mc"), columns)], names)
+    rows = table_rows(tmp_path / "t.csv")
+    assert [row["label"] for row in rows] == ["'=1+1", "-1", "'@b", "''=c", "plain"]
+    assert [row["name"] for row in rows] == ["'-a.png", "b.png", "'+c", "", "é"]
+    assert [as_it_was(row["label"]) for row in rows] == names
+    done = cli("score", tmp_path / "t.csv", "--metric", "accuracy", "--bootstrap", 0, "--json")
+    assert done.json["rows"][0]["metrics"][0]["value"] == 1, done.stderr
+    write_table(tmp_path / "raw.csv", [TableBlock(("test", "laplace", "mc"), columns, is_raw=True)], names)
+    assert [row["label"] for row in table_rows(tmp_path / "raw.csv")] == names
+
+
 def test_classes_are_merged_by_name_before_index() -> None:
     merges = parse_merges(["pets=cat,dog", "odd=9,3"], CLASSES)
     assert [(merge.name, merge.members) for merge in merges] == [("pets", (0, 1)), ("odd", (2, 3))]
@@ -158,6 +177,7 @@ def test_a_union_that_cannot_be_is_refused(texts: list[str], message: str) -> No
     ("words", "message"),
     [
         (("--merge", "a=0,1"), "add --table FILE"),
+        (("--raw-text",), "--raw-text is about the table: add --table FILE"),
         (("--table", "t.csv", "--merge", "0,1"), "--merge: expected NAME=CLASS,CLASS"),
         (("--table", "t.csv", "--merge", "a="), "--merge: expected NAME=CLASS,CLASS"),
         (("--table", "t.txt"), "--table: expected a file ending in .csv, .npz"),

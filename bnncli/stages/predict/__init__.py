@@ -107,6 +107,7 @@ def run(run: Run, options: PredictOptions) -> Result:
             "merges": merges,
             "classes": classes,
             "probabilities": options.probabilities,
+            "is_raw": options.raw_text,
         }
         total.add(make_table(run, Path(options.table), files, names=names, **columns))
     return total

@@ -23,7 +23,7 @@ from bnncli.run.session import Result
 from bnncli.stages.predict.new_data import BLOCK, NewData
 from bnncli.storage.atomic import check_writable, publish_bytes, write_error
 from bnncli.storage.locks import artifact_lock
-from bnncli.storage.tables import NAME, csv_bytes, is_table
+from bnncli.storage.tables import NAME, as_it_was, csv_bytes, is_table
 
 _ENDINGS = tuple(SUFFIXES)
 SPLIT = "followed"  # what the table says of where its examples are from
@@ -119,7 +119,9 @@ class Followed:
         if run.write.dry_run:
             return Result("planned", [self._output()], lines=[f"append to: {self.target}"])
         with artifact_lock(run.folder.lock(self.target), wait=run.lock.wait, poll=run.console.poll, held=_HELD):
-            self._done = continued(self.target, self.new.titles, self._origins(), force=run.write.force)
+            self._done = continued(
+                self.target, self.new.titles, self._origins(), force=run.write.force, is_raw=self.new.shown.is_raw
+            )
             self._table = _identity(os.stat(self.target))
             before, last = len(self._done), time.monotonic()
             run.console.info(f"following {self.arrivals.folder} into {self.target}: {before:,} files done")
@@ -173,7 +175,7 @@ class Followed:
         return {"role": "table", "path": str(self.target)}
 
 
-def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, force: bool) -> set[str]:
+def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, force: bool, is_raw: bool) -> set[str]:
     """Names of the files that a table has the rows of, made ready for more rows: begun where there is none, half a row cut off.
 
     A file of whose rows by several posteriors not all are there is cut off with them: rows of a file are written at once.
@@ -181,6 +183,7 @@ def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, for
     Args:
         header: the line of titles.
         origins: posteriors and integrators of the rows.
+        is_raw: whether names stand there as they are.
 
     Raises:
         OutputExists: it is no table, or one with other columns or posteriors.
@@ -205,10 +208,11 @@ def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, for
         raise OutputExists(f"{target} has rows of {posterior} by {variant}", hint=hint, path=target)
     counts: dict[str, int] = {}
     for row in rows:
-        counts[row[NAME]] = counts.get(row[NAME], 0) + 1
+        name = row[NAME] if is_raw else as_it_was(row[NAME])
+        counts[name] = counts.get(name, 0) + 1
     done = {name for name, count in counts.items() if count == len(origins)}
     if len(done) < len(counts):
-        kept = [row for row in rows if row[NAME] in done]
+        kept = [row for row in rows if (row[NAME] if is_raw else as_it_was(row[NAME])) in done]
         text = io.StringIO(newline="")
         csv.DictWriter(text, list(rows[0]), lineterminator="\r\n").writerows(kept)
         _replace(target, header + text.getvalue().encode())

@@ -38,7 +38,7 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
     classes = list(posterior_classes(run.folder, first.header))
     has_names = options.follow is not None
     rules = [_rules(run, options, maker, classes) for maker in makers]
-    shown = ShownColumns(merges, has_top_k, has_names, options.probabilities, columns_of_rules(rules))
+    shown = ShownColumns(merges, has_top_k, has_names, options.probabilities, columns_of_rules(rules), options.raw_text)
     new = NewData(run, makers, classes, shown, rules)
     if options.follow is not None:
         return Followed(new, Arrivals(Path(options.follow)), target).until(options.idle)

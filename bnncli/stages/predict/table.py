@@ -77,6 +77,7 @@ class ShownColumns:
         has_names: whether they have names.
         probabilities: whether every class has one.
         rules: those of the rules of calibrate.
+        is_raw: whether texts of a CSV file may be formulas of a spreadsheet.
     """
 
     merges: Sequence[Merge]
@@ -84,6 +85,7 @@ class ShownColumns:
     has_names: bool
     probabilities: bool
     rules: RuleColumns
+    is_raw: bool = False
 
     def columns(self, classes: Sequence[str], *, is_exclusive: bool) -> TableBlock:
         """No rows, with all the columns."""
@@ -110,7 +112,7 @@ class ShownColumns:
             else _of_labels(content, rows, level=origin.level)
         )
         ids = {"sample_id": content.sample_id[rows]}
-        block = TableBlock(origin[:3], {**ids, **columns, **said}, sets=self.rules.sets)
+        block = TableBlock(origin[:3], {**ids, **columns, **said}, sets=self.rules.sets, is_raw=self.is_raw)
         if self.has_names:
             block.columns[NAME] = np.full(len(block.columns["sample_id"]), b"") if names is None else names
         if self.probabilities or not origin.is_exclusive:
@@ -178,6 +180,7 @@ def make_table(
     names: Mapping[str, Array | None],
     probabilities: bool,
     decided: Sequence[SplitDecisions] = (),
+    is_raw: bool = False,
 ) -> Result:
     """Write the table of these prediction files.
 
@@ -185,6 +188,7 @@ def make_table(
         names: of the examples (N,) of each split, as its features have them.
         probabilities: whether every class gets a column.
         decided: what rules say of the files, in their order.
+        is_raw: as of ShownColumns.
     """
     if run.write.dry_run:
         output: dict[str, Any] = {"role": "table", "path": str(target), "planned": "compute", "estimated_bytes": 0}
@@ -195,7 +199,7 @@ def make_table(
     task = run.console.task("table", sum(int(meta["num_examples"]) for meta in metas))
 
     rules = columns_of(decided)
-    shown = ShownColumns(merges, has_top_k, has_names, probabilities, rules)
+    shown = ShownColumns(merges, has_top_k, has_names, probabilities, rules, is_raw)
 
     def blocks() -> Iterator[TableBlock]:
         for place, path in enumerate(files):
