@@ -68,7 +68,7 @@ def extract(
     num_logits: int | None = None,
     autocast: str | None = None,
     turns: slice = slice(None),
-    is_checked: bool = False,
+    num_checked: int = 0,
 ) -> Iterator[Extracted]:
     """Features, logits and labels of a split, batch by batch in the split's order, on the CPU.
 
@@ -85,7 +85,7 @@ def extract(
         autocast: of AUTOCAST, what the network may compute in; the head is proved in float32, and logits are features
             times head. None for float32.
         turns: which of the batches from first_row on, by their place; no other is read. Each is what it is among all.
-        is_checked: whether the network is known to repeat itself.
+        num_checked: examples of a batch by which the network is known to repeat itself: 0, 1, or 2 for several.
 
     Raises:
         DataError: features that are not finite or not (n, D), a head that is not the last step, labels that are not
@@ -96,7 +96,7 @@ def extract(
     model = _placed(model, torch.device(device)).eval()
     where = f"split {split.name or split.spec}"
     read = InParts(_reader(model, head), torch.device(device))
-    passes = _Passes(read, model, head, torch.device(device), autocast, where, is_checked)
+    passes = _Passes(read, model, head, torch.device(device), autocast, where, num_checked)
     if first_row == len(split):
         return
     rest = split.take(np.arange(first_row, len(split))) if first_row else split
@@ -142,7 +142,7 @@ class _Passes(NamedTuple):
         read: gives the features and the network's output for inputs.
         autocast: of AUTOCAST, or None for float32.
         where: names the split.
-        is_checked: whether the network is known to repeat itself.
+        num_checked: see `extract`.
     """
 
     read: Callable[[Inputs], tuple[Tensor, Tensor]]
@@ -151,7 +151,7 @@ class _Passes(NamedTuple):
     device: torch.device
     autocast: str | None
     where: str
-    is_checked: bool = False
+    num_checked: int = 0
 
     def over(self, batch: Batch, *, number: int, first_row: int, wants_logits: bool) -> _Passed:
         """One batch, the `number`th; the first two prove the head in float32, whatever the network computes in."""
@@ -175,7 +175,7 @@ class _Passes(NamedTuple):
         features, output = unpadded(self.read, batch.inputs, batch.lengths)
         _check_features(features, where=self.where, first_row=first_row)
         padding, logits = None, None
-        if number == 0 and self.head is not None and not self.is_checked:
+        if number == 0 and self.head is not None and min(len(features), 2) > self.num_checked:
             check_repeats(self.model, self.read, batch, features)
         if number == 0 and batch.lengths is None:
             padding = padding_effect(self.read, batch.inputs, features)

@@ -14,7 +14,7 @@ from torch import Tensor
 from bnncli.data import Inputs
 from bnncli.extraction.padding import MASK
 
-_ROWS, _VALUES = 64, 1 << 20  # of a batch that are looked at, at most
+_ROWS, _VALUES = 64, 1 << 18  # of a batch that are looked at, at most
 _NUM_TOKENS = 256  # the commonest that are recorded
 _MOST_CHANNELS = 16
 _SUM, _SQUARES, _ABSOLUTE, _NEGATIVE, _ZERO, _COUNT, _MIN, _MAX = range(8)
@@ -97,10 +97,13 @@ def _table(inputs: Tensor) -> Tensor:
     some = inputs[:: -(-len(inputs) // size)]
     has_channels = some.ndim == 4 and some.shape[1] <= _MOST_CHANNELS
     values = some.transpose(0, 1).flatten(1) if has_channels else some.reshape(1, -1)
-    values = values.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    sums = [values, values**2, values.abs(), values < 0, values == 0, torch.ones_like(values)]
-    found = [one.sum(dim=1, dtype=torch.float64) for one in sums]
-    return torch.stack([*found, values.amin(dim=1), values.amax(dim=1)]).cpu()
+    if not bool(values.sum().isfinite()):
+        values = values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    each = torch.full((len(values),), values.shape[1], device=values.device)
+    counts = [(values < 0).sum(dim=1), each - values.count_nonzero(dim=1), each]
+    sums = [values.sum(dim=1, dtype=torch.float64), values.double().square().sum(dim=1)]
+    found: list[Tensor] = [*sums, values.abs().sum(dim=1, dtype=torch.float64), *counts, *values.aminmax(dim=1)]
+    return torch.stack([one.double() for one in found]).cpu()
 
 
 def _short(value: float) -> float:

@@ -52,7 +52,7 @@ class Network:
     output: str | None = None
     autocast: str | None = None
     _head: tuple[Head | None] | None = None
-    _is_checked: bool = False
+    _num_checked: int = 0
 
     @classmethod
     def of(
@@ -210,8 +210,8 @@ class Network:
             num_logits=num_logits,
             autocast=self.autocast,
             turns=turns,
-            is_checked=self._is_checked,
+            num_checked=self._num_checked,
         )
         for batch in batches():  # by no name, for what an error would keep
             yield batch
-            self._is_checked |= len(batch.features) > 1
+            self._num_checked = max(self._num_checked, min(len(batch.features), 2))

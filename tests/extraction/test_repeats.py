@@ -147,6 +147,24 @@ def test_layers_that_training_alone_makes_random_are_fine(layer: nn.Module, batc
     torch.testing.assert_close(found, model.body(inputs).detach())
 
 
+@pytest.mark.parametrize(("batch_size", "num_passes"), [(1, (3, 1, 1)), (40, (3, 3, 1))])
+def test_a_network_is_checked_once_alone_and_once_in_a_batch(
+    batch_size: int, num_passes: tuple[int, ...], split: InputSplit
+) -> None:
+    model, first = Net(), split.batches(40)
+    inputs = next(first).inputs
+    assert isinstance(inputs, Tensor)
+    head, passes = find_head(model, lambda count: inputs[:count]), []
+    model.register_forward_hook(lambda module, args, output: passes.append(len(args[0])))
+    few = split.take(np.arange(batch_size))
+    for num_checked, num in enumerate(num_passes):
+        passes.clear()
+        collect(extract(model, head, few, batch_size=batch_size, num_checked=num_checked), batch_size)
+        assert len(passes) == num + (
+            batch_size == 1 and num_checked == 0
+        )  # where one operation after another is looked at
+
+
 @pytest.mark.parametrize(("dtype", "is_rounding"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_what_counts_as_rounding_depends_on_the_precision_of_the_weights(dtype: torch.dtype, is_rounding: bool) -> None:
     model, features = nn.Linear(2, 2).to(dtype), torch.ones(8, 2)
