@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.data import Batch, Inputs
-from bnncli.errors import DataError
+from bnncli.errors import BnnError, DataError
+from bnncli.extraction.head import run_network
 from bnncli.extraction.padding import MUCH, unpadded
 from bnncli.extraction.tape import Call, Tape
 from bnncli.names import percent, quoted
@@ -70,13 +71,17 @@ def check_repeats(model: nn.Module, read: Read, batch: Batch, features: Tensor) 
     raise DataError(message, code="random_network", hint=cause.hint)
 
 
-def explain_refusal(model: nn.Module, run: Callable[[], Any], inputs: Inputs, error: DataError) -> DataError:
+def explain_refusal(model: nn.Module, first: Callable[[int], Inputs], error: DataError) -> DataError:
     """Return the error of a network that takes no single example, with the module that needs several where there is one.
 
     Args:
-        run: a pass over several examples.
+        first: gives the inputs (n, ...) of the first n examples.
     """
-    found = next((call for call in _calls(model, run, inputs) if _uses_batch_statistics(call)), None)
+    calls: list[Call] = []
+    with suppress(BnnError):  # the first error is the one to tell
+        several = first(2)
+        calls = _calls(model, lambda: run_network(model, several), several)
+    found = next((call for call in calls if _uses_batch_statistics(call)), None)
     return error if found is None else _batch_error("", _batch_cause(model, [found]))
 
 

@@ -77,8 +77,7 @@ def find_head(
     try:
         plain = None if is_identity else last_linear(model.eval(), first(1), layer=layer, output=output)
     except DataError as error:
-        several = first(2)
-        raise explain_refusal(model, lambda: run_network(model, several), several, error) from error.__cause__
+        raise explain_refusal(model, first, error) from error.__cause__
     if plain is not None and plain.is_head:
         return plain.head
     inputs = first(2)

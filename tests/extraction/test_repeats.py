@@ -138,6 +138,16 @@ def test_they_are_refused_an_example_at_a_time_too(kind: str, split: InputSplit)
         run(make(), split, 1)
 
 
+def test_the_first_error_is_told_where_there_is_no_second_example() -> None:
+    def first(count: int) -> Tensor:
+        if count > 1:
+            raise DataError("images differ in size")
+        return torch.ones(1, 5)
+
+    with pytest.raises(DataError, match="cannot take inputs of shape"):
+        find_head(Net(), first)
+
+
 @pytest.mark.parametrize("batch_size", [1, 7, 512])
 @pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(8), nn.RReLU(), nn.LayerNorm(8)], ids=repr)
 def test_layers_that_training_alone_makes_random_are_fine(layer: nn.Module, batch_size: int, split: InputSplit) -> None:
