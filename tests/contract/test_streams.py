@@ -139,8 +139,8 @@ def test_success_is_one_document(cli: Cli, run: Path, name: str) -> None:
     said = " ".join(done.stderr.split())
     assert all(f"WARNING {name} {' '.join(text.split())}" in said for text in document["warnings"])
     assert "PosixPath" not in said
-    # On the small run its Gaussian predicts worse than its own centre, and its few examples leave draws their share.
-    assert bool(document["warnings"]) == (name in ("fit-laplace", "fit-sghmc", "fit-vi", "merge", "predict", "compare"))
+    # On the small run few draws and few examples leave doubts.
+    assert bool(document["warnings"]) == (name in ("fit-sghmc", "fit-vi", "merge", "compare"))
     assert document["seconds"] >= 0
 
 

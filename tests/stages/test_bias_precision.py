@@ -207,9 +207,9 @@ def test_large_heads_are_sampled_with_both_precisions(
     cli: Cli, run_of_two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "bnncli.inference.memory.QUICK_ANYWHERE", 0
+        "bnncli.inference.memory.QUICK_ANYWHERE", 9
     )  # chains are whitened by a Kronecker-factored Gaussian
-    monkeypatch.setattr("bnncli.inference.memory.largest_full", lambda device: 0)
+    monkeypatch.setattr("bnncli.inference.memory.largest_full", lambda device: 9)
     monkeypatch.setattr("bnncli.inference.memory._WHITENING_SHARE", 0.0)
     shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
     words = ("--base", "two", "--chains", 8, "--warmup", 40, "--draws", 60, "--name", "large")
