@@ -77,6 +77,7 @@ def broken_words_of(name: str, run: Path) -> list[object]:
         "extract-features": [name, missing, "--from-npz", missing],
         "convert": [name, missing, run.with_name("out")],
         "merge": [name, missing, "--posterior", "a", "--posterior", "b"],
+        "rm": [name, missing, "hmc"],
         "calibrate": [name, missing, "--sets", "lac"],
         "config-show": ["config", "show", "nothing"],
         "integrals": [name, "--mean", "nothing", "--variance", "4"],
