@@ -6,12 +6,20 @@ compiled graphs are checked before anything else of it runs.
 
 torch looks members of an archive up in another way than Python does (whatever their case, the first of several). So it is
 given an archive that is written anew from what was checked.
+
+A loop of the program may go on for ever, and no signal reaches Python while it runs. Where there are loops, the graph runs in a thread
+of its own, and a program whose `__setstate__` may reach one is first loaded by a process of its own, which can be ended.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import re
+import subprocess
+import sys
+import tempfile
+import time
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +32,9 @@ from torch import Tensor, nn
 from bnncli.checkpoints.sniff import sniff, sniff_zip
 from bnncli.checkpoints.zip_checksums import check_checksums
 from bnncli.errors import DataError, Untrusted
+from bnncli.machine import signals
 from bnncli.machine.input_files import open_regular
+from bnncli.machine.interruptible import interruptible
 from bnncli.models._aten_steps import aten_step
 from bnncli.models._graph_file import not_a_program
 from bnncli.models._graph_head import GraphStep
@@ -44,6 +54,11 @@ _SOURCE_FAULT = re.compile("|".join(_SOURCE_FAULTS), re.ASCII)
 _WITH_COMMENTS = re.compile(
     "|".join((*_SOURCE_FAULTS, r"\b(?:save|from_file)\b")), re.ASCII
 )  # or escapes, before a name
+_LOOP = re.compile(rb"^\s*(?:while|for)\b", re.MULTILINE)
+_LOAD_SECONDS = 60.0  # that loading may take where it may loop
+_LOAD = (  # the alarm is for the case that nobody is left to end it
+    "import io, signal, sys; signal.alarm(90); import torch; torch.jit.load(io.BytesIO(sys.stdin.buffer.read()), map_location='cpu')"
+)
 _MAX_UNPACKED = 1 << 28  # bytes that compressed members may take beyond their own
 _TRAINS_AT = {"dropout": 2, "dropout_": 2, "feature_dropout": 2, "batch_norm": 5}  # which argument tells them to
 
@@ -148,6 +163,7 @@ class ScriptProgram(nn.Module):
         body.eraseInput(0)
         self._body, self._kept = body, graph.kept
         self._functions: dict[torch.device, Any] = {}
+        self._operations = math.inf if body.findAllNodes("prim::Loop", True) else 0.0
 
     def forward(self, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
         """The outputs and the features."""
@@ -155,7 +171,10 @@ class ScriptProgram(nn.Module):
         if device not in self._functions:
             self._functions[device] = _function_on(self._body, device)
         try:
-            *outputs, features = self._functions[device](*inputs.values(), *self.buffers())
+            *outputs, features = interruptible(
+                lambda: self._functions[device](*inputs.values(), *self.buffers()),
+                operations=self._operations, device=device, name="the network's program",
+            )  # fmt: skip
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # a trace of the program's source, and in its last line what happened
@@ -179,6 +198,7 @@ def read_program(path: Path) -> ScriptGraph:
                 raise not_a_program("torchscript", kind)
             check_checksums(stream)
             archive = _checked_archive(stream)
+            _check_loading_ends(archive)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 module = torch.jit.load(archive, map_location="cpu")
@@ -234,6 +254,44 @@ def _checked_archive(stream: IO[bytes]) -> io.BytesIO:
     _refuse(found)
     checked.seek(0)
     return checked
+
+
+def _check_loading_ends(archive: io.BytesIO) -> None:
+    """Pass where loading the program runs no loop, or ends in a process of its own.
+
+    Raises:
+        DataError: it does not end in time.
+        Interrupted: a signal has come.
+    """
+    with zipfile.ZipFile(archive) as members:
+        sources = b"".join(members.read(name) for name in members.namelist() if name.lower().endswith(".py"))
+    archive.seek(0)
+    if b"__setstate__" not in sources or not _LOOP.search(sources):
+        return
+    with tempfile.TemporaryFile() as copy:
+        copy.write(archive.getbuffer())
+        copy.seek(0)
+        words = [sys.executable, "-W", "ignore", "-c", _LOAD]
+        process = subprocess.Popen(words, stdin=copy, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + _LOAD_SECONDS
+        try:
+            while process.poll() is None:  # what goes wrong there goes wrong here too, and is told
+                signals.raise_if_interrupted("loading the network's program")
+                if time.monotonic() > end:
+                    raise DataError(
+                        f"loading the program does not end in {_LOAD_SECONDS:g} s: its __setstate__ loops",
+                        code="bad_program",
+                        hint="give the network as Python code with \0model\0 file.py:factory",
+                    )
+                time.sleep(0.05)
+            signals.raise_if_interrupted("loading the network's program")
+            if process.returncode < 0:  # and not by itself
+                raise DataError(
+                    f"the process that loads the program was ended by signal {-process.returncode}", code="bad_program"
+                )
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _source_faults(source: bytes) -> set[str]:

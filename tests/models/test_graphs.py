@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -493,3 +495,72 @@ def test_new_data_ask_for_trust_only_where_a_program_is_run(
             assert f"bnncli will not run the code of {spec!r} just because the run folder names it" in done.stderr
             assert "if the code is yours, or you have read it, add --trust-code" in done.stderr
             assert cli(*asked, "--trust-code").code == 0
+
+
+class LoopsWhenLoaded(nn.Module):
+    """A program whose loading never ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    @torch.jit.export
+    def __getstate__(self):  # type: ignore[no-untyped-def]
+        return (self.head.weight, self.training)
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[Tensor, bool]):  # type: ignore[no-untyped-def]
+        turns = 0
+        while turns >= 0:
+            turns = (turns + 1) % 7
+        self.training = state[1]
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.head(x)
+
+
+class LoopsForEver(nn.Module):
+    """A program whose forward never ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        turns = 0
+        while turns >= 0:
+            turns = (turns + 1) % 7
+        return self.head(x)
+
+
+def test_a_program_whose_loading_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.jit.script(LoopsWhenLoaded()).save(str(tmp_path / "net.pt"))
+    monkeypatch.setattr(_script_program, "_LOAD_SECONDS", 0.3)
+    with pytest.raises(DataError, match=r"loading the program does not end in 0\.3 s: its __setstate__ loops"):
+        _script_program.read_program(tmp_path / "net.pt")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("net", "where"), [(LoopsForEver, ""), (LoopsWhenLoaded, "loading ")], ids=["forward", "load"])
+def test_a_signal_ends_a_program_that_loops(tmp_path: Path, net: type[nn.Module], where: str) -> None:
+    torch.jit.script(net()).save(str(tmp_path / "net.pt"))
+    np.savez(tmp_path / "x.npz", x=np.zeros((4, 6), np.float32), y=np.arange(4) % 3)
+    words = ("extract-features", "net.pt", "--model", "jit:net.pt", "--data", "train=npz:x.npz")
+    code = (  # the signal comes when the loop has begun
+        "import os, signal, sys, threading\n"
+        "from bnncli.machine import interruptible, signals\n"
+        "from bnncli.models import _script_program\n"
+        "from bnncli.__main__ import main\n"
+        "plain = signals.raise_if_interrupted\n"
+        "def told(where=''):\n"
+        f'    if where == "{where}the network\'s program":\n'
+        "        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "        signals.raise_if_interrupted = plain\n"
+        "    plain(where)\n"
+        "signals.raise_if_interrupted = told\n"
+        f"sys.argv = ['bnncli', *{words!r}]\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 143, done.stderr
+    assert f"error: interrupted by SIGTERM at {where}the network's program" in done.stderr
