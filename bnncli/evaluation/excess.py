@@ -174,7 +174,8 @@ class Relabelled:
         logs = np.stack([np.log(self.share), np.log1p(-self.share)])
         rates = total / variance * np.geomspace(1 / 16, 16, 17)  # any bounds it; that of a normal is in the middle
         bounds = [float(np.logaddexp(*(logs + rate * np.stack([self.seen, self.unseen]))).sum()) for rate in rates]
-        return min(found, math.exp(min(bound - rate * total for bound, rate in zip(bounds, rates, strict=True))))
+        exponents = [bound - rate * total for bound, rate in zip(bounds, rates, strict=True)]
+        return min(found, math.exp(min(0.0, *exponents)))  # a bound above one says nothing
 
 
 def worse_p_value(losses: NDArray, reference: NDArray, relabelled: Relabelled | None = None) -> float | None:

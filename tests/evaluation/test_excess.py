@@ -176,3 +176,8 @@ def test_a_scored_predictive_has_the_nll_and_the_ece_by_hand() -> None:
     assert found.standard_error == pytest.approx(np.std(-np.log([0.9, 0.1, 0.6, 0.7]), ddof=1) / 2)
     held_out = np.ones(4)
     assert score("temperature", probs, np.array([0, 1, 1, 1]), losses=held_out).nll == 1.0
+
+
+def test_a_bound_beyond_all_numbers_says_nothing() -> None:
+    rare = Relabelled(np.array([100.0]), np.array([-1e-6]), np.array([1e-8]), np.zeros(10))
+    assert rare.p_value(50.0) == 1 / 11  # that of the draws
