@@ -92,7 +92,7 @@ def layer_gains(
     p_values = [_two_sided(own, counterparts[name][1], drawn[name]) for name, own in losses.items()]
     for (name, gap), p in zip(gaps.items(), holm(p_values), strict=True):
         other, theirs = counterparts[name]
-        low, high = _interval(gap, drawn[name]) or (None, None)
+        low, high = loss_interval(losses[name], theirs, drawn=drawn[name]) or (None, None)
         margin = WORSE_SHARE * float(theirs.mean())
         found.append(LayerGain(name, other, float(gap.mean()), low, high, p, margin, len(gaps)))
     return found
@@ -104,12 +104,22 @@ def _two_sided(losses: NDArray, others: NDArray, drawn: Relabelled) -> float | N
     return min(1.0, 2 * min(known)) if known else None
 
 
-def _interval(differences: NDArray, drawn: Relabelled) -> tuple[float, float] | None:
-    """Hall's, and as far beyond it as the mean strays under labels drawn so that neither is better."""
-    found = mean_interval(differences)
+def loss_interval(
+    losses: NDArray, others: NDArray, level: float = LEVEL, *, drawn: Relabelled | None = None
+) -> tuple[float, float] | None:
+    """Return the central interval of the mean of losses (N,), nats, less that of others (N,).
+
+    Hall's, and as far beyond it as the mean strays under labels drawn so that neither is better. None where they tell no variance.
+
+    Args:
+        drawn: of both, where it is at hand.
+    """
+    differences = np.asarray(losses) - np.asarray(others)
+    found = mean_interval(differences, level)
     if found is None:
         return None
-    above, below = np.quantile(drawn.sums, [(1 + LEVEL) / 2, (1 - LEVEL) / 2]) / len(differences)
+    drawn = drawn or Relabelled.of(losses, others)
+    above, below = np.quantile(drawn.sums, [(1 + level) / 2, (1 - level) / 2]) / len(differences)
     value = float(np.mean(differences))
     return min(found[0], value - float(above)), max(found[1], value - float(below))
 

@@ -8,7 +8,7 @@ the lower NLL (the baseline):
 3. Where none is: the simplest whose NLL is not higher and that detects out-of-distribution inputs better, where such splits are there.
 4. Else the baseline.
 
-Beyond chance: the central 95 % interval of the paired difference leaves out zero; for NLL by Hall's t (excess.py), with Holm
+Beyond chance: the central 95 % interval of the paired difference leaves out zero; for NLL by the test of excess.py, with Holm
 over all predictives; for accuracy by Tango's score interval (1998, Statistics in Medicine 17), whose test of zero is McNemar's.
 """
 
@@ -147,7 +147,7 @@ def recommend(
     if not candidates:
         return Recommendation(None, None, False, "no posterior was fitted")
     if baseline is None:
-        return _best_of(candidates, candidates, "no other posterior beats it")
+        return _best_of(candidates, "no other posterior beats it")
     losing = [one for one in candidates if keep_accuracy and loses_accuracy(one.scored, baseline)]
     kept = [one for one in candidates if not any(one is other for other in losing)]
     gaps = excesses(baseline, [one.scored for one in candidates], level=_ONE_SIDED)
@@ -155,7 +155,7 @@ def recommend(
     winners = [one for one in winners if any(one is other for other in kept)]
     lead = f"{percent(MARGIN, 'g')} of the NLL beyond chance"
     if winners:
-        found = _best_of(winners, kept, "no other choice that does beats it by as much")
+        found = _best_of(winners, "no other choice that does beats it by as much")
         return replace(found, pays=True, why=f"it beats {words} by more than {lead}, and {found.why}")
     close = [one for one in kept if one.scored.nll <= baseline.nll]
     for one in close:
@@ -166,11 +166,11 @@ def recommend(
     why = f"no posterior beats it by more than {lead}"
     if losing:
         names = ", ".join(dict.fromkeys(one.posterior for one in losing))
-        why += f" and keeps its accuracy ({names} loses accuracy beyond chance)"
+        why += f" and keeps its accuracy (lost beyond chance by {names})"
     return Recommendation(None, min(kept or candidates, key=_nll), False, why)
 
 
-def _best_of(candidates: Sequence[Predictive], rivals: Sequence[Predictive], why: str) -> Recommendation:
+def _best_of(candidates: Sequence[Predictive], why: str) -> Recommendation:
     """The simplest candidate that no other one beats by the margin beyond chance."""
     for one in candidates:
         others = [other.scored for other in candidates if other is not one]

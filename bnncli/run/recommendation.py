@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.errors import DataError, MissingInput
-from bnncli.evaluation.layer_gain import LEVEL, mean_interval
+from bnncli.evaluation.layer_gain import LEVEL, loss_interval
 from bnncli.evaluation.recommendation import Quality, accuracy_interval
 from bnncli.options.assertions import Quantity
 from bnncli.run.revisions import AUTO
@@ -67,7 +67,7 @@ def qualities(
 ) -> list[Quality]:
     """Return NLL, accuracy and ECE of a split and the AUROC against others, each beside the baseline's, paired by example.
 
-    Intervals: Hall's of NLL and Tango's of accuracy, as the recommendation has them; of ECE and AUROC the symmetric bootstrap of compare.
+    Intervals: of NLL and accuracy as the recommendation tests them (`loss_interval`, `accuracy_interval`); of ECE and AUROC the symmetric bootstrap of compare.
 
     Args:
         own, base: predictions of the same examples.
@@ -79,7 +79,7 @@ def qualities(
         from bnncli.evaluation.excess import score
 
         mine, theirs = (score(side.name, side.probs, own.labels, losses=side.losses) for side in (own, base))
-        low, high = mean_interval(mine.losses - theirs.losses, level) or (None, None)
+        low, high = loss_interval(mine.losses, theirs.losses, level) or (None, None)
         found.append(Quality("nll", mine.nll, theirs.nll, low, high, False))
         assert mine.is_right is not None
         assert theirs.is_right is not None

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from bnncli.evaluation.excess import FALSE_ALARM, WORSE_SHARE, Relabelled, Scored, excesses, p_value, score
+from bnncli.evaluation.layer_gain import loss_interval, mean_interval
 
 SPREAD = 6.0  # of the true logit: most labels are nearly certain, as those of a good network
 
@@ -181,3 +182,13 @@ def test_a_scored_predictive_has_the_nll_and_the_ece_by_hand() -> None:
 def test_a_bound_beyond_all_numbers_says_nothing() -> None:
     rare = Relabelled(np.array([100.0]), np.array([-1e-6]), np.array([1e-8]), np.zeros(10))
     assert rare.p_value(50.0) == 1 / 11  # that of the draws
+
+
+def test_the_interval_of_two_skewed_losses_holds_their_equality() -> None:
+    scale = 4.0
+    pairs = list(zip(*draw(100, 400, scale, as_good_as(scale)), strict=True))
+    ends = [loss_interval(sure, hedging) for sure, hedging in pairs]
+    missed = np.mean([low > 0 or high < 0 for low, high in ends])  # type: ignore[misc]
+    assert missed <= 0.05 + tolerated(400)
+    alone = [mean_interval(sure - hedging) for sure, hedging in pairs]
+    assert np.mean([low > 0 or high < 0 for low, high in alone]) > missed  # type: ignore[misc]

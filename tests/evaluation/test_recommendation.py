@@ -64,7 +64,7 @@ def test_accuracy_may_be_given_up_where_that_is_asked_for() -> None:
     losing = candidate("laplace", -0.05, num_lost=30)
     found = recommend([losing], BASELINE, keep_accuracy=False)
     assert found.chosen is losing
-    assert "laplace loses accuracy beyond chance" in recommend([losing], BASELINE).why
+    assert "lost beyond chance by laplace" in recommend([losing], BASELINE).why
 
 
 def test_a_posterior_of_equal_nll_is_recommended_where_it_detects_better() -> None:

@@ -228,3 +228,45 @@ def test_what_is_asserted_of_no_posterior_is_asserted_of_the_one_that_auto_recom
     assert name not in {check["posterior"] for check in others}
     named = cli("evaluate", run, "--assert", "nll<100", "--posterior", "map", "--json").json["checks"]
     assert {check["posterior"] for check in named} == {"map"}
+
+
+def test_a_posterior_that_detects_outliers_better_is_recommended_until_they_change(cli: Cli, tmp_path: Path) -> None:
+    arrays = separable(2000, 4, scale=6.0)
+    arrays["features_far"] = 30 * np.random.default_rng(9).normal(size=(300, 4)).astype(np.float32)
+    run = new_run(cli, tmp_path / "run", arrays, "--ood", "far")
+    found = auto(cli, run)
+    (chosen,) = [row for row in found["rows"] if row["is_recommended"]]
+    assert (chosen["posterior"], found["metrics"]["pays"]) == ("laplace", False)
+    assert "detects out-of-distribution inputs better" in found["metrics"]["sentence"]
+    findings = {one["score"]: one["finding"] for one in found["metrics"]["qualities"]}
+    assert (list(findings), findings["auroc far"]) == (["nll", "accuracy", "ece", "auroc far"], "better")
+    assert auto(cli, run)["action"] == "up_to_date"
+    arrays["features_far"] = arrays["features_far"] / 30  # of the same distribution as val
+    new_run(cli, run, arrays, "--ood", "far", "--force")
+    assert cli("predict", run, "--split", "test").code == 65
+    again = auto(cli, run)
+    assert next(row for row in again["rows"] if row["is_recommended"])["posterior"] == "temperature"
+
+
+def test_a_posterior_that_loses_accuracy_is_recommended_by_its_nll_alone(cli: Cli, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    arrays: dict[str, np.ndarray] = {
+        "head_weight": np.array([[0.03, 3.0], [0, 0]], np.float32),  # too flat in one feature, right in the other
+        "head_bias": np.zeros(2, np.float32),
+    }
+    for split, count in (("train", 3000), ("val", 600), ("test", 50)):
+        features = generator.normal(size=(count, 2)) * 2
+        features[np.arange(count), (generator.permutation(count) % 10 < 7).astype(int)] = (
+            0  # one feature each, the first more often
+        )
+        logits = features @ [3.0, 0.0 if split == "train" else 3.0]  # the second tells nothing of what is fitted
+        labels = (generator.random(count) > 1 / (1 + np.exp(-logits))).astype(np.int64)
+        arrays |= {f"features_{split}": features.astype(np.float32), f"labels_{split}": labels}
+    run = new_run(cli, tmp_path / "run", arrays)
+    words = ("--prior-precision", 1, "--budget", "60s")
+    kept = auto(cli, run, *words)
+    assert next(row for row in kept["rows"] if row["is_recommended"])["posterior"] in ("temperature", "map")
+    assert "lost beyond chance by laplace" in kept["metrics"]["sentence"]
+    by_nll = auto(cli, run, *words, "--criterion", "nll")
+    assert (by_nll["action"], by_nll["metrics"]["pays"]) == ("replaced", True)
+    assert next(row for row in by_nll["rows"] if row["is_recommended"])["posterior"] == "laplace"

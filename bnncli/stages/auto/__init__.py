@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from bnncli.errors import MissingInput, UsageError
+from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.names import percent
 from bnncli.options import AutoOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import load_split
+from bnncli.run.inputs import Split, load_split
 from bnncli.run.network_fit import check_network_fits
 from bnncli.run.produce import Request, produce
 from bnncli.run.recommendation import judged_before, recorded_qualities
@@ -18,6 +18,7 @@ from bnncli.run.session import Result, Run, Table
 from bnncli.run.val_report import has_labeled_val
 from bnncli.stages.auto.budget import LimitedVoice
 from bnncli.stages.auto.ladder import Rung, climb
+from bnncli.storage.artifacts import read_header
 
 COMMAND = Command(
     "Climb from the network to the posterior that pays, and recommend one.",
@@ -57,7 +58,8 @@ def run(run: Run, options: AutoOptions) -> Result:
         has_network=train.content.head_weight is not None,
         judged={} if run.write.force else judged_before(run),
     )
-    sources = [val.source, *(rung.source for rung in rungs if rung.source is not None)]
+    outside = outside_splits(run)
+    sources = [one.source for one in (val, *outside)] + [rung.source for rung in rungs if rung.source is not None]
     request = Request(
         run.folder.recommended,
         "metrics",
@@ -75,7 +77,7 @@ def run(run: Run, options: AutoOptions) -> Result:
     result = produce(
         run,
         request,
-        lambda: judged.compute(run, request, rungs, val, keep_accuracy=keep_accuracy),
+        lambda: judged.compute(run, request, rungs, val, outside, keep_accuracy=keep_accuracy),
         when_fresh=judged.when_fresh,
     )
     rows = result.metrics.pop("rows")
@@ -87,6 +89,18 @@ def run(run: Run, options: AutoOptions) -> Result:
     took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
     result.summary = [f"took: {took}"]
     return result
+
+
+def outside_splits(run: Run) -> list[Split]:
+    """The run's out-of-distribution splits; those that cannot be used are left out with a warning."""
+    found = []
+    for name in run.folder.splits():
+        try:
+            if read_header(run.folder.features(name)).meta.get("is_ood"):
+                found.append(load_split(run, name))
+        except DataError as error:
+            run.console.warn(f"skipping split {name}: {error.message}{error.advice}")
+    return found
 
 
 def _qualities_table(metrics: dict[str, Any]) -> list[Table]:

@@ -8,18 +8,17 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from bnncli.errors import CheckFailed, DataError
+from bnncli.errors import CheckFailed
 from bnncli.evaluation.excess import Scored
 from bnncli.evaluation.layer_gain import LEVEL
 from bnncli.evaluation.recommendation import PLAIN, Predictive, Quality, recommend, sentence
 from bnncli.integrators import supports
-from bnncli.run.inputs import Split, load_split, open_posterior
+from bnncli.run.inputs import Split, open_posterior
 from bnncli.run.produce import Computed, Request
 from bnncli.run.recommendation import SplitProbabilities, detection, qualities
 from bnncli.run.session import Run
 from bnncli.run.val_report import predicted_on, predictive_on_val, temperature_on_val
 from bnncli.stages.auto.ladder import Rung
-from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.metrics import write_metrics
 
@@ -27,14 +26,16 @@ _INTEGRATORS = ("mc", "probit", "mean-field", "plug-in")  # the first whose unce
 _SHOWN = ("sentence", "pays", "qualities", "about")
 
 
-def compute(run: Run, request: Request, rungs: list[Rung], val: Split, *, keep_accuracy: bool) -> Computed:
+def compute(
+    run: Run, request: Request, rungs: list[Rung], val: Split, outside: list[Split], *, keep_accuracy: bool
+) -> Computed:
     """The rows of all candidates with the recommended one marked, its qualities, and the sentence."""
     points, candidates = _scored(run, rungs, val)
     name = min(points, key=lambda key: points[key].nll, default="")
     baseline, words = points.get(name), PLAIN.get(name, "")
     if baseline is None and not candidates:
         raise CheckFailed("no posterior was fitted, and this run has no network to recommend", code="nothing_fitted")
-    paired = _Paired(run, rungs, val, name, None if baseline is None else baseline.losses)
+    paired = _Paired(run, rungs, [val, *outside], name, None if baseline is None else baseline.losses)
     found = recommend(
         candidates, baseline, words=words, keep_accuracy=keep_accuracy, detects_better=paired.detects_better
     )
@@ -102,23 +103,11 @@ def _scored(run: Run, rungs: list[Rung], val: Split) -> tuple[dict[str, Scored],
 class _Paired:
     """Predictions of single candidates beside the baseline's, on val and on the out-of-distribution splits."""
 
-    def __init__(self, run: Run, rungs: list[Rung], val: Split, baseline: str, losses: NDArray | None) -> None:
-        self.run, self.val, self.losses = run, val, losses
+    def __init__(self, run: Run, rungs: list[Rung], splits: list[Split], baseline: str, losses: NDArray | None) -> None:
+        self.run, self.splits, self.losses = run, splits, losses  # val first
         self.files = {rung.posterior: rung.source.path for rung in rungs if rung.source is not None}
         step = {"temperature": "fit-temperature"}.get(baseline, baseline)
         self.base = next((rung.posterior for rung in rungs if rung.name == step), None)
-
-    @cached_property
-    def outside(self) -> list[Split]:
-        """The run's out-of-distribution splits; those that cannot be read are left out, as status tells."""
-        found = []
-        for name in self.run.folder.splits():
-            try:
-                if read_header(self.run.folder.features(name)).meta.get("is_ood"):
-                    found.append(load_split(self.run, name))
-            except DataError as error:
-                self.run.console.warn(f"skipping split {name}: {error.message}")
-        return found
 
     @cached_property
     def of_base(self) -> list[SplitProbabilities]:
@@ -133,7 +122,7 @@ class _Paired:
             SplitProbabilities(
                 split.content.name, predicted_on(self.run, opened, split, integrator), split.content.labels
             )
-            for split in (self.val, *self.outside)
+            for split in self.splits
         ]
 
     def qualities(self, one: Predictive) -> list[Quality]:
@@ -143,7 +132,7 @@ class _Paired:
 
     def detects_better(self, one: Predictive, num_tried: int) -> bool:
         """Whether it tells val from any other split better, and from none worse."""
-        if not self.outside:
+        if len(self.splits) < 2:
             return False
         (own, *others), (base, *beside) = self._predicted(one.posterior, one.integrator), self.of_base
         pairs = zip(others, beside, strict=True)
