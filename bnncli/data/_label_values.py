@@ -156,7 +156,7 @@ def zeros_and_ones(values: Sequence[Sequence[int]], num_classes: int, where: str
 
 
 def _mixed_truths(values: Sequence[Any], row: int, where: str) -> DataError:
-    """The error for labels of which some are truth values and others numbers."""
+    """Return the error for labels that mix truth values and numbers."""
     return DataError(
         f"{where}: expected whole numbers or truth values, all of one kind; row 0 has {quoted(values[0])}, row {row} {quoted(values[row])}",
         code="bad_labels", hint="write all of them as 0 and 1",

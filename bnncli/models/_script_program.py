@@ -275,7 +275,7 @@ def _check_loading_ends(archive: io.BytesIO) -> None:
         process = subprocess.Popen(words, stdin=copy, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         end = time.monotonic() + _LOAD_SECONDS
         try:
-            while process.poll() is None:  # what goes wrong there goes wrong here too, and is told
+            while process.poll() is None:  # an error there comes again here, and is reported then
                 signals.raise_if_interrupted("loading the network's program")
                 if time.monotonic() > end:
                     raise DataError(

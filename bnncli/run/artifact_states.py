@@ -25,7 +25,7 @@ class ArtifactState:
     """One artifact and whether it is still true.
 
     Attributes:
-        state: fresh, stale, invalid (damaged), or unknown (a file cannot be had by which its state is told).
+        state: fresh, stale, invalid (damaged), or unknown (a file that decides it cannot be read).
         header: None for an invalid artifact.
         remake: the command that makes it again; None where it is not known.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bnncli.evaluation.example_statistics import ExampleStatistics
     from bnncli.run.paired_scores import Measured
 
-_SCORE = "max_prob"  # of each example, by which splits are told apart, as evaluate has it
+_SCORE = "max_prob"  # of each example; evaluate detects by it too
 
 
 @dataclass(frozen=True)

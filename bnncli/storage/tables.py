@@ -152,7 +152,7 @@ def _texts(block: TableBlock, name: str, values: Array, classes: Sequence[str]) 
 def no_formula(text: str) -> str:
     """A text as a cell that no spreadsheet takes for a formula: with a ' before it where it begins as one and is no number.
 
-    A text of which `as_it_was` would take a ' has one more.
+    If `as_it_was` would take a ' from a text, the text gets one more.
     """
     if not text.lstrip("'").startswith(_FORMULA):
         return text

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from evaluation.test_excess import as_good_as, draw
 from numpy.typing import NDArray
 from problems.score_samples import means, noisy_scores
 from scipy import stats
@@ -247,3 +248,16 @@ def test_a_score_that_is_neither_better_high_nor_low_has_no_best() -> None:
         [None, None], higher_is_better=True, alpha=0.05
     )
     assert standings(samples, higher_is_better=None, alpha=0.05, baseline=0)[1].against is not None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("size", "most"), [(100, 0.155), (1000, 0.085), (3000, 0.05)])
+def test_few_examples_with_rare_large_losses_leave_out_equals_as_often_as_compare_says(size: int, most: float) -> None:
+    trials, scale, left_out = 300, 4.0, 0
+    pairs = zip(*draw(size, trials, scale, as_good_as(scale)), strict=True)
+    weights = np.concatenate([block for (block,) in Bootstrap(num_replicates=400).weights(("test", size))])
+    for pair in pairs:
+        samples = [Sample(np.array([losses.mean()]), weights @ losses / size) for losses in pair]
+        found = confidence_set(samples, higher_is_better=False, alpha=0.05).p_values
+        left_out += any(p is not None and p <= 0.05 for p in found)
+    assert left_out / trials <= most + 3.3 * math.sqrt(most * (1 - most) / trials)

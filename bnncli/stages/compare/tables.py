@@ -17,7 +17,7 @@ from bnncli.run.session import Table
 from bnncli.stages.compare.measure import Column
 
 _DIGITS = 4
-_FEW_EXAMPLES = 300  # with which the level of the confidence set may be off
+_FEW_EXAMPLES = 3000  # with which the level of the confidence set may be off
 _NAMES = ("posterior", "integrator", "draws")
 _COST = "gradient passes"
 UNKNOWN = TotalCost(None, None, None)
@@ -150,7 +150,7 @@ class Comparison:
         """How far the level is off where rare large losses are missing from few examples."""
         few = self.num_checkpoints == 1 and self.num_examples < _FEW_EXAMPLES
         return (
-            "; of fewer than 300 examples with rare large losses the chance is larger, 6.7 % in place of 5 % at 100"
+            "; if losses are rare and large, few examples make the chance larger: at 5 %, up to 15 % with 100 and 8 % with 1,000"
             if few
             else ""
         )

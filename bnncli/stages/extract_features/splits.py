@@ -80,7 +80,7 @@ def class_names(
 
 
 def data_notes(split: data.InputSplit) -> list[str]:
-    """What is said of a split's data: files left out, rows without labels; of labels how names were numbered where the network names none, and columns that look like labels."""
+    """Return notes on a split's data: files left out, rows without labels, how names were numbered if the network names no classes, and columns that look like labels."""
     note = getattr(split.dataset, "note", "")
     return [*([f"{split.name}: {note}"] if note else []), *_label_notes(split)]
 

@@ -206,7 +206,7 @@ def _grid_table(rows: list[dict[str, Any]], grid: dict[str, Any], options: Integ
         _SINGLE_PRECISION,
     ]
     if {"mc", "logit-mc"} & {row["integrator"] for row in rows}:
-        notes.insert(2, "mc and logit-mc draw anew in every cell: their largest error grows with the grid")
+        notes.insert(2, "mc and logit-mc make new draws in every cell: their largest error grows with the grid")
     return Table(["integrator", "largest error", "at mean", "at sd", "mean error"], cells, notes=notes)
 
 
