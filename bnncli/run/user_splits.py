@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -167,7 +166,6 @@ def user_sources(options: InputSpecs, split: data.InputSplit, saved: SavedModel 
     return sources
 
 
-@cache
 def _model_source(files: tuple[Path, ...]) -> list[Source]:
     """The files of a saved model; nothing where it has none."""
     if not files:

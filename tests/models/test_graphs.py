@@ -23,6 +23,7 @@ from bnncli.extraction.search import find_head
 from bnncli.models import Asked, _script_program
 from bnncli.models.export import open_model as open_exported
 from bnncli.models.jit import open_model as open_script
+from bnncli.storage.artifacts import read_header
 
 IMAGES = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(0))
 TOLERANCE = 1e-5
@@ -564,3 +565,20 @@ def test_a_signal_ends_a_program_that_loops(tmp_path: Path, net: type[nn.Module]
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 143, done.stderr
     assert f"error: interrupted by SIGTERM at {where}the network's program" in done.stderr
+
+
+def test_features_of_a_program_that_has_changed_record_the_new_one(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("data.npz", x=IMAGES.numpy(), y=np.arange(5) % 3)
+    words = ("extract-features", "net.pt2", "--model", "export:net.pt2", "--data", "train=npz:data.npz", "--force")
+    net, digests = network("linear"), set()
+    for factor in (1.0, 2.0):  # in one process, as from a notebook
+        with torch.no_grad():
+            next(net.parameters()).mul_(factor)
+        exported(Path("net.pt2"), net)
+        assert cli(*words).code == 0
+        header = read_header(Path("net.pt2.bnn/features/train.h5"))
+        digests |= {one["content_digest"] for one in header.inputs if one["role"] == "model"}
+    assert len(digests) == 2
