@@ -49,7 +49,7 @@ def run(run: Run, options: Any) -> Result:
     if kept and not options.dependents:
         names = ", ".join(path.stem for path in kept)
         raise UsageError(
-            f"expected names from which no other posterior or export was made; made from these: {names}; nothing was removed",
+            f"posteriors or exports were made from what you named: {names}; nothing was removed",
             hint="name these too, or add --dependents to remove them as well",
             code="has_dependents",
             path=kept[0],
