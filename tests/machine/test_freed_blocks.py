@@ -42,6 +42,7 @@ def pages_anew(policy: str, **environment: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/lib/x86_64-linux-gnu/libc.so.6").exists(), reason="another C library")
 def test_kept_blocks_need_no_new_pages_and_returned_ones_do() -> None:
     assert pages_anew("keep_freed_blocks") < BLOCK / PAGE

@@ -248,6 +248,7 @@ def test_a_posterior_that_detects_outliers_better_is_recommended_until_they_chan
     assert next(row for row in again["rows"] if row["is_recommended"])["posterior"] == "temperature"
 
 
+@pytest.mark.long
 def test_a_posterior_that_loses_accuracy_is_recommended_by_its_nll_alone(cli: Cli, tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     arrays: dict[str, np.ndarray] = {

@@ -148,6 +148,7 @@ def test_swag_says_how_wide_it_is_and_warns_of_more_than_the_prior(cli: Cli, sma
     assert (all_at_once.code, "as SWAG's spread is the noise of minibatches" in all_at_once.stderr) == (2, True)
 
 
+@pytest.mark.long
 def test_vi_warns_where_its_elbo_is_below_its_maximum(cli: Cli, small_run: Path) -> None:
     default = cli("fit-vi", small_run, "--name", "default", "--json").json
     best = default["metrics"]

@@ -88,6 +88,7 @@ def by_hand(cli: Cli, path: Path, lines: list[str]) -> dict[str, str]:
     return digests(copy)
 
 
+@pytest.mark.long
 def test_a_grid_leaves_what_its_lines_leave_by_hand(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(small_run.parent)
     path = write_grid(small_run.parent, FEW)

@@ -119,6 +119,7 @@ rule = "below_small_test_g_300 > 0.5"
 """
 
 
+@pytest.mark.long
 def test_an_experiment_reads_what_a_study_has_written(recipes: Recipes, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "data").mkdir()
     arrays = {name.replace("_far", "_other"): part for name, part in make_arrays().items()}
@@ -140,6 +141,7 @@ def test_an_experiment_reads_what_a_study_has_written(recipes: Recipes, tmp_path
     assert "ecdf-test.png" in document["figures"]
 
 
+@pytest.mark.long
 def test_an_experiment_that_fails_says_why_and_the_others_go_on(recipes: Recipes, tmp_path: Path, cli: Cli) -> None:
     folder = recipes(recipe=EXPERIMENT)
     (folder / "test/table-0.toml").write_text(READS + BOUNDED)
