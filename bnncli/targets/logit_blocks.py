@@ -39,7 +39,7 @@ def weighted_feature_sums(
     num_draws = weights.shape[1]
     sums = multiply(weights.flatten(0, 1), features)
     weight = sums.view(layout.num_outputs, num_draws, -1).transpose(0, 1).double()
-    bias = weights.sum(dim=2).T.double() if layout.has_bias else None
+    bias = weights.sum(dim=2, dtype=sums.dtype).T.double() if layout.has_bias else None
     return layout.join(weight, bias)
 
 

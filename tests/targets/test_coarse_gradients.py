@@ -128,7 +128,7 @@ def test_the_error_is_of_the_way_from_the_anchor(precision: str, layout: HeadLay
     digits = 2.0 ** -DIGITS[precision]
     assert 0.02 * digits * size < far < 2 * digits * size
     assert near < 0.03 * far + 1e-4 * digits * size + 1e-4
-    assert none < 1e-9
+    assert none < 1e-7  # float32 rounds the softmax of a block of draws and of the anchor alike but for a last digit
 
 
 @every_precision
