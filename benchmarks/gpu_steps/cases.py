@@ -142,7 +142,7 @@ def _lines(extract: str) -> list[str]:
             for name in ESTIMATORS
         ),
         "fit-lbbnn FOLDER/run --hidden 20 --standardize --epochs 20 --name hidden",
-        "fit-lbbnn FOLDER/run --repeats 2 --estimator mnf --epochs 20 --shards 64 --name apart",
+        "fit-lbbnn FOLDER/run --slab-sd 0.25 --repeats 2 --estimator mnf --epochs 20 --shards 64 --name apart",
         "prune FOLDER/run --posterior lrt",
         "prune FOLDER/run --posterior mnf --rule density --density 0.2",
         "predict FOLDER/run --integrator all --samples 100",
