@@ -35,6 +35,7 @@ COVARIANCE = 2 * SCALE  # of the largest number of a product with the covariance
 POINT = 1e-5  # of the largest parameter
 PROBABILITIES = 1e-5
 SCORES = 1e-6
+ECE = 0.02  # an example on the edge of a bin moves it by as much
 CHOSEN_PRIOR = 0.05  # of log precision: a search is as exact as that
 NATS = 0.5  # of an ELBO: what refine calls no difference that matters
 UNTRAINED = 0.2  # of what a training gains, for trainings that end before they stand still
@@ -235,7 +236,7 @@ def _leaves(place: str, one: Any, other: Any) -> Iterator[tuple[str, float]]:
         for index, pair in enumerate(zip(one, other, strict=True)):
             yield from _leaves(f"{place}[{index}]", *pair)
     elif isinstance(one, float) and isinstance(other, float):
-        yield place, abs(one - other) / (1 + abs(one))
+        yield place, abs(one - other) / (1 + abs(one)) * (SCORES / ECE if place.endswith(".ece") else 1)
     elif one != other and not _is_told(place):
         yield f"{place}: {str(one)[:60]!r}, {str(other)[:60]!r}", math.inf
 

@@ -34,10 +34,11 @@ from bnncli.theta.head import HeadLayout
 SIZES, QUICK = (1_281_167, 2048, 1000), (400, 20, 5)  # N, D, K
 CHAINS, WARMUP, DRAWS = 8, 40, 160
 MANY_CHAINS = 16  # hmc's default
-TRANSITIONS = 3  # that are timed
+TRANSITIONS = 6  # that are timed
 TEST_ROWS = 50_000
 MINUTES = 10.0  # of hmc
 STREAMED = 1.3  # times the resident pass
+ENERGY = 0.05  # nats, of the difference between two chains
 
 
 def run(bench: Bench) -> None:
@@ -103,6 +104,10 @@ class Head:
                 clock.job(
                     f"float32 gradient {name}", work, partial(self.target.log_joint_and_grad, own), most=None, repeats=1
                 )
+        pair = theta[:2]
+        exact, got = self.target.log_joint_and_grad(pair, dtype=torch.float64)[0], self.target.log_joint(pair)
+        apart = float(((got[0] - got[1]) - (exact[0] - exact[1])).abs())
+        clock.bench.ledger.check("energies of two chains, difference from float64's, nats", apart, ENERGY)
         rates = product_rates(clock.device, clock.rates, is_quick=clock.bench.is_quick)
         anchored = {precision: CoarseGradient.about(self.target, self.mode, precision) for precision in rates}
         for precision, coarse in anchored.items():

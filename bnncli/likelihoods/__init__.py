@@ -69,9 +69,6 @@ class Likelihood(Protocol):
     def normalize_(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Log normalisers (S, n) and probabilities of the outputs (K, S, n) from logits (K, S, n)."""
 
-    def output_probabilities(self, logits: Tensor) -> Tensor:
-        """Those probabilities alone, (K, S, n), in one kernel; the logits stay."""
-
     # The Hessian of -log p with respect to the logits, from the outputs' probabilities p (K, n). It does not depend on labels.
 
     def hessian_diagonal(self, probabilities: Tensor) -> Tensor:

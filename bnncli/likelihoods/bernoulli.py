@@ -44,10 +44,6 @@ class Bernoulli:
         """log(1 + exp(f)), (S, n), and sigma(f), (1, S, n)."""
         return torch.nn.functional.softplus(logits[0]), torch.sigmoid(logits)
 
-    def output_probabilities(self, logits: Tensor) -> Tensor:
-        """sigma(f), (1, S, n)."""
-        return torch.sigmoid(logits)
-
     def hessian_diagonal(self, probabilities: Tensor) -> Tensor:
         """p (1 - p)."""
         return probabilities * (1 - probabilities)

@@ -56,10 +56,6 @@ class Categorical:
         probabilities.div_(total)
         return total.log_().add_(largest), probabilities
 
-    def output_probabilities(self, logits: Tensor) -> Tensor:
-        """The softmax (K, S, n)."""
-        return torch.softmax(logits, dim=0)
-
     def hessian_diagonal(self, probabilities: Tensor) -> Tensor:
         """p_k (1 - p_k)."""
         return probabilities * (1 - probabilities)

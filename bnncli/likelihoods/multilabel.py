@@ -54,10 +54,6 @@ class Multilabel:
         """sum_l log(1 + exp(f_l)), (S, n), and sigma(f), (L, S, n)."""
         return torch.nn.functional.softplus(logits).sum(dim=0), logits.sigmoid_()
 
-    def output_probabilities(self, logits: Tensor) -> Tensor:
-        """sigma(f), (L, S, n)."""
-        return torch.sigmoid(logits)
-
     def hessian_diagonal(self, probabilities: Tensor) -> Tensor:
         """p_l (1 - p_l)."""
         return probabilities * (1 - probabilities)

@@ -58,15 +58,15 @@ class CoarseGradient:
     def _difference(self, displacement: Tensor) -> Tensor:
         """sum_n (p_n(anchor + d) - p_n(anchor)) x_n in theta order, (S, P) float64, for d (S, P) float32."""
         layout, multiply = self.target.layout, multiply_in(self.precision)
-        probabilities = layout.likelihood.output_probabilities
         operands = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
 
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-            anchor = _logits(block, self.anchor, self.target) if self.logits is None else self.logits[:, rows]
+            anchor = _logits(block, self.anchor, self.target) if self.logits is None else self.logits[:, rows].clone()
             logits = block_logits(block, displacement, layout, multiply=multiply).add_(anchor.unsqueeze(1))
-            # Passes over the logits, not products, take the time of large heads: few of them, the last in the operands' type.
-            differences = torch.empty_like(logits, dtype=operands)
-            torch.sub(probabilities(logits), probabilities(anchor).unsqueeze(1), out=differences)
+            _, probabilities = layout.likelihood.normalize_(logits)
+            _, expected = layout.likelihood.normalize_(anchor)
+            differences = torch.empty_like(probabilities, dtype=operands)
+            torch.sub(probabilities, expected.unsqueeze(1), out=differences)
             return (weighted_feature_sums(differences, block, layout, multiply=multiply),)
 
         columns = layout.num_outputs * (displacement.shape[0] + 1)

@@ -22,6 +22,7 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.errors import DataError
 from bnncli.likelihoods import Likelihood
+from bnncli.machine.devices import has_coarse_products
 from bnncli.shapes import check_shapes
 from bnncli.targets.held_out import HeldOutFeatures
 from bnncli.targets.kept_probabilities import KeptProbabilities, is_kept
@@ -29,11 +30,13 @@ from bnncli.targets.labels import check_labels, label_shape
 from bnncli.targets.logit_blocks import block_logits, draw_blocks, label_sums, weighted_feature_sums
 from bnncli.targets.own_gradient import ValueWithGradient
 from bnncli.targets.passes import count_passes, counting_products
-from bnncli.targets.products import Multiply, rough_multiply
+from bnncli.targets.products import Multiply, multiply_halves, rough_multiply
 from bnncli.targets.stream import FeatureBlocks, Work
 from bnncli.targets.target import Curvature, rough_structure
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
+
+_SPLIT_PARAMS = 2**17  # from which products, not launches, take the time on a GPU
 
 RowProbabilities: TypeAlias = Callable[[slice, Tensor], Tensor]
 
@@ -246,29 +249,45 @@ class LastLayerTarget:
     def _sum(self, work: Work, *, columns: int, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         return self.blocks.sum(work, columns=columns, dtype=dtype or self.dtype)
 
+    def _products(self, dtype: torch.dtype) -> tuple[torch.dtype, Multiply | None]:
+        """What blocks of features are read in for products in a precision, and how these are made; None for plain products."""
+        is_large = self.layout.num_params >= _SPLIT_PARAMS
+        if (
+            is_large
+            and (dtype, self.features.dtype) == (torch.float32, torch.float16)
+            and has_coarse_products(self.device)
+        ):
+            return torch.float16, multiply_halves
+        return dtype, None
+
     def _block_log_likelihood(self, theta: Tensor) -> Tensor:
+        dtype, multiply = self._products(theta.dtype)
+
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-            normalizers = self.likelihood.log_normalizers_(block_logits(block, theta, self.layout))
+            normalizers = self.likelihood.log_normalizers_(block_logits(block, theta, self.layout, multiply=multiply))
             return (normalizers.sum(dim=1, dtype=torch.float64),)
 
-        (normalizers,) = self._sum(work, columns=self.layout.num_outputs * theta.shape[0], dtype=theta.dtype)
+        (normalizers,) = self._sum(work, columns=self.layout.num_outputs * theta.shape[0], dtype=dtype)
         return (theta.double() @ self.label_statistic - normalizers) * self.likelihood_scale
 
     def _block_log_likelihood_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         shape = self.layout.num_outputs, self.num_examples
         kept = self._kept.room(theta, shape, self.dtype)
+        dtype, multiply = self._products(theta.dtype)
 
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-            normalizers, probabilities = self.likelihood.normalize_(block_logits(block, theta, self.layout))
+            logits = block_logits(block, theta, self.layout, multiply=multiply)
+            normalizers, probabilities = self.likelihood.normalize_(logits)
             if kept is not None:
                 kept[:, rows] = probabilities[:, 0]
             # Residuals, not probabilities: their float32 sums are smaller, and so are the rounding errors.
-            indicators = self.likelihood.indicators(self.labels[rows], block.dtype)
+            indicators = self.likelihood.indicators(self.labels[rows], theta.dtype)
             residuals = probabilities.sub_(indicators.unsqueeze(1))
-            return normalizers.sum(dim=1, dtype=torch.float64), weighted_feature_sums(residuals, block, self.layout)
+            sums = weighted_feature_sums(residuals, block, self.layout, multiply=multiply or torch.matmul)
+            return normalizers.sum(dim=1, dtype=torch.float64), sums
 
         columns = self.layout.num_outputs * theta.shape[0]
-        normalizers, gradient = self._sum(work, columns=columns, dtype=theta.dtype)
+        normalizers, gradient = self._sum(work, columns=columns, dtype=dtype)
         value = theta.double() @ self.label_statistic - normalizers
         return value * self.likelihood_scale, gradient * -self.likelihood_scale
 

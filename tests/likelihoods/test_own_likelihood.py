@@ -31,10 +31,7 @@ class OneAgainstTheRest(Categorical):
         return softplus(logits).sum(dim=0)
 
     def normalize_(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return self.log_normalizers_(logits), self.output_probabilities(logits)
-
-    def output_probabilities(self, logits: Tensor) -> Tensor:
-        return torch.sigmoid(logits)
+        return self.log_normalizers_(logits), torch.sigmoid(logits)
 
     def hessian_sum(self, probabilities: Tensor) -> Tensor:
         return self.hessian_diagonal(probabilities).sum(dim=1).double().diag()

@@ -15,10 +15,10 @@ from torch import Tensor
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.machine.devices import configure_torch
-from bnncli.targets import coarse_gradient, products
+from bnncli.targets import coarse_gradient, last_layer, products
 from bnncli.targets.coarse_gradient import CoarseGradient
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.products import multiply_in, rough_multiply, round_to_tf32
+from bnncli.targets.products import multiply_halves, multiply_in, rough_multiply, round_to_tf32
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
@@ -128,7 +128,7 @@ def test_the_error_is_of_the_way_from_the_anchor(precision: str, layout: HeadLay
     digits = 2.0 ** -DIGITS[precision]
     assert 0.02 * digits * size < far < 2 * digits * size
     assert near < 0.03 * far + 1e-4 * digits * size + 1e-4
-    assert none < 1e-7  # float32 rounds the softmax of a block of draws and of the anchor alike but for a last digit
+    assert none < 1e-9
 
 
 @every_precision
@@ -163,3 +163,42 @@ def test_trajectories_are_reversible_whatever_kicks(precision: str, dynamics: st
         replace(potential, coarse=None), replace(potential, coarse=None).state(z), momentum, **options
     )
     assert float((plain.z - end.z).abs().max()) > 0
+
+
+def test_a_product_of_float16_parts_keeps_the_digits_of_float32() -> None:
+    left, right = torch.randn(9, 3000, generator=seeded()), torch.randn(3000, 7, generator=seeded(1)).half()
+    left[:, ::3] *= 1e-5
+    for factor in (1.0, 1e-30, 1e30):
+        with pretend_cuda.pretend() as gpu:
+            got = multiply_halves((left * factor).to(gpu.device), right.to(gpu.device)).cpu().double() / factor
+        exact = left.double() @ right.double()
+        assert (got - exact).norm() < 2e-6 * exact.norm()
+        assert (got - left.half().double() @ right.double()).norm() > 1e-4 * exact.norm()
+    with pretend_cuda.pretend() as gpu:
+        assert not multiply_halves(torch.zeros(2, 3000, device=gpu.device), right.to(gpu.device)).any()
+
+
+def test_a_large_head_on_a_gpu_reads_float16_features_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+
+    def spied(left: Tensor, right: Tensor) -> Tensor:
+        seen.append(right.dtype)
+        return multiply_halves(left, right)
+
+    monkeypatch.setattr(last_layer, "multiply_halves", spied)
+    layout = HeadLayout(130, 1010)
+    features = torch.randn(70, layout.num_features, generator=seeded()).half()
+    labels = torch.randint(layout.num_classes, (70,), generator=seeded(1))
+    theta = 0.05 * torch.randn(3, layout.num_params, generator=seeded(2))
+    value, gradient = LastLayerTarget(features, labels, layout, Prior(0.5)).log_joint_and_grad(
+        theta, dtype=torch.float64
+    )
+    with pretend_cuda.pretend() as gpu:
+        target = LastLayerTarget(features.to(gpu.device), labels.to(gpu.device), layout, Prior(0.5))
+        on_gpu, gradient_on_gpu = (part.cpu() for part in target.log_joint_and_grad(theta.to(gpu.device)))
+        energies = target.log_joint(theta.to(gpu.device)).cpu()
+        assert gpu.problems() == []
+    assert seen == [torch.float16] * 3  # logits and sums of the gradient, logits of the energy
+    torch.testing.assert_close(on_gpu, value, rtol=1e-6, atol=0)
+    torch.testing.assert_close(energies, value, rtol=1e-6, atol=0)
+    assert (gradient_on_gpu - gradient).norm() < 3e-6 * gradient.norm()
