@@ -18,7 +18,7 @@ from bnncli.flows.affine import Affine
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
-from bnncli.inference.row_space_lift import lift_fit
+from bnncli.inference.row_space_lift import RowLift, lift_fit
 from bnncli.integrators.mc import Mc
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.fit import Plan, fit_latent
@@ -118,7 +118,7 @@ def _sample(num_features: int, num_chains: int) -> Any:
 def _fit_in_span(one: LastLayerTarget) -> None:
     rows = RowSpace.of(one.features, one.layout)
     start = torch.zeros(rows.reduced.num_params, dtype=torch.float64)
-    lift_fit(fit_gaussian(rows.target(one), start=start, structure="full"), rows).gaussian.to_tensors()
+    lift_fit(fit_gaussian(rows.target(one), start=start, structure="full"), RowLift(rows, one.prior)).gaussian.to_tensors()
 
 
 def _fit_network(sizes: tuple[int, ...], repeats: int, batch_size: int, estimator: str) -> None:

@@ -17,7 +17,7 @@ from bnncli.inference import memory
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
-from bnncli.inference.row_space_lift import lift_fit
+from bnncli.inference.row_space_lift import RowLift, lift_fit
 from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.multiplier import num_params
 from bnncli.latent.steps import EstimatorSettings
@@ -96,7 +96,7 @@ def _check_span(gpu: Gpu, ledger: Ledger, layout: HeadLayout) -> None:
     def work() -> Any:
         rows = RowSpace.of(target.features, layout)
         start = torch.zeros(rows.reduced.num_params, dtype=torch.float64, device=gpu.device)
-        return lift_fit(fit_gaussian(rows.target(target), start=start, structure="full"), rows)
+        return lift_fit(fit_gaussian(rows.target(target), start=start, structure="full"), RowLift(rows, target.prior))
 
     reduced = HeadLayout(layout.num_outputs, min(EXAMPLES, layout.num_features))
     expected = memory.fit_bytes("full", reduced, whole=layout)

@@ -145,5 +145,6 @@ def fixed_log_prior(target: CurvedTarget, theta: Tensor, covariance: Covariance)
     if places is None:
         return 0.0
     precisions = target.prior.diagonal(target.layout, device=theta.device)
-    terms = 0.5 * ((precisions / (2 * math.pi)).log() - precisions * theta.double().square())
+    away = theta.double() - target.prior.center(target.layout, device=theta.device)
+    terms = 0.5 * ((precisions / (2 * math.pi)).log() - precisions * away.square())
     return float(terms.sum() - terms[places].sum())

@@ -111,7 +111,7 @@ def precision_operator(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor
     most = max(1, pairs // min(_FEWEST, target.num_examples))  # vectors at once
 
     def multiply(vectors: Tensor) -> Tensor:
-        total = -target.prior.gradient(vectors, target.layout)
+        total = -target.prior.curvature_times(vectors, target.layout)
         for some, part in zip(vectors.to(theta).split(most), total.split(most), strict=True):
             for rows in target.row_blocks(len(some), theta.dtype):
                 part += _product(target, theta, some, rows).double() * target.likelihood_scale

@@ -90,8 +90,9 @@ class Candidates:
         """The logarithm of the precision under which the start is nearest to a mode: where pull and gradient are one."""
         start = self.start.to(self.target.device).double()
         _, gradient = self.target.log_joint_and_grad(start.unsqueeze(0))
-        of_prior = self.target.prior.gradient(start, self.target.layout)
-        precision = float((gradient[0] - of_prior) @ start) / max(float(start @ start), 1e-300)
+        prior, layout = self.target.prior, self.target.layout
+        away = start - prior.center(layout, device=start.device)
+        precision = float((gradient[0] - prior.gradient(start, layout)) @ away) / max(float(away @ away), 1e-300)
         return math.log(precision) if precision > 0 else 0.0
 
     @property
@@ -243,7 +244,7 @@ class Candidates:
         if not target.is_concave:
             return start
         if not self.known:
-            both = torch.stack([start, torch.zeros_like(start)])
+            both = torch.stack([start, target.prior.center(target.layout, device=target.device)])
             return both[target.log_joint(both).argmax()]
         is_inside = min(self.known) < log_precision < max(self.known)
         near = _nearest(list(self.known), log_precision, 4 if is_inside else 2)

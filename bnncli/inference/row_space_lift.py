@@ -25,9 +25,11 @@ class RowLift:
 
     Args:
         rows: the span.
+        prior: over all of theta, whose mean centres have outside the span.
     """
 
     rows: RowSpace
+    prior: Prior
 
     @property
     def layout(self) -> HeadLayout:
@@ -35,28 +37,28 @@ class RowLift:
         return self.rows.layout
 
     def theta(self, theta: Tensor) -> Tensor:
-        """theta (..., P) with nothing outside the span, from theta inside it."""
-        return self.rows.lift(theta)
+        """theta (..., P) with the prior's mean outside the span, from theta inside it."""
+        return self.rows.lift_about(theta, self.prior)
 
     def covariance(self, covariance: Covariance, prior: Prior) -> WithinRows:
         """The covariance over all of theta: the prior's outside the span."""
         return WithinRows(covariance, self.rows, prior.weight_precision)
 
 
-def lift_gaussian(gaussian: Gaussian, rows: RowSpace) -> Gaussian:
+def lift_gaussian(gaussian: Gaussian, lift: RowLift) -> Gaussian:
     """The Gaussian over all of theta, of one over theta inside the span of the features: outside it is the prior."""
-    covariance = RowLift(rows).covariance(gaussian.covariance, gaussian.require_prior())
-    return Gaussian(rows.lift(gaussian.mean), covariance, rows.layout, gaussian.prior)
+    prior = replace(gaussian.require_prior(), mean=lift.prior.mean)
+    return Gaussian(lift.theta(gaussian.mean), lift.covariance(gaussian.covariance, prior), lift.layout, prior)
 
 
-def lift_fit(fit: LaplaceFit, rows: RowSpace) -> LaplaceFit:
+def lift_fit(fit: LaplaceFit, lift: RowLift) -> LaplaceFit:
     """The fit over all of theta, of one of `rows.target`: exact at the mode.
 
     The evidence is the same: what lies outside the span has its prior for its posterior, and adds nothing. So is the
-    Hessian, in the coordinates of the span. The log joint gains the prior's density outside it, at zero.
+    Hessian, in the coordinates of the span. The log joint gains the prior's density outside it, at its mean.
     """
-    gaussian = lift_gaussian(fit.gaussian, rows)
-    constant = 0.5 * rows.num_outside * math.log(gaussian.require_prior().weight_precision / (2 * math.pi))
+    gaussian = lift_gaussian(fit.gaussian, lift)
+    constant = 0.5 * lift.rows.num_outside * math.log(gaussian.require_prior().weight_precision / (2 * math.pi))
     mode = None
     if fit.mode is not None:
         mode = replace(fit.mode, theta=gaussian.mean, log_joint=fit.mode.log_joint + constant)

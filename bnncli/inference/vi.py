@@ -159,7 +159,7 @@ def shortfall(
         for count in [1] * _PAIRS if size < _PAIRS else [_PAIRS]:
             noise = torch.randn(count, len(mean), generator=generator, dtype=torch.float64).to(mean.device)
             above, below = likelihood_gradient(mean + sd * noise), likelihood_gradient(mean - sd * noise)
-            to_mean = sd * ((above + below) / 2 - kl_weight * precisions * mean)
+            to_mean = sd * ((above + below) / 2 + kl_weight * prior.gradient(mean, target.layout))
             to_log_sd = (above - below) / 2 * noise * sd + kl_weight * (1 - precisions * sd.square())
             drawn = torch.stack([to_mean, to_log_sd])
             total += drawn.sum(dim=1)
@@ -183,7 +183,9 @@ class _MeanField(TargetLearner):
     """m and log s, (P,) each; with IVON log s follows from its curvatures, which lie beside m in the optimizer's state."""
 
     def __init__(self, target: CurvedTarget, plan: ViPlan, start: Tensor, generator: torch.Generator) -> None:
-        self.precisions = target.prior.diagonal(target.layout, device=target.device)
+        prior = target.prior.to(target.device)
+        self.precisions = prior.diagonal(target.layout, device=target.device)
+        self.prior_mean = None if prior.mean is None else prior.mean.to(target.dtype)
         self.mean = start.to(target.device, target.dtype, copy=True).requires_grad_()
         self.log_sd = (math.log(START_SHARE) - 0.5 * self.precisions.log()).to(target.dtype).requires_grad_()
         optimizer = Adam([[self.mean, self.log_sd]], target.device)
@@ -234,7 +236,7 @@ class _MeanField(TargetLearner):
             return self._ivon(*parts)
         likelihood, to_mean, to_sd = self._drawn_logits(*parts) if self.draws_in_steps else self._drawn(*parts)
         sd, weight = self.log_sd.exp(), self.plan.kl_weight
-        self.mean.grad = weight * self.precisions * self.mean - to_mean
+        self.mean.grad = weight * self.precisions * self._away() - to_mean
         self.log_sd.grad = weight * (self.precisions * sd.square() - 1) - to_sd * sd
         objective = likelihood - weight * self._divergence(sd)
         self.optimizer.step()
@@ -292,14 +294,18 @@ class _MeanField(TargetLearner):
         self.optimizer.state[self.log_sd]["step"] += 1
         unbiased = own["momentum"] / (1 - MOMENTUM**step)
         objective = value.mean() - self.plan.kl_weight * self._divergence(sd)
-        self.mean.sub_(rate * (unbiased + decay * self.mean) / (curvature + decay))
+        self.mean.sub_(rate * (unbiased + decay * self._away()) / (curvature + decay))
         self.log_sd.copy_(0.5 * (self.scale / (curvature + decay)).log())
         return objective
+
+    def _away(self) -> Tensor:
+        """m less the prior's mean, (P,)."""
+        return self.mean if self.prior_mean is None else self.mean - self.prior_mean
 
     def _divergence(self, sd: Tensor) -> Tensor:
         """KL(q || prior), float64."""
         precise = self.precisions.double()
-        spread = precise * (sd.double().square() + self.mean.double().square())
+        spread = precise * (sd.double().square() + self._away().double().square())
         return 0.5 * (spread - 1 - precise.log()).sum() - sd.double().log().sum()
 
     def end_round(self, seen: Tensor) -> None:

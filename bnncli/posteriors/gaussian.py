@@ -124,7 +124,8 @@ class Gaussian(Generic[Layout]):
 
     def to(self, device: torch.device | str) -> Gaussian:
         """A copy on another device."""
-        return replace(self, mean=self.mean.to(device), covariance=self.covariance.to(device=device))
+        prior = None if self.prior is None else self.prior.to(device)
+        return replace(self, mean=self.mean.to(device), covariance=self.covariance.to(device=device), prior=prior)
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """`mean`, the prior's and the structure's tensors, float64; structure and layout as JSON."""

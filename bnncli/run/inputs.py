@@ -24,9 +24,9 @@ from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import FeatureFile, head_digest, read_features
 from bnncli.storage.headers import Header
-from bnncli.storage.posteriors import read_posterior
+from bnncli.storage.posteriors import read_posterior, read_tensor
 from bnncli.storage.provenance import Source
-from bnncli.storage.samples import SampleFile, read_samples
+from bnncli.storage.samples import SampleFile, read_constant, read_samples
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import ClassifierLayout
 from bnncli.theta.module import ModuleLayout
@@ -299,11 +299,24 @@ def posterior_prior(path: Path, header: Header) -> Prior:
 
 
 def recorded_prior(header: Header) -> Prior | None:
-    """The prior recorded in a posterior's header; None without one. Raises DataError where it is no prior."""
+    """The prior recorded in a posterior's header, with its mean, which the file has; None without one.
+
+    Raises:
+        DataError: it is no prior.
+    """
     try:
-        return Prior.from_meta(header.meta)
+        return Prior.from_meta(header.meta, mean=_recorded_mean(header))
     except ValueError as error:
         raise _damaged(header.path, error) from None
+
+
+def _recorded_mean(header: Header) -> Tensor | None:
+    """The mean (P,) of the prior that a posterior's header speaks of; None where it has none."""
+    if header.meta.get("prior_mean_scale") is None:
+        return None
+    if header.kind == "samples":
+        return torch.from_numpy(read_constant(header.path, "prior_mean"))
+    return read_tensor(header.path, "prior.mean")
 
 
 def head_tensors(train: Split) -> dict[str, Tensor]:

@@ -110,12 +110,25 @@ def read_tensors(path: Path, *, kind: str) -> tuple[dict[str, Tensor], Header]:
     return tensors, header
 
 
+def read_tensor(path: Path, name: str) -> Tensor:
+    """One tensor of a safetensors artifact, without reading the others or checking the digest. Raises DataError without it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with reading(path), safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise DataError(f"{path} is damaged: {' '.join(str(error).split())[:120]}", code="damaged", path=path) from None
+    return tensor
+
+
 def _check_prior(path: Path, tensors: Mapping[str, Tensor], header: Header) -> None:
     """Pass where the header and the tensors say the same prior, or none: commands read the one or the other."""
     from bnncli.theta.prior import Prior
 
     try:
-        stated, stored = Prior.from_meta(header.meta), Prior.found_in(tensors)
+        stored = Prior.found_in(tensors)
+        stated = Prior.from_meta(header.meta, mean=None if stored is None else stored.mean)
     except (ValueError, RuntimeError) as error:
         raise DataError(f"{path} is damaged: {error}", code="damaged", hint="make it again", path=path) from None
     if stated != stored and not (stated and stored and stated.is_close(stored)):

@@ -30,7 +30,7 @@ class SampleFile:
     Attributes:
         head_weight: (C, T, K, D) float32; head_bias: (C, T, K) float32 or None.
         stats: name to (C, T): lp, energy, acceptance_rate, diverging, step_size, n_steps.
-        constants: name to array, such as prior_precision.
+        constants: name to array, such as prior_precision and prior_mean.
         theta: (C, T, P) float32, in the place of a head's weight and bias.
     """
 
@@ -113,6 +113,14 @@ def write_samples(
         may_replace=may_replace,
         decorate=decorate,
     )
+
+
+def read_constant(path: Path, name: str) -> Array:
+    """One array of a sample file's constants, without reading the draws. Raises DataError without it."""
+    with open_hdf5(path) as file:
+        if f"constant_data/{name}" not in file:
+            raise DataError(f"{path} is damaged: it has no constant_data/{name}", code="damaged", path=path)
+        return file[f"constant_data/{name}"][()]
 
 
 _AXES = {

@@ -52,7 +52,7 @@ class CoarseGradient:
         target = self.target
         blocks = draw_blocks(displacement.to(target.device, torch.float32), target.layout)
         sums = torch.cat([self._difference(block) for block in blocks])
-        prior = target.prior.gradient(displacement.double(), target.layout)
+        prior = target.prior.curvature_times(displacement.double(), target.layout)
         return self.gradient + prior - target.likelihood_scale * sums
 
     def _difference(self, displacement: Tensor) -> Tensor:

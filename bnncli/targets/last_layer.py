@@ -1,6 +1,6 @@
 """The log posterior of a network's last linear layer, given its fixed features.
 
-log p(D, theta) = sum_n log p(y_n | W x_n + b) + log N(theta | 0, Lambda^-1), both normalised. The label term
+log p(D, theta) = sum_n log p(y_n | W x_n + b) + log N(theta | m, Lambda^-1), both normalised. The label term
 of the value is linear in theta, sum_n logit[n, y_n] = theta . t with the fixed statistic t = sum_n onehot(y_n) x x_n,
 and costs no pass over the examples. Products run in the features' precision (float32 for float16 files), sums over
 blocks of examples in float64. Features may lie elsewhere than the work is done: see targets/stream.py.
@@ -51,7 +51,7 @@ class LastLayerTarget:
         labels: (N,) int64 on the compute device, in 0..C-1, C the classes that the layout's likelihood tells apart; (N, C)
             uint8, zeros and ones, where these do not exclude each other.
         layout: how weight and bias lie in theta.
-        prior: of weights and biases.
+        prior: of weights and biases, its mean on the compute device.
         likelihood_scale: factor on the log likelihood; N / B for a minibatch of B.
     """
 
@@ -69,6 +69,7 @@ class LastLayerTarget:
         if sizes["D"] != self.layout.num_features:
             raise DataError(f"features have {sizes['D']} columns, the head expects {self.layout.num_features}")
         check_labels(self.labels, self.likelihood)
+        object.__setattr__(self, "prior", self.prior.to(self.device))
         if not bool(torch.isfinite(self.label_statistic).all()):  # one pass for both; count only when it fails
             num_bad = self._sum(lambda rows, block: ((~torch.isfinite(block)).sum(),), columns=self.layout.num_features)
             raise DataError(f"features hold {int(num_bad[0])} values that are not finite")
@@ -122,7 +123,7 @@ class LastLayerTarget:
         return self._sum(work, columns=self.layout.num_outputs, dtype=torch.float64)[0]
 
     def log_prior(self, theta: Tensor) -> Tensor:
-        """log N(theta | 0, Lambda^-1), (S,) float64, for theta (S, P)."""
+        """log N(theta | m, Lambda^-1), (S,) float64, for theta (S, P)."""
         return self.prior.log_density(theta, self.layout)
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
@@ -222,7 +223,7 @@ class LastLayerTarget:
     def with_prior(self, prior: Prior) -> LastLayerTarget:
         """The same data under another prior."""
         other = copy.copy(self)  # what is known of the data is kept: checking them again would be a pass over a file
-        object.__setattr__(other, "prior", prior)
+        object.__setattr__(other, "prior", prior.to(self.device))
         return other
 
     def some(self, index: Tensor) -> LastLayerTarget:
@@ -302,7 +303,7 @@ class LastLayerTarget:
             return (weighted_feature_sums(weights, block, self.layout, multiply=product or torch.matmul),)
 
         (total,) = self._sum(work, columns=self.layout.num_outputs * vectors.shape[0])
-        return total * self.likelihood_scale - self.prior.gradient(vectors.double(), self.layout)
+        return total * self.likelihood_scale - self.prior.curvature_times(vectors.double(), self.layout)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The log posterior of chosen parameters of a whole network, given its inputs.
 
-log p(D, theta) = sum_n log p(y_n | f(x_n, theta)) + log N(theta | 0, Lambda^-1), both normalised, as LastLayerTarget has it; f
+log p(D, theta) = sum_n log p(y_n | f(x_n, theta)) + log N(theta | m, Lambda^-1), both normalised, as LastLayerTarget has it; f
 is the network in evaluation mode. Logits are made in theta's precision, by default float32, and summed in float64, in blocks
 of examples and draws that are as large as the activations of one example, which are measured, leave room for.
 """
@@ -65,6 +65,7 @@ class NetworkTarget:
         if shape[0] != len(self.labels) or shape[1:] not in (self.layout.input_shape, (self.layout.num_features,)):
             raise DataError(f"inputs have shape {shape}, expected {(len(self.labels), *self.layout.input_shape)}")
         check_labels(self.labels, self.likelihood)
+        object.__setattr__(self, "prior", self.prior.to(self.device))
 
     @property
     def num_examples(self) -> int:
@@ -92,7 +93,7 @@ class NetworkTarget:
         return False
 
     def log_prior(self, theta: Tensor) -> Tensor:
-        """log N(theta | 0, Lambda^-1), (S,) float64, for theta (S, P)."""
+        """log N(theta | m, Lambda^-1), (S,) float64, for theta (S, P)."""
         return self.prior.log_density(theta, self.layout)
 
     def log_joint(self, theta: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ class NetworkTarget:
         products would be no faster here, and are the same.
         """
         product = self.ggn_operator(theta)
-        return lambda vectors: product(vectors) - self.prior.gradient(vectors.to(self.device).double(), self.layout)
+        return lambda vectors: product(vectors) - self.prior.curvature_times(vectors.to(self.device).double(), self.layout)
 
     def ggn_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
         """The same without the prior's precisions."""
@@ -185,7 +186,7 @@ class NetworkTarget:
 
     def with_prior(self, prior: Prior) -> NetworkTarget:
         """The same data under another prior."""
-        return self._changed(prior=prior)
+        return self._changed(prior=prior.to(self.device))
 
     def held_out(self, inputs: Tensor, labels: Tensor) -> HeldOutInputs:
         """Other inputs (M, ...) with labels (M,), or (M, C), to judge posteriors by."""

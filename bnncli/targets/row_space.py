@@ -20,6 +20,7 @@ from bnncli.machine.interruptible import interruptible
 from bnncli.shapes import check_shapes
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout, reduced_layout
+from bnncli.theta.prior import Prior
 
 _OUTSIDE = 1e-4  # of a row's length; rounding to float32 leaves 1e-7, another data set half of it or more
 
@@ -99,13 +100,25 @@ class RowSpace:
         weight, bias = self.reduced.split(theta)
         return self.layout.join(weight @ self.basis.T.to(weight), bias)
 
+    def lift_about(self, theta: Tensor, prior: Prior) -> Tensor:
+        """theta (..., P) that is the prior's mean outside the span, from (..., K (r + 1))."""
+        lifted = self.lift(theta)
+        if prior.mean is None:
+            return lifted
+        mean = prior.mean.to(lifted)
+        return lifted + mean - self.lift(self.reduce(mean))
+
+    def prior(self, prior: Prior) -> Prior:
+        """The prior of (W Q, b), of one of theta."""
+        return prior if prior.mean is None else replace(prior, mean=self.reduce(prior.mean.to(self.basis)))
+
     def target(self, target: LastLayerTarget) -> LastLayerTarget:
         """The same log posterior as a function of (W Q, b): without the prior's density outside the span.
 
         Products run in the precision of the target's own.
         """
         features = self.coordinates(target.features.to(self.basis.device)).to(target.device, target.dtype)
-        return replace(target, features=features, layout=self.reduced)
+        return replace(target, features=features, layout=self.reduced, prior=self.prior(target.prior))
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> RowSpace:
         """A copy elsewhere or in another precision."""

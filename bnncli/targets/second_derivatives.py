@@ -34,6 +34,6 @@ def second_derivatives(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor
                 (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
             for vector, found in zip(vectors.to(theta.dtype), total, strict=True):
                 found -= torch.autograd.grad(gradient, leaf, vector, retain_graph=True)[0].double()
-        return total * target.likelihood_scale - target.prior.gradient(vectors.double(), target.layout)
+        return total * target.likelihood_scale - target.prior.curvature_times(vectors.double(), target.layout)
 
     return counting_products(multiply)

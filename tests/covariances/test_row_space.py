@@ -60,6 +60,7 @@ CASES = [
     Case(HeadLayout(2, FEATURES), Prior(PRIOR)),
     Case(HeadLayout(1, FEATURES), Prior(PRIOR, 3.0)),
     Case(HeadLayout(1, FEATURES, has_bias=False), Prior(PRIOR)),
+    Case(THREE, Prior(PRIOR, 3.0).with_mean(normal(1, THREE.num_params, seed=6)[0], 1.0)),
     Case(THREE, Prior(PRIOR), num_examples=1),
     Case(THREE, Prior(PRIOR), num_examples=2, repeats=3),  # rank 2 of 6 examples
 ]
@@ -75,7 +76,7 @@ def both(case: Case, structure: str = "full") -> tuple[Gaussian, Gaussian, RowSp
     for one in (target, rows.target(target)):
         theta = find_mode(one, torch.zeros(one.layout.num_params), tolerance=1e-11).theta
         fits.append(Gaussian(theta, covariance_at(one, theta, structure)[0], one.layout, one.prior))
-    return fits[0], lift_gaussian(fits[1], rows), rows
+    return fits[0], lift_gaussian(fits[1], RowLift(rows, target.prior)), rows
 
 
 def inner_of(gaussian: Gaussian) -> Covariance:
@@ -140,7 +141,7 @@ def test_evidence_and_log_joint_are_those_over_all_of_theta(case: Case) -> None:
     fit = fit_gaussian(inner, start=reduced)
     log_joint = float(target.log_joint(whole.mean[None]))
     assert fit.log_marginal_likelihood == pytest.approx(laplace_evidence(log_joint, whole.covariance), abs=1e-5)
-    lifted_fit = lift_fit(fit, rows)
+    lifted_fit = lift_fit(fit, RowLift(rows, target.prior))
     assert lifted_fit.log_marginal_likelihood == fit.log_marginal_likelihood
     assert lifted_fit.log_joint == pytest.approx(log_joint, abs=1e-5)
     again = laplace_evidence(lifted_fit.log_joint, lifted_fit.gaussian.covariance)
@@ -198,7 +199,7 @@ def test_the_search_finds_what_it_finds_over_all_of_theta(case: Case, criterion:
     rows = RowSpace.of(target.features, case.layout)
     labels = torch.randint(case.layout.num_classes, (40,), generator=seeded(9))
     held_out, found = target.held_out(normal(40, FEATURES, seed=8), labels), []
-    for one, lift in ((target, None), (rows.target(target), RowLift(rows))):
+    for one, lift in ((target, None), (rows.target(target), RowLift(rows, target.prior))):
         start = torch.zeros(one.layout.num_params)
         # The Cholesky root of all of theta and the lifted one turn the same noise into other draws: the full covariance's
         # val criterion would differ by its noise. The symmetric root of kron is the same in both.

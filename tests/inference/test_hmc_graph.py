@@ -68,7 +68,7 @@ def sample(case: Case, device: torch.device = CPU, *, is_resident: bool = True, 
     features, labels = case.target.features, case.target.labels.to(device)
     target = replace(case.target, features=features.to(device) if is_resident else features, labels=labels)
     rows = case.rows.to(device=device) if case.rows else None
-    whole = partial(complete, rows=rows, precision=target.prior.weight_precision) if rows else None
+    whole = partial(complete, rows=rows, prior=target.prior) if rows else None
     coarse = choose_gradient(words.pop("gradients", "float32"), target, case.base.mean)
     words = {"num_chains": 3, "num_warmup": 2, "num_draws": 3, "complete": whole, "coarse": coarse} | words
     return sample_hmc(target, mode=case.base.mean, covariance=case.base.covariance, generator=seeded(1), **words)

@@ -19,7 +19,7 @@ from bnncli.flows import build_layers
 from bnncli.inference.elbo import measure_gain
 from bnncli.inference.objective import Objective
 from bnncli.inference.refine import fit_flow
-from bnncli.inference.row_space_lift import lift_gaussian
+from bnncli.inference.row_space_lift import RowLift, lift_gaussian
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
@@ -161,7 +161,7 @@ def test_a_flow_inside_gains_and_is_read_as_it_was_written(in_rows: bool) -> Non
     plan = {"flow": "affine", "epochs": 60, "batch_size": 24, "num_draws": 8, "learning_rate": 0.03}
     flow = fit_flow(inner, base, generator=seeded(), subspace=subspace, **plan).posterior
     if in_rows:
-        base = lift_gaussian(base, rows)
+        base = lift_gaussian(base, RowLift(rows, target.prior))
         flow = replace(flow, base=base)
     assert measure_gain(target, base, flow, generator=seeded(1), num_samples=400).verdict == "helped"
     tensors, meta = flow.to_tensors()

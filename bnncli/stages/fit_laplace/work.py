@@ -26,7 +26,6 @@ from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter
 from bnncli.targets.held_out import HeldOutFeatures
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.passes import counted_passes
-from bnncli.targets.row_space import RowSpace
 from bnncli.theta.prior import Prior
 
 
@@ -49,16 +48,17 @@ def fit(
     if criterion == "val" and val is not None:
         held_out = target.held_out(val.features(run.device), val.labels(run.device))
     rows = row_space(target) if in_span else None
+    lift = None if rows is None else RowLift(rows, target.prior)
     if rows is not None:
         target, start = rows.target(target), rows.reduce(start)
     with counted_passes() as tally:
         fit, found, compared, counts = _fitted(
-            run, options, criterion, structure, target, start=start, rows=rows, held_out=held_out, val=val
+            run, options, criterion, structure, target, start=start, lift=lift, held_out=held_out, val=val
         )
     if found is not None:
         warn_of_edge(run, found)
-    if rows is not None:
-        fit = lift_fit(fit, rows)
+    if lift is not None:
+        fit = lift_fit(fit, lift)
     warn_of_jitter(run, fit.gaussian)
     metrics = fit_metrics(run, fit, found, criterion, train, val)
     metrics |= {"center": options.own_center, "structure_nll": compared, **counts}
@@ -87,7 +87,7 @@ def _fitted(
     target: LastLayerTarget,
     *,
     start: Tensor,
-    rows: RowSpace | None,
+    lift: RowLift | None,
     held_out: HeldOutFeatures | None,
     val: Split | None,
 ) -> tuple[LaplaceFit, PriorSearch | None, dict[str, float] | None, dict[str, int]]:
@@ -104,7 +104,7 @@ def _fitted(
         )
         return fit, None, None, {}
     center = options.own_center
-    if rows is None:
+    if lift is None:
         searched = examples_to_search(run, target, held_out, val, center=center)
     else:
         searched = Searched(target, held_out, {})
@@ -120,7 +120,7 @@ def _fitted(
                 criterion=criterion,
                 held_out=searched.held_out,
                 is_large=searched.is_large,
-                lift=None if rows is None else RowLift(rows),
+                lift=lift,
                 progress=run.console,
             )
         if by == structure and not searched.is_part:
@@ -131,10 +131,10 @@ def _fitted(
         return search_by(structure, structure, start, generator)
 
     compared: dict[str, float] | None = None
-    quick = structure_to_search(run, structure, target.layout) if criterion == "val" and rows is None else structure
+    quick = structure_to_search(run, structure, target.layout) if criterion == "val" and lift is None else structure
     found = search_by(quick, structure, start, run.stream("fit-laplace/val"))
     if options.structure == "auto" and criterion == "val":
-        whole = None if rows is None else rows.layout
+        whole = None if lift is None else lift.layout
         found, compared = structure_by_val(run, target, found, search_at, layout=target.layout, whole=whole)
     return found.fit, found, compared, searched.counts
 

@@ -207,7 +207,7 @@ def _write(
         head_weight=None if weight is None else weight.numpy(),
         head_bias=None if bias is None else bias.numpy(),
         stats=stats,
-        constants={name: np.array([value]) for name, value in fitting.prior.to_meta().items()},
+        constants=fitting.prior.to_constants(),
         theta=None if train.is_last_layer else draws.numpy(),
     )
     return write_samples(

@@ -133,7 +133,7 @@ def last_layer(
         gaussian.mean,
         gaussian.covariance,
         identity=gaussian.covariance.structure,
-        complete=None if rows is None else partial(complete, rows=rows, precision=prior.weight_precision),
+        complete=None if rows is None else partial(complete, rows=rows, prior=prior.to(run.device)),
         coarse=choose_gradient(options.gradients, target, gaussian.mean),
         predictions=head_judges(run, train, held_out),
         meta={} if rows is None else {"row_space_rank": rows.rank},
@@ -309,6 +309,6 @@ def sample_file(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
         head_weight=None if weight is None else weight.numpy(),
         head_bias=None if bias is None else bias.numpy(),
         stats={name: values.cpu().numpy() for name, values in stats.items() if values is not None},
-        constants={name: np.array([value]) for name, value in prior.to_meta().items()},
+        constants=prior.to_constants(),
         theta=None if train.is_last_layer else draws.numpy(),
     )

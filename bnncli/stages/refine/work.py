@@ -61,9 +61,9 @@ def seen(
 def base_of(run: Run, train: Split, base_path: Path | None, prior: Prior) -> Gaussian:
     """The Gaussian that the flow starts from: the artifact's, or the prior itself."""
     if base_path is None:
-        zeros = torch.zeros(train.layout.num_params, dtype=torch.float64)
-        covariance = Diag.from_hessian({"hessian.diag": zeros}, prior, train.layout)
-        return Gaussian(zeros, covariance, train.layout, prior).to(run.device)
+        nothing = torch.zeros(train.layout.num_params, dtype=torch.float64)
+        covariance = Diag.from_hessian({"hessian.diag": nothing}, prior, train.layout)
+        return Gaussian(prior.center(train.layout), covariance, train.layout, prior).to(run.device)
     base, _ = open_posterior(base_path)
     if base.layout != train.layout:
         raise DataError(
@@ -91,7 +91,8 @@ def _within_rows(run: Run, base: Gaussian, train: Split, *, prior: Prior, path: 
             hint=run.suggest("fit-laplace"),
             path=path,
         )
-    return replace(base, covariance=replace(within, precision=prior.weight_precision))
+    mean = within.rows.lift_about(within.rows.reduce(base.mean), prior)
+    return replace(base, mean=mean, covariance=replace(within, precision=prior.weight_precision))
 
 
 def fit(
@@ -163,7 +164,7 @@ def _fit_flow(target: Any, base: Gaussian, **choices: Any) -> RefineFit:
     if within is None:
         return fit_flow(target, base, **choices)
     rows = within.rows
-    inner = Gaussian(rows.reduce(base.mean), within.inner, rows.reduced, base.prior)
+    inner = Gaussian(rows.reduce(base.mean), within.inner, rows.reduced, rows.prior(base.require_prior()))
     fit = fit_flow(rows.target(target), inner, **choices)
     return replace(fit, posterior=replace(fit.posterior, base=base))
 

@@ -73,7 +73,7 @@ def _named(header: Header) -> Iterator[None]:
 def _from_prior(prior: Prior, layout: HeadLayout, num: int, generator: torch.Generator) -> Tensor:
     """theta (M, P)."""
     normal = torch.randn(num, layout.num_params, generator=generator, dtype=torch.float64)
-    return normal / prior.diagonal(layout).sqrt()
+    return prior.center(layout) + normal / prior.diagonal(layout).sqrt()
 
 
 def _truths(path: Path, num: int, generator: torch.Generator) -> Tensor:
