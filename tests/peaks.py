@@ -118,7 +118,9 @@ def _sample(num_features: int, num_chains: int) -> Any:
 def _fit_in_span(one: LastLayerTarget) -> None:
     rows = RowSpace.of(one.features, one.layout)
     start = torch.zeros(rows.reduced.num_params, dtype=torch.float64)
-    lift_fit(fit_gaussian(rows.target(one), start=start, structure="full"), RowLift(rows, one.prior)).gaussian.to_tensors()
+    lift_fit(
+        fit_gaussian(rows.target(one), start=start, structure="full"), RowLift(rows, one.prior)
+    ).gaussian.to_tensors()
 
 
 def _fit_network(sizes: tuple[int, ...], repeats: int, batch_size: int, estimator: str) -> None:

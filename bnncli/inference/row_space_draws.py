@@ -27,4 +27,6 @@ def complete(theta: Tensor, generator: torch.Generator, *, rows: RowSpace, prior
     outside = noise - rows.lift(rows.reduce(noise))
     precision = prior.weight_precision
     constant = 0.5 * rows.num_outside * math.log(precision / (2 * math.pi))
-    return rows.lift_about(theta, prior) + outside * precision**-0.5, constant - 0.5 * outside.double().square().sum(dim=1)
+    return rows.lift_about(theta, prior) + outside * precision**-0.5, constant - 0.5 * outside.double().square().sum(
+        dim=1
+    )

@@ -145,7 +145,9 @@ class NetworkTarget:
         products would be no faster here, and are the same.
         """
         product = self.ggn_operator(theta)
-        return lambda vectors: product(vectors) - self.prior.curvature_times(vectors.to(self.device).double(), self.layout)
+        return lambda vectors: (
+            product(vectors) - self.prior.curvature_times(vectors.to(self.device).double(), self.layout)
+        )
 
     def ggn_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
         """The same without the prior's precisions."""

@@ -62,7 +62,11 @@ class Quadratic:
 
     @property
     def mean(self) -> Tensor:
-        return torch.linalg.solve(self.precision, self.hessian @ self.center)
+        return torch.linalg.solve(self.precision, self.pull())
+
+    def pull(self, weight: float = 1.0) -> Tensor:
+        """H b plus the weight times the prior's precisions times its mean, (P,)."""
+        return self.hessian @ self.center + weight * self.prior.diagonal(self.layout) * self.prior.center(self.layout)
 
 
 def exact_elbo(features: Tensor, signs: Tensor, mean: Tensor, log_sd: Tensor) -> Tensor:
@@ -102,9 +106,11 @@ def test_the_default_steps_reach_the_maximum_of_the_elbo_and_fewer_are_noticed(n
 @pytest.mark.parametrize(
     "how", [{}, {"num_draws": 1, "estimator": "local"}, {"optimizer": "ivon"}], ids=["reparam", "local", "ivon"]
 )
-def test_the_history_has_the_divergence_times_its_weight(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mean", [None, draw_theta(THREE, seed=4)], ids=["zero", "about a mean"])
+def test_the_history_has_the_divergence_times_its_weight(how: dict[str, Any], mean: Tensor | None) -> None:
     """Of one step, before which nothing has moved: two weights differ by the divergence of the start, by torch.distributions."""
-    target = head_target(THREE, 30)
+    prior = Prior(1.0) if mean is None else Prior(1.0).with_mean(mean, 1.0)
+    target = head_target(THREE, 30, prior=prior)
     start = draw_theta(THREE)
 
     def first(weight: float) -> float:
@@ -113,7 +119,9 @@ def test_the_history_has_the_divergence_times_its_weight(how: dict[str, Any]) ->
 
     prior_sd = target.prior.diagonal(THREE).rsqrt()
     q = torch.distributions.Normal(start.double(), START_SHARE * prior_sd)
-    divergence = float(torch.distributions.kl_divergence(q, torch.distributions.Normal(0.0, prior_sd)).sum())
+    divergence = float(
+        torch.distributions.kl_divergence(q, torch.distributions.Normal(prior.center(THREE), prior_sd)).sum()
+    )
     assert first(0.25) - first(1.0) == pytest.approx(0.75 * divergence, rel=1e-4)
 
 
@@ -122,7 +130,7 @@ def test_the_shortfall_of_a_gaussian_target_is_exact(weight: float) -> None:
     """Its objective is quadratic in the means, and its Hessian the same everywhere."""
     target = quadratic()
     precision = target.hessian + weight * target.prior.diagonal(target.layout).diag()
-    mean = torch.linalg.solve(precision, target.hessian @ target.center)
+    mean = torch.linalg.solve(precision, target.pull(weight))
     sd = (weight / precision.diagonal()).sqrt()
     away = torch.tensor([1.0, -2.0, 0.5, 0.1], dtype=torch.float64)
     for factor in (0.0, 1.0):
@@ -136,7 +144,8 @@ def test_the_shortfall_of_a_gaussian_target_is_exact(weight: float) -> None:
 def quadratic() -> Any:
     layout = HeadLayout(1, 3)
     root = torch.randn(4, 4, generator=seeded(), dtype=torch.float64)
-    return Quadratic(layout, Prior(2.0), 3 * root @ root.T, torch.ones(4, dtype=torch.float64))
+    prior = Prior(2.0).with_mean(torch.tensor([0.5, 0.0, -1.0, 2.0]), 1.0)
+    return Quadratic(layout, prior, 3 * root @ root.T, torch.ones(4, dtype=torch.float64))
 
 
 def fitted(target: Any, **changes: Any) -> Any:
@@ -155,7 +164,7 @@ def test_the_optimum_of_a_gaussian_target_is_its_mean_and_one_over_its_precision
     fit = fitted(target, **how)
     weight = how.get("kl_weight", 1.0)
     precision = target.hessian + weight * target.prior.diagonal(target.layout).diag()
-    mean = torch.linalg.solve(precision, target.hessian @ target.center)
+    mean = torch.linalg.solve(precision, target.pull(weight))
     variances = weight / precision.diagonal()
     torch.testing.assert_close(fit.gaussian.mean, mean, rtol=0, atol=0.05)
     torch.testing.assert_close(fit.gaussian.covariance.variances, variances, rtol=0.08, atol=0)

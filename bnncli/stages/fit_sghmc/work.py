@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from bnncli import __version__

@@ -9,7 +9,6 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 import torch
 
 from bnncli import __version__
