@@ -7,7 +7,7 @@ network where it is not linear in theta, or Laplace's marginal likelihood. A gri
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -20,6 +20,7 @@ from bnncli.inference.linearised import noise_size
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.inference.prior_candidates import Candidates
 from bnncli.inference.prior_criterion import Criterion, Lift
+from bnncli.inference.stiffness import largest_curvature
 from bnncli.numerics.sobol import MOST_DIMENSIONS, quasi_normal
 from bnncli.posteriors import move, standard_normal
 from bnncli.progress import SILENT, Progress
@@ -33,6 +34,7 @@ CRITERIA = ("val", "marglik")
 TOLERANCES = {"val": 5e-5, "marglik": 0.1}
 # By how much the tolerance of a large head's modes is larger: of one val example's loss, 1e-4 nats or so.
 _LARGE_SLACK = 10.0
+_LIMIT = 100.0
 _HALVINGS = 3  # the last step is an eighth of a decade; the parabola does the rest
 _LARGE_HALVINGS = 1  # of large heads, whose candidates take half a minute each
 
@@ -46,7 +48,8 @@ class PriorSearch:
         curve: every (prior precision, criterion) that could be fitted, in increasing order of precision; lower is better: mean
             validation nll in nats per example, or minus the log marginal likelihood in nats. Exact, but for those
             precisions near the best whose criterion could be interpolated to the tolerance; exact at the best.
-        at_edge: whether the best lies at an end of the grid, where a wider one might do better.
+        at_edge: whether the best lies at an end of the grid, where a wider one might do better: not at the strongest of
+            priors about a mean.
         criterion: val or marglik.
         compared_at: the candidates' centres: mode, or checkpoint.
         structure: of the candidates.
@@ -93,7 +96,8 @@ def search(
             best precision moves to its mode.
         criterion: val or marglik.
         held_out: the validation data, for val.
-        bounds: lowest and highest precision of the grid.
+        bounds: lowest and highest precision of the grid; about a mean other than zero it goes on to where the posterior is that
+            mean, and no stronger prior is another.
         tolerance: of the criterion, in its unit, where it is interpolated; TOLERANCES by default, 0 for none of that.
         lift: to all of theta, where the target knows a part of it: validation data may ask for more.
         is_large: of a head whose draws of theta would take long: draws are of val's logits, modes are found as
@@ -111,6 +115,8 @@ def search(
             "tuning the prior precision on validation data needs a labelled val split",
             hint="extract one (\0hold_out\0 val=test:2000), give \0prior_precision\0, or tune by marglik",
         )
+    if target.prior.mean is not None:
+        bounds = (bounds[0], max(bounds[1], _limit(target, generator)))
     grid = _grid(*bounds)
     candidates = Candidates(
         target,
@@ -129,13 +135,22 @@ def search(
     return PriorSearch(
         best=math.exp(best),
         curve=[(math.exp(key), value) for key, value in sorted(candidates.values.items())],
-        at_edge=best - grid[0] < 1e-9 or grid[-1] - best < 1e-9,
+        at_edge=best - grid[0] < 1e-9 or (grid[-1] - best < 1e-9 and target.prior.mean is None),
         criterion=criterion,
         compared_at=candidates.center,
         structure=structure,
         fit=fit,
         judge=candidates.criterion,
     )
+
+
+def _limit(target: CurvedTarget, generator: torch.Generator) -> float:
+    """A precision under which the posterior is the prior's mean: a hundred times the largest curvature of the likelihood there.
+
+    The mode is a hundredth of a Newton step from it along the stiffest direction, and nearer along all others.
+    """
+    mean = target.prior.center(target.layout, device=target.device)
+    return _LIMIT * largest_curvature(target.with_prior(replace(target.prior, weight_precision=1e-6)), mean, generator)
 
 
 def _criterion(
@@ -177,6 +192,8 @@ def _descend(candidates: Candidates, grid: list[float], *, is_brief: bool) -> La
     """The exact fit at the lowest point: the whole grid, then ever smaller steps around its lowest."""
     if is_brief:
         _bracket(candidates, grid)
+        if candidates.target.prior.mean is not None:
+            candidates.judge(grid[-1])
     else:
         candidates.judge_all(list(reversed(grid)))
     step = grid[1] - grid[0] if len(grid) > 1 else 0.0

@@ -68,6 +68,13 @@ class FitLaplaceOptions(LayersOptions):
         "Prior precision of the biases: same as the weights', or a number, which stays while the weights' is chosen.",
         metavar="NUMBER|same",
     )
+    prior_mean: str = option(
+        "zero",
+        "Mean of the prior of the last layer: zero, or checkpoint, the network's own last layer divided by the temperature that val prefers (by 1 "
+        "without a val split). The strongest precisions searched then leave the network at that temperature.",
+        choices=("zero", "checkpoint"),
+        numeric=False,  # recorded where it counts: `params`
+    )
     curvature: str = option(
         GGN,
         "Second derivatives of a whole network's loss: ggn (the generalised Gauss-Newton matrix, positive semidefinite everywhere), hessian (all of them: \0structure\0 full, for small networks, or subnetwork), or fisher (the empirical Fisher matrix, of the gradients at the labels). Of the last layer ggn is the Hessian.",
@@ -118,6 +125,8 @@ class FitLaplaceOptions(LayersOptions):
                 hint="add \0layers\0 all or a pattern" if self.is_last_layer else None,
             )
         self._check_curvature()
+        if self.prior_mean == "checkpoint" and not self.is_last_layer:
+            raise UsageError(f"\0prior_mean\0 checkpoint is for \0layers\0 last, got \0layers\0 {self.layers}")
         if self.bias_precision != "same":
             parse_positive(self.bias_precision, "\0bias_precision\0", "same or a positive number")
         if self.prior_precision not in ("auto", "val", "marglik"):
@@ -190,6 +199,8 @@ class FitLaplaceOptions(LayersOptions):
         found = {**super().params(), "center": self.own_center, **self.layers_params}
         if not self.is_last_layer:
             found["curvature"] = self.curvature
+        if self.prior_mean != "zero":
+            found["prior_mean"] = self.prior_mean
         if self.precision_per == "layer":
             found["precision_per"] = self.precision_per
         if self.structure == "low-rank":

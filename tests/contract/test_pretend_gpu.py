@@ -152,6 +152,8 @@ LINES = (
     "report s --posterior laplace --posterior refine --posterior hmc",
     "extract-features v --from-npz labels.npz --ood far --task multilabel",
     "fit-laplace v --prior-precision val --structure full",
+    "fit-laplace v --prior-mean checkpoint --structure full --name about",
+    "hmc v --base about --chains 2 --warmup 6 --draws 8 --name about-hmc",
     f"refine v --flow radial {SMALL}",
     "hmc v --chains 2 --warmup 6 --draws 8",
     "hmc v --chains 2 --warmup 6 --draws 8 --seed 1 --name again --shards 4 --spread examples",

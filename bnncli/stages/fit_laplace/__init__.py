@@ -89,6 +89,8 @@ def _last_layer(
         raise UsageError("--bias-precision: the head has no bias")
     if options.own_center == "checkpoint" and train.content.head_weight is None:
         raise UsageError("--center checkpoint: this run has no network, only features; use --center mode")
+    if options.prior_mean == "checkpoint" and train.content.head_weight is None:
+        raise UsageError("--prior-mean checkpoint: this run has no network, only features; use --prior-mean zero")
     sources = [train.source] + ([val.source] if val is not None else [])
     params = {**options.params(), "seed": run.compute.seed}
     if criterion == "number":
@@ -167,6 +169,8 @@ def _span(options: FitLaplaceOptions, train: Split, run: Run) -> MatrixLayout | 
 
 
 def _summary(metrics: dict[str, Any]) -> list[str]:
+    scale = metrics.get("prior_mean_scale")
+    about = "" if scale is None else f", about {scale:.4g} times the checkpoint's last layer"
     chosen = {"val": "lowest val NLL", "marglik": "marginal likelihood", "number": "as given"}[
         metrics["prior_precision_by"]
     ]
@@ -175,12 +179,12 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     by_val = ", ".join(f"{name} {value:.4f}" for name, value in compared.items())
     by_val = f" (val NLL at one precision: {by_val}; the first that is near the best)" if by_val else ""
     lines = [
-        f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}; structure {metrics['structure']}{by_val}, {metrics['num_params']} parameters"
+        f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}{about}; structure {metrics['structure']}{by_val}, {metrics['num_params']} parameters"
     ]
     lines += span_line(metrics)
     if "effective_params" in metrics and "subnetwork_size" not in metrics:
         lines.append(
-            f"the data determine about {about(metrics['effective_params'])} of them (effective number of parameters); all other directions "
+            f"the data determine about {rounded(metrics['effective_params'])} of them (effective number of parameters); all other directions "
             "keep the prior's variance"
         )
     if "layer_precisions" in metrics:
@@ -232,7 +236,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def about(count: float) -> str:
+def rounded(count: float) -> str:
     """A number that is not whole, as people read it: three digits, and all before the point."""
     return f"{count:,.0f}" if abs(count) >= 100 else f"{count:.3g}"
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_precision import PriorSearch, search
 from bnncli.inference.row_space_lift import RowLift, lift_fit
+from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.lazy import torch
 from bnncli.options import FitLaplaceOptions
+from bnncli.posteriors.point import Point
 from bnncli.progress import Progress
 from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split
@@ -43,7 +45,11 @@ def fit(
     start = train.start().to(run.device)
     # A search puts its candidates in the place of the weights' precision.
     weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
-    target = train.target(Prior(weight_precision, options.own_bias_precision), run.device)
+    prior = Prior(weight_precision, options.own_bias_precision)
+    if options.prior_mean == "checkpoint":
+        scale = scale_of_mean(run, val)
+        prior = prior.with_mean(scale * train.start(), scale)
+    target = train.target(prior, run.device)
     held_out = None
     if criterion == "val" and val is not None:
         held_out = target.held_out(val.features(run.device), val.labels(run.device))
@@ -77,6 +83,20 @@ def fit(
         "curve": [list(point) for point in found.curve] if found else None,
     }
     return Fitted(tensors, meta, metrics, train)
+
+
+def scale_of_mean(run: Run, val: Split | None) -> float:
+    """One over the temperature of the network's logits that val prefers: what the prior's mean is of the checkpoint's last layer."""
+    if val is None or val.content.labels is None:
+        return 1.0
+    point = Point(val.start().to(run.device), val.layout)
+    fit = fit_temperature(LabelledLogits(val.logits(point, run.device), val.labels(run.device), val.layout.likelihood))
+    if fit.unbounded is not None:
+        run.console.warn(
+            f"val has no best temperature ({fit.unbounded}): the prior's mean is the checkpoint's last layer"
+        )
+        return 1.0
+    return 1 / fit.temperature
 
 
 def _fitted(
