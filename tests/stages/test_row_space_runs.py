@@ -241,6 +241,24 @@ def test_completed_draws_are_what_they_were_inside_and_the_prior_outside(run: Pa
     )
 
 
+@pytest.mark.parametrize("command", ["fit-laplace", "hmc", "refine"])
+def test_outside_the_row_space_a_prior_about_the_checkpoint_is_about_it(cli: Cli, run: Path, command: str) -> None:
+    """The network's own last layer lies in no such span; there each posterior is the prior, its mean included."""
+    assert (
+        cli("fit-laplace", run, "--prior-precision", PRIOR, "--prior-mean", "checkpoint", "--name", "about").code == 0
+    )
+    words = {"hmc": ["--chains", 50, "--warmup", 10, "--draws", 20], "refine": ["--epochs", 2, "--length", 2]}
+    if command != "fit-laplace":
+        assert cli(command, run, "--base", "about", *words[command]).code in (0, 3)
+    base = stored(run, "about.safetensors")
+    mean = base.require_prior().mean
+    assert float(outside(run, mean).norm()) > 1
+    name = {"fit-laplace": "about.safetensors", "hmc": "hmc.nc", "refine": "refine.safetensors"}[command]
+    drawn = stored(run, name).sample(1000, torch.Generator().manual_seed(1)).double()
+    assert is_prior_outside(run, drawn - mean, PRIOR)
+    assert not is_prior_outside(run, drawn, PRIOR)
+
+
 def test_the_other_commands_take_it(cli: Cli, run: Path) -> None:
     assert cli("hmc", run, "--chains", 4, "--warmup", 10, "--draws", 20).code == 0
     for posterior in ("laplace", "hmc"):

@@ -62,9 +62,9 @@ def _exact_draws(same_target: list[Judged]) -> Judged | None:
 
 
 def _prior_of_draws(same_target: list[Judged]) -> dict[str, Any]:
-    """The option of hmc that says the prior of what is drawn; none where there are no draws, or it takes two precisions."""
+    """The option of hmc that says the prior of what is drawn; none where there are no draws, or it takes two precisions or a mean."""
     drawn = next((judged for judged in same_target if judged.type == "samples"), None)
-    if drawn is None or drawn.target is None or not drawn.target.is_isotropic:
+    if drawn is None or drawn.target is None or not drawn.target.is_isotropic or drawn.target.mean is not None:
         return {}
     return {"prior_precision": drawn.target.weight_precision}
 

@@ -129,6 +129,7 @@ def _empty_entry(kind: str, header: Header) -> dict[str, Any]:
         "method": header.meta.get("method"),
         "prior_precision": prior.weight_precision if prior else None,
         "bias_precision": None if prior is None or prior.is_isotropic else prior.bias_precision,
+        "prior_mean_scale": prior.mean_scale if prior else None,
         "is_good": None,
         "doubts": [],
         "draws": None,

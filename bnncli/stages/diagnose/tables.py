@@ -136,11 +136,12 @@ def _other_targets(densities: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def _prior(entry: dict[str, Any]) -> str:
-    """The precision of the weights, and of the biases where that is another."""
-    value = entry["prior_precision"]
-    if value is None or entry["bias_precision"] is None:
-        return "-" if value is None else f"{value:.4g}"
-    return f"{value:.4g} / {entry['bias_precision']:.4g}"
+    """The precision of the weights, that of the biases where it is another, and how much of the checkpoint the mean is."""
+    value, bias, scale = (entry[name] for name in ("prior_precision", "bias_precision", "prior_mean_scale"))
+    if value is None:
+        return "-"
+    shown = f"{value:.4g}" if bias is None else f"{value:.4g} / {bias:.4g}"
+    return shown if scale is None else f"{shown} (mean {scale:.3g})"
 
 
 def _good(entry: dict[str, Any]) -> str:
