@@ -117,6 +117,8 @@ def doubts(judged: Judged) -> list[str]:
         return ["draws of a Gaussian that was never made have no density"]
     if judged.type == "ensemble":
         return ["networks that were trained apart have no density, and no target"]
+    if judged.type == "stack":
+        return ["a mixture of last layers that predicts best has no density"]
     if judged.type not in DENSITIES:
         return [f"a {judged.type} posterior has a prior of its own, and so another target"]
     if judged.num_varying is not None:

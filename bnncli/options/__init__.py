@@ -56,5 +56,6 @@ from bnncli.options.report import ReportOptions as ReportOptions
 from bnncli.options.reproduce import ReproduceOptions as ReproduceOptions
 from bnncli.options.sbc import SbcOptions as SbcOptions
 from bnncli.options.score import ScoreOptions as ScoreOptions
+from bnncli.options.stack import StackOptions as StackOptions
 from bnncli.options.status import StatusOptions as StatusOptions
 from bnncli.options.train import TrainOptions as TrainOptions

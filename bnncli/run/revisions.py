@@ -24,6 +24,7 @@ FIT_ENSEMBLE = 2  # 2: its worth on val beside the network's
 FIT_LBBNN = 3  # 2: gradients of the biases by hand, weights of all layers together: other rounding; 3: draws of activations are of the best repeat alone
 FIT_SGHMC = 1
 FIT_SWAG = 1
+STACK = 1
 FIT_VI = 2  # 2: at least so many steps by default
 EVALUATE = 2
 EVALUATE_FEATURES = 1
@@ -130,6 +131,7 @@ _OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
     "prune": lambda header: {PRUNE},
     "ensemble": lambda header: {FIT_ENSEMBLE},
     "sghmc": lambda header: {FIT_SGHMC},
+    "stack": lambda header: {STACK},
     "swag": lambda header: {FIT_SWAG},
     "vi": lambda header: {FIT_VI},
 }

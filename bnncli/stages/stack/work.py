@@ -1,0 +1,156 @@
+"""The work of stack: last layers with their folds, the weights, and what the mixture is worth on val."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.inference.stacking import Head, Way, stacking_weights, stratified_folds
+from bnncli.inference.temperature import LabelledLogits, fit_temperature
+from bnncli.posteriors.stack import Stack
+from bnncli.run.inputs import Split
+from bnncli.run.produce_posterior import Fitted
+from bnncli.run.session import Run
+from bnncli.run.val_report import measure_probs_on_val
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.logit_blocks import block_logits
+from bnncli.theta.prior import Prior
+
+NUM_FOLDS = 5
+KEPT = 1e-3  # of the weight, at least, of a member that predicts
+MOST_ROWS = 20  # of train, as many times those of val, that are refitted together with val, once a fold
+
+
+def fit(run: Run, train: Split, val: Split) -> Fitted:
+    """The mixture as a posterior, with the mixtures of its folds."""
+    rows = _Val(run, val)
+    heads, left_out = _heads(run, train, val, rows)
+    scores = torch.stack([rows.log_scores(head.folds) for head in heads], dim=-1)
+    weights = stacking_weights(scores.flatten(0, -2))
+    by_fold = torch.stack([stacking_weights(scores[rows.folds != fold].flatten(0, -2)) for fold in range(NUM_FOLDS)])
+    is_kept = weights >= KEPT
+    kept = [head for head, is_in in zip(heads, is_kept, strict=True) if is_in]
+    posterior = Stack(torch.stack([head.theta for head in kept]).float(), _normalised(weights[is_kept]), val.layout)
+    folds = torch.stack([head.folds.expand(NUM_FOLDS, -1) for head in kept], dim=1)  # (K, M, P)
+    fold_weights = _normalised(by_fold[:, is_kept])
+    probs = rows.mixture(folds, fold_weights)
+    metrics: dict[str, Any] = {
+        "num_members": len(kept),
+        "num_folds": NUM_FOLDS,
+        "heads": [
+            {
+                "name": head.name,
+                "weight": float(weight),
+                "prior_precision": head.precision,
+                "val_nll": -float(score),
+                "is_kept": bool(is_in),
+            }
+            for head, weight, score, is_in in zip(
+                heads, weights, scores.flatten(0, -2).mean(dim=0), is_kept, strict=True
+            )
+        ],
+        "left_out": left_out,
+        **measure_probs_on_val(run, probs.cpu().numpy(), val, method="stack", integrator="mc", num_draws=len(kept)),
+    }
+    tensors, meta = posterior.to_tensors()
+    tensors |= {"folds.members": folds.float(), "folds.weights": fold_weights, "folds.rows": rows.folds.to(torch.uint8)}
+    meta |= {"method": "stack", "param_layout": val.layout.to_json(), "fit_on": "train+val", "num_folds": NUM_FOLDS}
+    return Fitted(tensors, meta, metrics, train)
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+class _Val:
+    """The rows of val on the device, each with the fold that leaves it out."""
+
+    def __init__(self, run: Run, val: Split) -> None:
+        self.layout, self.device = val.layout, run.device
+        self.features, self.labels = val.features(run.device), val.labels(run.device)
+        self.folds = stratified_folds(self.labels, NUM_FOLDS, run.stream("stack/folds")).to(run.device)
+
+    def _logits(self, theta: Tensor, rows: Tensor) -> Tensor:
+        """Logits (K, M, n) of some rows under theta (M, P)."""
+        return block_logits(self.features[rows], theta.to(self.features), self.layout)
+
+    def log_scores(self, theta: Tensor) -> Tensor:
+        """log p (N, J) float64 of each row's decisions under its fold's theta (K, P), or under one theta (1, P)."""
+        parts = theta.expand(NUM_FOLDS, -1)
+        logs = [
+            self.layout.likelihood.decision_logs(self._logits(parts[fold : fold + 1], rows).double(), self.labels[rows])
+            for fold, rows in self._each()
+        ]
+        return self._in_order([part[:, 0].T for part in logs])
+
+    def mixture(self, theta: Tensor, weights: Tensor) -> Tensor:
+        """Class probabilities (N, C) float32 of each row under its fold's members (K, M, P) and weights (K, M)."""
+        found = []
+        for fold, rows in self._each():
+            logits = self._logits(theta[fold], rows).double().permute(1, 2, 0)
+            probs = self.layout.likelihood.class_probabilities(logits, dim=2)
+            found.append((probs * weights[fold].view(-1, 1, 1)).sum(dim=0))
+        return self._in_order(found).float()
+
+    def _each(self) -> list[tuple[int, Tensor]]:
+        """Each fold with the rows that it leaves out."""
+        return [(fold, (self.folds == fold).nonzero()[:, 0]) for fold in range(NUM_FOLDS)]
+
+    def _in_order(self, parts: list[Tensor]) -> Tensor:
+        order = torch.cat([rows for _, rows in self._each()]).argsort()
+        return torch.cat(parts)[order]
+
+
+def _heads(run: Run, train: Split, val: Split, rows: _Val) -> tuple[list[Head], list[str]]:
+    """The candidates, the plainest first, and what was not tried, with the reason."""
+    heads, left_out = [], []
+    if train.head() is not None:
+        heads.append(_at_best_temperature(val, rows))
+    precisions: list[float] | None = None
+    for name, targets in _targets(run, train, val, rows).items():
+        if not targets:
+            left_out.append(
+                f"{name} (train has more than {MOST_ROWS} times the rows of val, which decide little there)"
+            )
+            continue
+        task = run.console.task(f"refit to {name}", 0)
+        heads.append(
+            Way(name, targets, rows.log_scores).fit(task, precisions=precisions if name == "train+val" else None)
+        )
+        if name == "train":  # with val beside them these rows want about the same prior
+            best = heads[-1].precision or 1.0
+            precisions = [best * 10**0.5, best, best / 10**0.5]
+    return heads, left_out
+
+
+def _at_best_temperature(val: Split, rows: _Val) -> Head:
+    """The network at one temperature, of all rows of val, and of those that each fold keeps."""
+    theta = val.start().to(rows.device)
+    logits = block_logits(rows.features, theta.to(rows.features).unsqueeze(0), rows.layout)[:, 0].T
+
+    def scaled(some: Tensor) -> Tensor:
+        found = fit_temperature(LabelledLogits(logits[some], rows.labels[some], rows.layout.likelihood))
+        # Rows that are all right would have any lower temperature; it says nothing of others.
+        return theta if found.unbounded == "separable" else theta / found.temperature
+
+    folds = [scaled(rows.folds != fold) for fold in range(NUM_FOLDS)]
+    return Head("network at its best temperature", scaled(rows.folds >= 0), torch.stack(folds))
+
+
+def _targets(run: Run, train: Split, val: Split, rows: _Val) -> dict[str, list[LastLayerTarget]]:
+    """The log posteriors to refit to, by name: of all rows, then of those that each fold keeps. Empty where they are not tried."""
+    own = train.target(Prior(1.0), run.device)
+    every = [rows.folds >= 0, *(rows.folds != fold for fold in range(NUM_FOLDS))]
+
+    def with_val(some: Tensor, *before: Tensor) -> LastLayerTarget:
+        features = torch.cat([*before[:1], rows.features[some]])
+        labels = torch.cat([*before[1:], rows.labels[some]])
+        return LastLayerTarget(features, labels, rows.layout, Prior(1.0))
+
+    found = {"train": [own], "val": [with_val(some) for some in every], "train+val": []}
+    if own.num_examples <= MOST_ROWS * len(rows.labels):
+        features = train.features(run.device)
+        found["train+val"] = [with_val(some, features, own.labels) for some in every]
+    return found
