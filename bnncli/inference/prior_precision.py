@@ -7,8 +7,9 @@ network where it is not linear in theta, or Laplace's marginal likelihood. A gri
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,13 +31,44 @@ if TYPE_CHECKING:
     from bnncli.theta.layout import LogitLayout
 
 CRITERIA = ("val", "marglik")
+BOUNDS = (1e-2, 1e5)  # of the grid
 # Of the criterion where it is interpolated: nats per example, nats. The choice moves by a percent or so.
 TOLERANCES = {"val": 5e-5, "marglik": 0.1}
 # By how much the tolerance of a large head's modes is larger: of one val example's loss, 1e-4 nats or so.
-_LARGE_SLACK = 10.0
+LARGE_SLACK = 10.0
+Fit = TypeVar("Fit", covariant=True)
 _LIMIT = 100.0
 _HALVINGS = 3  # the last step is an eighth of a decade; the parabola does the rest
 _LARGE_HALVINGS = 1  # of large heads, whose candidates take half a minute each
+
+
+class SearchedPrecisions(Protocol[Fit]):
+    """The precisions that a search has tried, by their logarithm, as Candidates are: of one target, or of several together."""
+
+    @property
+    def target(self) -> CurvedTarget:
+        """The target, or one of them."""
+
+    @property
+    def values(self) -> dict[float, float]:
+        """The criterion by log precision."""
+
+    @property
+    def own_log_precision(self) -> float:
+        """Where to begin."""
+
+    @property
+    def best(self) -> float:
+        """The log precision of the lowest value."""
+
+    def judge(self, log_precision: float) -> None:
+        """Finds the criterion under one precision, unless it is known."""
+
+    def judge_all(self, log_precisions: Sequence[float]) -> None:
+        """Judges several."""
+
+    def fit(self, log_precision: float) -> Fit | None:
+        """The exact fit of a known candidate, whose value becomes exact; None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +108,7 @@ def search(
     center: str = "mode",
     criterion: str = "val",
     held_out: HeldOut | None = None,
-    bounds: tuple[float, float] = (1e-2, 1e5),
+    bounds: tuple[float, float] = BOUNDS,
     tolerance: float | None = None,
     lift: Lift | None = None,
     is_large: bool = False,
@@ -115,33 +147,48 @@ def search(
             "tuning the prior precision on validation data needs a labelled val split",
             hint="extract one (\0hold_out\0 val=test:2000), give \0prior_precision\0, or tune by marglik",
         )
-    if target.prior.mean is not None:
-        bounds = (bounds[0], max(bounds[1], _limit(target, generator)))
-    grid = _grid(*bounds)
+    grid = grid_of(target, bounds, generator)
     candidates = Candidates(
         target,
         structure,
         _compared_at(target, criterion, center),
-        _criterion(target, structure, held_out if criterion == "val" else None, lift, generator, by_logits=is_large),
+        criterion_of(target, structure, held_out if criterion == "val" else None, lift, generator, by_logits=is_large),
         start,
         TOLERANCES[criterion] if tolerance is None else tolerance,
-        progress.task("prior precision", len(grid) + 2 * _HALVINGS + 2),
-        mode_slack=_LARGE_SLACK if is_large else 1.0,
+        progress.task("prior precision", num_judged(grid)),
+        mode_slack=LARGE_SLACK if is_large else 1.0,
     )
-    fit = _descend(candidates, grid, is_brief=is_large)
+    fit = descend(candidates, grid, is_brief=is_large)
     best = candidates.best
     if center != candidates.center:
         fit = _fit_at(candidates, best, center, progress)
     return PriorSearch(
         best=math.exp(best),
         curve=[(math.exp(key), value) for key, value in sorted(candidates.values.items())],
-        at_edge=best - grid[0] < 1e-9 or (grid[-1] - best < 1e-9 and target.prior.mean is None),
+        at_edge=is_at_edge(best, grid, target),
         criterion=criterion,
         compared_at=candidates.center,
         structure=structure,
         fit=fit,
         judge=candidates.criterion,
     )
+
+
+def grid_of(target: CurvedTarget, bounds: tuple[float, float], generator: torch.Generator) -> list[float]:
+    """The log precisions to search first; of a prior about a mean up to where the posterior is that mean."""
+    if target.prior.mean is not None:
+        bounds = (bounds[0], max(bounds[1], _limit(target, generator)))
+    return _grid(*bounds)
+
+
+def num_judged(grid: list[float]) -> int:
+    """How many precisions a search of a grid judges."""
+    return len(grid) + 2 * _HALVINGS + 2
+
+
+def is_at_edge(best: float, grid: list[float], target: CurvedTarget) -> bool:
+    """Whether the best log precision lies at an end of the grid beyond which there are others."""
+    return best - grid[0] < 1e-9 or (grid[-1] - best < 1e-9 and target.prior.mean is None)
 
 
 def _limit(target: CurvedTarget, generator: torch.Generator) -> float:
@@ -153,7 +200,7 @@ def _limit(target: CurvedTarget, generator: torch.Generator) -> float:
     return _LIMIT * largest_curvature(target.with_prior(replace(target.prior, weight_precision=1e-6)), mean, generator)
 
 
-def _criterion(
+def criterion_of(
     target: CurvedTarget,
     structure: str,
     held_out: HeldOut | None,
@@ -188,7 +235,7 @@ def _compared_at(target: CurvedTarget, criterion: str, center: str) -> str:
     return center if target.layout.num_params <= MAX_FULL_PRECONDITIONER else "checkpoint"
 
 
-def _descend(candidates: Candidates, grid: list[float], *, is_brief: bool) -> LaplaceFit:
+def descend(candidates: SearchedPrecisions[Fit], grid: list[float], *, is_brief: bool) -> Fit:
     """The exact fit at the lowest point: the whole grid, then ever smaller steps around its lowest."""
     if is_brief:
         _bracket(candidates, grid)
@@ -210,7 +257,7 @@ def _descend(candidates: Candidates, grid: list[float], *, is_brief: bool) -> La
             return fit
 
 
-def _bracket(candidates: Candidates, grid: list[float]) -> None:
+def _bracket(candidates: SearchedPrecisions[Any], grid: list[float]) -> None:
     """Judges points of the grid from the checkpoint's own on, stronger ones and weaker ones, until the criterion rises."""
     own = candidates.own_log_precision
     first = min(range(len(grid)), key=lambda i: abs(grid[i] - own))

@@ -75,6 +75,13 @@ class FitLaplaceOptions(LayersOptions):
         choices=("zero", "checkpoint"),
         numeric=False,  # recorded where it counts: `params`
     )
+    fit_on: str = option(
+        "train",
+        "Rows whose likelihood the last layer is fitted to: train, val, or both (train+val). Where val is among them, the prior precision is "
+        "chosen by 5-fold cross-validation over its rows, and predict gives its rows out of fold; see \0prior_mean\0 checkpoint for few rows.",
+        choices=("train", "val", "train+val"),
+        numeric=False,  # recorded where it counts: `params`
+    )
     curvature: str = option(
         GGN,
         "Second derivatives of a whole network's loss: ggn (the generalised Gauss-Newton matrix, positive semidefinite everywhere), hessian (all of them: \0structure\0 full, for small networks, or subnetwork), or fisher (the empirical Fisher matrix, of the gradients at the labels). Of the last layer ggn is the Hessian.",
@@ -127,6 +134,8 @@ class FitLaplaceOptions(LayersOptions):
         self._check_curvature()
         if self.prior_mean == "checkpoint" and not self.is_last_layer:
             raise UsageError(f"\0prior_mean\0 checkpoint is for \0layers\0 last, got \0layers\0 {self.layers}")
+        if self.fit_on != "train" and (not self.is_last_layer or self.own_center != "mode"):
+            raise UsageError(f"\0fit_on\0 {self.fit_on} is for \0layers\0 last at \0center\0 mode")
         if self.bias_precision != "same":
             parse_positive(self.bias_precision, "\0bias_precision\0", "same or a positive number")
         if self.prior_precision not in ("auto", "val", "marglik"):
@@ -201,6 +210,8 @@ class FitLaplaceOptions(LayersOptions):
             found["curvature"] = self.curvature
         if self.prior_mean != "zero":
             found["prior_mean"] = self.prior_mean
+        if self.fit_on != "train":
+            found["fit_on"] = self.fit_on
         if self.precision_per == "layer":
             found["precision_per"] = self.precision_per
         if self.structure == "low-rank":

@@ -48,12 +48,19 @@ class Split:
 
     Attributes:
         classes_source: the names of the classes, where they are another split's.
+        also: further sources of rows of several splits.
     """
 
     content: FeatureFile
     source: Source
     checkpoint: dict[str, Any] | None
     classes_source: Source | None = None
+    also: tuple[Source, ...] = ()
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Of the rows."""
+        return self.source, *self.also
 
     @property
     def layout(self) -> HeadLayout:
@@ -99,6 +106,13 @@ class Split:
         if self.content.labels is None:
             raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
         return torch.from_numpy(self.content.labels).to(device)
+
+    def take(self, rows: Tensor) -> Split:
+        """Some rows (n,) of it."""
+        index, content = rows.cpu().numpy(), self.content
+        labels = None if content.labels is None else content.labels[index]
+        some = replace(content, features=content.features[index], labels=labels, sample_id=content.sample_id[index])
+        return replace(self, content=replace(some, names=None))
 
     def check_labeled(self) -> Split:
         """The split itself. Raises DataError when it has no labels, before any work."""

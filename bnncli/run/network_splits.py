@@ -245,7 +245,8 @@ class NetworkReader:
         inputs = near(read_inputs(example, network.module, progress=self.run.console), self.run.device)
         layout = self._layout(split, pattern, network, head, inputs)
         found = NetworkSplit(
-            split.content, split.source, split.checkpoint, split.classes_source, inputs.flatten(1), layout
+            split.content, split.source, split.checkpoint, split.classes_source,
+            inputs=inputs.flatten(1), network_layout=layout,
         )  # fmt: skip
         if split.content.check_logits is not None:
             tolerance = TOLERANCE if self.recorded.network.autocast is None else AUTOCAST_TOLERANCE

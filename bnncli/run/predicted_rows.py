@@ -72,6 +72,34 @@ def joined(parts: Sequence[Rows], group_rows: Tensor | None, integrator: Ready) 
     return Predicted(Prediction(**found), energy, max_logit, group_rows, probs_samples, integrator)
 
 
+def scattered(parts: Sequence[Predicted], rows: Sequence[Tensor]) -> Predicted:
+    """Predictions of some rows each, which are all rows together, as one in the order of the rows.
+
+    Args:
+        rows: (n,) ascending, of each part.
+    """
+    last, order = parts[-1], torch.cat(list(rows)).argsort()
+    groups = [own[part.group_rows] for part, own in zip(parts, rows, strict=True) if part.group_rows is not None]
+    group_rows, group_order = torch.cat(groups).sort() if groups else (None, order)
+    found: Rows = {}
+    for spec in fields(Prediction):
+        values = [getattr(part.prediction, spec.name) for part in parts]
+        if values[0] is not None:
+            axis = _ROW_AXIS.get(spec.name, 0)
+            found[spec.name] = torch.cat(values, axis).index_select(
+                axis, group_order if spec.name == "group_probs" else order
+            )
+    samples = [part.probs_samples for part in parts if part.probs_samples is not None]
+    return Predicted(
+        Prediction(**found),
+        torch.cat([part.energy for part in parts])[order],
+        torch.cat([part.max_logit for part in parts])[order],
+        group_rows,
+        torch.cat(samples, dim=1)[:, order] if samples else None,
+        last.integrator,
+    )
+
+
 @dataclass(frozen=True)
 class PartProgress:
     """The progress of a part of some work, as that of the whole.

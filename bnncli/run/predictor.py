@@ -6,20 +6,21 @@ The command predict stores what comes of it, and whoever asks from Python gets i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli.errors import DataError
+from bnncli.errors import DataError, UsageError
 from bnncli.integrators import Ready
 from bnncli.integrators._groups import DrawPartition, kept_rows
 from bnncli.integrators._mean_logits import drawn_theta, energy_and_max_logit, mean_theta
 from bnncli.lazy import torch
 from bnncli.machine.together import brought_to_leader
-from bnncli.run.inputs import Split, block_rows, load_split, on_device, open_posterior, posterior_prior, require_draws
+from bnncli.run.inputs import Split, block_rows, on_device, open_posterior, posterior_prior, require_draws
 from bnncli.run.integrator_choice import IntegratorChoice, default_integrator, is_of_draws, num_stored
-from bnncli.run.predicted_rows import PartProgress, Predicted, Rows, joined, own_rows, rows_of
+from bnncli.run.out_of_fold import fit_on, knows, load_fitted, out_of_fold
+from bnncli.run.predicted_rows import PartProgress, Predicted, Rows, joined, own_rows, rows_of, scattered
 from bnncli.run.session import Run
 from bnncli.run.val_report import note_on_default
 from bnncli.storage.headers import Header
@@ -52,9 +53,15 @@ class TrainData:
     _targets: dict[str, CurvedTarget] = field(default_factory=dict)
 
     @cached_property
-    def split(self) -> Split:
-        """The split itself. Raises MissingInput or DataError without one that has labels."""
-        return load_split(self.run, "train").check_labeled()
+    def _splits(self) -> dict[str, Split]:
+        return {}
+
+    def fitted(self, header: Header) -> Split:
+        """The rows that a posterior was fitted to. Raises MissingInput or DataError without such that have labels."""
+        wanted = fit_on(header)
+        if wanted not in self._splits:
+            self._splits[wanted] = load_fitted(self.run, wanted)
+        return self._splits[wanted]
 
     @cached_property
     def reader(self) -> NetworkReader:
@@ -68,27 +75,40 @@ class TrainData:
         layers = header.meta.get("layers")
         return split if layers is None else self.reader.split(split, str(layers))
 
+    def judged_on(self, header: Header, posterior: Any, split: Split) -> Any | None:
+        """What stands for a posterior where a split judges it: itself, its folds, or nothing where it has fitted the split without any."""
+        if not knows(header, split):
+            return posterior
+        return out_of_fold(header, posterior, split, self.target) if "num_folds" in header.meta else None
+
     def target(self, header: Header, prior: Prior) -> CurvedTarget:
         """The log posterior, under a prior, of the parameters that the posterior with this header is over."""
-        layers = str(header.meta.get("layers"))
-        if layers not in self._targets:
-            self._targets[layers] = self.seen_by(header, self.split).target(Prior(1.0), self.run.device)
-        return self._targets[layers].with_prior(prior)
+        key = f"{header.meta.get('layers')} of {fit_on(header)}"
+        if key not in self._targets:
+            self._targets[key] = self.seen_by(header, self.fitted(header)).target(Prior(1.0), self.run.device)
+        return self._targets[key].with_prior(prior)
 
 
 @dataclass
 class Predictor:
-    """Predicts with one posterior."""
+    """Predicts with one posterior.
+
+    Attributes:
+        given: a posterior on the device in the place of the file's.
+    """
 
     run: Run
     path: Path
     header: Header
     train: TrainData
+    given: Any = None
     _ready: tuple[tuple[str, int | None], Ready] | None = None
 
     @cached_property
     def posterior(self) -> Any:
         """The posterior, on the device. Raises DataError where the file has been replaced since its header was read."""
+        if self.given is not None:
+            return self.given
         posterior, header = open_posterior(self.path)
         if header.content_digest != self.header.content_digest:
             message = f"{self.path} was replaced while it was read"
@@ -147,6 +167,35 @@ class Predictor:
             DeviceError: they have none; names how many have.
         """
         require_draws(self.run, self.header, num_used=num_used, option=option)
+
+    def predict_split(self, choice: IntegratorChoice, split: Split, *, keep_samples: bool = False) -> Predicted | None:
+        """The predictions for a split, which `predict` stores: out of fold for rows that the posterior was fitted to.
+
+        By all processes that share the command, as predict_together.
+
+        Raises:
+            DataError: the posterior was fitted to the split and has no folds.
+            UsageError: it has, and the integrator weighs draws by all rows.
+        """
+        seen = self.train.seen_by(self.header, split)
+        seen.check_fits(self.posterior.layout)
+        if not knows(self.header, split):
+            return self.predict_together(choice, seen.stored, keep_samples=keep_samples)
+        folds = out_of_fold(self.header, self.posterior, split, self.train.target)
+        if choice.integrator.needs_target:
+            raise UsageError(
+                f"{choice.name} weighs draws by all rows that {self.path.stem} was fitted to, those of {split.content.name} among them",
+                code="unsupported_integrator",
+                hint="use another integrator, or predict another split",
+            )
+        self.run.console.info(f"{self.path.stem}: {split.content.name} is predicted out of fold, by {len(folds)} folds")
+        found, order = [], []
+        for posterior, rows in folds.parts():
+            part = replace(self, given=posterior, _ready=None)
+            found.append(part.predict_together(choice, seen.stored[rows], keep_samples=keep_samples))
+            order.append(rows)
+        parts = [part for part in found if part is not None]
+        return scattered(parts, order) if parts else None
 
     def predict(self, choice: IntegratorChoice, features: Tensor, *, keep_samples: bool = False) -> Predicted:
         """The predictions for features (N, D), wherever they lie, of the posterior's own D, by a process that works alone."""

@@ -11,6 +11,7 @@ from bnncli.errors import UsageError
 from bnncli.options.target import TargetOptions
 from bnncli.run import named_posterior
 from bnncli.run.inputs import Split, open_posterior, posterior_prior, posterior_source
+from bnncli.run.out_of_fold import fit_on, unique_sources
 from bnncli.run.session import Run
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
@@ -49,6 +50,11 @@ class Base:
     header: Header
     source: Source
     prior: Prior
+
+    @property
+    def fit_on(self) -> str:
+        """The splits that it was fitted to."""
+        return fit_on(self.header)
 
     @property
     def is_gaussian(self) -> bool:
@@ -119,5 +125,4 @@ def request_params(run: Run, options: TargetOptions, base: Base | None) -> dict[
 
 def request_sources(train: Split, held_out: Split | None, base: Base | None) -> Sequence[Source]:
     """What the posterior is made of: features, and the base."""
-    found = [train.source] + ([held_out.source] if held_out else [])
-    return found + ([base.source] if base else [])
+    return unique_sources(train, held_out) + ([base.source] if base else [])

@@ -21,13 +21,15 @@ from bnncli.machine.together import Parts
 from bnncli.names import counted, percent
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.integrator_choice import default_integrator_of
+from bnncli.run.out_of_fold import OutOfFold
 from bnncli.run.predicted_rows import shared_rows
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bnncli.evaluation.excess import Scored
-    from bnncli.posteriors.point import Point
 
 OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared with: cheap, and without draws
 _WORDS = {
@@ -61,31 +63,30 @@ def measure_on_val(
     gives), both where val has a best temperature, and under `method` the posterior by its default integrator. `val_excess` has by how much that one is worse.
 
     Args:
-        posterior: over the head, with what its default integrator needs, on the device.
+        posterior: over the head, with what its default integrator needs, on the device; or its folds, where val is fitted.
         val: labelled.
         method: laplace, refine, ...: tells the default integrator.
         others: further posteriors to compare with, by name, by their default integrator (the base of a flow).
     """
     from bnncli.evaluation.excess import score
-    from bnncli.posteriors.point import Point
 
     assert val.content.labels is not None
     labels = val.content.labels
     name = default_integrator_of(method, is_last_layer=val.is_last_layer)
+    whole = posterior.whole if isinstance(posterior, OutOfFold) else posterior
     chosen, how = _predicted(run, posterior, val, name)
     found = {method: score(method, chosen, labels)}
     references, facts = network_on_val(run, val)
     facts[method] = how
     for other in OTHER_INTEGRATORS:
-        if other != name and _supports(other, posterior, val):
+        if other != name and _supports(other, whole, val):
             references[other] = score(other, _predicted(run, posterior, val, other)[0], labels)
     for key, other_posterior in (others or {}).items():
         own = default_integrator_of(_MADE_BY.get(key, key), is_last_layer=val.is_last_layer)
         probs, facts[key] = _predicted(run, other_posterior, val, own)
         references[key] = score(key, probs, labels)
-    if _supports("plug-in", posterior, val):
-        centre = Point(posterior.center, posterior.layout)
-        best = _at_best_temperature(run, centre, val, "plug-in-temperature")
+    if _supports("plug-in", whole, val):
+        best = _at_best_temperature(run, posterior, val, "plug-in-temperature")
         if best is not None:
             found["plug-in-temperature"], facts["plug-in-temperature"] = best
     return _comparison(found[method], references, others=found, facts=facts, integrator=name)
@@ -265,6 +266,12 @@ def temperature_on_val(run: Run, val: Split) -> Scored | None:
 
 def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray, dict[str, Any]]:
     """Probabilities (N, C) as predict gives them, and by what."""
+    if isinstance(posterior, OutOfFold):
+        probs = np.empty((len(val.stored), posterior.whole.layout.num_classes), dtype=np.float32)
+        how: dict[str, Any] = {}
+        for one, index in posterior.parts():
+            probs[index.numpy()], how = _predicted(run, one, val.take(index), name)
+        return probs, how
     integrator = load_integrator(name)
     is_last_layer = posterior.layout.network is None
     size = integrator.default_for(posterior.layout.num_params, is_last_layer=is_last_layer)
@@ -282,8 +289,19 @@ def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray
     return probs, {"integrator": name, "samples": size}
 
 
-def _at_best_temperature(run: Run, point: Point, val: Split, key: str) -> tuple[Scored, dict[str, Any]] | None:
-    """A point divided by the temperature that val prefers, scored by its losses held out.
+def _logits(run: Run, posterior: Any, val: Split) -> Tensor:
+    """Logits (N, K) at the centre of a posterior, on the device."""
+    from bnncli.posteriors.point import Point
+
+    if isinstance(posterior, OutOfFold):
+        parts = [(index, _logits(run, one, val.take(index))) for one, index in posterior.parts()]
+        order = torch.cat([index for index, _ in parts]).argsort()
+        return torch.cat([logits for _, logits in parts])[order.to(run.device)]
+    return val.logits(Point(posterior.center, posterior.layout), run.device)
+
+
+def _at_best_temperature(run: Run, posterior: Any, val: Split, key: str) -> tuple[Scored, dict[str, Any]] | None:
+    """The centre of a posterior divided by the temperature that val prefers, scored by its losses held out.
 
     None where val sets no lower bound, all its labels having the largest logit: losses of 0 there say nothing of others.
     """
@@ -291,7 +309,7 @@ def _at_best_temperature(run: Run, point: Point, val: Split, key: str) -> tuple[
     from bnncli.inference.temperature import LabelledLogits, fit_temperature, held_out_losses
 
     assert val.content.labels is not None
-    likelihood, logits = point.layout.likelihood, val.logits(point, run.device)
+    likelihood, logits = val.layout.likelihood, _logits(run, posterior, val)
     data = LabelledLogits(logits, val.labels(run.device), likelihood)
     fit = fit_temperature(data)
     if fit.unbounded == "separable":

@@ -69,7 +69,7 @@ def run(run: Run, options: ExportOptions) -> Result:
         sources += [Source(f"decision.{one.name}", one.header.path, one.header.content_digest) for one in rules]
     predictor = Predictor(run, path, header, TrainData(run, options.trust_code))
     if choice.integrator.needs_target:
-        sources.append(predictor.train.split.source)
+        sources += predictor.train.fitted(header).sources
     request = _request(run, options, predictor, choice, split, sources)
     if options.format == "torch":
         publishing.check_code_path(request.target, force=run.write.force)

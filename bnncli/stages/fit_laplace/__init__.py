@@ -9,13 +9,14 @@ from typing import Any
 
 from bnncli.errors import UsageError, WriteError
 from bnncli.inference import memory
-from bnncli.inference.costs import NUM_DRAWS
+from bnncli.inference.costs import NUM_DRAWS, NUM_FOLDS
 from bnncli.names import percent
 from bnncli.options import FitLaplaceOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.registry import declaring
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
+from bnncli.run.out_of_fold import VAL, load_fitted, unique_sources
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.row_space import span_line, span_to_fit
@@ -57,7 +58,7 @@ MARGLIK_WARNING = (
 
 def run(run: Run, options: FitLaplaceOptions) -> Result:
     """Fit and publish; the result's metrics say what was chosen."""
-    train = load_split(run, "train").check_labeled()
+    train = load_fitted(run, options.fit_on)
     criterion = _criterion(run, options)
     val = load_split(run, "val") if criterion == "val" or has_labeled_val(run) else None
     run.require_device()
@@ -91,7 +92,7 @@ def _last_layer(
         raise UsageError("--center checkpoint: this run has no network, only features; use --center mode")
     if options.prior_mean == "checkpoint" and train.content.head_weight is None:
         raise UsageError("--prior-mean checkpoint: this run has no network, only features; use --prior-mean zero")
-    sources = [train.source] + ([val.source] if val is not None else [])
+    sources = unique_sources(train, val)
     params = {**options.params(), "seed": run.compute.seed}
     if criterion == "number":
         params["prior_precision"] = float(options.prior_precision)
@@ -102,7 +103,8 @@ def _last_layer(
             f"{len(train.content.features)} training examples are fewer than the {train.layout.num_features} features: "
             "the prior decides most of the posterior"
         )
-    warn_of_missing_classes(run, [split for split in (train, val) if split is not None])
+    warn_of_missing_classes(run, [train] if val is None or VAL in options.fit_on else [train, val])
+    folds_bytes = 8 * NUM_FOLDS * train.layout.num_params if VAL in options.fit_on else 0
     request = posterior_request(
         run,
         "laplace",
@@ -110,7 +112,7 @@ def _last_layer(
         algo_rev=_revisions.of_laplace(in_span=span is not None),
         sources=sources,
         checkpoint=train.checkpoint,
-        estimated_bytes=lambda: memory.stored_bytes(structure(), span or train.layout, whole=whole),
+        estimated_bytes=lambda: memory.stored_bytes(structure(), span or train.layout, whole=whole) + folds_bytes,
         require=structure,
     )
 
@@ -171,9 +173,8 @@ def _span(options: FitLaplaceOptions, train: Split, run: Run) -> MatrixLayout | 
 def _summary(metrics: dict[str, Any]) -> list[str]:
     scale = metrics.get("prior_mean_scale")
     about = "" if scale is None else f", about {scale:.4g} times the checkpoint's last layer"
-    chosen = {"val": "lowest val NLL", "marglik": "marginal likelihood", "number": "as given"}[
-        metrics["prior_precision_by"]
-    ]
+    by_val = "lowest val NLL" + (f", {metrics['num_folds']}-fold cross-validated" if "num_folds" in metrics else "")
+    chosen = {"val": by_val, "marglik": "marginal likelihood", "number": "as given"}[metrics["prior_precision_by"]]
     bias = f", {metrics['bias_precision']:.4g} of the biases" if "bias_precision" in metrics else ""
     compared = metrics.get("structure_nll") or {}
     by_val = ", ".join(f"{name} {value:.4f}" for name, value in compared.items())
@@ -182,6 +183,10 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}{about}; structure {metrics['structure']}{by_val}, {metrics['num_params']} parameters"
     ]
     lines += span_line(metrics)
+    if "fit_on" in metrics:
+        lines.append(
+            f"fitted to the rows of {metrics['fit_on']}; numbers on val are of {metrics['num_folds']} folds that left its rows out"
+        )
     if "effective_params" in metrics and "subnetwork_size" not in metrics:
         lines.append(
             f"the data determine about {rounded(metrics['effective_params'])} of them (effective number of parameters); all other directions "

@@ -16,6 +16,7 @@ from bnncli.run.val_report import warn_if_worse
 from bnncli.storage.features import label_counts
 
 if TYPE_CHECKING:
+    from bnncli.inference.cross_validation import FoldSearch
     from bnncli.inference.mode import Mode
     from bnncli.inference.prior_precision import PriorSearch
     from bnncli.posteriors.gaussian import Gaussian
@@ -46,7 +47,7 @@ def warn_of_missing_classes(run: Run, splits: Sequence[Split]) -> None:
             )
 
 
-def warn_of_edge(run: Run, found: PriorSearch) -> None:
+def warn_of_edge(run: Run, found: PriorSearch | FoldSearch) -> None:
     """Say so where a wider search for the prior precision might find a better one."""
     if found.at_edge:
         run.console.warn(

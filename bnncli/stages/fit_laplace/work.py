@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from bnncli.inference.cross_validation import FoldSearch
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_precision import PriorSearch, search
 from bnncli.inference.row_space_lift import RowLift, lift_fit
@@ -18,10 +20,12 @@ from bnncli.posteriors.point import Point
 from bnncli.progress import Progress
 from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split
+from bnncli.run.out_of_fold import VAL, OutOfFold
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.row_space import row_space, span_metrics
 from bnncli.run.session import Run
 from bnncli.run.val_report import measure_on_val
+from bnncli.stages.fit_laplace.folds import fit_with_folds, folds_of
 from bnncli.stages.fit_laplace.search import Searched, examples_to_search
 from bnncli.stages.fit_laplace.structure import structure_by_val, structure_to_search
 from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter
@@ -45,28 +49,45 @@ def fit(
     start = train.start().to(run.device)
     # A search puts its candidates in the place of the weights' precision.
     weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
-    prior = Prior(weight_precision, options.own_bias_precision)
-    if options.prior_mean == "checkpoint":
-        scale = scale_of_mean(run, val)
-        prior = prior.with_mean(scale * train.start(), scale)
-    target = train.target(prior, run.device)
+    folds = folds_of(run, val) if val is not None and VAL in options.fit_on else None
+    priors = _priors(run, options, Prior(weight_precision, options.own_bias_precision), train, val, folds)
+    target = of_all = train.target(priors[0], run.device)
     held_out = None
-    if criterion == "val" and val is not None:
+    if criterion == "val" and val is not None and folds is None:
         held_out = target.held_out(val.features(run.device), val.labels(run.device))
     rows = row_space(target) if in_span else None
     lift = None if rows is None else RowLift(rows, target.prior)
     if rows is not None:
         target, start = rows.target(target), rows.reduce(start)
+    found: PriorSearch | FoldSearch | None
+    compared, theta = None, None
     with counted_passes() as tally:
-        fit, found, compared, counts = _fitted(
-            run, options, criterion, structure, target, start=start, lift=lift, held_out=held_out, val=val
-        )
+        if folds is None:
+            fit, found, compared, counts = _fitted(
+                run, options, criterion, structure, target, start=start, lift=lift, held_out=held_out, val=val
+            )
+        else:
+            own = priors[1:] if rows is None else [rows.prior(prior) for prior in priors[1:]]
+            fit, found, theta, counts = fit_with_folds(
+                run, criterion, structure, target, folds=folds, priors=own, start=start, in_span=in_span
+            )
     if found is not None:
         warn_of_edge(run, found)
     if lift is not None:
         fit = lift_fit(fit, lift)
     warn_of_jitter(run, fit.gaussian)
-    metrics = fit_metrics(run, fit, found, criterion, train, val)
+    held: OutOfFold | None = None
+    if folds is not None and theta is not None:
+        if rows is not None:
+            pairs = zip(theta, priors[1:], strict=True)
+            theta = torch.stack([rows.lift_about(mode, own_prior.to(run.device)) for mode, own_prior in pairs])
+        prior = fit.gaussian.require_prior()
+        held = OutOfFold.of(
+            fit.gaussian, theta, folds, num_fitted=of_all.num_examples, target=lambda: of_all.with_prior(prior)
+        )
+    metrics = fit_metrics(run, fit, found, criterion, train, val, posterior=held)
+    told = {} if held is None else {"fit_on": options.fit_on, "num_folds": len(held)}
+    metrics |= told
     metrics |= {"center": options.own_center, "structure_nll": compared, **counts}
     if found is not None and found.structure != structure and options.structure != "auto":
         metrics["prior_precision_structure"] = found.structure
@@ -81,22 +102,38 @@ def fit(
         "criterion": criterion,
         "param_layout": fit.gaussian.layout.to_json(),
         "curve": [list(point) for point in found.curve] if found else None,
+        **told,
     }
+    if held is not None:
+        tensors |= held.to_tensors()
     return Fitted(tensors, meta, metrics, train)
 
 
-def scale_of_mean(run: Run, val: Split | None) -> float:
-    """One over the temperature of the network's logits that val prefers: what the prior's mean is of the checkpoint's last layer."""
+def _priors(
+    run: Run, options: FitLaplaceOptions, prior: Prior, train: Split, val: Split | None, folds: Tensor | None
+) -> list[Prior]:
+    """The prior of all rows and, where val is fitted, of each fold: about the checkpoint's last layer where that was asked for."""
+    left_out = [] if folds is None else [folds == place for place in range(int(folds.max()) + 1)]
+    if options.prior_mean == "zero":
+        return [prior] * (1 + len(left_out))
+    return [prior.with_mean(scale * train.start(), scale) for scale in _mean_scales(run, val, left_out)]
+
+
+def _mean_scales(run: Run, val: Split | None, left_out: Sequence[Tensor]) -> list[float]:
+    """One over the temperature of the network's logits that val prefers, then without each of some rows, masks (N,); 1 without val."""
     if val is None or val.content.labels is None:
-        return 1.0
+        return [1.0]
     point = Point(val.start().to(run.device), val.layout)
-    fit = fit_temperature(LabelledLogits(val.logits(point, run.device), val.labels(run.device), val.layout.likelihood))
-    if fit.unbounded is not None:
-        run.console.warn(
-            f"val has no best temperature ({fit.unbounded}): the prior's mean is the checkpoint's last layer"
-        )
-        return 1.0
-    return 1 / fit.temperature
+    logits, labels = val.logits(point, run.device), val.labels(run.device)
+    scales = []
+    for rows in (torch.zeros(len(labels), dtype=torch.bool), *left_out):
+        kept = ~rows.to(run.device)
+        fit = fit_temperature(LabelledLogits(logits[kept], labels[kept], val.layout.likelihood))
+        scales.append(1.0 if fit.unbounded is not None else 1 / fit.temperature)
+        if fit.unbounded is not None and len(scales) == 1:
+            why = f"val has no best temperature ({fit.unbounded})"
+            run.console.warn(f"{why}: the prior's mean is the checkpoint's last layer as it is")
+    return scales
 
 
 def _fitted(
@@ -180,7 +217,7 @@ def _fit_of(
 def fit_metrics(
     run: Run,
     fit: LaplaceFit,
-    found: PriorSearch | None,
+    found: PriorSearch | FoldSearch | None,
     criterion: str,
     train: Split,
     val: Split | None,

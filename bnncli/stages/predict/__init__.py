@@ -22,6 +22,7 @@ from bnncli.run.inputs import Split, load_split, posterior_source
 from bnncli.run.integrator_choice import ALL, AskedIntegrators, IntegratorChoice, num_stored
 from bnncli.run.layers_selection import over_layers
 from bnncli.run.named_posterior import find_named
+from bnncli.run.out_of_fold import knows
 from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_default, warn_of_few_draws
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.recommendation import recommended
@@ -270,9 +271,16 @@ def _predict(
     """The predictions of one posterior by one integrator on every split; opened only when there is work."""
     sources = [source]
     if choice.integrator.needs_target:
-        sources.append(predictor.train.split.source)
+        sources += predictor.train.fitted(predictor.header).sources
     total = Result()
     for split in splits:
+        if (
+            knows(predictor.header, split)
+            and "num_folds" not in predictor.header.meta
+            and not (options.split and options.posterior)
+        ):
+            run.console.warn(f"skipping {source.path.stem} on val: it was fitted to these rows, and has no folds")
+            continue
         request = _request(run, options, predictor, choice, split, sources)
 
         def compute(split: Split = split, request: Request = request) -> Computed:

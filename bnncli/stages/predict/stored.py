@@ -11,6 +11,7 @@ from bnncli.numerics.top_k import ranked_lengths
 from bnncli.options.declaration import spelled
 from bnncli.run.inputs import Split
 from bnncli.run.integrator_choice import IntegratorChoice
+from bnncli.run.out_of_fold import knows
 from bnncli.run.predicted_rows import Predicted
 from bnncli.run.predictor import Predictor
 from bnncli.run.produce import Computed
@@ -27,9 +28,7 @@ def predict_split(
     predictor: Predictor, choice: IntegratorChoice, split: Split, target: Path, *, keep_samples: bool
 ) -> Computed:
     """The predictions of one split, ready to be published at `target`, by the first of the workers that share them."""
-    seen = predictor.train.seen_by(predictor.header, split)
-    seen.check_fits(predictor.posterior.layout)
-    predicted = predictor.predict_together(choice, seen.stored, keep_samples=keep_samples)
+    predicted = predictor.predict_split(choice, split, keep_samples=keep_samples)
     if predicted is None:
         return Computed(None)
     content = predictions_of(
@@ -109,6 +108,7 @@ def _meta(predictor: Predictor, choice: IntegratorChoice, split: Split) -> dict[
         "is_ood": split.content.is_ood,
         "is_labeled": split.content.labels is not None,
         "order_digest": split.content.header.meta.get("order_digest") if split.content.header else None,
+        **({"num_folds": predictor.header.meta["num_folds"]} if knows(predictor.header, split) else {}),
         **name_to_record(predictor.posterior.layout.likelihood_name),
     }
 

@@ -1,0 +1,171 @@
+"""The rows that a posterior was fitted to, and what may be said of those of val where they are among them.
+
+A posterior that `fit-laplace --fit-on val` made knows the labels of val: its own predictions there look better than they are.
+Beside it lie the modes of K folds, each fitted without the rows of one fold, and for each row of val the fold that left it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bnncli.errors import DataError
+from bnncli.lazy import torch
+from bnncli.run.inputs import Split, load_split
+from bnncli.storage.posteriors import read_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.covariances import Covariance
+    from bnncli.posteriors.gaussian import Gaussian
+    from bnncli.run.session import Run
+    from bnncli.storage.headers import Header
+    from bnncli.storage.provenance import Source
+    from bnncli.targets.last_layer import LastLayerTarget
+    from bnncli.theta.prior import Prior
+
+TRAIN, VAL = "train", "val"
+_FEW = 0.02  # of all rows, that a fold leaves out
+
+
+def fit_on(header: Header | None) -> str:
+    """The splits whose likelihood a posterior has, with + between them."""
+    return str((header.meta if header else {}).get("fit_on", TRAIN))
+
+
+def load_fitted(run: Run, wanted: str) -> Split:
+    """The labelled rows of train, of val, or of train and then val, as one split.
+
+    Raises:
+        MissingInput, DataError: a split is not there, cannot be used or has no labels.
+    """
+    first, *others = (load_split(run, name).check_labeled() for name in wanted.split("+"))
+    if not others:
+        return first
+    parts = [first.content, *(other.content for other in others)]
+    features = np.concatenate([part.features for part in parts])
+    labels = np.concatenate([part.labels for part in parts if part.labels is not None])
+    content = replace(first.content, features=features, labels=labels, sample_id=np.arange(len(labels)), names=None)
+    return replace(first, content=content, also=tuple(other.source for other in others))
+
+
+def held_out_of(fitted: Split, split: Split | None) -> Split | None:
+    """The split where none of its rows are fitted to; None otherwise."""
+    is_fitted = split is not None and split.source in fitted.sources
+    return None if is_fitted else split
+
+
+def unique_sources(*splits: Split | None) -> list[Source]:
+    """Sources of splits, each once."""
+    return list(dict.fromkeys(source for split in splits if split is not None for source in split.sources))
+
+
+@dataclass(frozen=True)
+class OutOfFold:
+    """What predicts val in the place of a Gaussian that was fitted to it.
+
+    Each row has the mode of its own fold, and the covariance there of the rows that the fold was fitted to. Where a fold leaves
+    out no more than a fiftieth of all rows it has the covariance of the whole fit: on Fashion-MNIST (9,000 train and 1,000 val
+    rows) the NLL differs by less than 0.0001. That of the whole fit would be no substitute otherwise: it is narrow along the rows
+    that it has seen, and for val rows alone the NLL is too high by 0.0025 to 0.004.
+
+    Args:
+        whole: fitted to all rows.
+        theta: (K, P) float64, the modes.
+        rows: (N,) uint8, the fold that left each row of val out.
+        target: of all rows, of which the last are val's; None for the covariance of the whole fit.
+    """
+
+    whole: Gaussian[Any]
+    theta: Tensor
+    rows: Tensor
+    target: LastLayerTarget | None
+
+    @classmethod
+    def of(
+        cls,
+        whole: Gaussian[Any],
+        theta: Tensor,
+        rows: Tensor,
+        *,
+        num_fitted: int,
+        target: Callable[[], LastLayerTarget],
+    ) -> OutOfFold:
+        """The folds of a fit to num_fitted rows; target is called where they have covariances of their own."""
+        is_large = int(rows.bincount().max()) > _FEW * num_fitted
+        return cls(whole, theta, rows, target() if is_large else None)
+
+    def __len__(self) -> int:
+        return len(self.theta)
+
+    def parts(self) -> Iterator[tuple[Gaussian[Any], Tensor]]:
+        """Each fold's Gaussian with the rows (n,) that it left out, ascending."""
+        for place, theta in enumerate(self.theta):
+            mean = theta.to(self.whole.mean)
+            covariance = self.whole.covariance if self.target is None else self._covariance(self.target, place, mean)
+            yield replace(self.whole, mean=mean, covariance=covariance), (self.rows == place).nonzero()[:, 0]
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The folds', as the posterior's file has them."""
+        return {"folds.theta": self.theta.double().cpu(), "folds.rows": self.rows.to(torch.uint8).cpu()}
+
+    def _covariance(self, target: LastLayerTarget, place: int, mean: Tensor) -> Covariance:
+        """That of a fold about its mode."""
+        from bnncli.covariances._row_space import rows_of
+        from bnncli.inference.local_covariance import covariance_at
+
+        some, structure = (
+            target.some(fitted_rows(self.rows, place, target.num_examples)),
+            self.whole.covariance.structure,
+        )
+        within = rows_of(self.whole.covariance)
+        if within is None:
+            return covariance_at(some, mean, structure).covariance
+        inner = covariance_at(within.rows.target(some), within.rows.reduce(mean), structure).covariance
+        return replace(within, inner=inner)
+
+
+def fitted_rows(folds: Tensor, place: int, num_examples: int) -> Tensor:
+    """The rows (n,) that a fold is fitted to, of examples of which the last have folds (N,)."""
+    others = num_examples - len(folds)
+    return torch.cat([torch.arange(others), others + (folds != place).nonzero()[:, 0]])
+
+
+def knows(header: Header, split: Split) -> bool:
+    """Whether a posterior was fitted to the rows of a split other than train."""
+    return split.content.name == VAL and VAL in fit_on(header).split("+")
+
+
+def out_of_fold(
+    header: Header, posterior: Any, split: Split, target: Callable[[Header, Prior], Any]
+) -> OutOfFold:
+    """What predicts a split that a posterior was fitted to.
+
+    Args:
+        posterior: as opened, of the file with this header.
+        target: of the rows that it was fitted to.
+
+    Raises:
+        DataError: it has no folds, or they are of other rows.
+    """
+    if "num_folds" not in header.meta:
+        raise DataError(
+            f"{header.path.stem} was fitted to the rows of val: what it predicts of them looks better than it is",
+            code="in_sample",
+            hint="predict another split, or val by its base, whose predictions are out of fold",
+            path=header.path,
+        )
+    theta, rows = (read_tensor(header.path, name) for name in ("folds.theta", "folds.rows"))
+    if len(rows) != len(split.content.features):
+        message = (
+            f"{header.path.stem} has folds of {len(rows)} rows of val, which has {len(split.content.features)} now"
+        )
+        raise DataError(message, code="stale_input", hint="fit it again with \0force\0", path=header.path)
+    num_fitted = int(header.meta["num_examples"])
+    return OutOfFold.of(
+        posterior, theta, rows, num_fitted=num_fitted, target=lambda: target(header, posterior.require_prior())
+    )

@@ -1,0 +1,138 @@
+"""A fit to rows of val among others: the prior precision by cross-validation, and the mode of each fold that leaves rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from bnncli.errors import DataError
+from bnncli.inference.costs import NUM_FOLDS
+from bnncli.inference.cross_validation import Fold, FoldSearch, search_folds, stratified_folds
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian
+from bnncli.inference.modes import mode_of
+from bnncli.inference.prior_precision import PriorSearch, search
+from bnncli.inference.search_rows import SearchRows, is_brief, search_rows
+from bnncli.lazy import torch
+from bnncli.run.inputs import Split
+from bnncli.run.out_of_fold import fitted_rows
+from bnncli.run.session import Run
+from bnncli.stages.fit_laplace.structure import structure_to_search
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.prior import Prior
+
+
+class FoldedFit(NamedTuple):
+    """What comes of it.
+
+    Args:
+        fit: to all rows.
+        search: that chose the precision, where one did.
+        theta: (K, P) float64, the folds' modes under that precision.
+        counts: metrics that say how many examples the search has read, where these are not all.
+    """
+
+    fit: LaplaceFit
+    search: FoldSearch | PriorSearch | None
+    theta: Tensor
+    counts: dict[str, int]
+
+
+def folds_of(run: Run, val: Split) -> Tensor:
+    """The fold of each row of val, (N,) uint8. Raises DataError where there are no two rows."""
+    labels = val.labels(torch.device("cpu"))
+    if len(labels) < 2:
+        raise DataError(
+            f"--fit-on: cross-validation needs at least 2 rows of val, which has {len(labels)}",
+            hint="hold out more, or use --fit-on train",
+        )
+    return stratified_folds(labels, min(NUM_FOLDS, len(labels)), run.stream("fit-laplace/folds"))
+
+
+def fit_with_folds(
+    run: Run,
+    criterion: str,
+    structure: str,
+    target: LastLayerTarget,
+    *,
+    folds: Tensor,
+    priors: Sequence[Prior],
+    start: Tensor,
+    in_span: bool,
+) -> FoldedFit:
+    """The fit to all rows of the target, of which the last are val's, and to those of each fold.
+
+    Args:
+        folds: (N,), of val's rows.
+        priors: of each fold; their precision of the weights is the target's.
+    """
+    rows = SearchRows(None, None) if in_span else _rows_to_search(run, target, len(folds))
+    parts = {name: len(part) for name, part in (("train", rows.train), ("val", rows.val)) if part is not None}
+    found: FoldSearch | PriorSearch | None = None
+    if criterion == "val":
+        is_large = not in_span and (
+            bool(parts) or is_brief(target.num_examples, num_params=target.layout.num_params, device=target.device)
+        )
+        found = search_folds(
+            [_fold(target, folds, place, prior, rows) for place, prior in enumerate(priors)],
+            start=start,
+            generator=run.stream("fit-laplace/val"),
+            structure=structure if in_span else structure_to_search(run, structure, target.layout),
+            is_large=is_large,
+            progress=run.console,
+        )
+        start = torch.stack([fit.gaussian.mean for fit in found.fits]).mean(dim=0)
+    elif criterion == "marglik":
+        found = search(
+            target,
+            start=start,
+            generator=run.stream("fit-laplace/val"),
+            structure=structure,
+            criterion=criterion,
+            progress=run.console,
+        )
+    if found is not None:
+        target = target.with_prior(target.prior.with_weight_precision(found.best))
+    fit = fit_gaussian(target, structure=structure, start=start, progress=run.console)
+    if isinstance(found, FoldSearch) and not parts:
+        modes = [one.gaussian.mean for one in found.fits]
+    else:
+        precision = target.prior.weight_precision
+        modes = []
+        for place, prior in enumerate(priors):
+            fold = _fold(target, folds, place, prior.with_weight_precision(precision), SearchRows(None, None)).target
+            modes.append(mode_of(fold, fit.gaussian.mean, progress=run.console).theta)
+    return FoldedFit(
+        fit, found, torch.stack(modes), {f"prior_precision_{name}_examples": count for name, count in parts.items()}
+    )
+
+
+def _rows_to_search(run: Run, target: LastLayerTarget, num_val: int) -> SearchRows:
+    """The rows of the target, and of val, that a search reads; which is said where they are not all."""
+    layout = target.layout
+    found = search_rows(
+        target.num_examples,
+        num_val,
+        num_params=layout.num_params,
+        num_outputs=layout.num_outputs,
+        device=target.device,
+        generator=run.stream("fit-laplace/search"),
+    )
+    if found.train is not None:
+        text = f"{len(found.train):,} of {target.num_examples:,} examples"
+        run.console.info(f"the prior precision is searched for by {text}; the fits at it are of all")
+    return found
+
+
+def _fold(target: LastLayerTarget, folds: Tensor, place: int, prior: Prior, rows: SearchRows) -> Fold:
+    """The target without the rows of one fold, of which some are read."""
+    first = target.num_examples - len(folds)
+    own = (folds == place).nonzero()[:, 0]
+    fitted = fitted_rows(folds, place, target.num_examples)
+    if rows.train is not None:
+        fitted = fitted[torch.isin(fitted, rows.train)]
+    judged = own if rows.val is None else own[torch.isin(own, rows.val)]
+    index = (first + judged).to(target.device)
+    held_out = target.held_out(target.rows(index), target.labels[index])
+    return Fold(target.some(fitted).with_prior(prior), held_out, len(judged))
