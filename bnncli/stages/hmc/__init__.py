@@ -16,6 +16,8 @@ from bnncli.run.produce_posterior import Fitted, Report, posterior_request, prod
 from bnncli.run.row_space import span_to_fit
 from bnncli.run.session import Result, Run
 from bnncli.run.target_base import Base, find_base, prior_of, request_params, request_sources
+from bnncli.run.target_fit import weaker_prior
+from bnncli.run.val_report import warn_if_worse
 from bnncli.stages.hmc.report import summary, verdict
 from bnncli.stages.hmc.whole import prepare_network
 
@@ -23,8 +25,8 @@ COMMAND = Command(
     "Draw from the exact posterior by Hamiltonian Monte Carlo.",
     "All chains run as one batch, in coordinates whitened by the Gaussian at the mode. Reports the largest "
     "rank-normalised split R-hat and the smallest effective sample size, of parameters and of predictions on the val "
-    "split; over other layers than the last (--layers) predictions decide, as weights are not identified. An interrupted "
-    "run is continued with --resume. Writes posteriors/hmc.nc, or hmc-all.nc of all layers, which ArviZ opens.",
+    "split; over other layers than the last (--layers) predictions decide, as weights are not identified. Compares the draws "
+    "with the network on val. An interrupted run is continued with --resume. Writes posteriors/hmc.nc, or hmc-all.nc of all layers, which ArviZ opens.",
     (HmcOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli hmc ckpt.pt",
@@ -46,7 +48,7 @@ def run(run: Run, options: HmcOptions) -> Result:
     run.require_device()
     prepare = _last_layer if options.is_last_layer else prepare_network
     request, fit = prepare(run, options, train, held_out, base)
-    return produce_posterior(run, request, fit, lambda meta: _report(meta, options))
+    return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta, options))
 
 
 def _last_layer(
@@ -76,6 +78,7 @@ def _last_layer(
     return request, fit
 
 
-def _report(meta: Mapping[str, Any], options: HmcOptions) -> Report:
+def _report(run: Run, request: Request, meta: Mapping[str, Any], options: HmcOptions) -> Report:
     metrics = meta["metrics"]
+    warn_if_worse(run, request.target, metrics, method="hmc", also=weaker_prior(meta))
     return Report(metrics, summary(metrics), verdict(metrics, options))

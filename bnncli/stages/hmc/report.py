@@ -12,6 +12,7 @@ from bnncli.names import counted, percent
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
 from bnncli.run.chain_report import deciding_line, other_lines, parameter_metrics, prediction_metrics
+from bnncli.run.val_report import val_line
 from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ def hmc_metrics(
         "divergences": int(drawn.diverging.sum()),
         "step_size": drawn.step_size,
         "mean_steps": float(drawn.n_steps.double().mean()),
+        "val": None,
+        "val_excess": None,
+        "recommended_integrator": None,
     }
 
 
@@ -81,6 +85,8 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         f"acceptance {metrics['acceptance_rate']:.2f}{coarse}, {counted(metrics['divergences'], 'divergence')}, step size {metrics['step_size']:.3f}, "
         f"{metrics['mean_steps']:.1f} steps a draw{bfmi}"
     )
+    if metrics.get("val") is not None:
+        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
     return lines
 
 

@@ -80,9 +80,9 @@ def fit(
         target = whole.target(prior, run.device)
         with counted_passes() as tally:
             center, covariance = _gaussian(run, target, whole, base)
-        judged_by, judged = "train", whole
-        if held_out is not None and held_out.content.labels is not None:
-            judged_by, judged = "heldout", reader.split(held_out, options.layers)
+        has_val = held_out is not None and held_out.content.labels is not None
+        val = reader.split(held_out, options.layers) if held_out is not None and has_val else None
+        judged_by, judged = ("train", whole) if val is None else ("heldout", val)
         space = Space(
             whole,
             target,
@@ -92,6 +92,7 @@ def fit(
             dispersion=DISPERSION,
             predictions={judged_by: network_judge(run, target, judged)},
             judged_by=judged_by,
+            val=val,
             meta={"layers": options.layers, **whole.layout.to_meta()},
             passes=tally.passes,
         )
