@@ -46,6 +46,7 @@ class HmcRun:
         step_size: after warm-up, in posterior standard deviations.
         n_steps: (C, T), gradient evaluations of each trajectory.
         num_gradients: of each chain, the warm-up's with them; None where the sampler does not tell.
+        position: (C, P'), float64, where the chains are in the whitened space; None where the sampler does not tell.
     """
 
     draws: Tensor
@@ -56,6 +57,7 @@ class HmcRun:
     step_size: float
     n_steps: Tensor
     num_gradients: int | None = None
+    position: Tensor | None = None
 
 
 def sample_hmc(
@@ -69,6 +71,7 @@ def sample_hmc(
     num_draws: int = 160,
     target_accept: float = 0.8,
     dispersion: float = OVERDISPERSION,
+    go_on: HmcRun | None = None,
     dynamics: str = "split",
     coarse: Callable[[Tensor], Tensor] | None = None,
     is_enough: Callable[[Tensor], bool] | None = None,
@@ -91,6 +94,7 @@ def sample_hmc(
         num_draws: transitions kept, a chain.
         target_accept: acceptance rate that the step size aims for.
         dispersion: chains start from N(mode, dispersion^2 Sigma).
+        go_on: of as many chains on a similar target; they start where those are in the whitened space, with steps as long.
         dynamics: split or leapfrog.
         coarse: the gradient (C, P) at mode + displacement (C, P) that kicks, while energies stay the target's; its own by default.
         is_enough: judges the draws (C, T, P) after num_draws, and again after every num_draws / 2 more, until it
@@ -113,13 +117,18 @@ def sample_hmc(
     whitening = root_for_many(covariance, target.device, torch.float32 if is_large else None)
     potential = WhitenedPotential(target, mode, whitening, coarse, pivot=torch.zeros_like(mode))
     settings = SamplerSettings(num_warmup, target_accept, dynamics)
+    if go_on is not None:
+        settings = settings._replace(first_step=go_on.step_size)
     new_mover = partial(GraphMover.where_possible, potential, dynamics, warn=progress.warn)
     mover = new_mover() if workers is None else workers.mover(potential, dynamics, num_chains, new_mover)
     resume = resume or NoResume()
     kept = KeptDraws(store or MemoryDraws())
     walk = _restored_walk(resume, kept, generator, potential)
     if walk is None:
-        z = dispersion * standard_normal(num_chains, mode.shape[0], generator, target.device)
+        if go_on is None or go_on.position is None:
+            z = dispersion * standard_normal(num_chains, mode.shape[0], generator, target.device)
+        else:
+            z = go_on.position
         walk = Walk.start(potential, settings, z)
     chains = _Chains(potential, settings, mover, complete, generator, kept, walk)
     del walk  # of the start: as large as the chains, and soon of the past
@@ -137,7 +146,8 @@ def sample_hmc(
     except Interrupted:
         resume.offer(chains.to_tensors, is_last=True)
         raise
-    return replace(kept.run(chains.walk.adaptation.final), num_gradients=chains.walk.num_gradients)
+    found = kept.run(chains.walk.adaptation.final)
+    return replace(found, num_gradients=chains.walk.num_gradients, position=chains.walk.state.z)
 
 
 def _restored_walk(

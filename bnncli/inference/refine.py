@@ -67,6 +67,7 @@ def fit_flow(
     space: str = "auto",
     settings: Mapping[str, Any] | None = None,
     subspace: Subspace | None = None,
+    go_on: Flow | None = None,
     state: State | None = None,
     save: Save | None = None,
     progress: Progress = SILENT,
@@ -90,6 +91,7 @@ def fit_flow(
             the kind's own choice.
         settings: of the layers: rank, hidden, scale; those left out or None are the kind's own.
         subspace: of whitened coordinates, where the layers are to act there alone.
+        go_on: a flow of the same kind on the same base, of a similar target, whose layers are the first ones.
         state, save: to resume, as in bnncli.training.loop.train.
         progress: advanced once a step.
 
@@ -110,6 +112,10 @@ def fit_flow(
     objective = Objective.of(target, base, space, subspace)
     acted = target.layout if subspace is None else subspace.layout
     learner = _new_learner(objective, acted, flow, choice, generator=generator, settings=settings or {})
+    if go_on is not None:
+        trained: tuple[Any, ...] = go_on.layers
+        for layer, other in zip(learner.layers, trained, strict=True):
+            layer.load_state_dict(other.state_dict())
     course = Course(choice.epochs, num_batches(learner), patience=patience, round_steps=MIN_ROUND_STEPS)
     with _threads_for(target, choice):
         train(learner, course, what="refine", state=state, save=save, progress=progress)

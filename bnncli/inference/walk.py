@@ -19,11 +19,12 @@ SHORT = 0.1  # posterior standard deviations: steps by which chains move where t
 
 
 class SamplerSettings(NamedTuple):
-    """How a run warms up and moves."""
+    """How a run warms up and moves; first_step: the step size that it tries first."""
 
     num_warmup: int
     target_accept: float
     dynamics: str
+    first_step: float = TURN / 4
 
     @property
     def num_settling(self) -> int:
@@ -32,7 +33,7 @@ class SamplerSettings(NamedTuple):
 
     def new_adaptation(self) -> StepSizeAdaptation:
         """The search for the step size, before the first transition that counts for it."""
-        return StepSizeAdaptation.start(initial=TURN / 4, target_accept=self.target_accept)
+        return StepSizeAdaptation.start(initial=self.first_step, target_accept=self.target_accept)
 
 
 class Walk(NamedTuple):

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import option
-from bnncli.options.target import TargetOptions
+from bnncli.options.target import GivenPriorOptions
 
 CYCLICAL, SGHMC, SGLD = "cyclical", "sghmc", "sgld"
 BASE, RMSPROP, NONE = "base", "rmsprop", "none"
 
 
 @dataclass(frozen=True)
-class FitSghmcOptions(TargetOptions):
+class FitSghmcOptions(GivenPriorOptions):
     """Options of fit-sghmc."""
 
     sampler: str | None = option(

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from bnncli.errors import DataError, UsageError
 from bnncli.options.declaration import option
-from bnncli.options.target import TargetOptions
+from bnncli.options.target import GivenPriorOptions
 
 
 @dataclass(frozen=True)
-class FitSwagOptions(TargetOptions):
+class FitSwagOptions(GivenPriorOptions):
     """Options of fit-swag."""
 
     warmup: int | None = option(

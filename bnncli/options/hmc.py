@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import option
-from bnncli.options.target import TargetOptions
+from bnncli.options.target import SearchedPriorOptions, TargetOptions
 from bnncli.options.until import Condition, parse_until
+
+_TRIED_DRAWS = 256  # of all chains together
 
 
 @dataclass(frozen=True)
-class HmcOptions(TargetOptions):
+class HmcOptions(SearchedPriorOptions, TargetOptions):
     """Options of hmc."""
 
     base: str | None = option(
@@ -81,6 +83,15 @@ class HmcOptions(TargetOptions):
             raise UsageError(f"\0max_draws\0: expected at least \0draws\0 ({self.draws}); got {self.max_draws}")
         if any(condition.name == "rhat" for condition in self.conditions) and self.chains == 1:
             raise UsageError("\0until\0: rhat needs at least two \0chains\0")
+
+    @property
+    def tried(self) -> tuple[int, int]:
+        """Warm-up and draws of a short run that tries a prior precision, of each chain.
+
+        Chains go on from a neighbouring prior's, so that a dozen transitions settle them: on 397 digits the val NLL is within .005 of that
+        of 260 draws.
+        """
+        return min(12, self.warmup), min(self.draws // 4, -(-_TRIED_DRAWS // self.chains))
 
     @property
     def conditions(self) -> tuple[Condition, ...]:

@@ -70,7 +70,7 @@ def find_base(run: Run, options: TargetOptions) -> Base | None:
         DataError: it has no prior.
         UsageError: it is over other layers, or there is a prior precision beside it.
     """
-    if options.prior_precision is not None:
+    if options.given_precision is not None:
         if options.base not in (None, options.default_base):
             raise UsageError(
                 "\0prior_precision\0 and \0base\0 exclude each other: both say what the prior precision is"
@@ -114,8 +114,8 @@ def prior_of(options: TargetOptions, base: Base | None) -> Prior:
     """The target's prior: the base's, or of the precision that was given."""
     if base is not None:
         return base.prior
-    assert options.prior_precision is not None
-    return Prior(options.prior_precision)
+    assert options.given_precision is not None
+    return Prior(options.given_precision)
 
 
 def request_params(run: Run, options: TargetOptions, base: Base | None) -> dict[str, Any]:

@@ -97,6 +97,8 @@ LINES = (
     f"refine b --flow radial --space weight {SMALL}",
     "hmc s --chains 2 --warmup 6 --draws 8",
     "hmc s --chains 2 --warmup 6 --draws 8 --dynamics leapfrog --name leap",
+    "hmc s --chains 8 --warmup 6 --draws 32 --name searched",
+    "refine s --epochs 200 --length 1 --elbo-draws 8 --name searched-flow",
     "hmc b --chains 2 --warmup 6 --draws 4 --until ess>=1",
     "hmc s --chains 2 --warmup 6 --draws 8 --gradients tf32 --name tf32",
     "hmc b --chains 2 --warmup 6 --draws 8 --gradients bfloat16 --name bf16",

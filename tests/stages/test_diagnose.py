@@ -214,10 +214,13 @@ def test_what_to_run_when_nothing_is_good_depends_on_what_is_there(cli: Cli, sma
 
     run = shlex.quote(str(small_run))
     assert suggested("far") == f"bnncli diagnose {run} --posterior far --posterior hmc"
-    assert suggested("other") == f"bnncli hmc {run} --base other --name hmc-other"
-    assert suggested("far", "hmc") == f"bnncli hmc {run} --base far --warmup 16 --draws 32 --force"
+    assert suggested("other") == f"bnncli hmc {run} --base other --prior-precision inherit --name hmc-other"
+    assert (
+        suggested("far", "hmc")
+        == f"bnncli hmc {run} --base far --prior-precision inherit --warmup 16 --draws 32 --force"
+    )
     (folder_of(small_run) / "posteriors/hmc.nc").unlink()
-    assert suggested("far") == f"bnncli hmc {run} --base far"
+    assert suggested("far") == f"bnncli hmc {run} --base far --prior-precision inherit"
 
 
 def test_hmc_is_run_beside_draws_of_stochastic_gradients_not_in_their_place(cli: Cli, small_run: Path) -> None:

@@ -34,7 +34,7 @@ from bnncli.theta.head import HeadLayout
 
 pytestmark = pytest.mark.gpu
 
-SMALL = ("--chains", 4, "--warmup", 10, "--draws", 30)
+SMALL = ("--chains", 4, "--warmup", 10, "--draws", 30, "--prior-precision", "inherit")
 
 
 def posteriors(run: Path) -> Path:
@@ -78,7 +78,7 @@ def test_an_interrupted_run_continues_to_the_same_bits(
         done = cli(*words)
         assert done.code == 128 + signal.SIGTERM
         assert done.stderr.rstrip().endswith(f"hint: continue with: bnncli hmc {small_run} {joined(words[2:])}")
-        words = [*words[:8], "--name", "cut", "--resume"]
+        words = [*words[: 2 + len(SMALL)], "--name", "cut", "--resume"]
     done = cli(*words, "--json")
     assert f"resuming after {sum(stops)} transitions" in done.stderr
     assert digest_of(done) == expected

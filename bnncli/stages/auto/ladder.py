@@ -13,6 +13,7 @@ from bnncli import options as o
 from bnncli.errors import DeviceError, NumericError, OutputExists
 from bnncli.options.command_line import CommandLine
 from bnncli.options.declaration import Checked
+from bnncli.options.target import INHERIT
 from bnncli.run.inputs import posterior_source
 from bnncli.run.session import Result, Run
 from bnncli.stages.auto.budget import BudgetSpent, LimitedVoice
@@ -105,11 +106,15 @@ def climb(
     rungs.append(base)
     if base.source is None or (base.is_good and not options.full):
         return rungs
-    refined = _step(run, voice, "refine", o.RefineOptions(base=base.posterior), "refine", judged=judged, suffix=suffix)
+    # Each searches for the precision that suits it, where that of the Gaussian was searched for on val too.
+    prior: dict[str, Any] = {} if options.prior_precision in ("auto", "val") else {"prior_precision": INHERIT}
+    flow = o.RefineOptions(base=base.posterior, **prior)
+    refined = _step(run, voice, "refine", flow, "refine", judged=judged, suffix=suffix)
     rungs.append(refined)
     if refined.is_good and not options.full:
         return rungs
-    rungs.append(_step(run, voice, "hmc", o.HmcOptions(base=base.posterior), "hmc", judged=judged, suffix=suffix))
+    chains = o.HmcOptions(base=base.posterior, **prior)
+    rungs.append(_step(run, voice, "hmc", chains, "hmc", judged=judged, suffix=suffix))
     return rungs
 
 

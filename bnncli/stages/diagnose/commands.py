@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.evaluation.verdict import Commands, Judged
 from bnncli.options import DiagnoseOptions, HmcOptions
 from bnncli.options.layers import LayersOptions
+from bnncli.options.target import INHERIT
 from bnncli.run.inputs import recorded_prior
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
@@ -90,6 +91,7 @@ def _sampling_command(run: Run, options: DiagnoseOptions, same_target: list[Judg
     drawn = _exact_draws(same_target)
     if not bases:  # no option of hmc says two precisions: they are those of the draws
         given = _prior_of_draws(same_target) or {"base": same_target[0].name}
+    given.setdefault("prior_precision", INHERIT)
     if drawn is not None:
         longer = _longer(drawn.name, headers[drawn.name])
         if given.get("base") == drawn.name:  # no artifact is made from itself

@@ -9,8 +9,10 @@ from bnncli.errors import UsageError
 from bnncli.inference import memory
 from bnncli.options import HmcOptions, InputOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.target import AUTO
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
+from bnncli.run.prior_choice import with_prior_choice
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.row_space import span_to_fit
@@ -20,6 +22,7 @@ from bnncli.run.target_fit import weaker_prior
 from bnncli.run.val_report import warn_if_worse
 from bnncli.stages.hmc.report import summary, verdict
 from bnncli.stages.hmc.whole import prepare_network
+from bnncli.theta.prior import Prior
 
 COMMAND = Command(
     "Draw from the exact posterior by Hamiltonian Monte Carlo.",
@@ -37,6 +40,8 @@ COMMAND = Command(
     place=50,
 )
 
+_LEAST_TRIED = 64  # draws: of fewer the val NLL is noise
+
 
 def run(run: Run, options: HmcOptions) -> Result:
     """Sample and publish; the result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
@@ -45,6 +50,10 @@ def run(run: Run, options: HmcOptions) -> Result:
     train = load_split(run, "train").check_labeled()
     held_out = load_split(run, "val") if "val" in run.folder.splits() else None
     base = find_base(run, options)
+    val = held_out if held_out is not None and held_out.content.labels is not None else None
+    num_tried = options.chains * options.tried[1]
+    too_short = f"a quarter of the draws is {num_tried}" if num_tried < _LEAST_TRIED else None
+    options = with_prior_choice(run, options, val, num_drawn=num_tried, too_short=too_short)
     run.require_device()
     prepare = _last_layer if options.is_last_layer else prepare_network
     request, fit = prepare(run, options, train, held_out, base)
@@ -70,10 +79,18 @@ def _last_layer(
     )
 
     def fit() -> Fitted:
-        from bnncli.stages.hmc.work import Sampling, last_layer
+        from bnncli.stages.hmc.prior import choose_prior
+        from bnncli.stages.hmc.work import Sampling, Space, last_layer
 
-        space = last_layer(run, options, train, held_out, base=base, span=span)
-        return Sampling(run, options, request, prior_of(options, base), space).fit()
+        def space_at(prior: Prior, before: Space | None) -> Space:
+            return last_layer(run, options, train, held_out, prior=prior, base=base, span=span, before=before)
+
+        prior, told = prior_of(options, base), dict[str, Any]()
+        if options.prior_precision == AUTO and held_out is not None:
+            prior, space, told = choose_prior(run, options, prior, held_out, space_at)
+        else:
+            space = space_at(prior, None)
+        return Sampling(run, options, request, prior, space, told).fit()
 
     return request, fit
 

@@ -12,6 +12,7 @@ from bnncli.names import counted, percent
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
 from bnncli.run.chain_report import deciding_line, other_lines, parameter_metrics, prediction_metrics
+from bnncli.run.prior_choice import prior_line
 from bnncli.run.val_report import val_line
 from bnncli.theta.prior import Prior
 
@@ -60,15 +61,12 @@ def hmc_metrics(
         "divergences": int(drawn.diverging.sum()),
         "step_size": drawn.step_size,
         "mean_steps": float(drawn.n_steps.double().mean()),
-        "val": None,
-        "val_excess": None,
-        "recommended_integrator": None,
     }
 
 
 def summary(metrics: dict[str, Any]) -> list[str]:
     """The numbers as lines for people."""
-    lines = [deciding_line(metrics)]
+    lines = [*prior_line(metrics), deciding_line(metrics)]
     if metrics.get("stopped_by") is not None:
         lines.append(
             f"these numbers chose when to stop (--until {metrics['stopped_by']}, look {metrics['until_looks']}), so they flatter: a "

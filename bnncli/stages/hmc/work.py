@@ -35,7 +35,7 @@ from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import Resumable, ResumableDraws
 from bnncli.run.row_space import row_space
 from bnncli.run.session import Run
-from bnncli.run.target_base import Base, prior_of
+from bnncli.run.target_base import Base
 from bnncli.run.val_report import measure_on_val
 from bnncli.stages.hmc.report import condition_values, hmc_metrics, hmc_warnings
 from bnncli.storage.draw_file import DrawFile
@@ -94,17 +94,20 @@ def last_layer(
     train: Split,
     held_out: Split | None,
     *,
+    prior: Prior,
     base: Base | None,
     span: MatrixLayout | None,
+    before: Space | None = None,
 ) -> Space:
     """About the exact mode of the last layer's target.
 
     Args:
         held_out: the val split, whose predictions are judged too; None without one.
-        base: whose prior is the target's, where the options give none.
+        prior: of the target.
+        base: whose Gaussian whitens, where it is that of the same target.
         span: the layout inside the span of the features, where the chains move; None where they move over all of theta.
+        before: of another prior, from whose mode this one's is looked for.
     """
-    prior = prior_of(options, base)
     target = train.target(prior, run.device)
     whole = train.layout if span else None
     own = memory.automatic_structure(span or train.layout, budget(run.device), device=run.device, whole=whole)
@@ -119,9 +122,9 @@ def last_layer(
     )
     rows = row_space(target) if span else None
     with counted_passes() as tally:
-        gaussian = None if rows is not None else _gaussian_of(base, structure, train)
+        gaussian = None if rows is not None else _gaussian_of(base, prior, structure, train)
         if gaussian is None:
-            if structure != own:
+            if structure != own and before is None:
                 run.console.info(
                     f"chains move in the coordinates of the {structure} Gaussian at the mode, not of the {own} one that fit-laplace takes: "
                     "by estimate it takes no longer to make than the draws, and each is worth more by it"
@@ -129,6 +132,7 @@ def last_layer(
             start = train.start().to(run.device)
             if rows is not None:
                 target, start = rows.target(target), rows.reduce(start)
+            start = start if before is None else before.center
             gaussian = fit_gaussian(
                 target, structure=structure, center="mode", start=start, progress=run.console
             ).gaussian
@@ -148,9 +152,9 @@ def last_layer(
     )
 
 
-def _gaussian_of(base: Base | None, structure: str, train: Split) -> Gaussian | None:
-    """The base's, where it is the one that would be made: of these examples, at their mode, in this structure."""
-    if base is None or not base.is_gaussian:
+def _gaussian_of(base: Base | None, prior: Prior, structure: str, train: Split) -> Gaussian | None:
+    """The base's, where it is the one that would be made: of these examples and this prior, at their mode, in this structure."""
+    if base is None or not base.is_gaussian or not base.prior.is_close(prior):
         return None
     meta, inputs = base.header.meta, base.header.provenance["inputs"]
     is_it = (meta.get("method"), meta.get("center"), meta.get("structure")) == ("laplace", "mode", structure)
@@ -163,13 +167,14 @@ def _gaussian_of(base: Base | None, structure: str, train: Split) -> Gaussian | 
 
 @dataclass(frozen=True)
 class Sampling:
-    """One request for draws, and what it needs."""
+    """One request for draws, and what it needs; told: metrics of what was chosen for it."""
 
     run: Run
     options: HmcOptions
     request: Request
     prior: Prior
     space: Space
+    told: Mapping[str, Any] = field(default_factory=dict)
 
     def fit(self) -> Fitted:
         """Draw, judge, and say how to publish."""
@@ -195,6 +200,7 @@ class Sampling:
             options=options,
             prior=self.prior,
         )
+        metrics |= self.told
         if drawn.num_gradients is not None:
             passes = options.chains * drawn.num_gradients + space.passes
             metrics |= Cost.of_fit(passes, is_last_layer=space.train.is_last_layer).to_metrics()
@@ -221,6 +227,7 @@ class Sampling:
         # A state holds whitened coordinates: under another whitening they would be other theta.
         workers = self._workers()
         also = {"whitening": space.identity} | ({} if workers is None else {"spread": "chains"})
+        also |= {"prior": str(self.prior)} if self.told else {}
         resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
         resume = ResumableDraws(resumable, store)
         judgements: dict[int, Convergence] = {}

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bnncli.integrators.mc import affordable_draws
+from bnncli.names import counted
 from bnncli.options import InputOptions, NameOptions, RefineOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.refine import TRIAL_DRAWS
+from bnncli.options.target import AUTO, INHERIT
 from bnncli.run import revisions as _revisions
+from bnncli.run.prior_choice import with_prior_choice
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import warn_if_worse, worse_than
-from bnncli.stages.refine.inputs import open_inputs, prior_of
+from bnncli.stages.refine.inputs import StartInputs, open_inputs, prior_of
 from bnncli.stages.refine.plan import Sizes, resolve
 from bnncli.stages.refine.report import summary
 from bnncli.stages.refine.room import Room
@@ -33,6 +40,8 @@ COMMAND = Command(
     place=40,
 )
 
+_LEAST_STEPS = 25  # of a trial: of fewer the flow stays where its neighbour's was
+
 
 def run(run: Run, options: RefineOptions) -> Result:
     """Refine and publish; the result's metrics have the ELBO before and after."""
@@ -40,8 +49,11 @@ def run(run: Run, options: RefineOptions) -> Result:
     if given.base_path is not None:
         run.require_device()
     options, layout = given.options, given.layout(run)
+    if given.base_path is None and options.prior_precision == AUTO:
+        options = replace(options, prior_precision=INHERIT)
     sizes = Sizes.of(given.span or layout, options.subspace, len(given.train.content.features))
     options = resolve(run, options, sizes)
+    options = _with_prior_choice(run, options, given, layout.num_params)
     sources = list(given.sources)
     prior = prior_of(run, options, given.base_path, sources)
     room = Room(run, options, sizes, given)
@@ -61,10 +73,20 @@ def run(run: Run, options: RefineOptions) -> Result:
         from bnncli.stages.refine import work
 
         with work.seen(options, room.reader, given.train, given.val) as splits:
-            base = work.base_of(run, splits[0], given.base_path, prior)
-            return work.fit(run, options, splits, base, prior=prior, request=request)
+            base_at = partial(work.base_of, run, splits[0], given.base_path)
+            return work.fit(run, options, splits, base_at, prior=prior, request=request)
 
     return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta))
+
+
+def _with_prior_choice(run: Run, options: RefineOptions, given: StartInputs, num_params: int) -> RefineOptions:
+    """The options, with inherit in place of auto where the epochs are too few to try another prior precision."""
+    assert options.epochs is not None
+    assert options.batch_size is not None
+    num_steps = options.trial_epochs * -(-len(given.train.content.features) // options.batch_size)
+    too_short = f"an eighth of the epochs is {counted(num_steps, 'step')}" if num_steps < _LEAST_STEPS else None
+    num_drawn = affordable_draws(TRIAL_DRAWS, num_params)
+    return with_prior_choice(run, options, given.val, num_drawn=num_drawn, too_short=too_short)
 
 
 def _warn_of_val(run: Run, path: Path, metrics: dict[str, Any], *, base: str) -> None:

@@ -88,8 +88,8 @@ def _with_layers_of(options: RefineOptions, header: Header) -> RefineOptions:
 
 def prior_of(run: Run, options: RefineOptions, base_path: Path | None, sources: list[Source]) -> Prior:
     """The target's prior: as given, or the base's; with --base prior, that of the run's laplace."""
-    if options.prior_precision is not None:
-        return Prior(options.prior_precision)
+    if options.given_precision is not None:
+        return Prior(options.given_precision)
     path = base_path
     if path is None:
         path = run.folder.posterior(options.default_base)

@@ -7,6 +7,7 @@ from typing import Any
 from bnncli.evaluation.gain import NEGLIGIBLE_NATS, reach
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
 from bnncli.names import percent
+from bnncli.run.prior_choice import prior_line
 from bnncli.run.val_report import val_line, worse_than
 
 FAR_LOG_WEIGHT_SD = 5.0
@@ -17,8 +18,9 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     """The result for people, and what to do about it."""
     before, after, gain = (metrics[name] for name in ("elbo_before", "elbo_after", "elbo_gain"))
     lines = [
+        *prior_line(metrics),
         f"ELBO before {before['value']:.2f} +- {before['standard_error']:.2f}, after {after['value']:.2f} +- {after['standard_error']:.2f} nats; "
-        f"gain {gain['value']:+.2f} +- {gain['standard_error']:.2f} ({metrics['elbo_draws']} fresh draws, full data)"
+        f"gain {gain['value']:+.2f} +- {gain['standard_error']:.2f} ({metrics['elbo_draws']} fresh draws, full data)",
     ]
     if metrics["ended_early"]:
         lines.append(f"ended after {metrics['epochs_run']} of {metrics['epochs']} epochs: the ELBO stands still")

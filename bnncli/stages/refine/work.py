@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,10 @@ from bnncli.errors import DataError, NumericError
 from bnncli.flows import build_layers, settings_of
 from bnncli.inference.elbo import measure_gain
 from bnncli.inference.refine import RefineFit, fit_flow
+from bnncli.integrators.mc import affordable_draws
 from bnncli.options import RefineOptions
+from bnncli.options.refine import TRIAL_DRAWS
+from bnncli.options.target import AUTO
 from bnncli.posteriors.flow import is_idle
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.cost import Cost
@@ -29,6 +32,7 @@ from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import resumable_training
 from bnncli.run.session import Run
 from bnncli.run.val_report import measure_on_val
+from bnncli.stages.refine.prior import choose_prior
 from bnncli.targets.target import Target
 from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
@@ -99,38 +103,51 @@ def fit(
     run: Run,
     options: RefineOptions,
     splits: tuple[Split, Split | None],
-    base: Gaussian,
+    base_at: Callable[[Prior], Gaussian],
     *,
     prior: Prior,
     request: Request,
 ) -> Fitted:
-    """The flow, with what is told of it."""
+    """The flow, with what is told of it.
+
+    Args:
+        base_at: the Gaussian to start from, for a target with this prior.
+        prior: of the base, or as given; another may be chosen.
+    """
     train, val = splits
-    target = train.target(prior, run.device)
-    resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every)
+    num_epochs, told, also = 0, dict[str, Any](), dict[str, str]()
+
+    def fit_at(prior: Prior, **choices: Any) -> RefineFit:
+        nonlocal num_epochs
+        tried = base_at(prior)
+        given = {
+            "flow": options.chosen_flow,
+            "length": options.length,
+            "epochs": options.epochs,
+            "batch_size": options.batch_size,
+            "learning_rate": options.learning_rate,
+            "num_draws": options.num_draws,
+            "patience": options.patience,
+            "space": options.space,
+            "settings": options.settings,
+            "subspace": _subspace(run, options, tried),
+            "generator": run.stream("refine/train"),
+            "progress": run.console,
+        }
+        fit = _fit_flow(train.target(prior, run.device), tried, **{**given, **choices})
+        num_epochs += len(fit.history)
+        return fit
+
+    if options.prior_precision == AUTO and val is not None:
+        num_draws = affordable_draws(TRIAL_DRAWS, train.layout.num_params)
+        prior, told = choose_prior(run, options, prior, (train, val), fit_at, num_draws=num_draws)
+        also = {"prior": str(prior)}
+    resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every, also=also)
     with resumable.hint():
-        found = _fit_flow(
-            target,
-            base,
-            flow=options.chosen_flow,
-            length=options.length,
-            epochs=options.epochs,
-            batch_size=options.batch_size,
-            learning_rate=options.learning_rate,
-            num_draws=options.num_draws,
-            patience=options.patience,
-            space=options.space,
-            settings=options.settings,
-            subspace=_subspace(run, options, base),
-            generator=run.stream("refine/train"),
-            state=resumable.restore(),
-            save=resumable.save,
-            progress=run.console,
-        )
-    metrics = _measure(run, options, found, base, target)
-    metrics |= Cost.of_fit(
-        len(found.history) * (options.num_draws or 1), is_last_layer=options.is_last_layer
-    ).to_metrics()
+        found = fit_at(prior, state=resumable.restore(), save=resumable.save)
+    base, target = base_at(prior), train.target(prior, run.device)
+    metrics = _measure(run, options, found, base, target) | told
+    metrics |= Cost.of_fit(num_epochs * (options.num_draws or 1), is_last_layer=options.is_last_layer).to_metrics()
     if val is not None:
         others = {} if options.base == "prior" else {"base": base}
         metrics |= measure_on_val(run, found.posterior, val, method="refine", others=others)

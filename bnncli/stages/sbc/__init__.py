@@ -11,6 +11,7 @@ from bnncli.names import percent
 from bnncli.options import ComputeOptions, InputOptions, SbcOptions
 from bnncli.options.command import READ, Command
 from bnncli.options.sbc import PRIOR
+from bnncli.options.target import INHERIT
 from bnncli.run.inputs import Split, load_split, posterior_source, recorded_prior
 from bnncli.run.named_posterior import find_named
 from bnncli.run.session import Result, Run, Table, source_json
@@ -172,7 +173,7 @@ def _check_is_truth(run: Run, path: Path, truth: Header, posterior: tuple[str, H
     if recorded_prior(truth) != recorded_prior(tried):
         raise UsageError(
             f"--truth: {path.stem} has the prior {recorded_prior(truth)}, the posterior tried has {recorded_prior(tried)}",
-            hint=run.suggest("hmc", base=name, name="truth"),
+            hint=run.suggest("hmc", base=name, prior_precision=INHERIT, name="truth"),
         )
     if truth.meta.get("method") not in _EXACT:
         run.console.warn(

@@ -1,0 +1,76 @@
+"""The prior precision that refine and hmc search for on val: whether they do, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from bnncli.names import counted
+from bnncli.options.target import AUTO, INHERIT, SearchedPriorOptions
+from bnncli.run.inputs import Split
+from bnncli.run.session import Run
+from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from bnncli.inference.prior_climb import PriorClimb
+
+Options = TypeVar("Options", bound=SearchedPriorOptions)
+_MOST_DRAWN = 2**28  # numbers of the draws of a trial: 1 GiB
+
+
+def with_prior_choice(
+    run: Run, options: Options, val: Split | None, *, num_drawn: int, too_short: str | None = None
+) -> Options:
+    """The options, with inherit in place of auto where nothing can be searched for, which is said.
+
+    Args:
+        val: the labelled split to judge by, if there is one.
+        num_drawn: draws that a trial makes.
+        too_short: what is too short for trials, if anything is.
+    """
+    if options.prior_precision != AUTO:
+        return options
+    why = None
+    if not options.is_last_layer:
+        why = f"over \0layers\0 {options.layers} no other is searched for"
+    elif val is None:
+        why = "there is no labelled val split to search for another"
+    elif num_drawn * val.layout.num_params > _MOST_DRAWN:
+        why = f"draws of {val.layout.num_params:,} parameters are too large to search for another"
+    elif too_short is not None:
+        why = f"{too_short}, too short to search for another"
+    if why is None:
+        return options
+    run.console.info(f"the prior precision is the base's: {why}")
+    return replace(options, prior_precision=INHERIT)
+
+
+def prior_metrics(found: PriorClimb, prior: Prior) -> dict[str, Any]:
+    """What a search tells, for an artifact's metrics; prior: that was chosen."""
+    return {
+        **prior.to_meta(),
+        "prior_precision_by": "val",
+        "prior_precision_base": found.trials[0].precision,
+        "prior_precision_curve": found.curve,
+        "prior_precision_search_cut": found.is_cut,
+    }
+
+
+def prior_line(metrics: Mapping[str, Any]) -> list[str]:
+    """The same for people; nothing where there was no search."""
+    curve = metrics.get("prior_precision_curve")
+    if curve is None:
+        return []
+    nll, base = dict(curve), metrics["prior_precision_base"]
+    chosen = min(nll, key=lambda one: abs(one - metrics["prior_precision"]))
+    tried = ", ".join(f"{precision:.3g} {value:.4f}" for precision, value in curve)
+    cut = "; the search ended as it had taken as long as the run" if metrics["prior_precision_search_cut"] else ""
+    if chosen == base:
+        others = counted(len(curve) - 1, "other")
+        return [
+            f"prior precision {chosen:.4g}, the base's: of {others} none predicts val better by more than chance (NLL by short runs: {tried}){cut}"
+        ]
+    return [
+        f"prior precision {chosen:.4g}, which predicts val better than {base:.4g}, the base's (NLL by short runs: {tried}){cut}"
+    ]
