@@ -5,7 +5,7 @@ All are higher for what looks in-distribution. A file declares its score and how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from bnncli.evaluation.example_statistics import ExampleStatistics
 
 LAST = 1000
+# The score by which every command tells splits apart where none is named, and what stands in where predictions lack it, the best first:
+# docs/scores.md has the measurements. Of errors, not outliers, the largest probability tells (selective prediction).
+DEFAULT_SCORE = "combined"
+FALLBACK_SCORES = ("mutual_info", "max_prob")
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,21 @@ def of_features() -> list[str]:
 def of_probabilities() -> list[str]:
     """The names of the scores that are made of the class probabilities alone."""
     return [name for name in of_predictions() if declared()[name].needs is None]
+
+
+def default_score(arrays: Iterable[Collection[str]]) -> str:
+    """The default score, or the first that stands in for it that all predictions have.
+
+    Args:
+        arrays: names of the arrays that each prediction file has.
+    """
+    shared = set.intersection(*map(set, arrays)) if (arrays := list(arrays)) else set()
+    return usual_score([name for name in of_predictions() if declared()[name].needs in (None, *shared)])
+
+
+def usual_score(there: Collection[str | None]) -> str:
+    """The default score, or the first that stands in for it, of those that are there; the default where none is."""
+    return next((name for name in (DEFAULT_SCORE, *FALLBACK_SCORES) if name in there), DEFAULT_SCORE)
 
 
 def example_scores(

@@ -63,14 +63,14 @@ def risk_coverage_curve(confidence: NDArray, is_right: NDArray) -> Curve:
     return thinned({"coverage": count / len(order), "risk": wrong / count})
 
 
-def roc_curve(scores_in: NDArray, scores_out: NDArray) -> Curve:
-    """fpr and tpr, ascending from 0 to 1, over thresholds on scores (N,) and (M,), none empty; at most MAX_POINTS of each."""
+def roc_curve(scores_in: NDArray, scores_out: NDArray, most: int | None = None) -> Curve:
+    """fpr and tpr, ascending from 0 to 1, over thresholds on scores (N,) and (M,), none empty; at most so many of each as of thinned."""
     scores = np.concatenate([scores_in, scores_out])
     is_in = np.arange(len(scores)) < len(scores_in)
     order = np.argsort(-scores, kind="stable")
     last = np.append(np.diff(scores[order]) != 0, True)
     accepted_in, accepted_out = (np.append(0, np.cumsum(side[order])[last]) for side in (is_in, ~is_in))
-    return thinned({"fpr": accepted_out / len(scores_out), "tpr": accepted_in / len(scores_in)})
+    return thinned({"fpr": accepted_out / len(scores_out), "tpr": accepted_in / len(scores_in)}, most)
 
 
 def thinned(curve: dict[str, NDArray], most: int | None = None) -> Curve:

@@ -7,7 +7,9 @@ and Li (2022), arXiv 2204.06507, eq. (2). All take the features of the training 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -69,12 +71,14 @@ class Mahalanobis:
     Args:
         within: of the classes, around the mean of all.
         centers: (C, r) float64, whitened means of the classes that have examples.
-        background: of all examples.
+        total: (D, D) float64, covariance of all examples.
+        mean_square: (D,) of the features.
     """
 
     within: Whitening
     centers: Tensor
-    background: Whitening
+    total: Tensor
+    mean_square: Tensor
 
     @classmethod
     def fit(cls, features: Tensor, labels: Tensor, *, device: torch.device) -> Mahalanobis:
@@ -110,7 +114,30 @@ class Mahalanobis:
         covariance, total = scatter / len(features), (scatter + between) / len(features)
         mean_square = mean.square() + total.diagonal()
         within = Whitening.of(mean, covariance, mean_square=mean_square)
-        return cls(within, within(means), Whitening.of(mean, total, mean_square=mean_square))
+        return cls(within, within(means), total, mean_square)
+
+    @cached_property
+    def background(self) -> Whitening:
+        """The Gaussian of all examples."""
+        return Whitening.of(self.within.mean, self.total, mean_square=self.mean_square)
+
+    def nearest(self, features: Tensor) -> Tensor:
+        """The squared distance to the nearest class mean (n,) float64, on the CPU, of features (n, D)."""
+
+        def distances(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+            return (self._nearest(block),)
+
+        return self._of_blocks(features, distances)[0]
+
+    def _nearest(self, block: Tensor) -> Tensor:
+        whitened = self.within(block)
+        cross = self.centers.square().sum(dim=1) - 2 * whitened @ self.centers.T
+        return (whitened.square().sum(dim=1) + cross.amin(dim=1)).clamp_min(0)
+
+    def _of_blocks(self, features: Tensor, work: Callable[[slice, Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
+        width = max(features.shape[1], len(self.centers))
+        blocks = FeatureBlocks(features, self.centers.device).map(work, columns=width, dtype=torch.float64)
+        return [torch.cat(part).cpu() for part in zip(*blocks, strict=True)]
 
     def scores(self, features: Tensor) -> dict[str, Tensor]:
         """`mahalanobis` and `relative_mahalanobis` (n,) float64, on the CPU, of features (n, D).
@@ -118,18 +145,13 @@ class Mahalanobis:
         The first is the negative squared distance to the nearest class mean, the second adds the squared distance to the
         mean of all examples, by the covariance of all.
         """
-        width = max(features.shape[1], len(self.centers))
 
         def distances(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-            whitened = self.within(block)
-            cross = self.centers.square().sum(dim=1) - 2 * whitened @ self.centers.T
-            nearest = (whitened.square().sum(dim=1) + cross.amin(dim=1)).clamp_min(0)
+            nearest = self._nearest(block)
             return -nearest, self.background(block).square().sum(dim=1) - nearest
 
-        blocks = FeatureBlocks(features, self.centers.device)
-        parts = list(blocks.map(distances, columns=width, dtype=torch.float64))
         names = ("mahalanobis", "relative_mahalanobis")
-        return {name: torch.cat(part).cpu() for name, part in zip(names, zip(*parts, strict=True), strict=True)}
+        return dict(zip(names, self._of_blocks(features, distances), strict=True))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from bnncli.covariances.block import Block
 from bnncli.covariances.diag import Diag
 from bnncli.covariances.kron import Kron
 from bnncli.errors import UsageError
+from bnncli.evaluation.combined_score import Combined
 from bnncli.exported import steps
 from bnncli.exported.spreads import along_basis, spread, turned_features
 from bnncli.exported.steps import PortableHead, Step, Values
@@ -208,6 +209,29 @@ def with_ood_score(found: HeadParts, score: str, layout: HeadLayout, center: Ten
         combination = torch.tensor([[-0.5], [0.5]], dtype=torch.float64)  # balanced logits of the two classes
     weights = _weights(layout, center, combination)
     return found.also(step, {"center_weight": weights["weight"], "center_bias": weights["bias"]})
+
+
+def with_combined_score(found: HeadParts, detector: Combined) -> HeadParts:
+    """With the combined score of how far an input is from the training data, its sign turned."""
+    layout = detector.layout
+    if layout is not None and detector.theta is not None:
+        is_single = layout.likelihood.is_exclusive and not layout.likelihood.is_shift_invariant
+        balanced = torch.tensor([[-0.5], [0.5]], dtype=torch.float64)
+        weights = _weights(layout, detector.theta.cpu(), balanced if is_single else _as_they_are(layout))
+        step = steps.energy_view if layout.likelihood.is_exclusive else steps.label_energy_view
+        found = found.also(step, {"network_weight": weights["weight"], "network_bias": weights["bias"]})
+    if detector.gaussians is not None:
+        within, centers = detector.gaussians.within, detector.gaussians.centers
+        tensors = {"class_mean": within.mean, "whitening": within.root, "class_centers": centers}
+        found = found.also(steps.mahalanobis_view, tensors)
+    neighbors = detector.neighbors
+    ranks = torch.arange(neighbors.num_neighbors)
+    found = found.also(steps.knn_view, {"neighbors": neighbors.features, "neighbor_ranks": ranks})
+    references: Values = {}
+    for name, own in detector.ranks.items():
+        references |= {f"knots_{name}": own.knots, f"counts_{name}": own.counts}
+        references[f"tail_{name}"] = torch.tensor(own.scale, dtype=torch.float64)
+    return found.also(steps.ood_by_combined, references)
 
 
 SCORES: Mapping[str, Step] = {

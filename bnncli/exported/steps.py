@@ -204,6 +204,46 @@ def ood_by_max_logit(v: Values) -> Values:
     return {"ood_score": -(v["features"] @ v["center_weight"].T + v["center_bias"]).amax(1)}
 
 
+def energy_view(v: Values) -> Values:
+    """log sum exp (B,) of the network's own logits: Liu et al. (2020)."""
+    return {"view_energy": (v["features"] @ v["network_weight"].T + v["network_bias"]).logsumexp(1)}
+
+
+def label_energy_view(v: Values) -> Values:
+    """The same of labels, each there or not: Wang et al. (2021)."""
+    logits = v["features"] @ v["network_weight"].T + v["network_bias"]
+    return {"view_energy": torch.nn.functional.softplus(logits).sum(1)}
+
+
+def mahalanobis_view(v: Values) -> Values:
+    """Minus the squared distance (B,) of whitened features to the nearest class mean: Lee et al. (2018)."""
+    whitened = (v["features"] - v["class_mean"]) @ v["whitening"]
+    cross = v["class_centers"].square().sum(1) - 2 * whitened @ v["class_centers"].T
+    return {"view_mahalanobis": -(whitened.square().sum(1) + cross.amin(1)).clamp_min(0)}
+
+
+def knn_view(v: Values) -> Values:
+    """Minus the distance (B,) of features at unit length to the k-th nearest of T training ones: Sun et al. (2022)."""
+    unit = v["features"] / v["features"].square().sum(1, keepdim=True).sqrt().clamp_min(1e-12)
+    closeness = unit @ v["neighbors"].T - v["neighbors"].square().sum(1) / 2
+    nearest = closeness.topk(v["neighbor_ranks"].shape[0], dim=1).values[:, -1]
+    return {"view_knn": -(unit.square().sum(1) - 2 * nearest).clamp_min(0).sqrt()}
+
+
+def ood_by_combined(v: Values) -> Values:
+    """Minus the sum of the log p-values of all views, by interpolated ranks among reference scores: Haroush et al. (2022)."""
+    total = torch.zeros_like(v["features"][:, 0])
+    for name in ("energy", "mahalanobis", "knn"):
+        if "view_" + name in v:
+            score, knots, counts = v["view_" + name], v["knots_" + name], v["counts_" + name]
+            width = (knots[1:] - knots[:-1]).clamp_min(1e-30)
+            shares = ((score.unsqueeze(1) - knots[:-1]) / width).clamp(0, 1)
+            count = counts[0] + shares @ (counts[1:] - counts[:-1])
+            excess = (knots[0] - score).clamp_min(0) / v["tail_" + name]
+            total = total + torch.log1p(excess) - ((1 + count) / (1 + counts[-1])).log()
+    return {"ood_score": total}
+
+
 def least_ambiguous_set(v: Values) -> Values:
     """Classes (B, C) of which one less the probability is at most a threshold (1,) or (C,): Sadinle, Lei and Wasserman (2019)."""
     return {"set": 1 - v["probs"] <= v["set_threshold"]}

@@ -13,19 +13,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+Curves = Mapping[str, Mapping[str, Sequence[float]]]
+Areas = Mapping[str, float | None]
+
+
 @dataclass(frozen=True)
 class Roc:
-    """How well the confidence of every posterior tells a split from an out-of-distribution one.
+    """How well a score tells a split from an out-of-distribution one, for every posterior.
 
     Args:
-        curves, areas: as draw takes them.
+        curves, areas, score: as draw takes them.
         key: what its name begins with, where a page has several of its kind.
     """
 
-    curves: Mapping[str, Mapping[str, Sequence[float]]]
+    curves: Curves
     split: str
     ood: str
-    areas: Mapping[str, float | None]
+    areas: Areas
+    score: str
     key: str = ""
 
     @property
@@ -36,15 +41,15 @@ class Roc:
     @property
     def title(self) -> str:
         """In a few words."""
-        return f"Detection of {self.ood} by maximum probability"
+        return f"Detection of {self.ood} by {self.score}"
 
     @property
     def description(self) -> str:
         """How it is read."""
         return (
-            f"An example is accepted where its confidence is above a threshold. Each curve goes through all thresholds: to the right the share "
+            f"An example is accepted where its score is above a threshold. Each curve goes through all thresholds: to the right the share "
             f"of {self.ood} that is accepted, which should not be; upwards the share of {self.split} that is. Along the dotted diagonal "
-            "confidence tells nothing; AUROC is the area below, 1 at best."
+            "the score tells nothing; AUROC is the area below, 1 at best."
         )
 
     @property
@@ -59,15 +64,24 @@ class Roc:
 
     def draw(self) -> Figure:
         """All curves in one plot."""
-        return draw(self.curves, split=self.split, ood=self.ood, areas=self.areas, width=PAGE_WIDTH)
+        return draw(self.curves, self.areas, split=self.split, ood=self.ood, score=self.score, width=PAGE_WIDTH)
+
+
+def merged(curves: Curves, areas: Areas) -> tuple[Curves, Areas]:
+    """The same, one curve for all posteriors where they have the same, as of a score of the features."""
+    first = next(iter(curves), None)
+    if first is None or len(curves) == 1 or any(curve != curves[first] for curve in curves.values()):
+        return curves, areas
+    return {"all posteriors": curves[first]}, {"all posteriors": areas[first]}
 
 
 def draw(
-    curves: Mapping[str, Mapping[str, Sequence[float]]],
+    curves: Curves,
+    areas: Areas,
     *,
     split: str,
     ood: str,
-    areas: Mapping[str, float | None],
+    score: str,
     width: float = 5.0,
 ) -> Figure:
     """All curves in one plot, each with the area under it in the legend.
@@ -76,6 +90,7 @@ def draw(
         curves: label to fpr and tpr, fractions, ascending.
         split, ood: names of the in-distribution split, whose examples are the positives, and of the other one.
         areas: label to AUROC; None where it is not known.
+        score: what examples are told apart by.
         width: inches, of up to eight curves.
     """
     from matplotlib.figure import Figure
@@ -91,7 +106,7 @@ def draw(
     axes.set_aspect("equal")
     axes.set_xlabel(f"false positive rate: share of {ood} accepted")
     axes.set_ylabel(f"true positive rate: share of {split} accepted")
-    axes.set_title(f"Detection of {ood} by maximum probability", fontsize="large")
+    axes.set_title(f"Detection of {ood} by {score}", fontsize="large")
     plain_axes(axes)
     legend_of(axes, len(curves), "AUROC", "lower right")
     return figure

@@ -9,7 +9,6 @@ from bnncli.decisions import KINDS, LAC, OOD, RAPS, RISK, SCHEMES, SETS, SHIFT
 from bnncli.errors import UsageError
 from bnncli.names import percent
 from bnncli.options.declaration import Checked, check_split_name, option
-from bnncli.options.evaluate import DEFAULT_SCORE
 from bnncli.options.predicted import check_variant
 
 DEFAULT_CONFIDENCE = 0.95  # of a bound on the risk, which without one is none
@@ -84,8 +83,11 @@ class CalibrateOptions(Checked):
         minimum=0,
         maximum=1,
     )
-    score: str = option(
-        DEFAULT_SCORE, "Score of each prediction that \0false_alarm\0 and \0shift_level\0 go by.", choices=_scores
+    score: str | None = option(
+        None,
+        "Score of each prediction that \0false_alarm\0 and \0shift_level\0 go by: combined by default, mutual_info or max_prob where "
+        "predictions lack it.",
+        choices=_scores,
     )
 
     def __post_init__(self) -> None:

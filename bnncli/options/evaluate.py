@@ -23,7 +23,6 @@ def _scores() -> tuple[str, ...]:
     return *detectors.of_predictions(), *detectors.of_features(), "all"
 
 
-DEFAULT_SCORE = "max_prob"  # of examples, by which splits are told apart when no other is named
 FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone
 
 
@@ -91,8 +90,8 @@ class EvaluateOptions(ShownScores):
     curves: bool = option(False, "Add these curves to the rows of \0json\0, at most 200 points each.", numeric=False)
     score: list[str] = option(
         [],
-        "Detect out-of-distribution splits by this score of the predictions (max_prob otherwise), or of the features, "
-        "whatever the posterior (mahalanobis, relative_mahalanobis, knn). Repeatable.",
+        "Detect out-of-distribution splits by this score of the predictions (combined otherwise, or what stands in where they "
+        "lack it: mutual_info, max_prob), or of the features (mahalanobis, relative_mahalanobis, knn). Repeatable.",
         choices=_scores,
     )
     detector_settings: dict[str, Any] = collected(of_detectors, numeric=False)
@@ -118,12 +117,21 @@ class EvaluateOptions(ShownScores):
     def shown_scores(self) -> list[str]:
         """The detection scores to show."""
         every = [*detectors.of_predictions(), *detectors.of_features()]
-        return every if "all" in self.score else [name for name in every if name in self.score] or [DEFAULT_SCORE]
+        return (
+            every
+            if "all" in self.score
+            else [name for name in every if name in self.score] or [detectors.DEFAULT_SCORE]
+        )
 
     @property
     def prediction_scores(self) -> list[str]:
-        """The detection scores to make of every group of predictions: max_prob, and those to show."""
-        return [name for name in detectors.of_predictions() if name in (DEFAULT_SCORE, *self.shown_scores)]
+        """The detection scores to make of every group of predictions: the default, and those to show."""
+        return [name for name in detectors.of_predictions() if name in (detectors.DEFAULT_SCORE, *self.shown_scores)]
+
+    @property
+    def curve_score(self) -> str:
+        """The score of predictions that ROC curves go by: the first to show."""
+        return next((name for name in detectors.of_predictions() if name in self.shown_scores), "max_prob")
 
     @property
     def needs_features(self) -> bool:

@@ -10,6 +10,7 @@ from bnncli.options.declaration import Checked, collected, option
 
 FORMATS = {"onnx": ".onnx", "pt2": ".pt2", "torch": ".safetensors"}  # and what the files end in
 EXPORTED_SCORES = (
+    "combined",
     "max_prob",
     "entropy",
     "mutual_info",
@@ -57,9 +58,10 @@ class ExportOptions(Checked):
         "Numbers are stored in this type, float32 or float16, and computed with as float32.",
         choices=tuple(TOLERANCES),
     )
-    score: str = option(
-        "max_prob",
-        "What ood_score is: one of the scores of evaluate, its sign turned, so that higher is farther from the training data.",
+    score: str | None = option(
+        None,
+        "What ood_score is: one of the scores of evaluate, its sign turned, so that higher is farther from the training data; combined "
+        "by default, mutual_info or max_prob where the run lacks the splits train and val.",
         choices=EXPORTED_SCORES,
     )
     decide: list[str] = option(

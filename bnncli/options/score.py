@@ -9,7 +9,7 @@ from bnncli import detectors
 from bnncli.errors import UsageError
 from bnncli.likelihoods import TASKS
 from bnncli.options.declaration import check_split_name, check_suffix, collected, option
-from bnncli.options.evaluate import DEFAULT_SCORE, ShownScores
+from bnncli.options.evaluate import ShownScores
 from bnncli.options.of_scores import of_predicted_scores
 
 REPLICATES = 1000  # of the bootstrap where nothing is said, up to MOST_ROWS
@@ -47,7 +47,10 @@ class ScoreOptions(ShownScores):
         metavar="[NAME=]FILE",
     )
     score: list[str] = option(
-        [], "Tell \0ood\0 apart by this score of each example (max_prob otherwise). Repeatable.", choices=_scores
+        [],
+        "Tell \0ood\0 apart by this score of each example (combined otherwise, of prediction files that have it, else mutual_info or "
+        "max_prob). Repeatable.",
+        choices=_scores,
     )
     reference: str | None = option(
         None,
@@ -86,12 +89,16 @@ class ScoreOptions(ShownScores):
     def shown_scores(self) -> list[str]:
         """The detection scores to show."""
         every = detectors.of_predictions()
-        return every if "all" in self.score else [name for name in every if name in self.score] or [DEFAULT_SCORE]
+        return (
+            every
+            if "all" in self.score
+            else [name for name in every if name in self.score] or [detectors.DEFAULT_SCORE]
+        )
 
     @property
     def made_scores(self) -> list[str]:
-        """The detection scores to make: max_prob, and those to show."""
-        return [name for name in detectors.of_predictions() if name in (DEFAULT_SCORE, *self.shown_scores)]
+        """The detection scores to make: the default, and those to show."""
+        return [name for name in detectors.of_predictions() if name in (detectors.DEFAULT_SCORE, *self.shown_scores)]
 
     def replicates(self, num_rows: int) -> int:
         """Bootstrap replicates for so many rows."""

@@ -167,7 +167,7 @@ def _of_prediction_file(path: Path, name: str | None, said: Said) -> GivenPredic
     is_exclusive = has_exclusive_classes(recorded_name(meta))
     if said.task is not None and (said.task == MULTILABEL) == is_exclusive:
         raise UsageError(f"\0task\0 {said.task}: {quoted(path, limit=300)} says otherwise")
-    names = ("mutual_info", "energy", "max_logit", "log_concentration", "top_k")
+    names = ("mutual_info", "energy", "max_logit", "combined", "log_concentration", "top_k")
     arrays = {key: array for key in names if (array := getattr(file, key)) is not None}
     return GivenPredictions(
         name or str(meta["split"]), path, file.probs, file.labels, tuple(file.classes), True, is_exclusive, arrays,

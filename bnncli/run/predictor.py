@@ -11,13 +11,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli.errors import DataError, UsageError
+from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.integrators import Ready
 from bnncli.integrators._groups import DrawPartition, kept_rows
 from bnncli.integrators._mean_logits import drawn_theta, energy_and_max_logit, mean_theta
 from bnncli.lazy import torch
 from bnncli.machine.together import brought_to_leader
-from bnncli.run.inputs import Split, block_rows, on_device, open_posterior, posterior_prior, require_draws
+from bnncli.run.inputs import (
+    Split,
+    block_rows,
+    load_split,
+    on_device,
+    open_posterior,
+    posterior_prior,
+    require_draws,
+)
 from bnncli.run.integrator_choice import IntegratorChoice, default_integrator, is_of_draws, num_stored
 from bnncli.run.out_of_fold import fit_on, knows, load_fitted, out_of_fold
 from bnncli.run.predicted_rows import PartProgress, Predicted, Rows, joined, own_rows, rows_of, scattered
@@ -27,8 +35,10 @@ from bnncli.storage.headers import Header
 from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
+    from bnncli.evaluation.combined_score import Combined
     from bnncli.run.network_splits import NetworkReader
     from bnncli.run.recorded_network import RecordedNetwork
     from bnncli.targets.target import CurvedTarget
@@ -51,6 +61,7 @@ class TrainData:
     trusts_code: bool = False
     opener: Callable[[], RecordedNetwork] | None = None
     _targets: dict[str, CurvedTarget] = field(default_factory=dict)
+    _combined: dict[str, NDArray] = field(default_factory=dict)
 
     @cached_property
     def _splits(self) -> dict[str, Split]:
@@ -80,6 +91,43 @@ class TrainData:
         if not knows(header, split):
             return posterior
         return out_of_fold(header, posterior, split, self.target) if "num_folds" in header.meta else None
+
+    @cached_property
+    def detector_splits(self) -> list[Split]:
+        """The splits that the combined score is fitted to, train and val; none where one of them cannot be used, or val is too small."""
+        from bnncli.evaluation.combined_score import FEWEST_ROWS
+
+        try:
+            train, val = (load_split(self.run, name) for name in ("train", "val"))
+        except (MissingInput, DataError):
+            return []
+        return [train, val] if len(train.stored) and len(val.stored) >= FEWEST_ROWS else []
+
+    @cached_property
+    def detector(self) -> Combined | None:
+        """The combined out-of-distribution score, fitted; None without its splits."""
+        from bnncli.evaluation.combined_score import Combined
+
+        if not self.detector_splits:
+            return None
+        train, val = self.detector_splits
+        labels = train.content.labels
+        return Combined.fit(
+            train.stored,
+            None if labels is None else torch.from_numpy(labels),
+            val.stored,
+            layout=train.layout,
+            theta=train.head(),
+            device=self.run.device,
+            generator=self.run.stream("predict/neighbors"),
+        )
+
+    def combined_scores(self, split: Split) -> NDArray | None:
+        """The combined score (N,) float32 of a split's features, the same for all posteriors; None without one."""
+        digest = split.source.content_digest
+        if self.detector is not None and digest not in self._combined:
+            self._combined[digest] = self.detector.scores(split.stored).float().numpy()
+        return self._combined.get(digest)
 
     def target(self, header: Header, prior: Prior) -> CurvedTarget:
         """The log posterior, under a prior, of the parameters that the posterior with this header is over."""

@@ -50,13 +50,14 @@ def of_hmc(*, in_span: bool, num_params: int) -> int:
 
 
 def of_predict(num_drawn: int, integrator: str = "") -> int:
-    """Predictions from draws of so many numbers each, 0 without draws. 3: of long ones. 4: by draws of the logits, each example's own.
+    """Predictions from draws of so many numbers each, 0 without draws. 6: of long ones. 7: by draws of the logits, each example's own.
 
-    2: groups of draws; Sobol points in several scrambles; stored draws in their order.
+    5 to 7 have the combined score, 2 to 4 were the same without. 2: groups of draws; Sobol points in several scrambles; stored draws
+    in their order.
     """
     if integrator == "logit-mc":
-        return 4
-    return 3 if _is_long(num_drawn) else 2
+        return 7
+    return 6 if _is_long(num_drawn) else 5
 
 
 def _is_long(num_params: int) -> bool:
@@ -135,10 +136,13 @@ _OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
     "swag": lambda header: {FIT_SWAG},
     "vi": lambda header: {FIT_VI},
 }
+_WITHOUT_COMBINED = {2, 3, 4}  # predictions that lack the combined score, and are the same otherwise
 _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     "features": lambda header: {EXTRACT_FEATURES},
     "checkpoint": lambda header: {TRAIN},
-    "predictions": lambda header: {of_predict(size, str(header.meta.get("integrator"))) for size in (0, sys.maxsize)},
+    "predictions": lambda header: (
+        {of_predict(size, str(header.meta.get("integrator"))) for size in (0, sys.maxsize)} | _WITHOUT_COMBINED
+    ),
     "metrics": _metrics_today,
     "export": lambda header: {EXPORT},
     "decision": lambda header: {CALIBRATE},

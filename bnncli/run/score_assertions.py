@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from bnncli.detectors import of_features
+from bnncli.detectors import of_features, usual_score
 from bnncli.errors import MissingInput, UsageError
 from bnncli.names import posterior_title, quoted
 from bnncli.options.assertions import Assertion, Quantity
-from bnncli.options.evaluate import DEFAULT_SCORE, FEATURES_NAME
+from bnncli.options.evaluate import FEATURES_NAME
 from bnncli.scores import declared
 
 Row = dict[str, Any]
@@ -115,7 +115,8 @@ def find_metric(metrics: Sequence[Row], wanted: Quantity) -> list[Row]:
     """The metric rows that have the name and the choices wanted, in their usual form where nothing else is said."""
     found = [row for row in metrics if row["name"] == wanted.metric]
     found = [row for row in found if set(wanted.choices) <= {text for _, text in _choices(row)}]
-    for key, usual in {"score": DEFAULT_SCORE, **declared()[wanted.metric].usual}.items():
+    scores = {row.get("score") for row in found if row.get("value", 0.0) is not None}
+    for key, usual in {"score": usual_score(scores), **declared()[wanted.metric].usual}.items():
         is_said = any(key == other and text in wanted.choices for row in found for other, text in _choices(row))
         if not is_said and any(row.get(key) == usual for row in found):
             found = [row for row in found if row.get(key, usual) == usual]

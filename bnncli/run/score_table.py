@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bnncli.detectors import DEFAULT_SCORE
 from bnncli.likelihoods import recorded_name
 from bnncli.names import posterior_title
 from bnncli.run.session import Table
@@ -21,7 +22,7 @@ def score_table(
     notes: list[str],
     *,
     chosen: Sequence[str] = (),
-    scores: Sequence[str] = ("max_prob",),
+    scores: Sequence[str] = (DEFAULT_SCORE,),
     intervals: bool = False,
     first: Sequence[str] = _FIRST,
     head: Head | None = None,
@@ -54,7 +55,7 @@ class ShownScore(NamedTuple):
     metrics: list[Mapping[str, Any] | None]
 
 
-def shown_scores(rows: Sequence[Mapping[str, Any]], scores: Sequence[str] = ("max_prob",)) -> list[ShownScore]:
+def shown_scores(rows: Sequence[Mapping[str, Any]], scores: Sequence[str] = (DEFAULT_SCORE,)) -> list[ShownScore]:
     """The usual scores of rows of evaluate, in the order and by the titles of the table.
 
     Args:

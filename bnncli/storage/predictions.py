@@ -32,6 +32,7 @@ class PredictionFile:
             absence and presence, where there are several.
         energy: (N,) float32, -log sum exp of the posterior's mean logits.
         max_logit: (N,) float32, the largest of those.
+        combined: (N,) float32, the combined score of the features, higher for what looks in-distribution.
         top_k: (N,) int64, how many classes the uncertainty-aware ranking keeps.
         group_probs: (G, R, C) float32, mean probabilities of each of G disjoint groups of the draws, at R of the rows;
             group g has the same draws in every split that was predicted with the same seed.
@@ -53,6 +54,7 @@ class PredictionFile:
     log_concentration: Array | None = None
     energy: Array | None = None
     max_logit: Array | None = None
+    combined: Array | None = None
     top_k: Array | None = None
     group_probs: Array | None = None
     group_rows: Array | None = None
@@ -73,6 +75,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "log_concentration": ("N", "C"),
     "energy": ("N",),
     "max_logit": ("N",),
+    "combined": ("N",),
     "top_k": ("N",),
     "group_probs": ("G", "R", "C"),
     "group_rows": ("R",),
@@ -101,6 +104,12 @@ def write_predictions(
     return write_hdf5(
         target, arrays, texts, kind="predictions", meta=meta, provenance=provenance, may_replace=may_replace
     )
+
+
+def stored_arrays(path: Path) -> set[str]:
+    """Names of the arrays that a prediction file has, without reading them."""
+    with open_hdf5(path) as file:
+        return set(file)
 
 
 def read_predictions(path: Path) -> PredictionFile:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bnncli.decisions import RISK, SETS
+from bnncli.decisions import OOD, RISK, SETS, SHIFT
+from bnncli.detectors import DEFAULT_SCORE, default_score
 from bnncli.errors import BnnError, CheckFailed, DataError, MissingInput, UsageError
 from bnncli.options import CalibrateOptions, InputOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
@@ -19,6 +21,7 @@ from bnncli.run.split_uses import fresh_split, require_unused
 from bnncli.stages.calibrate.report import said
 from bnncli.storage.decisions import KIND, write_decision
 from bnncli.storage.headers import Header
+from bnncli.storage.predictions import stored_arrays
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
@@ -100,6 +103,10 @@ def _groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, 
 
 def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: PredictionGroup, header: Header) -> Result:
     """One rule for one group of predictions."""
+    if options.score is None:
+        options = replace(options, score=default_score([stored_arrays(header.path)]))
+        if options.score != DEFAULT_SCORE and kind in (OOD, SHIFT):
+            run.console.info(f"{group.name}: by {options.score}, as its predictions lack the {DEFAULT_SCORE} score")
     settings = options.settings(kind, run.compute.seed)
     named = run.folder.decision(group.name, run.naming.name or kind)
     target = Path(run.naming.out) if run.naming.out else named

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bnncli.detectors import DEFAULT_SCORE, FALLBACK_SCORES, default_score
 from bnncli.errors import CheckFailed, MissingInput, OutputExists
 from bnncli.machine.team import is_leader
 from bnncli.options import EvaluateOptions, InputOptions
@@ -33,6 +35,7 @@ from bnncli.stages.evaluate.thinned import check_true_inputs, has_density, is_la
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.metrics import write_metrics
+from bnncli.storage.predictions import stored_arrays
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
@@ -59,6 +62,8 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     skipped: list[Skipped] = []
     named: dict[str, Any] = {"posteriors": options.posterior, "integrators": options.integrator}
     groups = open_groups(run, **named, layers=options.layers, skipped=skipped)
+    is_usual = not options.score
+    options = _with_default_score(run, options, groups)
     absent = [Absent(*one) for one in skipped]
     check_true_inputs(groups, options.settings["true_inputs"])
     assertions = _assertions(run, options)
@@ -72,7 +77,8 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     total = Result()
     rows: list[dict[str, Any]] = []
     for group in groups:
-        result = _evaluate(run, options, group, references.for_posterior(group.posterior_path), fidelity)
+        reference = references.for_posterior(group.posterior_path)
+        result = _evaluate(run, options, group, reference, fidelity, is_usual=is_usual)
         total.add(result)
         own = result.metrics["rows"] if result.metrics else []
         rows += _with_curves(run, options, group, own) if options.curves or plots else own
@@ -84,7 +90,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         used = {one.name: one for one in (references.for_posterior(group.posterior_path) for group in groups)}
         against = [*used, *([fidelity.name] if fidelity is not None else [])]
         total.extra["checks"] = checks = hold_against(assertions, rows, absent, references=against)
-        total.add(draw_plots(run, plots, rows))
+        total.add(draw_plots(run, plots, rows, score=options.curve_score))
         if not options.curves:
             rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
         rows = with_classes(rows, groups) if options.per_class else [without_classes(row) for row in rows]
@@ -102,9 +108,23 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         failed = failure_text(checks)
         total.failure = CheckFailed(failed, code="assertion_failed") if failed else None
     else:
-        total.add(draw_plots(run, plots, []))
+        total.add(draw_plots(run, plots, [], score=options.curve_score))
     total.extra["rows"] = rows
     return total
+
+
+def _with_default_score(run: Run, options: EvaluateOptions, groups: list[PredictionGroup]) -> EvaluateOptions:
+    """The options with a score to detect by, which all predictions have, where none was named."""
+    if options.score:
+        return options
+    headers = [header for group in groups for header in group.headers]
+    name = default_score(stored_arrays(header.path) for header in headers)
+    if name != DEFAULT_SCORE and any(header.meta.get("is_ood") for header in headers):
+        run.console.info(
+            f"detection by {name}: some predictions lack the {DEFAULT_SCORE} score; {run.suggest('predict')} adds it where the run has the "
+            "splits train and val"
+        )
+    return replace(options, score=[name])
 
 
 def _assertions(run: Run, options: EvaluateOptions) -> list[Assertion]:
@@ -125,7 +145,7 @@ def _with_curves(
     run: Run, options: EvaluateOptions, group: PredictionGroup, rows: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The rows of a group with their curves; those of splits that were not asked for as they are."""
-    found = curves_of(run, group, options.split, num_bins=options.settings["bins"])
+    found = curves_of(run, group, options.split, score=options.curve_score, num_bins=options.settings["bins"])
     return [{**row, "curves": found[row["split"]]} if row["split"] in found else row for row in rows]
 
 
@@ -158,6 +178,8 @@ def _evaluate(
     group: PredictionGroup,
     reference: Reference,
     fidelity: FidelityReference | None,
+    *,
+    is_usual: bool,
 ) -> Result:
     sources = [
         Source(f"predictions.{header.meta['split']}", header.path, header.content_digest) for header in group.headers
@@ -184,7 +206,7 @@ def _evaluate(
     checkpoint = group.headers[0].provenance.get("checkpoint")
     request = Request(
         target, "metrics", f"metrics.{group.name}", params, _revisions.EVALUATE, sources, checkpoint, lambda: 1 << 18,
-        why_anew=partial(why_anew, params),
+        why_anew=partial(_why_anew if is_usual else why_anew, params),
     )  # fmt: skip
 
     def compute() -> Computed:
@@ -218,6 +240,15 @@ def _evaluate(
         if fidelity is not None:
             fidelity.check(group)  # what is wrong with what was given is told before what is there
         raise
+
+
+def _why_anew(asked: dict[str, Any], recorded: Mapping[str, Any]) -> str | None:
+    """The same where no score was named: scores that were made by another default are made anew."""
+    usual = {DEFAULT_SCORE, *FALLBACK_SCORES}
+    is_other = asked["score"] != recorded.get("score") and usual >= {*(recorded.get("score") or [])}
+    if is_other and all(asked.get(name) == recorded.get(name) for name in {*asked, *recorded} - {"score"}):
+        return f"detection is by {asked['score'][0]} by default"
+    return why_anew(asked, recorded)
 
 
 def _scored_file(group: PredictionGroup, header: Header, path: str) -> dict[str, Any]:

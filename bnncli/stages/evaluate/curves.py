@@ -36,11 +36,11 @@ class Plot:
     ood: str | None = None
 
 
-def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, num_bins: int) -> dict[str, Row]:
+def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, score: str, num_bins: int) -> dict[str, Row]:
     """The curves of one posterior's predictions of each in-distribution split (all when none is named), by split.
 
-    `reliability` and `risk_coverage` are None without labels, the latter of several labels an example too; `roc` has a curve for each out-of-distribution split. A split
-    without examples has none of them.
+    `reliability` and `risk_coverage` are None without labels, the latter of several labels an example too; `roc` has a curve by `score` for each out-of-distribution split.
+    A split without examples has none of them, predictions without the score no `roc`.
     """
     from bnncli.evaluation.curves import reliability_of, risk_coverage_curve, roc_curve
 
@@ -58,8 +58,9 @@ def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, num_bi
         if examples.is_right is not None and len(examples) > 0:
             curves["risk_coverage"] = risk_coverage_curve(examples.confidence, examples.is_right)
         for other in outside:
-            if len(examples) and len(other.examples):
-                curves["roc"][other.name] = roc_curve(examples.confidence, other.examples.confidence)
+            inside, far = (one.detection_scores([score])[score] for one in (split, other))
+            if not isinstance(inside, str) and not isinstance(far, str) and len(inside) and len(far):
+                curves["roc"][other.name] = roc_curve(inside, far)
         if latent is not None:
             from bnncli.stages.evaluate.density import density_curve
 
@@ -98,10 +99,11 @@ def planned_plots(run: Run, groups: Sequence[PredictionGroup], splits: Sequence[
     return list(plots.values())
 
 
-def draw_plots(run: Run, plots: Sequence[Plot], rows: Sequence[Row]) -> Result:
+def draw_plots(run: Run, plots: Sequence[Plot], rows: Sequence[Row], *, score: str) -> Result:
     """Draw and publish the figures.
 
     Args:
+        score: that ROC curves go by.
         rows: of evaluate, with all their metrics and with `curves`; one without (scores of the features) is not drawn.
 
     Raises:
@@ -118,13 +120,13 @@ def draw_plots(run: Run, plots: Sequence[Plot], rows: Sequence[Row]) -> Result:
             )
             continue
         run.console.poll(f"plot {plot.path.name}")
-        result.outputs.append(output | {"content_digest": _write(plot, _draw(plot, rows))})
+        result.outputs.append(output | {"content_digest": _write(plot, _draw(plot, rows, score))})
     if plots and not run.write.dry_run:
         result.summary.append(f"{len(plots)} figures in {plots[0].path.parent}")
     return result
 
 
-def _draw(plot: Plot, rows: Iterable[Row]) -> Figure:
+def _draw(plot: Plot, rows: Iterable[Row], score: str) -> Figure:
     """The figure of one plot."""
     shown: dict[str, Row] = {}
     for row in rows:
@@ -138,8 +140,8 @@ def _draw(plot: Plot, rows: Iterable[Row]) -> Figure:
         curves = {
             name: row["curves"]["roc"][plot.ood] for name, row in shown.items() if plot.ood in row["curves"]["roc"]
         }
-        areas = {name: _value(shown[name], Quantity("auroc", (plot.ood,))) for name in curves}
-        return roc.draw(curves, split=plot.split, ood=plot.ood, areas=areas)
+        areas = {name: _value(shown[name], Quantity("auroc", (plot.ood, score))) for name in curves}
+        return roc.draw(*roc.merged(curves, areas), split=plot.split, ood=plot.ood, score=score)
     if plot.kind == "density":
         from bnncli.figures import density
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bnncli.detectors import DEFAULT_SCORE, default_score
 from bnncli.errors import MissingInput, UsageError
 from bnncli.exported.libraries import require_onnx
 from bnncli.options import ExportOptions, InputOptions, NameOptions, PredictOptions
@@ -61,15 +63,18 @@ def run(run: Run, options: ExportOptions) -> Result:
     if not options.head_only:
         _require_network(run, split)
         sources += network_sources([split])
+    predictor = Predictor(run, path, header, TrainData(run, options.trust_code))
+    options = replace(options, score=_score(options, predictor, choice))
+    if options.score == DEFAULT_SCORE:
+        sources += [one.source for one in predictor.train.detector_splits if one.source not in sources]
     rules = []
     if options.decide:
         from bnncli.stages.export.decided import open_rules
 
         rules = open_rules(run, f"{path.stem}.{choice.variant}", options, posterior=source.content_digest)
         sources += [Source(f"decision.{one.name}", one.header.path, one.header.content_digest) for one in rules]
-    predictor = Predictor(run, path, header, TrainData(run, options.trust_code))
     if choice.integrator.needs_target:
-        sources += predictor.train.fitted(header).sources
+        sources += [source for source in predictor.train.fitted(header).sources if source not in sources]
     request = _request(run, options, predictor, choice, split, sources)
     if options.format == "torch":
         publishing.check_code_path(request.target, force=run.write.force)
@@ -101,6 +106,19 @@ def _chosen(run: Run, options: ExportOptions) -> tuple[str, str | None]:
         raise UsageError(f"export takes one posterior: name it with \0posterior\0 (there: {there})")
     run.console.info(f"{found.posterior}, as auto recommends; \0posterior\0 NAME takes another")
     return found.posterior, options.integrator or found.integrator
+
+
+def _score(options: ExportOptions, predictor: Predictor, choice: IntegratorChoice) -> str:
+    """The score that was named, else the default, or what stands in for it. Raises UsageError for the default where the run lacks it."""
+    if predictor.train.detector_splits:
+        return options.score or DEFAULT_SCORE
+    if options.score == DEFAULT_SCORE:
+        raise UsageError(
+            f"\0score\0 {DEFAULT_SCORE} takes features of the splits train and val, which the run lacks",
+            hint="take another score",
+            code="unsupported_export",
+        )
+    return options.score or default_score([["mutual_info"] if choice.integrator.is_sampling else []])
 
 
 def _judge(run: Run) -> Split:

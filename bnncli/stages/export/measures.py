@@ -82,10 +82,20 @@ def outputs_of(run: Run, model: Callable[[Inputs], Values], goes_in: GoesIn, nam
 
 
 def parity_of(
-    options: ExportOptions, split: Split, goes_in: GoesIn, outputs: Mapping[str, Values], expected: Prediction
+    options: ExportOptions,
+    split: Split,
+    goes_in: GoesIn,
+    outputs: Mapping[str, Values],
+    expected: Prediction,
+    combined: Tensor | None,
 ) -> dict[str, Any]:
-    """How far outputs are from those of predict. Raises NumericError where probabilities are too far."""
+    """How far outputs are from those of predict. Raises NumericError where probabilities are too far.
+
+    Args:
+        combined: (n,) of the rows, where it is the score; its sign is turned in the file.
+    """
     wanted = {"probs": expected.probs, "entropy": expected.entropy, "mutual_information": expected.mutual_info}
+    wanted |= {"ood_score": None if combined is None else -combined}
     every = {
         runtime: {name: _largest(found[name] - values.cpu()) for name, values in wanted.items() if values is not None}
         for runtime, found in outputs.items()

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from bnncli.data import Inputs
 from bnncli.decisions.prediction_sets import SetRule
+from bnncli.detectors import DEFAULT_SCORE
 from bnncli.errors import UsageError
 from bnncli.exported import graphs
 from bnncli.exported.network import WholeNetwork
-from bnncli.exported.parts import HeadParts, head_parts, with_ood_score
+from bnncli.exported.parts import HeadParts, head_parts, with_combined_score, with_ood_score
 from bnncli.exported.source import source_of
 from bnncli.exported.steps import Values
 from bnncli.exported.thinning import thinned
@@ -85,7 +86,12 @@ def compute(
     expected = expected_outputs(run, predictor, choice, split.stored[torch.from_numpy(goes_in.rows)], ready, kept)
     runs = {made.runtime: made.run, "torch": eager(module)}
     outputs = {name: outputs_of(run, one, goes_in, name) for name, one in runs.items()}
-    own, parity = outputs[made.runtime], parity_of(options, split, goes_in, outputs, expected.stored)
+    own, parity = (
+        outputs[made.runtime],
+        parity_of(
+            options, split, goes_in, outputs, expected.stored, _combined(options, predictor, split.stored[goes_in.rows])
+        ),
+    )
     metrics = {"parity": parity, **losses(split, goes_in.rows, expected, own, model.rule)}
     meta = {
         **_meta(options, predictor, choice, split),
@@ -131,11 +137,20 @@ def _modelled(
     """The integrator, with the draws that are kept, as steps and tensors; with the network where that is asked for."""
     layout, is_halved = predictor.posterior.layout, options.dtype == "float16"
     parts = head_parts(predictor.posterior.to("cpu"), choice.integrator, kept)
-    parts = with_ood_score(parts, options.score, layout, predictor.mean_theta.cpu())
+    if options.score == DEFAULT_SCORE and predictor.train.detector is not None:
+        parts = with_combined_score(parts, predictor.train.detector)
+    else:
+        parts = with_ood_score(parts, str(options.score), layout, predictor.mean_theta.cpu())
     rule = next((one.rule for one in rules if isinstance(one.rule, SetRule)), None)
     parts = parts if rule is None else with_rule(parts, rule, layout.num_classes)
     head = parts.module(dtype=torch.float16 if is_halved else torch.float32)
     return _Model(parts, head, goes_in, rule)
+
+
+def _combined(options: ExportOptions, predictor: Predictor, features: Tensor) -> Tensor | None:
+    """The combined score (n,) of features, where that is asked for."""
+    detector = predictor.train.detector if options.score == DEFAULT_SCORE else None
+    return None if detector is None else detector.scores(features)
 
 
 def _described(options: ExportOptions, split: Split, model: _Model, own: Values) -> dict[str, Any]:

@@ -272,6 +272,7 @@ def _predict(
     sources = [source]
     if choice.integrator.needs_target:
         sources += predictor.train.fitted(predictor.header).sources
+    sources += [one.source for one in predictor.train.detector_splits if one.source not in sources]
     total = Result()
     for split in splits:
         if (

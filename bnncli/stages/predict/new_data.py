@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bnncli import data
 from bnncli.data.images import image_dataset
@@ -142,8 +143,9 @@ class NewData:
             stop = start + len(extracted.features)
             rows = slice(start, stop)
             named = None if names is None else np.array([in_table(name).encode() for name in names[rows]])
+            combined = self._combined(extracted)
             for maker, rules in zip(self.makers, self.rules, strict=True):
-                content, origin = self._predicted(maker, split, rows, extracted, first_id)
+                content, origin = self._predicted(maker, split, rows, extracted, first_id, combined)
                 said = rules.of_block(split.name, content, first_id + start, self.shown.rules)
                 yield self.shown.block(content, slice(None), origin, named, said)
             task.advance(stop - start)
@@ -192,8 +194,19 @@ class NewData:
     def _reference(self) -> tuple[str, Mapping[str, Any]] | None:
         return reference_of(self.run)
 
+    def _combined(self, extracted: Extracted) -> NDArray | None:
+        """The combined score of some rows (n,); None where the run has none."""
+        detector = self.makers[0].predictor.train.detector
+        return None if detector is None else detector.scores(extracted.features).float().numpy()
+
     def _predicted(
-        self, maker: Maker, split: data.InputSplit, rows: slice, extracted: Extracted, first_id: int
+        self,
+        maker: Maker,
+        split: data.InputSplit,
+        rows: slice,
+        extracted: Extracted,
+        first_id: int,
+        combined: NDArray | None,
     ) -> tuple[PredictionFile, Origin]:
         predictor, layout = maker.predictor, maker.predictor.posterior.layout
         if maker.is_last_layer:
@@ -209,7 +222,7 @@ class NewData:
         predicted = predictor.predict(maker.choice, inputs)
         content = predictions_of(
             predicted, labels=None if extracted.labels is None else extracted.labels.numpy(), sample_id=split.rows[rows] + first_id,
-            classes=self.classes, choice=maker.choice,
+            classes=self.classes, choice=maker.choice, combined=combined,
         )  # fmt: skip
         level = None if content.interval is None else predicted.integrator.interval_level
         exclusive = has_exclusive_classes(layout.likelihood_name)

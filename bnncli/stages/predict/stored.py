@@ -19,6 +19,7 @@ from bnncli.run.session import Run
 from bnncli.storage.predictions import PredictionFile, write_predictions
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 RANKED_CONCENTRATIONS = 1 << 22  # in float64 at once
@@ -28,6 +29,7 @@ def predict_split(
     predictor: Predictor, choice: IntegratorChoice, split: Split, target: Path, *, keep_samples: bool
 ) -> Computed:
     """The predictions of one split, ready to be published at `target`, by the first of the workers that share them."""
+    combined = predictor.train.combined_scores(split)
     predicted = predictor.predict_split(choice, split, keep_samples=keep_samples)
     if predicted is None:
         return Computed(None)
@@ -37,6 +39,7 @@ def predict_split(
         sample_id=split.content.sample_id,
         classes=split.content.classes,
         choice=choice,
+        combined=combined,
     )
     notes = spelled(predicted.integrator.notes())  # the file speaks of options as they are written
     meta = {**_meta(predictor, choice, split), "num_examples": len(content.probs), **notes}
@@ -69,12 +72,19 @@ def facts_of(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def predictions_of(
-    predicted: Predicted, *, labels: Any, sample_id: Any, classes: list[str], choice: IntegratorChoice
+    predicted: Predicted,
+    *,
+    labels: Any,
+    sample_id: Any,
+    classes: list[str],
+    choice: IntegratorChoice,
+    combined: NDArray | None,
 ) -> PredictionFile:
     """What was predicted for N examples, as a prediction file has it.
 
     Args:
         labels: (N,) or (N, L), or None. sample_id: (N,).
+        combined: (N,), the combined out-of-distribution score; None without one.
     """
     prediction, groups = predicted.prediction, predicted.integrator.groups
     return PredictionFile(
@@ -89,6 +99,7 @@ def predictions_of(
         log_concentration=_numpy(prediction.log_concentration),
         energy=predicted.energy.numpy(),
         max_logit=predicted.max_logit.numpy(),
+        combined=combined,
         top_k=_ranked(prediction.log_concentration, choice.top_k),
         group_probs=_numpy(prediction.group_probs),
         group_rows=_numpy(predicted.group_rows),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from bnncli.evaluation.binned_confidence import HISTOGRAM_EDGES
+from bnncli.evaluation.binned_confidence import HISTOGRAM_EDGES, MOST_POINTS
+from bnncli.evaluation.curves import Curve, roc_curve
 from bnncli.figures.confidence import ConfidenceHistograms
 from bnncli.figures.risk_coverage import RiskCoverage
-from bnncli.figures.roc import Roc
+from bnncli.figures.roc import Roc, merged
 from bnncli.options.assertions import Quantity
 from bnncli.pages.blocks import Block, Missing
+from bnncli.run.prediction_groups import PredictionGroup
+from bnncli.run.score_rows import PredictedSplit
 from bnncli.stages.report.calibration import score_value
 from bnncli.stages.report.subject import Subject
 
@@ -55,12 +58,27 @@ def _risk(subject: Subject) -> RiskCoverage | None:
 
 
 def _roc(subject: Subject, ood: str) -> Roc | None:
-    curves, areas = {}, {}
+    curves: dict[str, Curve] = {}
+    areas, score = {}, subject.shown.curve_score
     for group in subject.drawn:
         if ood not in group.splits(is_ood=True):
             continue
-        curve = subject.binned(group, subject.split).roc(subject.binned(group, ood))
+        curve = _roc_curve(subject, group, ood, score)
         if curve is not None:
             title = subject.titles[group.name]
-            curves[title], areas[title] = curve, score_value(subject, group, Quantity("auroc", (ood,)))
-    return Roc(curves, subject.split, ood, areas, subject.key) if curves else None
+            curves[title], areas[title] = curve, score_value(subject, group, Quantity("auroc", (ood, score)))
+    if not curves:
+        return None
+    shown, known = merged(curves, areas)
+    return Roc(shown, subject.split, ood, known, score, subject.key)
+
+
+def _roc_curve(subject: Subject, group: PredictionGroup, ood: str, score: str) -> Curve | None:
+    """The curve of one group; None where it has no such score, or no examples."""
+    if score == "max_prob":
+        return subject.binned(group, subject.split).roc(subject.binned(group, ood))
+    headers = group.splits(is_ood=False)[subject.split], group.splits(is_ood=True)[ood]
+    inside, outside = (PredictedSplit(header).detection_scores([score])[score] for header in headers)
+    if isinstance(inside, str) or isinstance(outside, str) or not len(inside) or not len(outside):
+        return None
+    return roc_curve(inside, outside, most=MOST_POINTS)

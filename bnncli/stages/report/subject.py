@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from bnncli.detectors import usual_score
 from bnncli.errors import NOT_OF_CONTENT, BnnError, MissingInput
 from bnncli.evaluation.binned_confidence import BinnedConfidence, bin_confidence
 from bnncli.evaluation.verdict import POINTS
@@ -223,7 +224,9 @@ class Subject:
     @property
     def shown(self) -> EvaluateOptions:
         """As what evaluate shows its scores here."""
-        return EvaluateOptions(intervals=True)
+        rows = [] if isinstance(self.rows, Missing) else self.rows
+        known = {m.get("score") for row in rows for m in row["metrics"] if m["value"] is not None and "ood" in m}
+        return EvaluateOptions(intervals=True, score=[usual_score(known)])
 
     @cached_property
     def _predicted(self) -> set[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bnncli.data import divide_given, read_texts
+from bnncli.detectors import default_score
 from bnncli.errors import CheckFailed, DataError, UsageError
 from bnncli.evaluation.weighted_scores import NO_LABELS
 from bnncli.likelihoods import name_to_record
@@ -67,6 +69,8 @@ def run(run: Run, options: ScoreOptions) -> Result:
     given = _opened(place, said, options)
     check_labelled(options, given)
     outside = _outside(given, said, options)
+    if outside and not options.score:
+        options = replace(options, score=[default_score([*one.arrays] for one in (given, *outside))])
     groups = _groups(given, place, options)
     names = [_described(given), *({**_described(given), "split": name} for name in groups)]
     check_names(options.assertions, names)

@@ -1,0 +1,160 @@
+"""The combined out-of-distribution score: three views of an example's features, each held against those of val, as one number.
+
+The views are the energy of the network's own logits (Liu et al. 2020, arXiv 2010.03759), the Mahalanobis distance to the nearest
+class (Lee et al. 2018, arXiv 1807.03888) and the distance to the nearest training features (Sun et al. 2022, arXiv 2204.06507).
+Each becomes a p-value by the rank of the example among those of val (Bates et al. 2023, arXiv 2104.08279), and the score is the
+sum of their logarithms: Fisher's method, as Haroush, Frostig, Heller and Soudry (2022, arXiv 2102.12967) combine views of a network.
+The ranks need val alone, no outliers; training features, which a network may have memorised, only define the views.
+
+It depends on the network and its data, not on a posterior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bnncli.errors import DataError
+from bnncli.evaluation.feature_scores import Mahalanobis, Neighbors
+from bnncli.targets.stream import FeatureBlocks
+from bnncli.theta.head import HeadLayout
+
+NUM_NEIGHBORS, NEIGHBOR_ROWS = 5, 5_000  # as good as 50 of 60,000 (docs/scores.md), and small enough to be exported
+COVARIANCE_ROWS = 50_000  # training examples that means and covariance are fitted to
+FEWEST_ROWS = 20  # of val
+MOST_KNOTS = 512
+TAIL_SHARE = 0.1  # of val, by which the tail below the lowest score is scaled
+
+
+@dataclass(frozen=True)
+class TailRanks:
+    """log p-values of scores, by their ranks among reference scores.
+
+    Between reference scores the rank is interpolated. Below the lowest one the p-value falls as 1 / (1 + distance / scale), so that
+    far examples stay apart however few references there are.
+
+    Args:
+        knots: (m,) float64, some of the reference scores in ascending order, all of the lowest ones.
+        counts: (m,) float64, how many references are at most each knot.
+        size: number of references, n.
+        scale: mean distance from the tenth percentile of the references below it.
+    """
+
+    knots: Tensor
+    counts: Tensor
+    size: int
+    scale: float
+
+    @classmethod
+    def of(cls, references: Tensor) -> TailRanks:
+        """Those of reference scores (n,)."""
+        ordered, size = references.double().sort().values, len(references)
+        ranks = np.unique(np.geomspace(1, size, min(size, MOST_KNOTS)).round().astype(np.int64))
+        num_low = max(1, int(TAIL_SHARE * size))
+        scale = float((ordered[num_low] - ordered[:num_low]).mean())
+        least = 1e-6 * float(ordered.abs().max())  # ties have no scale
+        counts = torch.from_numpy(ranks).to(ordered)
+        return cls(ordered[torch.from_numpy(ranks - 1).to(ordered.device)], counts, size, max(scale, least, 1e-30))
+
+    def log_p(self, scores: Tensor) -> Tensor:
+        """(N,) float64, of scores (N,)."""
+        return torch.cat([self._log_p(block) for block in scores.double().split(4096)])
+
+    def _log_p(self, scores: Tensor) -> Tensor:
+        above = scores.unsqueeze(1) - self.knots[:-1]
+        shares = (above / self.knots.diff().clamp_min(1e-30)).clamp(0, 1)
+        count = self.counts[0] + shares @ self.counts.diff()
+        excess = (self.knots[0] - scores).clamp_min(0) / self.scale
+        return ((1 + count) / (1 + self.size)).log() - excess.log1p()
+
+
+@dataclass(frozen=True)
+class Combined:
+    """The views, fitted to training features, and the ranks of val's.
+
+    Args:
+        gaussians: None without a class for each example.
+        layout, theta: of the network's own head, theta (P,); None without one.
+        ranks: of each view, by its name.
+    """
+
+    gaussians: Mahalanobis | None
+    neighbors: Neighbors
+    layout: HeadLayout | None
+    theta: Tensor | None
+    ranks: Mapping[str, TailRanks]
+
+    @classmethod
+    def fit(
+        cls,
+        features: Tensor,
+        labels: Tensor | None,
+        val: Tensor,
+        *,
+        layout: HeadLayout | None = None,
+        theta: Tensor | None = None,
+        device: torch.device,
+        generator: torch.Generator,
+    ) -> Combined:
+        """Fit the views to training features (N, D) with labels (N,), and the ranks to val (n, D), of at least FEWEST_ROWS.
+
+        Args:
+            labels: None, or (N, C) of several labels an example: there is no Mahalanobis distance.
+            generator: chooses among many training examples.
+        """
+        neighbors = Neighbors.fit(
+            features, device=device, generator=generator, num_neighbors=NUM_NEIGHBORS, max_rows=NEIGHBOR_ROWS
+        )
+        gaussians = _gaussians(features, labels, device, generator)
+        theta = None if theta is None or layout is None else theta.to(device, torch.float64)
+        views = cls(gaussians, neighbors, layout, theta, {})._views(val)
+        ranks = {name: TailRanks.of(scores.to(device)) for name, scores in views.items()}
+        return cls(gaussians, neighbors, layout, theta, ranks)
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Sums of log p-values (n,) float64, on the CPU, of features (n, D); higher is more in-distribution."""
+        found = torch.zeros(len(features), dtype=torch.float64)
+        if not len(features):
+            return found
+        views = self._views(features)
+        for name, ranks in self.ranks.items():
+            found += ranks.log_p(views[name].to(ranks.knots.device)).cpu()
+        return found
+
+    def _views(self, features: Tensor) -> dict[str, Tensor]:
+        """The scores (n,) of each view, higher for what looks in-distribution."""
+        found = {} if self.theta is None else {"energy": self._energy(features)}
+        if self.gaussians is not None:
+            found["mahalanobis"] = -self.gaussians.nearest(features)
+        return {**found, "knn": self.neighbors.scores(features)}
+
+    def _energy(self, features: Tensor) -> Tensor:
+        layout, theta = self.layout, self.theta
+        assert layout is not None
+        assert theta is not None
+
+        def partitions(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+            return (layout.likelihood.log_partitions(layout.logits(block, theta.unsqueeze(0))[0]),)
+
+        blocks = FeatureBlocks(features, theta.device).map(partitions, columns=layout.widest, dtype=torch.float64)
+        return torch.cat([part.cpu() for (part,) in blocks])
+
+
+def _gaussians(
+    features: Tensor, labels: Tensor | None, device: torch.device, generator: torch.Generator
+) -> Mahalanobis | None:
+    """Those of all classes, from at most COVARIANCE_ROWS examples; None without classes or where no feature varies within one."""
+    if labels is None or labels.ndim != 1:
+        return None
+    if len(features) > COVARIANCE_ROWS:
+        rows = torch.randperm(len(features), generator=generator, device=generator.device)[:COVARIANCE_ROWS]
+        rows = rows.sort().values.to(features.device)
+        features, labels = features[rows], labels[rows]
+    try:
+        return Mahalanobis.fit(features, labels, device=device)
+    except DataError:
+        return None
