@@ -132,18 +132,3 @@ def stacking_weights(log_scores: Tensor, *, smoothing: float = _SMOOTHING) -> Te
         weights = weights * ratios
         weights = weights / weights.sum()
     return weights
-
-
-def stratified_folds(labels: Tensor, num_folds: int, generator: torch.Generator) -> Tensor:
-    """The fold of each row, (N,) uint8 on the CPU: sizes differ by one at most, and so do those of each class within a fold.
-
-    Args:
-        labels: (N,); of (N, L) indicators only sizes are even.
-        generator: of the permutation, on the CPU.
-    """
-    order = torch.randperm(len(labels), generator=generator)
-    if labels.ndim == 1:
-        order = order[labels.cpu()[order].argsort(stable=True)]
-    folds = torch.empty(len(labels), dtype=torch.uint8)
-    folds[order] = (torch.arange(len(labels)) % num_folds).to(torch.uint8)
-    return folds

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from bnncli.covariances import Covariance
     from bnncli.posteriors.gaussian import Gaussian
+    from bnncli.posteriors.stack import Stack
     from bnncli.run.session import Run
     from bnncli.storage.headers import Header
     from bnncli.storage.provenance import Source
@@ -66,7 +67,51 @@ def unique_sources(*splits: Split | None) -> list[Source]:
 
 @dataclass(frozen=True)
 class OutOfFold:
-    """What predicts val in the place of a Gaussian that was fitted to it.
+    """What predicts val in the place of a posterior that was fitted to it: of each row, what was fitted without its fold.
+
+    Args:
+        whole: fitted to all rows.
+        rows: (N,) uint8, the fold that left each row of val out.
+    """
+
+    whole: Any
+    rows: Tensor
+
+    def parts(self) -> Iterator[tuple[Any, Tensor]]:
+        """Each fold's posterior with the rows (n,) that it left out, ascending."""
+        for place in range(len(self)):
+            yield self.fold(place), (self.rows == place).nonzero()[:, 0]
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def fold(self, place: int) -> Any:
+        """What was fitted without a fold."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class StackFolds(OutOfFold):
+    """Of a mixture of last layers.
+
+    Args:
+        members: (K, M, P) float32. weights: (K, M) float64.
+    """
+
+    members: Tensor
+    weights: Tensor
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def fold(self, place: int) -> Stack:
+        device = self.whole.members.device
+        return replace(self.whole, members=self.members[place].to(device), weights=self.weights[place].to(device))
+
+
+@dataclass(frozen=True)
+class GaussianFolds(OutOfFold):
+    """Of a Gaussian.
 
     Each row has the mode of its own fold, and the covariance there of the rows that the fold was fitted to. Where a fold leaves
     out no more than a fiftieth of all rows it has the covariance of the whole fit: on Fashion-MNIST (9,000 train and 1,000 val
@@ -74,15 +119,11 @@ class OutOfFold:
     that it has seen, and for val rows alone the NLL is too high by 0.0025 to 0.004.
 
     Args:
-        whole: fitted to all rows.
         theta: (K, P) float64, the modes.
-        rows: (N,) uint8, the fold that left each row of val out.
         target: of all rows, of which the last are val's; None for the covariance of the whole fit.
     """
 
-    whole: Gaussian[Any]
     theta: Tensor
-    rows: Tensor
     target: LastLayerTarget | None
 
     @classmethod
@@ -94,20 +135,18 @@ class OutOfFold:
         *,
         num_fitted: int,
         target: Callable[[], LastLayerTarget],
-    ) -> OutOfFold:
+    ) -> GaussianFolds:
         """The folds of a fit to num_fitted rows; target is called where they have covariances of their own."""
         is_large = int(rows.bincount().max()) > _FEW * num_fitted
-        return cls(whole, theta, rows, target() if is_large else None)
+        return cls(whole, rows, theta, target() if is_large else None)
 
     def __len__(self) -> int:
         return len(self.theta)
 
-    def parts(self) -> Iterator[tuple[Gaussian[Any], Tensor]]:
-        """Each fold's Gaussian with the rows (n,) that it left out, ascending."""
-        for place, theta in enumerate(self.theta):
-            mean = theta.to(self.whole.mean)
-            covariance = self.whole.covariance if self.target is None else self._covariance(self.target, place, mean)
-            yield replace(self.whole, mean=mean, covariance=covariance), (self.rows == place).nonzero()[:, 0]
+    def fold(self, place: int) -> Gaussian[Any]:
+        mean = self.theta[place].to(self.whole.mean)
+        covariance = self.whole.covariance if self.target is None else self._covariance(self.target, place, mean)
+        return replace(self.whole, mean=mean, covariance=covariance)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The folds', as the posterior's file has them."""
@@ -140,9 +179,7 @@ def knows(header: Header, split: Split) -> bool:
     return split.content.name == VAL and VAL in fit_on(header).split("+")
 
 
-def out_of_fold(
-    header: Header, posterior: Any, split: Split, target: Callable[[Header, Prior], Any]
-) -> OutOfFold:
+def out_of_fold(header: Header, posterior: Any, split: Split, target: Callable[[Header, Prior], Any]) -> OutOfFold:
     """What predicts a split that a posterior was fitted to.
 
     Args:
@@ -159,13 +196,16 @@ def out_of_fold(
             hint="predict another split, or val by its base, whose predictions are out of fold",
             path=header.path,
         )
-    theta, rows = (read_tensor(header.path, name) for name in ("folds.theta", "folds.rows"))
+    rows = read_tensor(header.path, "folds.rows")
     if len(rows) != len(split.content.features):
         message = (
             f"{header.path.stem} has folds of {len(rows)} rows of val, which has {len(split.content.features)} now"
         )
         raise DataError(message, code="stale_input", hint="fit it again with \0force\0", path=header.path)
-    num_fitted = int(header.meta["num_examples"])
-    return OutOfFold.of(
+    if header.meta["type"] == "stack":
+        members, weights = (read_tensor(header.path, name) for name in ("folds.members", "folds.weights"))
+        return StackFolds(posterior, rows, members, weights)
+    theta, num_fitted = read_tensor(header.path, "folds.theta"), int(header.meta["num_examples"])
+    return GaussianFolds.of(
         posterior, theta, rows, num_fitted=num_fitted, target=lambda: target(header, posterior.require_prior())
     )

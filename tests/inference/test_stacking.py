@@ -10,7 +10,8 @@ from scipy.optimize import minimize
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from bnncli.inference.stacking import Way, stacking_weights, stratified_folds
+from bnncli.inference.cross_validation import stratified_folds
+from bnncli.inference.stacking import Way, stacking_weights
 from bnncli.progress import SILENT
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout

@@ -20,7 +20,7 @@ from bnncli.posteriors.point import Point
 from bnncli.progress import Progress
 from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split
-from bnncli.run.out_of_fold import VAL, OutOfFold
+from bnncli.run.out_of_fold import VAL, GaussianFolds
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.row_space import row_space, span_metrics
 from bnncli.run.session import Run
@@ -76,13 +76,13 @@ def fit(
     if lift is not None:
         fit = lift_fit(fit, lift)
     warn_of_jitter(run, fit.gaussian)
-    held: OutOfFold | None = None
+    held: GaussianFolds | None = None
     if folds is not None and theta is not None:
         if rows is not None:
             pairs = zip(theta, priors[1:], strict=True)
             theta = torch.stack([rows.lift_about(mode, own_prior.to(run.device)) for mode, own_prior in pairs])
         prior = fit.gaussian.require_prior()
-        held = OutOfFold.of(
+        held = GaussianFolds.of(
             fit.gaussian, theta, folds, num_fitted=of_all.num_examples, target=lambda: of_all.with_prior(prior)
         )
     metrics = fit_metrics(run, fit, found, criterion, train, val, posterior=held)

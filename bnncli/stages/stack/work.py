@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bnncli.inference.stacking import Head, Way, stacking_weights, stratified_folds
+from bnncli.inference.costs import NUM_FOLDS
+from bnncli.inference.cross_validation import stratified_folds
+from bnncli.inference.stacking import Head, Way, stacking_weights
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.posteriors.stack import Stack
 from bnncli.run.inputs import Split
@@ -18,7 +20,6 @@ from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.logit_blocks import block_logits
 from bnncli.theta.prior import Prior
 
-NUM_FOLDS = 5
 KEPT = 1e-3  # of the weight, at least, of a member that predicts
 MOST_ROWS = 20  # of train, as many times those of val, that are refitted together with val, once a fold
 
