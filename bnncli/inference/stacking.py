@@ -22,7 +22,7 @@ from bnncli.targets.last_layer import LastLayerTarget
 
 _DECADES = (5, 4, 3, 2, 1, 0, -1, -2)  # of precisions, strongest first: each mode starts from the one before
 _RISES = 2  # the walk ends where the score has risen so often in a row
-_TOLERANCE = 0.05  # of a mode, posterior standard deviations of all parameters together
+_TOLERANCE = 0.2  # of a mode, posterior standard deviations of all parameters together
 _GAP = 1e-6  # nats a row between the weights found and the best
 _MOST_STEPS = 20_000
 _SMOOTHING = 0.5  # rows that are added for each member, and speak for it alone

@@ -1,4 +1,4 @@
-"""auto: the ladder as one command, from features to a recommended posterior: temperature, laplace, refine, hmc."""
+"""auto: the ladder as one command, from features to a recommended posterior: temperature, stack, laplace, refine, hmc."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bnncli.storage.artifacts import read_header
 
 COMMAND = Command(
     "Climb from the network to the posterior that pays, and recommend one.",
-    "Fits one temperature, then a Gaussian; where that is not good for its target (as diagnose judges) a flow on it, and where that "
+    "Fits one temperature, a stack of refitted last layers, then a Gaussian; where that is not good for its target (as diagnose judges) a flow on it, and where that "
     "is not either, hmc. Compares every posterior on the labelled val split, by mc, probit, mean-field and plug-in, with the network at one "
     "temperature. Recommends the simplest that lowers the NLL by more than 1 % beyond chance and does not lose accuracy; where none does, one "
     "that detects the run's out-of-distribution splits better; else the temperature. predict takes "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from bnncli.evaluation.layer_gain import LEVEL
 from bnncli.evaluation.recommendation import PLAIN, Predictive, Quality, recommend, sentence
 from bnncli.integrators import supports
 from bnncli.run.inputs import Split, open_posterior
+from bnncli.run.predictor import TrainData
 from bnncli.run.produce import Computed, Request
 from bnncli.run.recommendation import SplitProbabilities, detection, qualities
 from bnncli.run.session import Run
@@ -84,7 +86,7 @@ def _scored(run: Run, rungs: list[Rung], val: Split) -> tuple[dict[str, Scored],
     task = run.console.task("val", len(rungs))
     for rung in rungs:
         if rung.source is not None:
-            posterior = open_posterior(rung.source.path)[0].to(run.device)
+            posterior = _judged_on(run, rung.source.path, val)
             if rung.name == "network":
                 points["network"] = predictive_on_val(run, posterior, val, "plug-in", key="network")
             elif rung.name == "fit-temperature":
@@ -92,12 +94,19 @@ def _scored(run: Run, rungs: list[Rung], val: Split) -> tuple[dict[str, Scored],
                 if found is not None:
                     points["temperature"] = found
             else:
-                for name in _INTEGRATORS:
-                    if supports(name, posterior):
+                whole = getattr(posterior, "whole", posterior)
+                for name in ("mc",) if rung.name == "stack" else _INTEGRATORS:  # the mean of a stack is another head
+                    if supports(name, whole):
                         scored = predictive_on_val(run, posterior, val, name, key=f"{rung.posterior}.{name}")
                         candidates.append(Predictive(rung.posterior, name, scored))
         task.advance()
     return points, candidates
+
+
+def _judged_on(run: Run, path: Path, split: Split) -> Any:
+    """A posterior on the device, or what stands for it on rows that it was fitted to."""
+    posterior, header = open_posterior(path)
+    return TrainData(run).judged_on(header, posterior.to(run.device), split)
 
 
 class _Paired:
@@ -117,13 +126,11 @@ class _Paired:
         return [replace(val, losses=self.losses), *others]
 
     def _predicted(self, posterior: str, integrator: str) -> list[SplitProbabilities]:
-        opened = open_posterior(self.files[posterior])[0].to(self.run.device)
-        return [
-            SplitProbabilities(
-                split.content.name, predicted_on(self.run, opened, split, integrator), split.content.labels
-            )
-            for split in self.splits
-        ]
+        found = []
+        for split in self.splits:
+            probs = predicted_on(self.run, _judged_on(self.run, self.files[posterior], split), split, integrator)
+            found.append(SplitProbabilities(split.content.name, probs, split.content.labels))
+        return found
 
     def qualities(self, one: Predictive) -> list[Quality]:
         """Those of a candidate."""

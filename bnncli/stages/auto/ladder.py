@@ -101,6 +101,7 @@ def climb(
                 suffix=Suffix("-auto"),
             )
         )
+    rungs.append(_step(run, voice, "stack", o.StackOptions(), "stack", judged=None, suffix=Suffix("-auto")))
     gaussian, suffix = o.FitLaplaceOptions(prior_precision=options.prior_precision), Suffix.of(options)
     base = _step(run, voice, "fit-laplace", gaussian, "laplace", judged=judged, suffix=suffix)
     rungs.append(base)

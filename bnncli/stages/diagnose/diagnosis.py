@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,7 +22,9 @@ from bnncli.inference.importance import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagno
 from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
-from bnncli.run.integrator_choice import default_integrator
+from bnncli.run.integrator_choice import ENSEMBLE, default_integrator
+from bnncli.run.out_of_fold import OutOfFold
+from bnncli.run.predictor import TrainData
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -205,21 +208,29 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
 
 
 def _scored(run: Run, key: str, posterior: Any, header: Header, val: Split | None) -> Scored | None:
-    """Scores on val: 200 draws, but all of samples, and plug-in for a point.
+    """Scores on val, out of fold where it was fitted: 200 draws, but all of samples, and plug-in for a point. None where it was, without folds.
 
     A posterior over other layers predicts by its default: a Gaussian is that of the linearised network.
     """
     if val is None or val.content.labels is None:
         return None
     name, size = _predictive(posterior, header, val)
-    prediction = load_integrator(name).predict(
-        posterior.to(run.device),
-        val.features(run.device),
-        num_samples=size,
-        generator=run.stream("diagnose/val"),
-        progress=run.console,
-    )
-    return score(key, prediction.probs.cpu().numpy(), val.content.labels)
+    stands = TrainData(run).judged_on(header, posterior.to(run.device), val)
+    if stands is None:
+        return None
+    features = val.features(run.device)
+    parts = stands.parts() if isinstance(stands, OutOfFold) else [(stands, torch.arange(len(features)))]
+    probs = np.empty((len(features), posterior.layout.num_classes), dtype=np.float32)
+    for one, rows in parts:
+        prediction = load_integrator(name).predict(
+            one,
+            features[rows.to(run.device)],
+            num_samples=size,
+            generator=run.stream("diagnose/val"),
+            progress=run.console,
+        )
+        probs[rows.numpy()] = prediction.probs.cpu().numpy()
+    return score(key, probs, val.content.labels)
 
 
 def _predictive(posterior: Any, header: Header, val: Split) -> tuple[str, int | None]:
@@ -240,7 +251,7 @@ def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> Thinne
     count = num_compared(posterior.layout.num_params)
     if posterior.type != "samples":
         # The test takes both sides for independent: posteriors must not share their noise.
-        size = getattr(posterior, "num_stored", count)
+        size = posterior.num_stored if posterior.type == ENSEMBLE else count
         return ThinnedDraws(posterior.sample(min(size, count), run.stream(f"diagnose/mmd/{name}")).cpu())
     sizes = [entry[key]["value"] for key in ("ess_bulk", "ess_tail")]
     independent = min((int(size) for size in sizes if size is not None), default=0)

@@ -127,7 +127,7 @@ def _to_predict(run: Run, chosen: Recommended, headers: dict[str, Header]) -> st
     return run.suggest("predict", posterior=chosen.posterior, integrator=chosen.integrator, trust_code=is_of_layers)
 
 
-_SIMPLEST_FIRST = (*POINTS, "gaussian", "flow", LINEAR_DRAWS, "samples")
+_SIMPLEST_FIRST = (*POINTS, "stack", "gaussian", "flow", LINEAR_DRAWS, "samples")
 
 
 def _recommend(
