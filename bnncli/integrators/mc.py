@@ -29,7 +29,6 @@ from bnncli.lazy import torch
 from bnncli.numerics.sobol import balance_warning
 from bnncli.options.parts import Draws
 from bnncli.options.predict import QMC
-from bnncli.posteriors.stack import Stack
 from bnncli.progress import SILENT, Progress
 from bnncli.theta.layout import ClassifierLayout
 
@@ -124,7 +123,7 @@ class Mc(SamplingIntegrator):
             size = num_samples or self.default_samples
             theta, ends = quasi_sample(posterior, size, generator), scramble_ends(size)
             return DrawnMc(posterior.layout, theta, DrawPartition.of(ends), warning=balance_warning(size, len(ends)))
-        if isinstance(posterior, Stack) and (num_samples is None or num_samples >= posterior.num_stored):
+        if hasattr(posterior, "weights") and (num_samples is None or num_samples >= posterior.num_stored):
             groups = DrawPartition.of(
                 [posterior.num_stored]
             )  # the members and their weights are all there is: no error to tell

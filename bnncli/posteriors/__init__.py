@@ -1,7 +1,7 @@
 """What a fit returns, one file per kind: point, gaussian, flow, samples, ...
 
 Every kind has a `type`, a `layout`, `sample(num_samples, generator) -> (S, P)` and `to(device)`. Some have more, and
-integrators ask for it by name: `num_stored` (draws that it has, no more), `sample_whole(num_samples)` (whether so many are all of an exact mean), `center` (P,), `logit_marginals(features)`, `logit_moments(features)`,
+integrators ask for it by name: `num_stored` (draws that it has, no more), `weights` (of its `members`, which are all of it), `sample_whole(num_samples)` (whether so many are all of an exact mean), `center` (P,), `logit_marginals(features)`, `logit_moments(features)`,
 `logit_root(features)`, `log_density(theta)`; and where theta is made from standard normals, `noise(num_samples, generator)`,
 `quasi_noise(num_samples, generator)` and `from_noise(noise)`.
 """

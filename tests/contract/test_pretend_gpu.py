@@ -88,6 +88,7 @@ LINES = (
     "fit-laplace s --structure kron --bias-precision 2",
     "fit-laplace b --center checkpoint --prior-precision marglik",
     "fit-temperature s",
+    "stack s",
     *(f"refine s --flow {name} --name r-{name} --batch-size 8 {SMALL}" for name in registry.names("flows")),
     f"refine s {SMALL}",
     f"refine s --scale block --name block-flow {SMALL}",

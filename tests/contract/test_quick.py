@@ -43,6 +43,7 @@ MADE = (
     "fit-laplace net.pt --layers all --structure diag --prior-precision 10 --trust-code",
     "fit-ensemble net.pt more.pt --trust-code",
     "fit-temperature small",
+    "stack small",
     "refine small --epochs 1 --length 2",
     "refine small --flow planar --epochs 1 --elbo-draws 64 --name planar",
     "hmc small --chains 8 --warmup 8 --draws 16",

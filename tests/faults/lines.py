@@ -160,6 +160,7 @@ LINES = {
             ("small", "--name", "new", "--base", "laplace"),
             (_VAL,),
         ),
+        Line("stack", ("small", "--name", "new"), ("small.bnn/posteriors/new.safetensors",), ("small", "--name", "new", "--seed", "1"), (_TRAIN, _VAL)),
         Line(
             "refine",
             ("small", "--name", "new", "--length", "2", *_FIT),
