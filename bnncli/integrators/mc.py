@@ -123,11 +123,10 @@ class Mc(SamplingIntegrator):
             size = num_samples or self.default_samples
             theta, ends = quasi_sample(posterior, size, generator), scramble_ends(size)
             return DrawnMc(posterior.layout, theta, DrawPartition.of(ends), warning=balance_warning(size, len(ends)))
-        if hasattr(posterior, "weights") and (num_samples is None or num_samples >= posterior.num_stored):
-            groups = DrawPartition.of(
-                [posterior.num_stored]
-            )  # the members and their weights are all there is: no error to tell
-            return DrawnMc(posterior.layout, posterior.members.float(), groups, posterior.weights)
+        stack: Any = posterior if hasattr(posterior, "weights") else None
+        if stack is not None and (num_samples is None or num_samples >= stack.num_stored):
+            whole = DrawPartition.of([stack.num_stored])  # the members are all there is: no error to tell
+            return DrawnMc(stack.layout, stack.members.float(), whole, stack.weights)
         theta, starts = sample_in_runs(posterior, num_samples, generator)
         if hasattr(posterior, "sample_whole") and posterior.sample_whole(num_samples):
             return DrawnMc(posterior.layout, theta, DrawPartition.of([len(theta)]))  # of all there is no error to tell
