@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
 from bnncli.inference import memory
-from bnncli.inference.costs import NUM_DRAWS, SEARCH_FITS, SEARCH_MODES, fit_seconds
+from bnncli.inference.costs import NUM_DRAWS, QUICK_SECONDS, SEARCH_FITS, SEARCH_MODES, fit_seconds
 from bnncli.inference.search_rows import search_size
 from bnncli.machine.memory import budget, bytes_text
 from bnncli.machine.speed import speed_of
@@ -17,6 +17,8 @@ from bnncli.theta.layout import MatrixLayout
 if TYPE_CHECKING:
     from bnncli.inference.prior_precision import PriorSearch
     from bnncli.targets.target import CurvedTarget
+
+_DEARER = 8  # times, that a search by the structure to fit has to take longer than by a rougher one to be made around that one's result
 
 
 def structure_to_fit(
@@ -61,20 +63,43 @@ def structure_to_search(run: Run, structure: str, layout: MatrixLayout) -> str:
     return quick[0]
 
 
+def rough_structure_to_search(run: Run, structure: str, layout: MatrixLayout, *, num_examples: int) -> str:
+    """The structure by which the prior precision is searched for first, where val chooses the structure too: the quickest, if that pays.
+
+    A search makes ten Gaussians or more, and those of the structure that is fitted may take many times as long as rougher ones: 30 s of two
+    times 16 full covariances of 2,570 parameters, of Kronecker factors 2 s.
+    """
+    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
+    if structure not in quick:
+        return structure
+    speed = speed_of(run.device)
+    counts = {"num_fits": SEARCH_FITS, "num_modes": SEARCH_MODES}
+    seconds = {
+        name: fit_seconds(name, layout, num_examples=num_examples, speed=speed, **counts)
+        for name in quick[quick.index(structure) :]
+        if name != "diag"  # whose draws predict so badly that it may prefer a precision of its own
+    }
+    rough = min(seconds, key=lambda name: seconds[name])
+    is_dear = seconds[structure] > QUICK_SECONDS and seconds[structure] > _DEARER * seconds[rough]
+    return rough if is_dear else structure
+
+
 def structure_by_val(
     run: Run,
     target: CurvedTarget,
     found: PriorSearch,
     search_at: Callable[..., PriorSearch],
     *,
+    closest: str,
     layout: MatrixLayout,
     whole: MatrixLayout | None,
 ) -> tuple[PriorSearch, dict[str, float] | None]:
     """The search of the structure that predicts best on val, and the val NLL of each that is quick; None for a single one.
 
     Args:
-        found: of the first structure.
-        search_at: searches for the precision of another, from structure, start and generator.
+        found: of the closest structure, or of a rougher one.
+        search_at: searches for the precision of another, from structure, start and generator, and around another's where that is given.
+        closest: the structure that says most of the posterior.
         layout, whole: as for structure_to_fit.
     """
     from bnncli.inference.structure_choice import choose_structure
@@ -84,13 +109,20 @@ def structure_by_val(
     quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS, whole=whole)
     if whole is not None:  # a diagonal in the basis of the span, say, is none of theta's
         quick = [name for name in quick if registry.declared("curvature", name, "is_same_in_span")]
-    others = quick[quick.index(first) :] if first in quick else []
+    others = quick[quick.index(closest) :] if closest in quick else []
     if len(others) < 2:
         return found, None
     choice = choose_structure(target.with_prior(gaussian.require_prior()), found.fit, others, judge=found.judge)
     if choice.structure != first:
-        again = search_at(structure=choice.structure, start=gaussian.mean, generator=run.stream("fit-laplace/val"))
-        found = again if dict(again.curve)[again.best] < dict(found.curve)[found.best] else found
+        is_closer = others.index(choice.structure) < others.index(first)
+        again = search_at(
+            structure=choice.structure,
+            start=gaussian.mean,
+            generator=run.stream("fit-laplace/val"),
+            around=found.best if is_closer else None,
+        )
+        if is_closer or dict(again.curve)[again.best] < dict(found.curve)[found.best]:
+            found = again
     return found, choice.nll
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bnncli.inference.cross_validation import FoldSearch
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.inference.prior_precision import PriorSearch, search
+from bnncli.inference.prior_precision import BOUNDS, PriorSearch, search
 from bnncli.inference.row_space_lift import RowLift, lift_fit
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.lazy import torch
@@ -27,12 +27,14 @@ from bnncli.run.session import Run
 from bnncli.run.val_report import measure_on_val
 from bnncli.stages.fit_laplace.folds import fit_with_folds, folds_of
 from bnncli.stages.fit_laplace.search import Searched, examples_to_search
-from bnncli.stages.fit_laplace.structure import structure_by_val, structure_to_search
+from bnncli.stages.fit_laplace.structure import rough_structure_to_search, structure_by_val, structure_to_search
 from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter
 from bnncli.targets.held_out import HeldOutFeatures
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.passes import counted_passes
 from bnncli.theta.prior import Prior
+
+_NEAR = 10**0.5  # by how much the best precisions of two structures may differ before all are tried
 
 
 def fit(
@@ -166,7 +168,9 @@ def _fitted(
     else:
         searched = Searched(target, held_out, {})
 
-    def search_by(by: str, structure: str, start: Tensor, generator: torch.Generator) -> PriorSearch:
+    def search_by(
+        by: str, structure: str, start: Tensor, generator: torch.Generator, bounds: tuple[float, float] = BOUNDS
+    ) -> PriorSearch:
         with counted_passes(searched.share):
             found = search(
                 searched.target,
@@ -176,6 +180,7 @@ def _fitted(
                 center=center,
                 criterion=criterion,
                 held_out=searched.held_out,
+                bounds=bounds,
                 is_large=searched.is_large,
                 lift=lift,
                 progress=run.console,
@@ -184,15 +189,29 @@ def _fitted(
             return found
         return replace(found, fit=_fit_of(found, target, structure, center, start, run.console))
 
-    def search_at(*, structure: str, start: Tensor, generator: torch.Generator) -> PriorSearch:
+    def search_at(
+        *, structure: str, start: Tensor, generator: torch.Generator, around: float | None = None
+    ) -> PriorSearch:
+        if around is not None:
+            bounds = max(BOUNDS[0], around / _NEAR), min(BOUNDS[1], around * _NEAR)
+            near = search_by(structure, structure, start, generator.clone_state(), bounds)
+            if not near.at_edge:
+                return near
         return search_by(structure, structure, start, generator)
 
     compared: dict[str, float] | None = None
-    quick = structure_to_search(run, structure, target.layout) if criterion == "val" and lift is None else structure
+    closest, quick = structure, structure
+    if criterion == "val" and lift is None:
+        if options.structure == "auto":
+            num_examples = searched.target.num_examples
+            structure = rough_structure_to_search(run, structure, target.layout, num_examples=num_examples)
+        quick = structure_to_search(run, structure, target.layout)
     found = search_by(quick, structure, start, run.stream("fit-laplace/val"))
     if options.structure == "auto" and criterion == "val":
         whole = None if lift is None else lift.layout
-        found, compared = structure_by_val(run, target, found, search_at, layout=target.layout, whole=whole)
+        found, compared = structure_by_val(
+            run, target, found, search_at, closest=closest, layout=target.layout, whole=whole
+        )
     return found.fit, found, compared, searched.counts
 
 
