@@ -47,6 +47,9 @@ class Resumable:
         )
         self._identity = {**identity, **(also or {})}
         self._is_ours = False  # whether the state is of this run, and not one that nobody asked to continue
+        self._newest: Callable[[], State] | None = (
+            None  # that was offered, for an interruption after the loop that offers them
+        )
 
     @property
     def is_stored(self) -> bool:
@@ -76,6 +79,7 @@ class Resumable:
 
     def offer(self, state: Callable[[], State], *, is_last: bool = False) -> None:
         """Make the state and store it when it is due, or when the work is about to end early."""
+        self._newest = None if is_last else state
         if is_last or self.is_due():
             write_state(self._path, state(), self._identity)
             self._is_ours = True
@@ -100,10 +104,12 @@ class Resumable:
 
     @contextmanager
     def hint(self) -> Iterator[None]:
-        """An interruption inside the block, or a failure to write, says how to go on."""
+        """An interruption inside the block, or a failure to write, says how to go on; the newest state is stored first."""
         try:
             yield
         except (Interrupted, WriteError) as error:
+            if isinstance(error, Interrupted) and self._newest is not None:
+                self.offer(self._newest, is_last=True)
             if self._is_ours and self.is_stored:
                 first = f"{error.hint}, then " if error.hint else ""
                 error.hint = f"{first}continue with: {_started()}{self._run.line.having('resume', True).pasted()}"

@@ -13,6 +13,7 @@ from problems.command_line import Cli, new_run
 import bnncli
 from bnncli.stages.auto import ladder
 from bnncli.stages.auto.budget import BudgetSpent
+from bnncli.stages.refine import work
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.metrics import read_metrics
 
@@ -170,6 +171,34 @@ def test_a_budget_that_is_spent_leaves_fits_out_and_says_so(cli: Cli, tmp_path: 
     assert "the budget is spent" in found["rungs"][-1]["note"]
     assert next(row for row in found["rows"] if row["is_recommended"])["posterior"] == "temperature"
     assert "no posterior was fitted" in found["metrics"]["sentence"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("epochs", [600, 80])
+def test_a_flow_that_was_trained_when_the_budget_ended_is_not_trained_again(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int
+) -> None:
+    run = new_run(cli, tmp_path / "run", separable(40, 6, scale=3.0, seed=1))
+
+    def measure(*given: object, **named: object) -> None:
+        raise BudgetSpent
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "measure_gain", measure)
+        if epochs == 600:
+            (refined,) = [rung for rung in auto(cli, run, "--full")["rungs"] if rung["name"] == "refine"]
+            assert not refined["is_there"]
+            assert "the budget is spent: continue with: bnncli refine" in refined["note"]
+        else:  # of another request, which is no state for auto
+            assert cli("fit-laplace", run).code == 0
+            assert cli("refine", run, "--epochs", epochs).code != 0
+    done = cli("auto", run, "--full", "--json")
+    assert done.code == 0, done.stderr
+    assert "resuming" in done.stderr if epochs == 600 else "starting afresh" in done.stderr
+    assert not list((tmp_path / "run.bnn/posteriors").glob(".refine*"))
+    header = read_header(tmp_path / "run.bnn/posteriors/refine.safetensors")
+    whole = cli("refine", run, "--prior-precision", header.meta["prior_precision"], "--name", "whole", "--json")
+    assert whole.json["metrics"]["elbo_after"] == pytest.approx(header.meta["metrics"]["elbo_after"])
 
 
 @pytest.mark.parametrize("words", [("--budget", "soon"), ("--budget", "0s"), ("--dry-run",)], ids=" ".join)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli import options as o
-from bnncli.errors import DeviceError, NumericError, OutputExists
+from bnncli.errors import DataError, DeviceError, NumericError, OutputExists
 from bnncli.options.command_line import CommandLine
 from bnncli.options.declaration import Checked
 from bnncli.options.target import INHERIT
@@ -18,6 +18,7 @@ from bnncli.run.inputs import posterior_source
 from bnncli.run.session import Result, Run
 from bnncli.stages.auto.budget import BudgetSpent, LimitedVoice
 from bnncli.storage.provenance import Source
+from bnncli.storage.resume import state_path
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def _made(run: Run, voice: LimitedVoice, command: str, options: Checked, name: s
         step = _as_command(run, voice, command, options, name=tried, force=run.write.force and tried is not None)
         try:
             run.console.info("$ " + step.line.pasted())
-            result: Result = stage.run(step, options)
+            result: Result = _continued(stage, step, options, tried or name)
         except OutputExists as error:
             if tried == own:
                 error.hint = "add \0force\0 to replace it"
@@ -197,6 +198,23 @@ def _made(run: Run, voice: LimitedVoice, command: str, options: Checked, name: s
             run.console.info("  " + text)
         return Path(result.outputs[0]["path"]), tried or name
     raise AssertionError("unreachable")
+
+
+def _continued(stage: Any, step: Run, options: Checked, name: str) -> Result:
+    """The result of a command; it goes on from where the budget, or a signal, ended it before."""
+    if hasattr(options, "resume"):
+        suffix = ".nc" if step.command == "hmc" else ".safetensors"
+        if state_path(step.folder.posterior(name, suffix=suffix)).exists():
+            try:
+                resumed: Result = stage.run(step, replace(options, resume=True))  # type: ignore[type-var]
+            except DataError as error:
+                if error.code != "resume_mismatch":
+                    raise
+                step.console.info(f"  {error.message}: starting afresh")
+            else:
+                return resumed
+    result: Result = stage.run(step, options)
+    return result
 
 
 def _is_good(run: Run, voice: LimitedVoice, name: str) -> bool:

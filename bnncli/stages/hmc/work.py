@@ -253,10 +253,10 @@ class Sampling:
                     workers=workers,
                     **common,
                 )
+                judged = judgements.get(drawn.draws.shape[1]) or self._decide(drawn.draws)
         finally:
             resume.close()
-        judged = judgements.get(drawn.draws.shape[1])
-        return drawn, judged or self._decide(drawn.draws), resume.publishing
+        return drawn, judged, resume.publishing
 
     def _workers(self) -> Workers | None:
         """Those that share out the chains; None where there are none, or they share out the examples."""

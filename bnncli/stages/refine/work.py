@@ -145,12 +145,13 @@ def fit(
     resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every, also=also)
     with resumable.hint():
         found = fit_at(prior, state=resumable.restore(), save=resumable.save)
-    base, target = base_at(prior), train.target(prior, run.device)
-    metrics = _measure(run, options, found, base, target) | told
-    metrics |= Cost.of_fit(num_epochs * (options.num_draws or 1), is_last_layer=options.is_last_layer).to_metrics()
-    if val is not None:
-        others = {} if options.base == "prior" else {"base": base}
-        metrics |= measure_on_val(run, found.posterior, val, method="refine", others=others)
+        base, target = base_at(prior), train.target(prior, run.device)
+        metrics = _measure(run, options, found, base, target) | told
+        cost = Cost.of_fit(num_epochs * (options.num_draws or 1), is_last_layer=options.is_last_layer)
+        metrics |= cost.to_metrics()
+        if val is not None:
+            others = {} if options.base == "prior" else {"base": base}
+            metrics |= measure_on_val(run, found.posterior, val, method="refine", others=others)
     if metrics["verdict"] == "hurt":
         run.console.warn("the refined posterior is further from the target than its base")
     tensors, meta = found.posterior.to_tensors()
