@@ -53,7 +53,9 @@ class TailRanks:
     def of(cls, references: Tensor) -> TailRanks:
         """Those of reference scores (n,)."""
         ordered, size = references.double().sort().values, len(references)
-        ranks = np.unique(np.geomspace(1, size, min(size, MOST_KNOTS)).round().astype(np.int64))
+        ranks = np.arange(1, size + 1)
+        if size > MOST_KNOTS:
+            ranks = np.unique(np.geomspace(1, size, MOST_KNOTS).round().astype(np.int64))
         num_low = max(1, int(TAIL_SHARE * size))
         scale = float((ordered[num_low] - ordered[:num_low]).mean())
         least = 1e-6 * float(ordered.abs().max())  # ties have no scale

@@ -5,8 +5,9 @@ the lower NLL (the baseline):
 
 1. A predictive that loses accuracy beyond chance is out, unless asked otherwise.
 2. Of those whose NLL is lower by more than MARGIN beyond chance, the simplest that none of them beats by as much.
-3. Where none is: the simplest whose NLL is not higher and that detects out-of-distribution inputs better, where such splits are there.
-4. Else the baseline.
+3. Where none is: the baseline.
+
+Outliers are no matter of this choice: they are detected by the combined score of the features, the same for every posterior.
 
 Beyond chance: the central 95 % interval of the paired difference leaves out zero; for NLL by the test of excess.py, with Holm
 over all predictives; for accuracy by Tango's score interval (1998, Statistics in Medicine 17), whose test of zero is McNemar's.
@@ -15,7 +16,7 @@ over all predictives; for accuracy by Tango's score interval (1998, Statistics i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from bnncli.names import percent
 
 MARGIN = WORSE_SHARE
 PLAIN = {"temperature": "the network at one temperature", "network": "the network as trained"}
+FALSE_ALARM = 0.05
 _ONE_SIDED = (1 - LEVEL) / 2
 _STEPS = 60  # of bisection: to the last bit of a difference of accuracies
 
@@ -50,7 +52,7 @@ class Quality:
     """One score of a predictive beside that of the baseline, on the same examples.
 
     Attributes:
-        score: nll, accuracy, ece, or auroc and the name of the out-of-distribution split.
+        score: nll, accuracy or ece.
         value, baseline: the two scores; nats for NLL, else fractions.
         difference, low, high: value less baseline, with its central 95 % interval; None where that is unknown.
         higher_is_better: what a better score is.
@@ -78,9 +80,7 @@ class Quality:
     @property
     def title(self) -> str:
         """The score as tables have it."""
-        name, _, rest = self.score.partition(" ")
-        shown = name if name == "accuracy" else name.upper()
-        return f"{shown} {rest}".rstrip()
+        return self.score if self.score == "accuracy" else self.score.upper()
 
     @property
     def cells(self) -> list[str]:
@@ -132,7 +132,6 @@ def recommend(
     *,
     words: str = PLAIN["temperature"],
     keep_accuracy: bool = True,
-    detects_better: Callable[[Predictive, int], bool] = lambda candidate, num_tried: False,
 ) -> Recommendation:
     """Return what to predict with.
 
@@ -141,8 +140,6 @@ def recommend(
         baseline: the plain network; None for features without a head, where a candidate only has to hold its own against the others.
         words: for the baseline, one of PLAIN.
         keep_accuracy: whether candidates that lose accuracy beyond chance are out.
-        detects_better: whether a candidate detects out-of-distribution inputs better than the baseline, beyond chance when so many
-            candidates are tried.
     """
     if not candidates:
         return Recommendation(None, None, False, "no posterior was fitted")
@@ -157,12 +154,6 @@ def recommend(
     if winners:
         found = _best_of(winners, "no other choice that does beats it by as much")
         return replace(found, pays=True, why=f"it beats {words} by more than {lead}, and {found.why}")
-    close = [one for one in kept if one.scored.nll <= baseline.nll]
-    for one in close:
-        if detects_better(one, len(close)):
-            tries = f" among {len(candidates)} candidates" if len(candidates) > 1 else ""
-            why = f"its gain in NLL may be chance{tries}, but it detects out-of-distribution inputs better than {words}"
-            return Recommendation(one, one, False, why)
     why = f"no posterior beats it by more than {lead}"
     if losing:
         names = ", ".join(dict.fromkeys(one.posterior for one in losing))
@@ -206,6 +197,38 @@ def sentence(found: Recommendation, baseline: Scored | None, plain: str, words: 
     if own.ece is not None and baseline.ece is not None:
         numbers.append(f"ECE {percent(own.ece)} against {percent(baseline.ece)}")
     return f"{text}; {lead} {', '.join(numbers)}"
+
+
+@dataclass(frozen=True)
+class Detected:
+    """How well the default score tells val from an out-of-distribution split.
+
+    Attributes:
+        auroc, low, high: with the central 95 % interval; None where that is unknown.
+        caught: share of the split below the threshold that FALSE_ALARM of val are below.
+    """
+
+    ood: str
+    score: str
+    auroc: float
+    low: float | None
+    high: float | None
+    caught: float
+
+    def __str__(self) -> str:
+        interval = "" if self.low is None or self.high is None else f" ({self.low:.3f} to {self.high:.3f})"
+        return f"{self.ood} AUROC {self.auroc:.3f}{interval}, {percent(self.caught)} caught"
+
+
+def detection_sentence(found: Sequence[Detected]) -> str:
+    """Return what the default score detects, in words."""
+    if not found:
+        return "out of distribution: nothing is known, as the run has no such split"
+    score, texts = found[0].score, "; ".join(map(str, found))
+    alarms = percent(FALSE_ALARM, "g")
+    return (
+        f"out of distribution, by the {score} score, whatever the posterior, at {alarms} false alarms on val: {texts}"
+    )
 
 
 def _scores(own: Scored) -> str:

@@ -1,4 +1,4 @@
-"""The code that goes with a file of tensors: a head in some thirty lines that need torch and safetensors alone.
+"""The code that goes with a file of tensors: a head in some sixty lines that need torch and safetensors alone.
 
 It is the source of the very steps that were checked (`steps`), without their types.
 """

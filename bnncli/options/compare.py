@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bnncli.detectors import of_predictions
 from bnncli.errors import UsageError
 from bnncli.options.assertions import Quantity, parse_score
 from bnncli.options.declaration import Checked, collected, option
@@ -80,11 +79,5 @@ class CompareOptions(Checked):
 
     @property
     def scores(self) -> list[Quantity]:
-        """What --metric asks for; detection by the largest probability where no score is named: the default is the same for all posteriors."""
-        found = [parse_score(text, "\0metric\0", compared()) for text in self.metric or _default_metrics()]
-        return [
-            one._replace(choices=(*one.choices, "max_prob"))
-            if declared()[one.metric].of_two_splits is not None and not {*of_predictions()} & {*one.choices}
-            else one
-            for one in found
-        ]
+        """What --metric asks for."""
+        return [parse_score(text, "\0metric\0", compared()) for text in self.metric or _default_metrics()]

@@ -130,8 +130,8 @@ class EvaluateOptions(ShownScores):
 
     @property
     def curve_score(self) -> str:
-        """The score of predictions that ROC curves go by: the first to show."""
-        return next((name for name in detectors.of_predictions() if name in self.shown_scores), "max_prob")
+        """The score of predictions that ROC curves go by: the first to show, else the default."""
+        return next((name for name in detectors.of_predictions() if name in self.shown_scores), detectors.DEFAULT_SCORE)
 
     @property
     def needs_features(self) -> bool:

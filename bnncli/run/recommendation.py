@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from bnncli.evaluation.example_statistics import ExampleStatistics
     from bnncli.run.paired_scores import Measured
 
-_SCORE = "max_prob"  # of each example; evaluate detects by it too
-
 
 @dataclass(frozen=True)
 class Recommended:
@@ -60,18 +58,16 @@ class SplitProbabilities:
 def qualities(
     own: SplitProbabilities,
     base: SplitProbabilities,
-    outside: Sequence[tuple[SplitProbabilities, SplitProbabilities]] = (),
     *,
     seed: int,
     level: float = LEVEL,
 ) -> list[Quality]:
-    """Return NLL, accuracy and ECE of a split and the AUROC against others, each beside the baseline's, paired by example.
+    """Return NLL, accuracy and ECE of a split, each beside the baseline's, paired by example.
 
-    Intervals: of NLL and accuracy as the recommendation tests them (`loss_interval`, `accuracy_interval`); of ECE and AUROC the symmetric bootstrap of compare.
+    Intervals: of NLL and accuracy as the recommendation tests them (`loss_interval`, `accuracy_interval`); of ECE the symmetric bootstrap of compare.
 
     Args:
         own, base: predictions of the same examples.
-        outside: predictions of out-of-distribution splits by both.
         level: of each interval.
     """
     found = []
@@ -87,37 +83,7 @@ def qualities(
         right = float(mine.is_right.mean()), float(theirs.is_right.mean())
         found.append(Quality("accuracy", right[0], right[1], low, high, True))
         found += _paired("ece", _measured_calibration(own, base, seed, level), level)
-    for pair in outside:
-        found += detection(own, base, pair, seed=seed, level=level)
     return found
-
-
-def detection(
-    own: SplitProbabilities,
-    base: SplitProbabilities,
-    outside: tuple[SplitProbabilities, SplitProbabilities],
-    *,
-    seed: int,
-    level: float = LEVEL,
-) -> list[Quality]:
-    """Return the AUROC of telling a split from another one by the largest probability, beside the baseline's; nothing of an empty split."""
-    from bnncli.detectors import example_scores
-    from bnncli.evaluation.bootstrap import Bootstrap
-    from bnncli.run.paired_scores import measure_detection
-
-    sides = [
-        tuple(example_scores([_SCORE], one.examples, lambda name: None) for one in pair)
-        for pair in ((own, outside[0]), (base, outside[1]))
-    ]
-    ood = outside[0].name
-    measured = measure_detection(
-        [(inside, other) for inside, other in sides],
-        [Quantity("auroc", (ood,))],
-        split=(own.name, len(own.examples)),
-        ood=(ood, len(outside[0].examples)),
-        bootstrap=Bootstrap(level=level, seed=seed),
-    )
-    return _paired(f"auroc {ood}", measured, level, higher_is_better=True)
 
 
 def _measured_calibration(
@@ -133,9 +99,7 @@ def _measured_calibration(
     return measure_split(groups, [Quantity("ece")], split=(own.name, len(own.examples)), bootstrap=bootstrap)
 
 
-def _paired(
-    name: str, measured: Sequence[Sequence[Measured]], level: float, *, higher_is_better: bool = False
-) -> list[Quality]:
+def _paired(name: str, measured: Sequence[Sequence[Measured]], level: float) -> list[Quality]:
     """The quality of a score measured of both sides; none where it is undefined of either."""
     from bnncli.evaluation.paired import Sample, difference
 
@@ -144,7 +108,7 @@ def _paired(
     values = [float(side[0].value or 0.0) for side in measured]
     samples = [Sample(np.array([value]), side[0].replicates) for value, side in zip(values, measured, strict=True)]
     gap = difference(*samples, level=level)
-    return [Quality(name, values[0], values[1], gap.low, gap.high, higher_is_better)]
+    return [Quality(name, values[0], values[1], gap.low, gap.high, False)]
 
 
 def recorded_qualities(recorded: Sequence[dict[str, Any]]) -> list[Quality]:

@@ -28,7 +28,7 @@ STACK = 1
 FIT_VI = 2  # 2: at least so many steps by default
 EVALUATE = 2
 EVALUATE_FEATURES = 1
-AUTO = 2  # 2: accuracy and out-of-distribution detection beside the NLL
+AUTO = 3  # 2: accuracy and out-of-distribution detection beside the NLL; 3: detection by the features, whatever is recommended
 EXPORT = 1
 CALIBRATE = 1
 

@@ -67,19 +67,6 @@ def test_accuracy_may_be_given_up_where_that_is_asked_for() -> None:
     assert "lost beyond chance by laplace" in recommend([losing], BASELINE).why
 
 
-def test_a_posterior_of_equal_nll_is_recommended_where_it_detects_better() -> None:
-    near, far = candidate("laplace", -0.003), candidate("hmc", 0.1)
-    tried: list[tuple[str, int]] = []
-
-    def detects_better(one: Predictive, num_tried: int) -> bool:
-        tried.append((one.posterior, num_tried))
-        return True
-
-    found = recommend([far, near], BASELINE, detects_better=detects_better)
-    assert (found.chosen, found.pays, tried) == (near, False, [("laplace", 1)])  # what has the higher NLL is not tried
-    assert "it detects out-of-distribution inputs better" in found.why
-
-
 def test_features_without_a_network_have_the_simplest_that_none_beats() -> None:
     near, far = candidate("laplace", 0.0), candidate("hmc", -0.001, seed=2)
     assert recommend([near, far], None).chosen is near

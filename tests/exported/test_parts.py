@@ -13,9 +13,10 @@ from torch import Tensor
 
 from bnncli.covariances.diag import Diag
 from bnncli.errors import UsageError
+from bnncli.evaluation.combined_score import Combined
 from bnncli.exported import parts as exported_parts
 from bnncli.exported import spreads
-from bnncli.exported.parts import HeadParts, head_parts, with_ood_score, with_sets
+from bnncli.exported.parts import HeadParts, head_parts, with_combined_score, with_ood_score, with_sets
 from bnncli.exported.thinning import thinned
 from bnncli.integrators import Integrator, Prediction, load_integrator
 from bnncli.integrators._mean_logits import energy_and_max_logit
@@ -154,7 +155,7 @@ def test_scores_of_the_centre_are_those_of_predict(layout: HeadLayout) -> None:
 def test_every_score_of_the_option_is_a_detector_with_its_sign_turned() -> None:
     from bnncli import detectors
 
-    assert set(EXPORTED_SCORES) == set(exported_parts.SCORES)
+    assert set(EXPORTED_SCORES) == {*exported_parts.SCORES, "combined"}
     assert set(EXPORTED_SCORES) <= set(detectors.of_predictions())
     outputs, expected = both("mc", fitted(THREE, "kron")[1])
     assert torch.allclose(outputs["ood_score"], -expected.probs.amax(1), atol=1e-6)
@@ -164,6 +165,26 @@ def test_every_score_of_the_option_is_a_detector_with_its_sign_turned() -> None:
         features = 3 * torch.randn(7, 4, generator=torch.Generator().manual_seed(5))
         found = with_ood_score(parts, name, THREE, posterior.mean).module()(features)
         assert torch.allclose(found["ood_score"], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [ONE, THREE, HeadLayout(3, 4, has_bias=False), LABELS], ids=str)
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_the_combined_score_is_that_of_predict(layout: HeadLayout, has_labels: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    train, labels = torch.randn(400, 4, generator=generator), torch.arange(400) % 3
+    train[:, :3] += 3 * torch.nn.functional.one_hot(labels, 3)
+    theta = torch.randn(layout.num_params, generator=generator, dtype=torch.float64)
+    detector = Combined.fit(
+        train[:300], labels[:300] if has_labels else None, train[300:], layout=layout, theta=theta,
+        device=torch.device("cpu"), generator=generator,
+    )  # fmt: skip
+    posterior, features = Point(theta, layout), 3 * torch.randn(200, 4, generator=generator)
+    features[0] = 0
+    integrator = load_integrator("plug-in")
+    found = with_combined_score(head_parts(posterior, integrator, prepared(integrator, posterior)), detector)
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.float16, 0.2)):
+        outputs = found.module(dtype=dtype)(features)
+        assert torch.allclose(outputs["ood_score"].double(), -detector.scores(features), atol=tolerance, rtol=tolerance)
 
 
 def test_mutual_information_is_no_score_where_there_is_none() -> None:

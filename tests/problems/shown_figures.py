@@ -43,7 +43,7 @@ def shown_figures() -> list[Shown]:
     return [
         ReliabilityDiagrams({"laplace": _BINS, "hmc": _BINS}, "test", {"laplace": 0.0123, "hmc": None}),
         RiskCoverage({"laplace": {"coverage": [0.1, 0.5, 1.0], "risk": [0.0, 0.01, 0.1]}}, "test", {"laplace": 0.02}),
-        Roc({"laplace": {"fpr": [0.0, 0.1, 1.0], "tpr": [0.0, 0.8, 1.0]}}, "test", "mnist", {"laplace": 0.86}),
+        Roc({"laplace": {"fpr": [0.0, 0.1, 1.0], "tpr": [0.0, 0.8, 1.0]}}, "test", "mnist", {"laplace": 0.86}, "combined"),
         ConfidenceHistograms(_EDGES, {"laplace": histograms, "hmc": histograms}, "test"),
         PriorPrecisionCurve("laplace", _CURVE, "val", at_edge=True, network=0.4),
         LinePanels(

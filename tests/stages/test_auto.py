@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from problems.command_line import Cli, new_run
+from sklearn.metrics import roc_auc_score
 
 import bnncli
 from bnncli.stages.auto import ladder
@@ -16,6 +17,7 @@ from bnncli.stages.auto.budget import BudgetSpent
 from bnncli.stages.refine import work
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.metrics import read_metrics
+from bnncli.storage.predictions import read_predictions
 
 
 def separable(num_train: int, num_features: int, *, scale: float, seed: int = 0) -> dict[str, np.ndarray]:
@@ -259,22 +261,31 @@ def test_what_is_asserted_of_no_posterior_is_asserted_of_the_one_that_auto_recom
     assert {check["posterior"] for check in named} == {"map"}
 
 
-def test_a_posterior_that_detects_outliers_better_is_recommended_until_they_change(cli: Cli, tmp_path: Path) -> None:
+def test_what_is_detected_out_of_distribution_is_said_until_the_outliers_change(cli: Cli, tmp_path: Path) -> None:
     arrays = separable(2000, 4, scale=6.0)
     arrays["features_far"] = 30 * np.random.default_rng(9).normal(size=(300, 4)).astype(np.float32)
     run = new_run(cli, tmp_path / "run", arrays, "--ood", "far")
     found = auto(cli, run)
-    (chosen,) = [row for row in found["rows"] if row["is_recommended"]]
-    assert (chosen["posterior"], found["metrics"]["pays"]) == ("laplace", False)
-    assert "detects out-of-distribution inputs better" in found["metrics"]["sentence"]
-    findings = {one["score"]: one["finding"] for one in found["metrics"]["qualities"]}
-    assert (list(findings), findings["auroc far"]) == (["nll", "accuracy", "ece", "auroc far"], "better")
+    assert [one["score"] for one in found["metrics"]["qualities"]] == ["nll", "accuracy", "ece"]
+    (far,) = found["metrics"]["detection"]
+    assert (far["ood"], far["score"]) == ("far", "combined")
+    assert cli("predict", run, "--posterior", "temperature").code == 0
+    inside, outside = (
+        read_predictions(run.with_name("run.bnn") / f"predictions/temperature.plug-in/{name}.h5").combined
+        for name in ("val", "far")
+    )
+    assert inside is not None
+    assert outside is not None
+    labels = np.repeat([1, 0], [len(inside), len(outside)])
+    assert far["auroc"] == pytest.approx(roc_auc_score(labels, np.concatenate([inside, outside])))
+    threshold = np.sort(inside)[(len(inside) + 1) // 20 - 1]  # a twentieth of val lies below
+    assert far["caught"] == pytest.approx((outside < threshold).mean())
+    assert "far AUROC" in found["metrics"]["outside"]
     assert auto(cli, run)["action"] == "up_to_date"
     arrays["features_far"] = arrays["features_far"] / 30  # of the same distribution as val
     new_run(cli, run, arrays, "--ood", "far", "--force")
     assert cli("predict", run, "--split", "test").code == 65
-    again = auto(cli, run)
-    assert next(row for row in again["rows"] if row["is_recommended"])["posterior"] == "temperature"
+    assert auto(cli, run)["metrics"]["detection"][0]["caught"] < 0.2
 
 
 @pytest.mark.long

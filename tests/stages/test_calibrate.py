@@ -80,7 +80,8 @@ def test_the_threshold_is_that_of_the_predictions_by_hand(cli: Cli, run: Path) -
     assert rule.thresholds.tolist() == [scores[161 - 1]]  # ceil(201 * 0.8)
     shift = read_decision(file_of(run, "shift")).rule
     assert isinstance(shift, ShiftRule)
-    assert shift.scores.tolist() == np.sort(content.probs.max(axis=1).astype(np.float64)).tolist()
+    assert content.combined is not None
+    assert shift.scores.tolist() == np.sort(content.combined.astype(np.float64)).tolist()
 
 
 def test_a_split_that_was_used_is_refused_with_the_reason(cli: Cli, run: Path) -> None:

@@ -118,7 +118,7 @@ def test_overlaid_curves_are_all_drawn_and_named_and_told_apart_without_colour(c
     areas = dict.fromkeys(names, 0.75)
     for figure in (
         risk_coverage.draw(dict.fromkeys(names, line), split="test", areas=areas),
-        roc.draw(dict.fromkeys(names, line), split="test", ood="far", areas=areas),
+        roc.draw(dict.fromkeys(names, line), areas, split="test", ood="far", score="combined"),
     ):
         drawn = [one for one in figure.axes[0].lines if str(one.get_label()).startswith("posterior")]
         assert [str(one.get_label()).split()[0] for one in drawn] == names
@@ -136,7 +136,7 @@ def test_nothing_is_cut_off_by_the_edge_of_a_figure(count: int) -> None:
     areas = dict.fromkeys(names, 0.75)
     for figure in (
         risk_coverage.draw(dict.fromkeys(names, line), split="test", areas=areas),
-        roc.draw(dict.fromkeys(names, line), split="test", ood="far", areas=areas),
+        roc.draw(dict.fromkeys(names, line), areas, split="test", ood="far", score="combined"),
     ):
         with Image.open(io.BytesIO(render(figure, "png"))) as image:
             pixels = np.asarray(image.convert("L"))
@@ -150,7 +150,7 @@ def test_curves_are_in_the_rows_when_asked_for_and_only_then(cli: Cli, small_run
     for row in rows:
         values = {(m["name"], m.get("strategy", m.get("score"))): m["value"] for m in row["metrics"]}
         drawn = row["curves"]["roc"]["far"]
-        assert metrics.auc(drawn["fpr"], drawn["tpr"]) == pytest.approx(values["auroc", "max_prob"], abs=1e-5)
+        assert metrics.auc(drawn["fpr"], drawn["tpr"]) == pytest.approx(values["auroc", "combined"], abs=1e-5)
         assert row["curves"]["risk_coverage"]["risk"][-1] == pytest.approx(1 - values["accuracy", None], abs=1e-6)
         assert len(row["curves"]["reliability"]["edges"]) == 16
     assert len(cli("evaluate", small_run, "--json", "--curves", "--split", "val").json["rows"]) == len(rows) // 2
@@ -175,7 +175,7 @@ def draw_blanks(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     drawn: dict[str, dict[str, Any]] = {}
     for name, module in zip(KINDS, (reliability, risk_coverage, roc), strict=True):
 
-        def draw(curves: dict[str, Any], *, name: str = name, **_: Any) -> Figure:
+        def draw(curves: dict[str, Any], *_: Any, name: str = name, **__: Any) -> Figure:
             drawn[name] = curves
             return Figure()
 
@@ -211,8 +211,10 @@ def test_predictions_with_a_name_of_their_own_are_drawn_under_it(
     words = ("--split", "test", "--plot", tmp_path / "plots", "--posterior", "laplace")
     assert cli("evaluate", small_run, *words).code == 0
     assert {key: list(curves) for key, curves in drawn.items()} == {
-        key: ["laplace (mc)", "laplace (more)"] for key in KINDS
+        key: ["all posteriors"] if key == "roc" else ["laplace (mc)", "laplace (more)"] for key in KINDS
     }
+    assert cli("evaluate", small_run, *words, "--score", "energy", "--force").code == 0
+    assert list(drawn["roc"]) == ["laplace (mc)", "laplace (more)"]
 
 
 def test_what_is_in_the_way_of_a_plot_is_told_before_the_work(

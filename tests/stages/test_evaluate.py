@@ -208,7 +208,7 @@ def test_columns_stand_in_order_with_what_is_measured_against_one_split_together
             "metrics": [metric("mmd2", None, estimator="unbiased"), *detection, metric("accuracy")],
         },
     ]
-    usual = score_table(rows, [])
+    usual = score_table(rows, [], scores=("max_prob",))
     assert usual.columns[4:] == ["accuracy", "NLL", "AUROC b", "FPR95 b", "AUROC a", "FPR95 a", "MMD^2"]
     assert usual.rows[0] == ["test", "p", "mc", "-", "0.5000", "-", "0.500", "0.500", "0.500", "0.500", "-"]
     assert usual.rows[1][:6] == ["val", "p", "mc", "3", "-", "1.0000"]

@@ -209,9 +209,10 @@ def test_a_training_split_without_labels_still_has_neighbours(cli: Cli, tmp_path
 
 
 def test_the_scores_to_make_always_have_that_of_the_table() -> None:
-    assert EvaluateOptions().shown_scores == EvaluateOptions().prediction_scores == ["max_prob"]
+    assert EvaluateOptions().shown_scores == EvaluateOptions().prediction_scores == ["combined"]
     options = EvaluateOptions(score=["knn", "energy"])
-    assert (options.shown_scores, options.prediction_scores) == (["energy", "knn"], ["max_prob", "energy"])
+    assert (options.shown_scores, options.prediction_scores) == (["energy", "knn"], ["combined", "energy"])
+    assert (options.curve_score, EvaluateOptions(score=["knn"]).curve_score) == ("energy", "combined")
     assert EvaluateOptions(score=["all"]).shown_scores == [*of_predictions(), *of_features()]
     assert EvaluateOptions(score=["energy"]).needs_features is False
 

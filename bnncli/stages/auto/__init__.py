@@ -24,9 +24,9 @@ COMMAND = Command(
     "Climb from the network to the posterior that pays, and recommend one.",
     "Fits one temperature, a stack of refitted last layers, then a Gaussian; where that is not good for its target (as diagnose judges) a flow on it, and where that "
     "is not either, hmc. Compares every posterior on the labelled val split, by mc, probit, mean-field and plug-in, with the network at one "
-    "temperature. Recommends the simplest that lowers the NLL by more than 1 % beyond chance and does not lose accuracy; where none does, one "
-    "that detects the run's out-of-distribution splits better; else the temperature. predict takes "
-    "the recommendation where nothing else is named. Writes recommended.json.",
+    "temperature. Recommends the simplest that lowers the NLL by more than 1 % beyond chance and does not lose accuracy; where none does, the "
+    "temperature. Says what the combined score of the features detects of the run's out-of-distribution splits, whatever the posterior. predict "
+    "takes the recommendation where nothing else is named. Writes recommended.json.",
     (AutoOptions, InputOptions, *COMPUTE),
     ("bnncli auto ckpt.pt", "bnncli auto ckpt.pt --budget 5m"),
     place=15,
@@ -85,7 +85,7 @@ def run(run: Run, options: AutoOptions) -> Result:
     names = {rung.posterior for rung in rungs if rung.source is not None}
     others = [path.stem for path in run.folder.posteriors() if path.stem not in names]
     result.tables = [_table(rungs, rows, val.content.labels, others), *_qualities_table(result.metrics)]
-    result.lines = [str(result.metrics["sentence"])]
+    result.lines = [str(result.metrics["sentence"]), str(result.metrics["outside"])]
     took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
     result.summary = [f"took: {took}"]
     return result
@@ -109,9 +109,7 @@ def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
     if not found:
         return []
     columns = ["val", *metrics["about"], "difference", "95 % interval", "finding"]
-    notes = [
-        "paired by example; each interval holds by itself; auroc: by the largest probability, with out-of-distribution splits"
-    ]
+    notes = ["paired by example; each interval holds by itself"]
     return [Table(columns, [one.cells for one in found], notes=notes)]
 
 

@@ -2,45 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
+from bnncli.decisions.outliers import fit_outliers
+from bnncli.detectors import DEFAULT_SCORE
 from bnncli.errors import CheckFailed
+from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.excess import Scored
 from bnncli.evaluation.layer_gain import LEVEL
-from bnncli.evaluation.recommendation import PLAIN, Predictive, Quality, recommend, sentence
+from bnncli.evaluation.recommendation import (
+    FALSE_ALARM,
+    PLAIN,
+    Detected,
+    Predictive,
+    Quality,
+    detection_sentence,
+    recommend,
+    sentence,
+)
+from bnncli.evaluation.split_detection import detection_rows
 from bnncli.integrators import supports
 from bnncli.run.inputs import Split, open_posterior
 from bnncli.run.predictor import TrainData
 from bnncli.run.produce import Computed, Request
-from bnncli.run.recommendation import SplitProbabilities, detection, qualities
+from bnncli.run.recommendation import SplitProbabilities, qualities
 from bnncli.run.session import Run
 from bnncli.run.val_report import predicted_on, predictive_on_val, temperature_on_val
+from bnncli.scores import detection_forms
 from bnncli.stages.auto.ladder import Rung
 from bnncli.storage.headers import Header
 from bnncli.storage.metrics import write_metrics
 
 _INTEGRATORS = ("mc", "probit", "mean-field", "plug-in")  # the first whose uncertainty says most
-_SHOWN = ("sentence", "pays", "qualities", "about")
+_SHOWN = ("sentence", "pays", "qualities", "about", "detection", "outside")
 
 
 def compute(
     run: Run, request: Request, rungs: list[Rung], val: Split, outside: list[Split], *, keep_accuracy: bool
 ) -> Computed:
-    """The rows of all candidates with the recommended one marked, its qualities, and the sentence."""
+    """The rows of all candidates with the recommended one marked, its qualities, what is detected out of distribution, and the sentences."""
     points, candidates = _scored(run, rungs, val)
     name = min(points, key=lambda key: points[key].nll, default="")
     baseline, words = points.get(name), PLAIN.get(name, "")
     if baseline is None and not candidates:
         raise CheckFailed("no posterior was fitted, and this run has no network to recommend", code="nothing_fitted")
-    paired = _Paired(run, rungs, [val, *outside], name, None if baseline is None else baseline.losses)
-    found = recommend(
-        candidates, baseline, words=words, keep_accuracy=keep_accuracy, detects_better=paired.detects_better
-    )
+    paired = _Paired(run, rungs, val, name, None if baseline is None else baseline.losses)
+    found = recommend(candidates, baseline, words=words, keep_accuracy=keep_accuracy)
     names = {
         "temperature": next((rung.posterior for rung in rungs if rung.name == "fit-temperature"), ""),
         "network": "map",
@@ -59,6 +70,8 @@ def compute(
     judged = [(rung.source.content_digest, rung.is_good) for rung in rungs if rung.source and rung.is_good is not None]
     told = {"is_recommended": False, "sentence": text, "pays": found.pays, "judged": judged}
     told |= {"qualities": [one.to_json() for one in beside], "about": [about, words]}
+    detected = _detected(run, val, outside)
+    told |= {"detection": [asdict(one) for one in detected], "outside": detection_sentence(detected)}
 
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:
         return write_metrics(
@@ -110,46 +123,43 @@ def _judged_on(run: Run, path: Path, split: Split) -> Any:
 
 
 class _Paired:
-    """Predictions of single candidates beside the baseline's, on val and on the out-of-distribution splits."""
+    """Predictions of single candidates beside the baseline's, on val."""
 
-    def __init__(self, run: Run, rungs: list[Rung], splits: list[Split], baseline: str, losses: NDArray | None) -> None:
-        self.run, self.splits, self.losses = run, splits, losses  # val first
+    def __init__(self, run: Run, rungs: list[Rung], val: Split, baseline: str, losses: NDArray | None) -> None:
+        self.run, self.val, self.losses = run, val, losses
         self.files = {rung.posterior: rung.source.path for rung in rungs if rung.source is not None}
         step = {"temperature": "fit-temperature"}.get(baseline, baseline)
         self.base = next((rung.posterior for rung in rungs if rung.name == step), None)
 
-    @cached_property
-    def of_base(self) -> list[SplitProbabilities]:
-        """The baseline's predictions of val and the others."""
-        assert self.base is not None
-        val, *others = self._predicted(self.base, "plug-in")
-        return [replace(val, losses=self.losses), *others]
-
-    def _predicted(self, posterior: str, integrator: str) -> list[SplitProbabilities]:
-        found = []
-        for split in self.splits:
-            probs = predicted_on(self.run, _judged_on(self.run, self.files[posterior], split), split, integrator)
-            found.append(SplitProbabilities(split.content.name, probs, split.content.labels))
-        return found
-
     def qualities(self, one: Predictive) -> list[Quality]:
         """Those of a candidate."""
-        (own, *others), (base, *beside) = self._predicted(one.posterior, one.integrator), self.of_base
-        return qualities(own, base, list(zip(others, beside, strict=True)), seed=self.run.compute.seed)
+        assert self.base is not None
+        own, base = self._predicted(one.posterior, one.integrator), self._predicted(self.base, "plug-in")
+        return qualities(own, replace(base, losses=self.losses), seed=self.run.compute.seed)
 
-    def detects_better(self, one: Predictive, num_tried: int) -> bool:
-        """Whether it tells val from any other split better, and from none worse."""
-        if len(self.splits) < 2:
-            return False
-        (own, *others), (base, *beside) = self._predicted(one.posterior, one.integrator), self.of_base
-        pairs = zip(others, beside, strict=True)
-        level = 1 - (1 - LEVEL) / (num_tried * len(others))
-        found = [
-            quality.finding
-            for pair in pairs
-            for quality in detection(own, base, pair, seed=self.run.compute.seed, level=level)
-        ]
-        return "better" in found and "worse" not in found
+    def _predicted(self, posterior: str, integrator: str) -> SplitProbabilities:
+        probs = predicted_on(self.run, _judged_on(self.run, self.files[posterior], self.val), self.val, integrator)
+        return SplitProbabilities(self.val.content.name, probs, self.val.content.labels)
+
+
+def _detected(run: Run, val: Split, outside: list[Split]) -> list[Detected]:
+    """What the combined score of the features detects of each out-of-distribution split; nothing where val is too small for it."""
+    train, found = TrainData(run), []
+    own = train.combined_scores(val)
+    if own is None:
+        return []
+    threshold, bootstrap = fit_outliers(own, FALSE_ALARM), Bootstrap(level=LEVEL, seed=run.compute.seed)
+    for split in outside:
+        far, name = train.combined_scores(split), split.content.name
+        if far is None or not len(far):
+            continue
+        forms = {"auroc": detection_forms()["auroc"]}
+        inside, other = ({DEFAULT_SCORE: scores} for scores in (own, far))
+        (row,) = detection_rows(inside, other, forms, split="val", ood=name, bootstrap=bootstrap)
+        ends = row["interval"] or {"low": None, "high": None}
+        caught = float(threshold.is_outlier(far).mean())
+        found.append(Detected(name, DEFAULT_SCORE, row["value"], ends["low"], ends["high"], caught))
+    return found
 
 
 def _row(

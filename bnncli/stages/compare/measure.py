@@ -76,7 +76,7 @@ def measure(run: Run, options: CompareOptions, groups: dict[str, list[Prediction
     rows = {one.key: one.row for checkpoint in measured for own in checkpoint for one in own}
     names: dict[tuple[tuple[str, str], ...], str] = {}
     for wanted in options.scores:
-        usual = find_metric(list(rows.values()), wanted)
+        usual = find_metric(list(rows.values()), _resolved(wanted))
         picked = {key: row for key, row in rows.items() if any(row is one for one in usual)}
         for key, form in zip(picked, _forms(list(picked.values()), wanted), strict=True):
             names.setdefault(key, form)
@@ -92,11 +92,18 @@ def measure(run: Run, options: CompareOptions, groups: dict[str, list[Prediction
     return columns
 
 
+def _resolved(wanted: Quantity) -> Quantity:
+    """Detection by the largest probability where no score is named: the default one is the same for all posteriors."""
+    if wanted.metric not in OF_TWO_SPLITS or not {*of_predictions()}.isdisjoint(wanted.choices):
+        return wanted
+    return wanted._replace(choices=(*wanted.choices, "max_prob"))
+
+
 def _integration_errors(options: CompareOptions, group: PredictionGroup, measured: Sequence[Measured]) -> Known:
     """Those of all scores of one posterior."""
     inside = PredictedSplit(group.splits(is_ood=False)[options.split])
     own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
-    other_wanted = [wanted for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
+    other_wanted = [_resolved(wanted) for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
     own = [one for one in measured if "ood" not in one.row]
     found = split_errors(inside, own_wanted, own, options.settings) if own else {}
     for name, header in group.splits(is_ood=True).items():
@@ -110,7 +117,7 @@ def _measure_checkpoint(
 ) -> list[list[Measured]]:
     """The scores wanted of each posterior of one checkpoint."""
     own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
-    other_wanted = [wanted for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
+    other_wanted = [_resolved(wanted) for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
     inside = [PredictedSplit(group.splits(is_ood=False)[options.split]) for group in groups]
     split = (options.split, len(inside[0].examples))
     measured: list[list[Measured]] = [[] for _ in groups]

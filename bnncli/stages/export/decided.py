@@ -31,7 +31,7 @@ def open_rules(run: Run, name: str, options: ExportOptions, *, posterior: str) -
     """
     found = open_decisions(run, name, only=list(dict.fromkeys(options.decide)))
     for one in found:
-        if (why := _why_not(one, options.score)) is not None:
+        if (why := _why_not(one, str(options.score))) is not None:
             message = f"\0decide\0: the rule {one.name!r} of {name} {why}"
             raise UsageError(message, code="unsupported_export")
         if one.header.meta["maker"].get("posterior") != posterior:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bnncli.detectors import DEFAULT_SCORE
 from bnncli.evaluation.paired import holm
 from bnncli.evaluation.recommendation import Quality
 from bnncli.names import counted, percent
@@ -90,16 +91,13 @@ def _beside_the_network(subject: Subject) -> Beside | Missing | None:
 
 
 def qualities_of(subject: Subject, own: PredictionGroup, base: PredictionGroup) -> list[Quality]:
-    """The qualities of stored predictions beside those of others, on the split that is shown and against the splits outside it."""
+    """The qualities of stored predictions beside those of others, on the split that is shown."""
 
     def read(group: PredictionGroup, split: str) -> SplitProbabilities:
         file = PredictedSplit(next(one for one in group.headers if one.meta["split"] == split)).file
         return SplitProbabilities(split, file.probs, file.labels)
 
-    shared = [name for name in own.splits(is_ood=True) if name in base.splits(is_ood=True)]
-    outside = [(read(own, name), read(base, name)) for name in shared]
-    seed = subject.run.compute.seed
-    return qualities(read(own, subject.split), read(base, subject.split), outside, seed=seed)
+    return qualities(read(own, subject.split), read(base, subject.split), seed=subject.run.compute.seed)
 
 
 def _misread(subject: Subject) -> list[Markup]:
@@ -207,10 +205,17 @@ def calibration_in_words(split: str, known: Sequence[tuple[str, Mapping[str, Any
 
 
 def _outside(subject: Subject) -> list[Markup]:
-    """How well confidence tells what is out of distribution."""
-    sentences = []
+    """How well the default score tells what is out of distribution; where that is of the features, once for all posteriors."""
+    sentences, score = [], subject.shown.curve_score
+    if score == DEFAULT_SCORE and subject.focus is not None:
+        values = {ood: score_value(subject, subject.focus, Quantity("auroc", (ood, score))) for ood in subject.outside}
+        shares = [f"{100 * value:.0f} % of pairs with {ood}" for ood, value in values.items() if value is not None]
+        text = f"Shown one example of {subject.split} and one from elsewhere, the {score} score of the features, the same for every posterior, is higher for the first in {listed_in_words(shares)}. Guessing gives 50 %."
+        return [joined(strong("Out of distribution. "), text)] if shares else []
     for ood in subject.outside:
-        found = [(subject.titles[g.name], score_value(subject, g, Quantity("auroc", (ood,)))) for g in _told(subject)]
+        found = [
+            (subject.titles[g.name], score_value(subject, g, Quantity("auroc", (ood, score)))) for g in _told(subject)
+        ]
         shares = [f"{100 * value:.0f} % of pairs with {ood} for {title}" for title, value in found if value is not None]
         if shares:
             sentences.append(
@@ -218,7 +223,7 @@ def _outside(subject: Subject) -> list[Markup]:
             )
     if not sentences:
         return []
-    text = f"Shown one example of {subject.split} and one from elsewhere, the first gets the higher confidence in {'; in '.join(sentences)}. Guessing gives 50 %."
+    text = f"Shown one example of {subject.split} and one from elsewhere, {score} is higher for the first in {'; in '.join(sentences)}. Guessing gives 50 %."
     return [joined(strong("Out of distribution. "), text)]
 
 
