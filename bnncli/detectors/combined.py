@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from bnncli.evaluation.example_statistics import ExampleStatistics
 
 
+FEWEST_ROWS = 20  # of val, whose ranks make the score
+
+
 def of_predictions(examples: ExampleStatistics, values: NDArray | None) -> NDArray:
     """(N,), sums of log p-values."""
     import numpy as np

@@ -25,7 +25,6 @@ from bnncli.theta.head import HeadLayout
 
 NUM_NEIGHBORS, NEIGHBOR_ROWS = 5, 5_000  # as good as 50 of 60,000 (docs/scores.md), and small enough to be exported
 COVARIANCE_ROWS = 50_000  # training examples that means and covariance are fitted to
-FEWEST_ROWS = 20  # of val
 MOST_KNOTS = 512
 TAIL_SHARE = 0.1  # of val, by which the tail below the lowest score is scaled
 
@@ -102,7 +101,7 @@ class Combined:
         device: torch.device,
         generator: torch.Generator,
     ) -> Combined:
-        """Fit the views to training features (N, D) with labels (N,), and the ranks to val (n, D), of at least FEWEST_ROWS.
+        """Fit the views to training features (N, D) with labels (N,), and the ranks to val (n, D), of at least 10 examples.
 
         Args:
             labels: None, or (N, C) of several labels an example: there is no Mahalanobis distance.

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.detectors.combined import FEWEST_ROWS
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.integrators import Ready
 from bnncli.integrators._groups import DrawPartition, kept_rows
@@ -95,13 +96,11 @@ class TrainData:
     @cached_property
     def detector_splits(self) -> list[Split]:
         """The splits that the combined score is fitted to, train and val; none where one of them cannot be used, or val is too small."""
-        from bnncli.evaluation.combined_score import FEWEST_ROWS
-
         try:
             train, val = (load_split(self.run, name) for name in ("train", "val"))
         except (MissingInput, DataError):
             return []
-        return [train, val] if len(train.stored) and len(val.stored) >= FEWEST_ROWS else []
+        return [train, val] if len(train.content.features) and len(val.content.features) >= FEWEST_ROWS else []
 
     @cached_property
     def detector(self) -> Combined | None:
