@@ -104,7 +104,9 @@ def test_several_checkpoints_have_means_and_the_t_tests_of_scipy(cli: Cli, seeds
     done = cli("compare", *seeds, *words, "--json")
     document = done.json
     assert (document["num_checkpoints"], document["baseline"]) == (3, "map.plug-in")
-    evaluated = [cli("evaluate", seed, "--bootstrap", 0, "--score", "max_prob", "--json").json["rows"] for seed in seeds]
+    evaluated = [
+        cli("evaluate", seed, "--bootstrap", 0, "--score", "max_prob", "--json").json["rows"] for seed in seeds
+    ]
     for name in ("nll", "auroc"):
         own, base = (
             np.array([values_of(rows, posterior)[name]["value"] for rows in evaluated])
