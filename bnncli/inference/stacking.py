@@ -22,7 +22,7 @@ from bnncli.targets.last_layer import LastLayerTarget
 
 _DECADES = (5, 4, 3, 2, 1, 0, -1, -2)  # of precisions, strongest first: each mode starts from the one before
 _RISES = 2  # the walk ends where the score has risen so often in a row
-_TOLERANCE = 0.2  # of a mode, posterior standard deviations of all parameters together
+_ROUGH, _CLOSE = 0.3, 0.02  # of modes that are compared, and of the chosen ones: posterior standard deviations, all parameters together
 _GAP = 1e-6  # nats a row between the weights found and the best
 _MOST_STEPS = 20_000
 _SMOOTHING = 0.5  # rows that are added for each member, and speak for it alone
@@ -72,13 +72,11 @@ class Way:
             NumericError: no mode was found.
         """
         self._modes = [None] * len(self.targets)
-        found: dict[float, tuple[float, Tensor]] = {}
+        found: dict[float, float] = {}
 
         def judge(precision: float) -> float:
-            folds = self._folds(precision, task)
-            score = float(self.scores(folds).mean())
-            found[precision] = score, folds
-            return score
+            found[precision] = float(self.scores(self._folds(precision, task, _ROUGH)).mean())
+            return found[precision]
 
         if precisions is None:
             best, rises = -math.inf, 0
@@ -87,28 +85,27 @@ class Way:
                 best, rises = max(best, score), 0 if score >= best else rises + 1
                 if rises == _RISES:
                     break
-            middle = max(found, key=lambda precision: found[precision][0])
+            middle = max(found, key=lambda precision: found[precision])
             precisions = [middle * 10**0.5, middle / 10**0.5]
         for precision in precisions:
             judge(precision)
-        chosen = max(found, key=lambda precision: found[precision][0])
-        theta = self._mode(0, chosen, task)
-        return Head(self.name, theta, found[chosen][1], chosen)
+        chosen = max(found, key=lambda precision: found[precision])
+        folds = self._folds(chosen, task, _CLOSE)
+        return Head(self.name, self._mode(0, chosen, task, _CLOSE), folds, chosen)
 
-    def _folds(self, precision: float, task: Task) -> Tensor:
+    def _folds(self, precision: float, task: Task, tolerance: float) -> Tensor:
         """The modes without each fold's rows, (K, P); one row where there are no such rows."""
-        if len(self.targets) == 1:
-            return self._mode(0, precision, task).unsqueeze(0)
-        return torch.stack([self._mode(place, precision, task) for place in range(1, len(self.targets))])
+        places = range(1, len(self.targets)) if len(self.targets) > 1 else [0]
+        return torch.stack([self._mode(place, precision, task, tolerance) for place in places])
 
-    def _mode(self, place: int, precision: float, task: Task) -> Tensor:
+    def _mode(self, place: int, precision: float, task: Task, tolerance: float) -> Tensor:
         """The mode of a target, from the last one found there or in another fold."""
         target, near = self.targets[place], self._modes[place]
         near = near or next((mode for mode in self._modes if mode is not None), None)
         target = target.with_prior(target.prior.with_weight_precision(precision))
         start = target.prior.center(target.layout, device=target.device) if near is None else near.theta
         hessian = None if near is None else near.hessian
-        self._modes[place] = mode = find_mode(target, start, hessian=hessian, tolerance=_TOLERANCE)
+        self._modes[place] = mode = find_mode(target, start, hessian=hessian, tolerance=tolerance)
         task.advance()
         return mode.theta
 
