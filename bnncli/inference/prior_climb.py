@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -53,7 +53,7 @@ class PriorTrial:
 
 @dataclass(frozen=True)
 class PriorClimb:
-    """What was tried, from the first on, and the best; is_cut: the limit of the cost ended it."""
+    """The best, and all that was tried, from the first on, without what it left; is_cut: the limit of the cost ended it."""
 
     best: PriorTrial
     trials: list[PriorTrial]
@@ -79,7 +79,7 @@ def climb_prior(
     """
     task = progress.task("prior precision", 6)
     best = try_at(first, None)
-    trials, is_cut = [best], False
+    trials, is_cut = [replace(best, found=None)], False
     for sign in (1, -1):  # a stronger prior's trial takes less time
         step = STEP
         while not is_cut:
@@ -92,12 +92,10 @@ def climb_prior(
                 break
             found = _tried(try_at, math.exp(log_precision), best)
             if found is not None:
-                trials.append(found)
+                trials.append(replace(found, found=None))
             if found is not None and first_near_the_best({"best": best.losses, "next": found.losses}) == "next":
-                best, step = (
-                    found,
-                    _LONGEST if sign > 0 else STEP,
-                )  # a weak prior's trial may take longer than all before
+                best = found
+                step = _LONGEST if sign > 0 else STEP  # a weak prior's trial may take longer than all before
             elif step > STEP:
                 step = STEP
             else:

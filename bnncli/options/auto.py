@@ -18,7 +18,7 @@ class AutoOptions(Checked):
 
     budget: str | None = option(
         None,
-        "Time for all fits together, as 90s, 5m or 1h: a fit that is not done by then is left out. No limit by default.",
+        "Time for all fits together, as 90s, 5m or 1h: a fit that is not done by then is left out, and continued by the next auto. No limit by default.",
         metavar="TIME",
     )
     prior_precision: str = option(

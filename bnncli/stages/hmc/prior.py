@@ -35,8 +35,10 @@ def choose_prior(
     features, labels = val.features(run.device), val.labels(run.device)
     limit = options.warmup + options.draws
     num_warmup, num_draws = options.tried
+    passes = 0.0
 
     def try_at(precision: float, before: PriorTrial | None) -> PriorTrial:
+        nonlocal passes
         tried = prior.times(precision / prior.weight_precision)
         space = space_at(tried, None if before is None else before.found[1])
         drawn = sample_hmc(
@@ -57,6 +59,7 @@ def choose_prior(
         )
         held_out = space.train.target(tried, run.device).held_out(features, labels)
         losses = held_out.losses(drawn.draws.flatten(0, 1).to(run.device))
+        passes += space.passes + options.chains * (drawn.num_gradients or 0)
         steps = float(drawn.n_steps.double().mean())
         return PriorTrial(
             precision, losses.cpu(), float(drawn.num_gradients or 0), limit * steps, (tried, space, drawn)
@@ -64,5 +67,4 @@ def choose_prior(
 
     found = climb_prior(try_at, prior.weight_precision, progress=run.console)
     chosen, space, _ = found.best.found
-    passes = sum(options.chains * trial.cost + trial.found[1].passes for trial in found.trials)
     return chosen, replace(space, passes=passes), prior_metrics(found, chosen)
