@@ -81,7 +81,7 @@ def test_a_data_set_without_a_network_has_as_many_classes_as_its_labels(cli: Cli
         assert len(file["classes"]) == 4
 
 
-@pytest.mark.parametrize("words", [("hmc", "--prior-precision", "inf"), ("refine", "--learning-rate", "inf")])
+@pytest.mark.parametrize("words", [("fit-vi", "--prior-precision", "inf"), ("refine", "--learning-rate", "inf")])
 def test_numbers_must_be_finite(cli: Cli, small_run: Path, words: tuple[str, ...]) -> None:
     done = cli(words[0], small_run, *words[1:], "--name", "x", "--json")
     assert done.code == 2
