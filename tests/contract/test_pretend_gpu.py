@@ -216,7 +216,7 @@ def make_arrays(num_outputs: int) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(1)
     weight, bias = (generator.normal(size=size).astype(np.float32) for size in ((num_outputs, 4), num_outputs))
     arrays: dict[str, np.ndarray] = {"head_weight": weight, "head_bias": bias}
-    for split, count in (("train", 36), ("val", 15), ("test", 12), ("far", 6)):
+    for split, count in (("train", 36), ("val", 20), ("test", 12), ("far", 6)):
         features = generator.normal(size=(count, 4)).astype(np.float32)
         logits = features @ weight.T + bias + generator.normal(size=(count, num_outputs))
         arrays[f"features_{split}"] = features

@@ -183,8 +183,10 @@ def test_evaluate_scores_what_is_stored_as_scikit_learn_does(cli: Cli, run: Path
     assert [one["AUROC"] for one in cells] == [f"{value:.4f}" for value in found["class_auroc"]["per_class"]]
     assert [one["examples"] for one in cells] == [str(count) for count in labels.sum(axis=0)]
     assert found["auroc"]["ood"] == "far"
-    far = np.asarray(read_predictions(folder_of(run) / "predictions/hmc.mc/far.h5").probs).max(axis=1)
-    expected = metrics.roc_auc_score(np.repeat([1, 0], [120, 40]), np.concatenate([probs.max(axis=1), far]))
+    far = read_predictions(folder_of(run) / "predictions/hmc.mc/far.h5").combined
+    assert content.combined is not None
+    assert far is not None
+    expected = metrics.roc_auc_score(np.repeat([1, 0], [120, 40]), np.concatenate([content.combined, far]))
     assert found["auroc"]["value"] == pytest.approx(expected)
     assert row["likelihood"] == "multilabel"
     assert row["curves"]["risk_coverage"] is None
