@@ -11,7 +11,7 @@ import torch
 from problems.command_line import Cli
 from safetensors.torch import load_file
 
-from bnncli.stages.fit_laplace import about
+from bnncli.stages.fit_laplace import rounded
 from bnncli.storage.artifacts import read_header
 
 NETWORK = """
@@ -111,7 +111,7 @@ def test_what_fixes_parameters_is_no_base_and_has_no_density(cli: Cli, checkpoin
     [(1634.2, "1,634"), (99.96, "100"), (307.4, "307"), (8.034, "8.03"), (0.0, "0"), (-0.25, "-0.25")],
 )
 def test_numbers_of_directions_are_written_out(count: float, text: str) -> None:
-    assert about(count) == text
+    assert rounded(count) == text
 
 
 @pytest.mark.long
