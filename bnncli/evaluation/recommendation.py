@@ -5,7 +5,9 @@ the lower NLL (the baseline):
 
 1. A predictive that loses accuracy beyond chance is out, unless asked otherwise.
 2. Of those whose NLL is lower by more than MARGIN beyond chance, the simplest that none of them beats by as much.
-3. Where none is: the baseline.
+3. The stack, which has the network at one temperature as a member, is taken where its NLL out of fold is lower at all: with weights
+   chosen out of fold it can cost no more than a few members divided by the number of rows.
+4. Where none is: the baseline.
 
 Outliers are no matter of this choice: they are detected by the combined score of the features, the same for every posterior.
 
@@ -37,11 +39,16 @@ _STEPS = 60  # of bisection: to the last bit of a difference of accuracies
 
 @dataclass(frozen=True)
 class Predictive:
-    """A posterior by an integrator, with its scores on val."""
+    """A posterior by an integrator, with its scores on val.
+
+    Attributes:
+        has_network: whether the network at one temperature is a member of it, with a weight chosen out of fold.
+    """
 
     posterior: str
     integrator: str
     scored: Scored
+    has_network: bool = False
 
     def __str__(self) -> str:
         return f"{self.posterior} by {self.integrator}"
@@ -151,6 +158,11 @@ def recommend(
     winners = [one for one, gap in zip(candidates, gaps, strict=True) if gap.is_worse]
     winners = [one for one in winners if any(one is other for other in kept)]
     lead = f"{percent(MARGIN, 'g')} of the NLL beyond chance"
+    mixture = next((one for one in kept if one.has_network and one.scored.nll < baseline.nll), None)
+    if mixture is not None and not any(one is mixture for one in winners):
+        found = _best_of([mixture, *winners], f"{words} is a member of it, and no other choice beats it by {lead}")
+        if found.chosen is mixture:
+            return found
     if winners:
         found = _best_of(winners, "no other choice that does beats it by as much")
         return replace(found, pays=True, why=f"it beats {words} by more than {lead}, and {found.why}")

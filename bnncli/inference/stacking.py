@@ -22,7 +22,10 @@ from bnncli.targets.last_layer import LastLayerTarget
 
 _DECADES = (5, 4, 3, 2, 1, 0, -1, -2)  # of precisions, strongest first: each mode starts from the one before
 _RISES = 2  # the walk ends where the score has risen so often in a row
-_ROUGH, _CLOSE = 0.3, 0.02  # of modes that are compared, and of the chosen ones: posterior standard deviations, all parameters together
+_ROUGH, _CLOSE = (
+    0.3,
+    0.02,
+)  # of modes that are compared, and of the chosen ones: posterior standard deviations, all parameters together
 _GAP = 1e-6  # nats a row between the weights found and the best
 _MOST_STEPS = 20_000
 _SMOOTHING = 0.5  # rows that are added for each member, and speak for it alone

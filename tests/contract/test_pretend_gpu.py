@@ -156,6 +156,8 @@ LINES = (
     "extract-features v --from-npz labels.npz --ood far --task multilabel",
     "fit-laplace v --prior-precision val --structure full",
     "fit-laplace v --prior-mean checkpoint --structure full --name about",
+    "fit-laplace v --fit-on val --structure full --name on-val",
+    "fit-laplace v --fit-on train+val --structure diag --name on-both",
     "hmc v --base about --chains 2 --warmup 6 --draws 8 --name about-hmc",
     f"refine v --flow radial {SMALL}",
     "hmc v --chains 2 --warmup 6 --draws 8",

@@ -30,12 +30,17 @@ def files(run: Path) -> set[str]:
 
 @pytest.fixture
 def left_over(cli: Cli, tmp_path: Path) -> Path:
-    """A run with stale predictions of the posterior that auto recommended once, which is another now."""
+    """A run with stale predictions of a posterior that auto does not recommend."""
     arrays = separable(2000, 4, scale=6.0)
     arrays["head_weight"][0] *= 0.2  # which no temperature mends
     run = new_run(cli, tmp_path / "run", arrays)
     weak = ("--prior-precision", 500)
-    for words in (("auto", run), ("predict", run), ("evaluate", run, "--bootstrap", "0"), ("auto", run, *weak)):
+    for words in (
+        ("auto", run),
+        ("predict", run, "--posterior", "laplace", "--integrator", "mc"),
+        ("evaluate", run, "--bootstrap", "0"),
+        ("auto", run, *weak),
+    ):
         assert cli(*words).code == 0
     assert cli("fit-laplace", run, *weak, "--force").code == 0
     return run

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isclose, lgamma, log
 
 import numpy as np
 import pytest
+import torch
 from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax
 
 from bnncli.evaluation.excess import Scored
 from bnncli.evaluation.layer_gain import mean_interval
@@ -18,6 +21,7 @@ from bnncli.evaluation.recommendation import (
     recommend,
     sentence,
 )
+from bnncli.inference.stacking import stacking_weights
 
 SIZE = 400
 LOSSES = np.random.default_rng(0).exponential(size=SIZE)
@@ -150,3 +154,52 @@ def test_shares_of_right_labels_have_the_interval_of_a_mean() -> None:
     assert accuracy_interval(own, other) == mean_interval(own - other)
     halves = Scored("p", LOSSES, None, np.full(SIZE, 0.5)), Scored("t", LOSSES, None, np.full(SIZE, 0.75))
     assert not loses_accuracy(*halves)  # all differ alike: no variance, and so no interval
+
+
+@pytest.mark.parametrize(
+    ("candidates", "chosen", "pays"),
+    [
+        ([candidate("stack", -0.005)], "stack", False),
+        ([candidate("stack", 0.005)], None, False),
+        ([candidate("stack", -0.005, num_lost=30)], None, False),
+        ([candidate("stack", -0.05)], "stack", True),
+        ([candidate("stack", -0.005), candidate("hmc", -0.05, seed=2)], "hmc", True),
+        ([candidate("stack", -0.03), candidate("hmc", -0.0301, seed=2)], "stack", True),
+    ],
+    ids=["lower", "higher", "loses-accuracy", "beyond-chance", "beaten", "simplest"],
+)
+def test_a_stack_is_taken_where_its_nll_is_lower_at_all(
+    candidates: list[Predictive], chosen: str | None, pays: bool
+) -> None:
+    candidates = [replace(one, has_network=one.posterior == "stack") for one in candidates]
+    found = recommend(candidates, BASELINE)
+    assert (found.chosen.posterior if found.chosen else None, found.pays) == (chosen, pays)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [100, 400])
+def test_a_stack_of_what_is_no_better_than_the_network_costs_little(rows: int) -> None:
+    """The network is right, others are it with noise: what val chooses, scored on other rows."""
+    generator, costs = np.random.default_rng(0), []
+
+    def scores(size: int) -> np.ndarray:
+        """Log probabilities (N, 4) of labels drawn from the first."""
+        logits = generator.normal(size=(size, 1, 3)) * 1.5
+        labels = (logits[:, 0] + generator.gumbel(size=(size, 3))).argmax(axis=1)
+        noisy = logits + 0.7 * generator.normal(size=(size, 4, 3)) * np.array([0, 1, 1, 1])[:, None]
+        return log_softmax(noisy, axis=2)[np.arange(size), :, labels]
+
+    for _ in range(40):
+        val, test = scores(rows), scores(2000)
+        weights = stacking_weights(torch.from_numpy(val)).numpy()
+        folds = np.arange(rows) % 5
+        held = np.empty(rows)
+        for fold in range(5):
+            own = stacking_weights(torch.from_numpy(val[folds != fold])).numpy()
+            held[folds == fold] = np.log(np.exp(val[folds == fold]) @ own)
+        network = Scored("temperature", -val[:, 0], None, None)
+        found = recommend([Predictive("stack", "mc", Scored("stack", -held, None, None), has_network=True)], network)
+        own = -np.log(np.exp(test) @ weights) if found.chosen else -test[:, 0]
+        costs.append((own + test[:, 0]).mean())
+    assert np.mean(costs) < 1 / rows
+    assert max(costs) < 4 / rows

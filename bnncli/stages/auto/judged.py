@@ -111,7 +111,7 @@ def _scored(run: Run, rungs: list[Rung], val: Split) -> tuple[dict[str, Scored],
                 for name in ("mc",) if rung.name == "stack" else _INTEGRATORS:  # the mean of a stack is another head
                     if supports(name, whole):
                         scored = predictive_on_val(run, posterior, val, name, key=f"{rung.posterior}.{name}")
-                        candidates.append(Predictive(rung.posterior, name, scored))
+                        candidates.append(Predictive(rung.posterior, name, scored, has_network=rung.name == "stack"))
         task.advance()
     return points, candidates
 

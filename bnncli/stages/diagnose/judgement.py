@@ -144,7 +144,8 @@ def _recommend(
         meta = headers[one.judged.name].meta
         is_network = one.judged.type == "point" and meta.get("base") is None and baseline is not None
         if one.scored is not None and one.predicted_by is not None and not is_network:
-            candidates.append(Predictive(one.judged.name, one.predicted_by[0], one.scored))
+            is_stack = one.judged.type == "stack"
+            candidates.append(Predictive(one.judged.name, one.predicted_by[0], one.scored, has_network=is_stack))
     if baseline is None and not candidates:
         return None
     plain, words = "map" if key == "network" else key, PLAIN.get(key, "")
