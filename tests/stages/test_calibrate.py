@@ -94,6 +94,16 @@ def test_a_split_that_was_used_is_refused_with_the_reason(cli: Cli, run: Path) -
     assert "--split calib" in refused.stderr
 
 
+def test_val_cannot_calibrate_a_score_that_its_ranks_make(cli: Cli, run: Path) -> None:
+    words = ("calibrate", run, "--posterior", "map", "--split", "val")
+    assert cli("predict", run, "--posterior", "map").code == 0
+    for rule in (("--false-alarm", 0.2), ("--shift-level", 0.1)):
+        refused = cli(*words, *rule, "--json")
+        assert (refused.code, refused.json["error"]["code"]) == (65, "split_was_used")
+        assert cli(*words, *rule, "--score", "max_prob").code == 0
+    assert cli(*words, "--sets", "lac").code == 0
+
+
 @pytest.mark.parametrize("posterior", ["refine", "hmc", "temperature"])
 def test_what_goes_back_to_a_split_at_any_remove_is_refused(cli: Cli, small_run: Path, posterior: str) -> None:
     assert cli("fit-temperature", small_run).code == 0

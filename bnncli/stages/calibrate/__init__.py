@@ -107,6 +107,11 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
         options = replace(options, score=default_score([stored_arrays(header.path)]))
         if options.score != DEFAULT_SCORE and kind in (OOD, SHIFT):
             run.console.info(f"{group.name}: by {options.score}, as its predictions lack the {DEFAULT_SCORE} score")
+    if kind in (OOD, SHIFT) and options.score == DEFAULT_SCORE and options.split == "val":
+        message = (
+            f"split 'val' cannot calibrate {group.name} by the {DEFAULT_SCORE} score, which is made of the ranks of val"
+        )
+        raise DataError(message, code="split_was_used", hint=fresh_split(run, options.split), path=header.path)
     settings = options.settings(kind, run.compute.seed)
     named = run.folder.decision(group.name, run.naming.name or kind)
     target = Path(run.naming.out) if run.naming.out else named

@@ -1,0 +1,100 @@
+"""The default out-of-distribution score: the same in every command, from the run's features; and what stands in where it lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from problems.arrays import make_arrays
+from problems.command_line import Cli, new_run
+
+from bnncli.decisions.outliers import OutlierRule
+from bnncli.evaluation.combined_score import Combined
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.decisions import read_decision
+from bnncli.storage.predictions import read_predictions
+from bnncli.theta.head import HeadLayout
+
+HEAD = ("--head-only", "--format", "torch")
+
+
+def small(cli: Cli, folder: Path, *, has_val: bool) -> Path:
+    arrays = {name: one for name, one in make_arrays().items() if has_val or not name.endswith("_val")}
+    run = new_run(cli, folder / "small", arrays, "--ood", "far")
+    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
+    assert cli("predict", run, "--samples", 50).code == 0
+    return run
+
+
+def test_predictions_have_the_score_of_the_features_whatever_the_posterior(cli: Cli, tmp_path: Path) -> None:
+    run = small(cli, tmp_path, has_val=True)
+    arrays = {name: torch.from_numpy(one) for name, one in make_arrays().items()}
+    layout = HeadLayout(3, 5)
+    expected = Combined.fit(
+        arrays["features_train"],
+        arrays["labels_train"],
+        arrays["features_val"],
+        layout=layout,
+        theta=layout.join(arrays["head_weight"], arrays["head_bias"]),
+        device=torch.device("cpu"),
+        generator=torch.Generator().manual_seed(0),  # all training examples are neighbours
+    )
+    for split in ("test", "far"):
+        for maker in ("laplace.mc", "map.plug-in"):
+            content = read_predictions(tmp_path / f"small.bnn/predictions/{maker}/{split}.h5")
+            assert content.combined is not None
+            scores = expected.scores(arrays[f"features_{split}"])
+            np.testing.assert_allclose(np.asarray(content.combined), scores.numpy(), rtol=1e-4, atol=1e-4)
+    rows = cli("evaluate", run, "--split", "test", "--bootstrap", 0, "--json").json["rows"]
+    areas = {m["value"] for row in rows for m in row["metrics"] if m["name"] == "auroc" and m["score"] == "combined"}
+    assert (len(rows), len(areas)) == (2, 1)
+    assert cli("evaluate", run, "--bootstrap", 0, "--assert", f"map.auroc:far>={min(areas) - 1e-6}").code == 0
+
+
+def test_outliers_of_a_table_are_those_of_the_stored_score(cli: Cli, tmp_path: Path) -> None:
+    run = small(cli, tmp_path, has_val=True)
+    assert cli("calibrate", run, "--posterior", "laplace", "--split", "test", "--false-alarm", 0.1).code == 0
+    decision = read_decision(tmp_path / "small.bnn/decisions/laplace.mc/ood.safetensors")
+    assert decision.header.meta["settings"]["score"] == "combined"
+    assert isinstance(decision.rule, OutlierRule)
+    words = ("--posterior", "laplace", "--samples", 50, "--split", "far", "--table", tmp_path / "far.npz")
+    assert cli("predict", run, *words).code == 0
+    combined = read_predictions(tmp_path / "small.bnn/predictions/laplace.mc/far.h5").combined
+    assert combined is not None
+    with np.load(tmp_path / "far.npz") as table:
+        assert table["ood"].astype(bool).tolist() == (np.asarray(combined) < decision.rule.threshold).tolist()
+
+
+def test_without_val_what_stands_in_is_said_by_every_command(cli: Cli, tmp_path: Path) -> None:
+    run = small(cli, tmp_path, has_val=False)
+    folder = tmp_path / "small.bnn"
+    assert read_predictions(folder / "predictions/laplace.mc/far.h5").combined is None
+    done = cli("evaluate", run, "--split", "test")
+    assert "detection by max_prob: some predictions lack the combined score" in done.stderr
+    done = cli("evaluate", run, "--split", "test", "--posterior", "laplace")
+    assert (done.code, "detection by mutual_info" in done.stdout) == (0, True)
+    for posterior, maker, score in (("laplace", "laplace.mc", "mutual_info"), ("map", "map.plug-in", "max_prob")):
+        done = cli("calibrate", run, "--posterior", posterior, "--split", "test", "--false-alarm", 0.1)
+        assert f"by {score}, as its predictions lack the combined score" in done.stderr
+        rule = read_decision(folder / "decisions" / maker / "ood.safetensors")
+        assert rule.header.meta["settings"]["score"] == score
+        inside, outside = (folder / "predictions" / maker / f"{split}.h5" for split in ("test", "far"))
+        assert f"detection by {score}" in cli("score", inside, "--ood", outside).stdout
+        assert cli("export", run, "--posterior", posterior, *HEAD).code == 0
+        assert read_header(folder / "exports" / f"{maker}.safetensors").meta["score"] == score
+    refused = cli("export", run, "--posterior", "laplace", *HEAD, "--score", "combined", "--force")
+    assert (refused.code, "takes features of the splits train and val" in refused.stderr) == (2, True)
+
+
+def test_what_was_scored_by_another_default_is_scored_anew_and_what_was_named_is_kept(cli: Cli, tmp_path: Path) -> None:
+    run = small(cli, tmp_path, has_val=False)
+    assert cli("evaluate", run).code == 0
+    new_run(cli, run, make_arrays(), "--ood", "far", "--force")  # now with val
+    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
+    assert cli("predict", run, "--samples", 50).code == 0
+    done = cli("evaluate", run)
+    assert (done.code, "detection is by combined by default" in done.stderr) == (0, True)
+    assert cli("evaluate", run, "--score", "all", "--force").code == 0
+    refused = cli("evaluate", run)
+    assert (refused.code, "made with other options (score" in refused.stderr) == (73, True)
