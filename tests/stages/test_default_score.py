@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from problems.arrays import make_arrays
 from problems.command_line import Cli, new_run
 
 from bnncli.decisions.outliers import OutlierRule
 from bnncli.evaluation.combined_score import Combined
+from bnncli.run import revisions
+from bnncli.run.predictor import TrainData
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.decisions import read_decision
 from bnncli.storage.predictions import read_predictions
@@ -85,6 +88,22 @@ def test_without_val_what_stands_in_is_said_by_every_command(cli: Cli, tmp_path:
         assert read_header(folder / "exports" / f"{maker}.safetensors").meta["score"] == score
     refused = cli("export", run, "--posterior", "laplace", *HEAD, "--score", "combined", "--force")
     assert (refused.code, "takes features of the splits train and val" in refused.stderr) == (2, True)
+
+
+def test_older_predictions_are_scored_as_they_are_until_predict_makes_them_anew(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(revisions, "of_predict", lambda *_: 2)
+        older.setattr(TrainData, "detector_splits", [])
+        run = small(cli, tmp_path, has_val=True)
+    path = tmp_path / "small.bnn/predictions/laplace.mc/test.h5"
+    assert (read_header(path).provenance["algo_rev"], read_predictions(path).combined) == (2, None)
+    done = cli("evaluate", run, "--split", "test")
+    assert (done.code, "detection by max_prob" in done.stdout) == (0, True)
+    assert cli("predict", run, "--samples", 50, "--json").json["action"] == "replaced"
+    assert read_predictions(path).combined is not None
+    assert "detection by combined" in cli("evaluate", run, "--split", "test").stdout
 
 
 def test_what_was_scored_by_another_default_is_scored_anew_and_what_was_named_is_kept(cli: Cli, tmp_path: Path) -> None:

@@ -323,7 +323,8 @@ def test_a_full_disk_leaves_whole_rows_and_says_so(folder: Path, cli: Cli, monke
     assert [row["name"] for row in rows("t.csv")] == ["0.png", "1.png"]
 
 
-def test_rules_of_calibrate_decide_on_new_data_as_on_a_split(folder: Path, cli: Cli) -> None:
+@pytest.mark.parametrize("score", ["entropy", "combined"])
+def test_rules_of_calibrate_decide_on_new_data_as_on_a_split(folder: Path, cli: Cli, score: str) -> None:
     asked = (
         "extract-features",
         "net.pt",
@@ -333,10 +334,12 @@ def test_rules_of_calibrate_decide_on_new_data_as_on_a_split(folder: Path, cli: 
         "calib=npz:test.npz@200",
         "--data",
         "new=npz:labelled.npz",
+        "--data",
+        "val=npz:labelled.npz",
     )
     assert cli(*asked).code == 0
     predict(cli, "--split", "calib")
-    rules = ("--sets", "aps", "--risk", 0.9, "--false-alarm", 0.1, "--score", "entropy", "--shift-level", 0.05)
+    rules = ("--sets", "aps", "--risk", 0.9, "--false-alarm", 0.1, "--score", score, "--shift-level", 0.05)
     done = cli("calibrate", "net.pt", "--split", "calib", "--posterior", "laplace", *rules)
     assert done.code in (0, 3), done.stderr
     two = predict(cli, "--split", "new", "--table", "two.csv", "--json").json
