@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,7 @@ def scores_of(folder: Path) -> dict[str, Scores]:
         for title, maker in MAKERS.items():
             file = read_predictions(folder / "predictions" / maker / path.name)
             examples = examples_of(file.probs)
-            values = example_scores(of_predictions(), examples, lambda name, file=file: getattr(file, name))
+            values = example_scores(of_predictions(), examples, partial(getattr, file))
             named = {name if name == "combined" else f"{name} ({title})": one for name, one in values.items()}
             own |= {name: one for name, one in named.items() if not isinstance(one, str)}
         found[path.stem] = own | {name: one.numpy() for each in fitted for name, one in each.scores(features).items()}

@@ -83,7 +83,7 @@ def _shown(row: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str])
 
 
 def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str], *, has_labels: bool) -> bool:
-    if metric.get("score", scores[0]) not in scores:
+    if "ood" in metric and metric.get("score", scores[0]) not in scores:  # AURC has a score of its own
         return False
     if chosen:
         return metric["name"] in chosen

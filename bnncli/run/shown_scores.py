@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bnncli.detectors import DEFAULT_SCORE
 from bnncli.errors import DataError
 from bnncli.likelihoods import recorded_name
 from bnncli.names import percent
@@ -28,7 +29,8 @@ def legend(
     else:
         every = [metric for row in rows for metric in row["metrics"]]
         has_draws = any(metric["name"] == "mmd2" for metric in every)
-        detection = f"; detection by {', '.join(detectors)}, in-distribution positive"
+        whose = " (of the features, the same for all posteriors)" if [*detectors] == [DEFAULT_SCORE] else ""
+        detection = f"; detection by {', '.join(detectors)}{whose}, in-distribution positive"
         lines = [
             f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.settings['bins']} equal-width bins"
             + (detection if has_draws or any("ood" in metric for metric in every) else "")

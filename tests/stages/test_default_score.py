@@ -55,6 +55,15 @@ def test_predictions_have_the_score_of_the_features_whatever_the_posterior(cli: 
     assert cli("evaluate", run, "--bootstrap", 0, "--assert", f"map.auroc:far>={min(areas) - 1e-6}").code == 0
 
 
+def test_risk_coverage_stays_with_the_largest_probability(cli: Cli, tmp_path: Path) -> None:
+    run = small(cli, tmp_path, has_val=True)
+    done = cli("evaluate", run, "--split", "test", "--bootstrap", 0, "--metric", "aurc", "--metric", "auroc", "--json")
+    scores = {(m["name"], m["score"]) for row in done.json["rows"] for m in row["metrics"]}
+    assert scores == {("aurc", "max_prob"), ("auroc", "combined")}
+    shown = cli("evaluate", run, "--split", "test", "--bootstrap", 0, "--metric", "aurc", "--metric", "auroc").stdout
+    assert [title.strip() for title in shown.splitlines()[0].split("|")[4:]] == ["AURC", "AUROC far"]
+
+
 def test_outliers_of_a_table_are_those_of_the_stored_score(cli: Cli, tmp_path: Path) -> None:
     run = small(cli, tmp_path, has_val=True)
     assert cli("calibrate", run, "--posterior", "laplace", "--split", "test", "--false-alarm", 0.1).code == 0
