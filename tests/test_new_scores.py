@@ -107,7 +107,7 @@ FILES = {
     "scores/recognised.py": RECOGNISED,
     "scores/largest_shift.py": LARGEST_SHIFT,
 }
-ASSERTED = ("--assert", "spherical-low>=0.1", "--assert", "spherical<=0.1", "--assert", "recognised:far:max_prob>=0")
+ASSERTED = ("--assert", "spherical-low>=0.1", "--assert", "spherical<=0.1", "--assert", "recognised:far:combined>=0")
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def spherical(finished_run: Path) -> float:
 
 
 def _side(row: dict[str, Any]) -> tuple[str, str]:
-    return row.get("positive", "in"), row.get("score", "max_prob")
+    return row.get("positive", "in"), row.get("score", "combined")
 
 
 def test_a_new_score_is_offered_stored_and_read_back(done: list[Invocation], spherical: float) -> None:
@@ -155,7 +155,7 @@ def test_a_new_score_is_offered_stored_and_read_back(done: list[Invocation], sph
     assert "shift_p|largest_shift|recognised|spherical" in "".join(offered.stdout.replace("│", "").split())
     assert made.code == 0, made.stderr
     metrics = made.json["rows"][0]["metrics"]
-    found = {row["name"]: row for row in metrics if _side(row) == ("in", "max_prob")}
+    found = {row["name"]: row for row in metrics if _side(row) == ("in", "combined")}
     assert found["spherical"]["value"] == pytest.approx(spherical, rel=1e-6)
     assert found["spherical"]["interval"]["low"] < spherical < found["spherical"]["interval"]["high"]
     assert found["recognised"]["value"] == pytest.approx(1 - found["fpr95"]["value"])

@@ -26,7 +26,7 @@ def of_predictions(examples: ExampleStatistics, values: NDArray | None) -> NDArr
 
 
 DETECTOR = Detector(
-    place=0,
+    place=1,
     of_predictions=of_predictions,
     needs="combined",
     without="the predictions have no combined score, which predict computes from the features of train and val",

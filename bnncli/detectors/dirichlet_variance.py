@@ -33,7 +33,7 @@ def of_predictions(examples: ExampleStatistics, values: NDArray | None) -> NDArr
 
 
 DETECTOR = Detector(
-    place=4,
+    place=5,
     of_predictions=of_predictions,
     needs="log_concentration",
     without="this integrator gives no Dirichlet distribution",

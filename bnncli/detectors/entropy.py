@@ -17,4 +17,4 @@ def of_predictions(examples: ExampleStatistics, values: NDArray | None) -> NDArr
     return -examples.entropy
 
 
-DETECTOR = Detector(place=2, of_predictions=of_predictions)
+DETECTOR = Detector(place=3, of_predictions=of_predictions)

@@ -22,6 +22,6 @@ def of_features(train: TrainingFeatures) -> FittedDetector:
 
 
 K = ScoreOption(
-    text="k of \0score\0 knn: the distance to the k-th nearest training features.", default=50, minimum=1, place=1
+    text="k of \0score\0 knn: the distance to the k-th nearest training features.", default=50, minimum=1, place=2
 )  # as published for 50,000 training examples
-DETECTOR = Detector(place=9, of_features=of_features, options={"neighbors": K})
+DETECTOR = Detector(place=10, of_features=of_features, options={"neighbors": K})

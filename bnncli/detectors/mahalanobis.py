@@ -15,4 +15,4 @@ def of_features(train: TrainingFeatures) -> FittedDetector:
     return FittedDetector(Mahalanobis.fit(train.features, train.labels, device=train.device).scores)
 
 
-DETECTOR = Detector(place=7, of_features=of_features)
+DETECTOR = Detector(place=8, of_features=of_features)

@@ -19,4 +19,4 @@ def of_predictions(examples: ExampleStatistics, values: NDArray | None) -> NDArr
     return np.asarray(values, dtype=np.float64)
 
 
-DETECTOR = Detector(place=6, of_predictions=of_predictions, needs="max_logit", without="the predictions have no logits")
+DETECTOR = Detector(place=7, of_predictions=of_predictions, needs="max_logit", without="the predictions have no logits")

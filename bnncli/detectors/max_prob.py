@@ -17,4 +17,4 @@ def of_predictions(examples: ExampleStatistics, values: NDArray | None) -> NDArr
     return examples.confidence
 
 
-DETECTOR = Detector(place=1, of_predictions=of_predictions)
+DETECTOR = Detector(place=2, of_predictions=of_predictions)

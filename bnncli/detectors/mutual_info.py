@@ -20,5 +20,5 @@ def of_predictions(examples: ExampleStatistics, values: NDArray | None) -> NDArr
 
 
 DETECTOR = Detector(
-    place=3, of_predictions=of_predictions, needs="mutual_info", without="this integrator gives no mutual information"
+    place=4, of_predictions=of_predictions, needs="mutual_info", without="this integrator gives no mutual information"
 )

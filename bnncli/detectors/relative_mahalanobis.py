@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from bnncli.detectors import Detector
 
-DETECTOR = Detector(place=8, computed_by="mahalanobis")
+DETECTOR = Detector(place=9, computed_by="mahalanobis")

@@ -41,7 +41,7 @@ class Roc:
     @property
     def title(self) -> str:
         """In a few words."""
-        return f"Detection of {self.ood} by {self.score}"
+        return f"Detection of {self.ood} by the {self.score} score"
 
     @property
     def description(self) -> str:
@@ -106,7 +106,7 @@ def draw(
     axes.set_aspect("equal")
     axes.set_xlabel(f"false positive rate: share of {ood} accepted")
     axes.set_ylabel(f"true positive rate: share of {split} accepted")
-    axes.set_title(f"Detection of {ood} by {score}", fontsize="large")
+    axes.set_title(f"Detection of {ood} by the {score} score", fontsize="large")
     plain_axes(axes)
     legend_of(axes, len(curves), "AUROC", "lower right")
     return figure

@@ -209,6 +209,7 @@ def test_mmc_is_the_mean_of_the_largest_probabilities() -> None:
 def test_every_score_is_higher_for_what_looks_in_distribution() -> None:
     probs = np.array([[0.98, 0.01, 0.01], [0.4, 0.3, 0.3]], dtype=np.float32)
     arrays = {
+        "combined": np.array([-1.0, -9.0], dtype=np.float32),
         "mutual_info": np.array([0.1, 0.4], dtype=np.float32),
         "energy": np.array([-9.0, -2.0], dtype=np.float32),
         "max_logit": np.array([9.0, 1.5], dtype=np.float32),
@@ -224,7 +225,7 @@ def test_every_score_is_higher_for_what_looks_in_distribution() -> None:
     np.testing.assert_allclose(found["entropy"][1], (probs[1] * np.log(probs[1])).sum(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["mutual_info", "dirichlet_variance", "energy", "max_logit"])
+@pytest.mark.parametrize("name", ["combined", "mutual_info", "dirichlet_variance", "energy", "max_logit"])
 def test_a_score_that_predictions_do_not_give_says_so(name: str) -> None:
     found = example_scores([name], examples_of(np.full((2, 2), 0.5)), lambda name: None)[name]
     assert isinstance(found, str)
