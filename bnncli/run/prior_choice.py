@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from bnncli.names import counted
 from bnncli.options.target import AUTO, INHERIT, SearchedPriorOptions
 from bnncli.run.inputs import Split
+from bnncli.run.produce import Request
 from bnncli.run.session import Run
+from bnncli.storage.resume import recorded_choice, state_path
 from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from bnncli.inference.prior_climb import PriorClimb
 
 Options = TypeVar("Options", bound=SearchedPriorOptions)
+_SEARCH = "prior_search"
 _MOST_DRAWN = 2**28  # numbers of the draws of a trial: 1 GiB
 
 
@@ -46,14 +49,31 @@ def with_prior_choice(
     return replace(options, prior_precision=INHERIT)
 
 
-def prior_metrics(found: PriorClimb, prior: Prior) -> dict[str, Any]:
-    """What a search tells, for an artifact's metrics; prior: that was chosen."""
+def stored_search(request: Request) -> dict[str, Any] | None:
+    """What a search told whose run was interrupted later, as prior_metrics has it; None where it is to be made."""
+    found = recorded_choice(state_path(request.target), _SEARCH)
+    return found if isinstance(found, dict) and "prior_precision" in found else None
+
+
+def search_identity(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resume state records of a search; nothing where there was none."""
+    return {_SEARCH: dict(told)} if told else {}
+
+
+def prior_metrics(found: PriorClimb, prior: Prior, *, passes: float) -> dict[str, Any]:
+    """What a search tells, for an artifact's metrics.
+
+    Args:
+        prior: that was chosen.
+        passes: gradient passes over the data that all trials took.
+    """
     return {
         **prior.to_meta(),
         "prior_precision_by": "val",
         "prior_precision_base": found.trials[0].precision,
         "prior_precision_curve": found.curve,
         "prior_precision_search_cut": found.is_cut,
+        "prior_precision_search_passes": passes,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bnncli.errors import Interrupted, WriteError
 from bnncli.lazy import torch
@@ -34,7 +34,7 @@ class Resumable:
     """
 
     def __init__(
-        self, run: Run, request: Request, *, resume: bool, save_every: float, also: Mapping[str, str] | None = None
+        self, run: Run, request: Request, *, resume: bool, save_every: float, also: Mapping[str, Any] | None = None
     ) -> None:
         self._run, self._resume, self._clock = run, resume, SaveClock(save_every)
         self._path = state_path(request.target)
@@ -123,7 +123,7 @@ def _started() -> str:
 
 
 def resumable_training(
-    run: Run, request: Request, *, resume: bool, save_every: float, also: Mapping[str, str] | None = None
+    run: Run, request: Request, *, resume: bool, save_every: float, also: Mapping[str, Any] | None = None
 ) -> Resumable:
     """The state of a training (bnncli.training.loop), which goes on where its random state is of one kind: on a CPU or a GPU."""
     also = {"device": run.device.type, **(also or {})}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli.errors import DataError
+from bnncli.errors import BnnError, DataError
 from bnncli.machine.input_files import reading
 from bnncli.machine.team import is_leader
 from bnncli.numerics.digests import canonical_json, tensor_digest
@@ -123,6 +123,15 @@ def read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor] | N
     if differing:
         raise unusable(path, f"it was saved with {differing}", code="resume_mismatch")
     return tensors
+
+
+def recorded_choice(path: Path, name: str) -> Any:
+    """What the state at `path` says of a choice that its run made, by name; None where it says nothing, or cannot be read."""
+    try:
+        identity = read_document(path)["identity"]
+        return identity.get(name)
+    except (BnnError, AttributeError, KeyError):
+        return None  # what is wrong with it is told by read_state
 
 
 def remove_state(path: Path) -> None:

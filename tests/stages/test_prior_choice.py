@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kills import kill_midway
 from problems.arrays import make_arrays, make_wide_arrays
 from problems.command_line import Cli, new_run
 
@@ -72,6 +73,26 @@ def test_what_inherits_is_what_the_number_gives_and_the_search_changes_nothing_e
         assert ours is not None
         assert theirs is not None
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_run_that_goes_on_does_not_search_again(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[Any, ...]
+) -> None:
+    run = make_run(cli, tmp_path, 300)
+    whole = cli(command[0], run, *command[1:], "--name", "whole", "--json").json
+    kill_midway(run, "cut", *command, saves=9)
+
+    def climb(*given: object, **named: object) -> None:
+        raise AssertionError("searched again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"bnncli.stages.{command[0]}.prior.climb_prior", climb)
+        done = cli(command[0], run, *command[1:], "--name", "cut", "--resume", "--json")
+    assert "resuming" in done.stderr
+    assert done.json["outputs"][0]["content_digest"] == whole["outputs"][0]["content_digest"]
+    named = ("--prior-precision", repr(whole["metrics"]["prior_precision"]), "--name", "given", "--json")
+    given = cli(command[0], run, *command[1:], *named).json["metrics"]
+    assert given["val"] == whole["metrics"]["val"]  # the search leaves no trace in the run
 
 
 def test_the_biases_follow(cli: Cli, tmp_path: Path, command: tuple[Any, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from bnncli.errors import UsageError
@@ -12,7 +13,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.options.target import AUTO
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
-from bnncli.run.prior_choice import with_prior_choice
+from bnncli.run.prior_choice import stored_search, with_prior_choice
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.row_space import span_to_fit
@@ -87,9 +88,12 @@ def _last_layer(
 
         prior, told = prior_of(options, base), dict[str, Any]()
         if options.prior_precision == AUTO and held_out is not None:
-            prior, space, told = choose_prior(run, options, prior, held_out, space_at)
-        else:
-            space = space_at(prior, None)
+            told = (stored_search(request) if options.resume else None) or choose_prior(
+                run, options, prior, held_out, space_at
+            )
+            prior = Prior.from_meta(told) or prior
+        space = space_at(prior, None)
+        space = replace(space, passes=space.passes + told.get("prior_precision_search_passes", 0))
         return Sampling(run, options, request, prior, space, told).fit()
 
     return request, fit

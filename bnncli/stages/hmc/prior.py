@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from bnncli.inference.hmc import sample_hmc
@@ -24,8 +23,8 @@ def choose_prior(
     prior: Prior,
     val: Split,
     space_at: Callable[[Prior, Space | None], Space],
-) -> tuple[Prior, Space, dict[str, Any]]:
-    """The prior, where its chains move, and what is told of the search.
+) -> dict[str, Any]:
+    """What is told of the search, the prior with it.
 
     Args:
         prior: of the base: where the search starts.
@@ -66,5 +65,4 @@ def choose_prior(
         )
 
     found = climb_prior(try_at, prior.weight_precision, progress=run.console)
-    chosen, space, _ = found.best.found
-    return chosen, replace(space, passes=passes), prior_metrics(found, chosen)
+    return prior_metrics(found, found.best.found[0], passes=passes)

@@ -30,6 +30,7 @@ from bnncli.posteriors.samples import Samples
 from bnncli.run.chain_judges import Judge, head_judges, parameter_judge
 from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split, open_posterior
+from bnncli.run.prior_choice import search_identity
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import Resumable, ResumableDraws
@@ -226,8 +227,8 @@ class Sampling:
         store = DrawFile(request.target, num_chains=options.chains, num_params=space.train.layout.num_params)
         # A state holds whitened coordinates: under another whitening they would be other theta.
         workers = self._workers()
-        also = {"whitening": space.identity} | ({} if workers is None else {"spread": "chains"})
-        also |= {"prior": str(self.prior)} if self.told else {}
+        also: dict[str, Any] = {"whitening": space.identity} | ({} if workers is None else {"spread": "chains"})
+        also |= search_identity(self.told)
         resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
         resume = ResumableDraws(resumable, store)
         judgements: dict[int, Convergence] = {}

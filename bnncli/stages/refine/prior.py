@@ -22,8 +22,8 @@ def choose_prior(
     fit_at: Callable[..., RefineFit],
     *,
     num_draws: int,
-) -> tuple[Prior, dict[str, Any]]:
-    """The prior, and what is told of the search.
+) -> dict[str, Any]:
+    """What is told of the search, the prior with it.
 
     Args:
         prior: of the base: where the search starts.
@@ -43,5 +43,5 @@ def choose_prior(
         return PriorTrial(precision, losses.cpu(), len(fit.history), float(options.epochs or 0), (tried, fit.posterior))
 
     found = climb_prior(try_at, prior.weight_precision, progress=run.console)
-    chosen: Prior = found.best.found[0]
-    return chosen, prior_metrics(found, chosen)
+    passes = sum(trial.cost for trial in found.trials) * (options.num_draws or 1)
+    return prior_metrics(found, found.best.found[0], passes=passes)

@@ -27,6 +27,7 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split, open_posterior
 from bnncli.run.network_splits import NetworkReader
+from bnncli.run.prior_choice import search_identity, stored_search
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import resumable_training
@@ -115,10 +116,9 @@ def fit(
         prior: of the base, or as given; another may be chosen.
     """
     train, val = splits
-    num_epochs, told, also = 0, dict[str, Any](), dict[str, str]()
+    told: dict[str, Any] = {}
 
     def fit_at(prior: Prior, **choices: Any) -> RefineFit:
-        nonlocal num_epochs
         tried = base_at(prior)
         given = {
             "flow": options.chosen_flow,
@@ -134,21 +134,22 @@ def fit(
             "generator": run.stream("refine/train"),
             "progress": run.console,
         }
-        fit = _fit_flow(train.target(prior, run.device), tried, **{**given, **choices})
-        num_epochs += len(fit.history)
-        return fit
+        return _fit_flow(train.target(prior, run.device), tried, **{**given, **choices})
 
     if options.prior_precision == AUTO and val is not None:
         num_draws = affordable_draws(TRIAL_DRAWS, train.layout.num_params)
-        prior, told = choose_prior(run, options, prior, (train, val), fit_at, num_draws=num_draws)
-        also = {"prior": str(prior)}
+        told = (stored_search(request) if options.resume else None) or choose_prior(
+            run, options, prior, (train, val), fit_at, num_draws=num_draws
+        )
+        prior = Prior.from_meta(told) or prior
+    also = search_identity(told)
     resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every, also=also)
     with resumable.hint():
         found = fit_at(prior, state=resumable.restore(), save=resumable.save)
         base, target = base_at(prior), train.target(prior, run.device)
         metrics = _measure(run, options, found, base, target) | told
-        cost = Cost.of_fit(num_epochs * (options.num_draws or 1), is_last_layer=options.is_last_layer)
-        metrics |= cost.to_metrics()
+        passes = len(found.history) * (options.num_draws or 1) + told.get("prior_precision_search_passes", 0)
+        metrics |= Cost.of_fit(passes, is_last_layer=options.is_last_layer).to_metrics()
         if val is not None:
             others = {} if options.base == "prior" else {"base": base}
             metrics |= measure_on_val(run, found.posterior, val, method="refine", others=others)
