@@ -71,11 +71,12 @@ class Judged:
     is_worse: bool = False
     is_tuned: bool = False
     num_varying: int | None = None
+    fit_on: str = "train"
 
     @property
-    def aim(self) -> tuple[str | None, Prior | None]:
-        """What it was fitted to: the log posterior of these parameters under this prior."""
-        return self.layers, self.target
+    def aim(self) -> tuple[str | None, Prior | None, str]:
+        """What it was fitted to: the log posterior of these parameters under this prior, given the rows of these splits."""
+        return self.layers, self.target, self.fit_on
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,9 @@ def give_verdict(posteriors: Sequence[Judged], commands: Commands, prediction: s
     distributions = [judged for judged in posteriors if judged.type in DENSITIES or judged.type == "samples"]
     aims = list(dict.fromkeys(judged.aim for judged in distributions))
     choices = {aim: _choose([j for j in distributions if j.aim == aim]) for aim in aims}
-    aim = next((one for one in aims if choices[one] is not None), aims[0] if aims else (None, None))
+    aim = next((one for one in aims if choices[one] is not None), aims[0] if aims else (None, None, ""))
     use = choices.get(aim)
-    layers, target = aim
+    layers, target, _ = aim
     over = "" if layers is None else f"over {layers} layers " if layers == ALL else f"over {layers} "
     where = f"{over}at prior precision {target}, " if len(aims) > 1 and target is not None else ""
     fit, command = _fit_clause([j for j in distributions if j.aim == aim], use, commands)

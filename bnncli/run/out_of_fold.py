@@ -38,6 +38,11 @@ def fit_on(header: Header | None) -> str:
     return str((header.meta if header else {}).get("fit_on", TRAIN))
 
 
+def fit_on_meta(base: Header | None) -> dict[str, str]:
+    """What a posterior records of the rows that it has from its base: nothing where they are train's."""
+    return {} if fit_on(base) == TRAIN else {"fit_on": fit_on(base)}
+
+
 def load_fitted(run: Run, wanted: str) -> Split:
     """The labelled rows of train, of val, or of train and then val, as one split.
 

@@ -11,7 +11,7 @@ from bnncli.errors import UsageError
 from bnncli.options.target import TargetOptions
 from bnncli.run import named_posterior
 from bnncli.run.inputs import Split, open_posterior, posterior_prior, posterior_source
-from bnncli.run.out_of_fold import fit_on, unique_sources
+from bnncli.run.out_of_fold import unique_sources
 from bnncli.run.session import Run
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
@@ -50,11 +50,6 @@ class Base:
     header: Header
     source: Source
     prior: Prior
-
-    @property
-    def fit_on(self) -> str:
-        """The splits that it was fitted to."""
-        return fit_on(self.header)
 
     @property
     def is_gaussian(self) -> bool:

@@ -11,8 +11,9 @@ from bnncli.errors import UsageError
 from bnncli.inference.step_memory import Stepping, require_steps
 from bnncli.likelihoods import name_to_record
 from bnncli.options.target import TargetOptions
-from bnncli.run.inputs import Split, load_split
+from bnncli.run.inputs import Split
 from bnncli.run.network_sources import network_sources
+from bnncli.run.out_of_fold import fit_on, fit_on_meta, held_out_of, load_fitted
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
@@ -99,8 +100,9 @@ def produce_fit(
     Raises:
         BnnError: an input is missing or does not fit, or the work has no room.
     """
-    train, val = load_split(run, "train").check_labeled(), labeled_val(run)
     base = find_base(run, options)
+    train = load_fitted(run, fit_on(base.header if base else None))
+    val = held_out_of(train, labeled_val(run))
     if not options.is_last_layer and train.content.head_weight is None:
         raise UsageError(f"\0layers\0 {options.layers}: this run has no network, only features")
     run.require_device()
@@ -207,6 +209,7 @@ class _Job:
             "method": self.asked.method,
             **self.options.layers_params,
             **prior.to_meta(),
+            **fit_on_meta(self.base.header if self.base else None),
             **name_to_record(layout.likelihood_name),
             "param_layout": layout.to_json(),
         }

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
 from bnncli.run.integrator_choice import ENSEMBLE, default_integrator
-from bnncli.run.out_of_fold import OutOfFold
+from bnncli.run.out_of_fold import OutOfFold, fit_on
 from bnncli.run.predictor import TrainData
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
@@ -68,13 +67,15 @@ def diagnose(
     name: str,
     train: CurvedTarget,
     val: Split | None,
+    data: TrainData,
     network: ModuleNetwork | None = None,
 ) -> Diagnosis:
     """The diagnosis of the posterior in a file, called `name` in all that is said of it.
 
     Args:
-        train: the log posterior of the run's training split; its own prior is ignored.
+        train: the log posterior of the rows that the posterior was fitted to; its own prior is ignored.
         val: as the posterior sees it, like train.
+        data: what gives the folds of a posterior that was fitted to val.
         network: of a posterior over other layers than the last.
 
     Raises:
@@ -102,10 +103,11 @@ def diagnose(
         entry |= dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), undefined(reason))
     elif posterior.type in DENSITIES:
         entry |= _importance(run, options, name, posterior, header, train)
-    scored = _scored(run, name, posterior, header, val)
+    scored = _scored(run, name, posterior, header, val, data)
     entry["val_nll"] = _mean(None if scored is None else scored.losses)
     draws = _draws(run, name, posterior, {**entry, **_independent(header)})
     known: dict[str, Any] = {"layers": header.meta.get("layers"), "num_varying": header.meta.get("num_varying")}
+    known["fit_on"] = fit_on(header)
     known["is_exact"] = header.meta.get("metrics", {}).get("is_exact", True)
     left = header.meta.get("metrics", {}).get("shortfall") or {}
     known["shortfall"] = left["value"] if left.get("is_large") else None
@@ -207,29 +209,33 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
     return {"draws": draws.shape[0] * draws.shape[1], **found}
 
 
-def _scored(run: Run, key: str, posterior: Any, header: Header, val: Split | None) -> Scored | None:
-    """Scores on val, out of fold where it was fitted: 200 draws, but all of samples, and plug-in for a point. None where it was, without folds.
+def _scored(run: Run, key: str, posterior: Any, header: Header, val: Split | None, data: TrainData) -> Scored | None:
+    """Scores on val: 200 draws, but all of samples, and plug-in for a point.
 
-    A posterior over other layers predicts by its default: a Gaussian is that of the linearised network.
+    A posterior over other layers predicts by its default: a Gaussian is that of the linearised network. One that was fitted to val
+    predicts it by its folds, or has no scores.
     """
     if val is None or val.content.labels is None:
         return None
     name, size = _predictive(posterior, header, val)
-    stands = TrainData(run).judged_on(header, posterior.to(run.device), val)
-    if stands is None:
+    judged = data.judged_on(header, posterior.to(run.device), val)
+    if judged is None:
         return None
-    features = val.features(run.device)
-    parts = stands.parts() if isinstance(stands, OutOfFold) else [(stands, torch.arange(len(features)))]
-    probs = np.empty((len(features), posterior.layout.num_classes), dtype=np.float32)
-    for one, rows in parts:
-        prediction = load_integrator(name).predict(
-            one,
-            features[rows.to(run.device)],
-            num_samples=size,
-            generator=run.stream("diagnose/val"),
-            progress=run.console,
+
+    def predicted(one: Any, features: Tensor) -> NDArray[np.float32]:
+        generator = run.stream("diagnose/val")
+        found = load_integrator(name).predict(
+            one, features, num_samples=size, generator=generator, progress=run.console
         )
-        probs[rows.numpy()] = prediction.probs.cpu().numpy()
+        probs: NDArray[np.float32] = found.probs.cpu().numpy()
+        return probs
+
+    features = val.features(run.device)
+    if not isinstance(judged, OutOfFold):
+        return score(key, predicted(judged, features), val.content.labels)
+    probs = np.empty((len(features), posterior.layout.num_classes), dtype=np.float32)
+    for one, rows in judged.parts():
+        probs[rows.numpy()] = predicted(one, features[rows.to(features.device)])
     return score(key, probs, val.content.labels)
 
 

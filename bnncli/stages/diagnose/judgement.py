@@ -23,6 +23,7 @@ from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split, load_split, posterior_source, recorded_prior
 from bnncli.run.layers_selection import over_layers
 from bnncli.run.named_posterior import find_named
+from bnncli.run.out_of_fold import fit_on
 from bnncli.run.produce import expected
 from bnncli.run.recommendation import Recommended, recommended
 from bnncli.run.session import Run
@@ -225,7 +226,7 @@ def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
         chosen = bandwidths[one.judged.layers]
         pair: dict[str, Any] = {
             "posteriors": [one.judged.name, other.judged.name],
-            "is_same_target": one.judged.target is not None and one.judged.target == other.judged.target,
+            "is_same_target": one.judged.target is not None and one.judged.aim == other.judged.aim,
             "unbiased": None,
             "biased": None,
             "standard_error": None,
@@ -317,9 +318,9 @@ def _with_comparisons(
     return compared
 
 
-def _aim(header: Header) -> tuple[str | None, Prior | None]:
+def _aim(header: Header) -> tuple[str | None, Prior | None, str]:
     """What a posterior was fitted to, as Judged.aim has it."""
-    return header.meta.get("layers"), recorded_prior(header)
+    return header.meta.get("layers"), recorded_prior(header), fit_on(header)
 
 
 def _was_tuned_on_val(header: Header) -> bool:

@@ -10,6 +10,7 @@ from bnncli.evaluation.layer_gain import LayerGain, layer_gains
 from bnncli.evaluation.verdict import POINTS
 from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split
+from bnncli.run.out_of_fold import fit_on
 from bnncli.run.predictor import TrainData
 from bnncli.run.session import Run
 from bnncli.storage.headers import Header
@@ -27,26 +28,25 @@ class SeenSplits:
     options: DiagnoseOptions
     train: Split
     val: Split | None
-    _known: dict[str | None, dict[str, Any]] = field(default_factory=dict)
+    _known: dict[tuple[str | None, str], dict[str, Any]] = field(default_factory=dict)
 
     @cached_property
     def _data(self) -> TrainData:
         return TrainData(self.run, self.options.trust_code)
 
     def by(self, header: Header) -> dict[str, Any]:
-        """`train` (a target), `val` (a split) and `network` as the posterior with this header sees them; read once.
+        """`train` (a target), `val` (a split) and `network` as the posterior with this header sees them, read once; and `data`.
 
         Raises:
             Untrusted, MissingInput, DataError: its network or its inputs cannot be opened.
         """
-        layers = header.meta.get("layers")
-        if layers not in self._known:
+        layers, wanted = header.meta.get("layers"), fit_on(header)
+        if (layers, wanted) not in self._known:
             network = None if layers is None else self._data.reader.network_of(str(layers))
-            train, val = (None if one is None else self._data.seen_by(header, one) for one in (self.train, self.val))
-            assert train is not None
-            target = train.target(Prior(1.0), self.run.device)
-            self._known[layers] = {"train": target, "val": val, "network": network}
-        return self._known[layers]
+            val = None if self.val is None else self._data.seen_by(header, self.val)
+            target = self._data.target(header, Prior(1.0))
+            self._known[layers, wanted] = {"train": target, "val": val, "network": network, "data": self._data}
+        return self._known[layers, wanted]
 
 
 def gains_of_layers(diagnoses: list[Diagnosis]) -> list[LayerGain]:

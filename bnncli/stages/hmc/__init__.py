@@ -13,6 +13,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.options.target import AUTO
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
+from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted
 from bnncli.run.prior_choice import stored_search, with_prior_choice
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
@@ -48,9 +49,9 @@ def run(run: Run, options: HmcOptions) -> Result:
     """Sample and publish; the result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
     if options.max_draws is not None and options.until is None:
         raise UsageError("--max-draws says where --until gives up: give that too")
-    train = load_split(run, "train").check_labeled()
-    held_out = load_split(run, "val") if "val" in run.folder.splits() else None
     base = find_base(run, options)
+    train = load_fitted(run, fit_on(base.header if base else None))
+    held_out = held_out_of(train, load_split(run, "val") if "val" in run.folder.splits() else None)
     val = held_out if held_out is not None and held_out.content.labels is not None else None
     num_tried = options.chains * options.tried[1]
     too_short = f"a quarter of the draws is {num_tried}" if num_tried < _LEAST_TRIED else None
@@ -91,7 +92,7 @@ def _last_layer(
             told = (stored_search(request) if options.resume else None) or choose_prior(
                 run, options, prior, held_out, space_at
             )
-            prior = Prior.from_meta(told) or prior
+            prior = Prior.from_meta(told, mean=prior.mean) or prior
         space = space_at(prior, None)
         space = replace(space, passes=space.passes + told.get("prior_precision_search_passes", 0))
         return Sampling(run, options, request, prior, space, told).fit()

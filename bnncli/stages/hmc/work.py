@@ -30,6 +30,7 @@ from bnncli.posteriors.samples import Samples
 from bnncli.run.chain_judges import Judge, head_judges, parameter_judge
 from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split, open_posterior
+from bnncli.run.out_of_fold import fit_on_meta
 from bnncli.run.prior_choice import search_identity
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
@@ -147,7 +148,7 @@ def last_layer(
         coarse=choose_gradient(options.gradients, target, gaussian.mean),
         predictions=head_judges(run, train, held_out),
         val=held_out if held_out is not None and held_out.content.labels is not None else None,
-        meta={} if rows is None else {"row_space_rank": rows.rank},
+        meta={**fit_on_meta(base.header if base else None), **({} if rows is None else {"row_space_rank": rows.rank})},
         passes=tally.passes,
         smallest_group=_SMALLEST_GROUP,
     )
@@ -159,8 +160,8 @@ def _gaussian_of(base: Base | None, prior: Prior, structure: str, train: Split) 
         return None
     meta, inputs = base.header.meta, base.header.provenance["inputs"]
     is_it = (meta.get("method"), meta.get("center"), meta.get("structure")) == ("laplace", "mode", structure)
-    own = {given["content_digest"] for given in inputs if given["role"] == "features.train"}
-    if not is_it or own != {train.source.content_digest}:
+    own = {(given["role"], given["content_digest"]) for given in inputs}
+    if not is_it or not own.issuperset((one.role, one.content_digest) for one in train.sources):
         return None
     gaussian: Gaussian = open_posterior(base.path)[0]
     return gaussian

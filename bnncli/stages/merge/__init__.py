@@ -11,6 +11,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split
 from bnncli.run.network_sources import network_sources
+from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, unique_sources
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.stages.hmc.report import summary, verdict
@@ -32,9 +33,9 @@ COMMAND = Command(
 
 def run(run: Run, options: MergeOptions) -> Result:
     """Join and publish; the result's metrics are those of hmc, over all chains."""
-    train = load_split(run, "train").check_labeled()
-    held_out = load_split(run, "val") if "val" in run.folder.splits() else None
     parts = find_parts(run, options)
+    train = load_fitted(run, fit_on(parts[0].header))
+    held_out = held_out_of(train, load_split(run, "val") if "val" in run.folder.splits() else None)
     require_together(run, parts, train)
     run.require_device()
     layers, num_params = parts[0].layers, parts[0].num_params
@@ -48,7 +49,7 @@ def run(run: Run, options: MergeOptions) -> Result:
         params={"posteriors": [part.path.stem for part in parts], "seed": run.compute.seed},
         algo_rev=_revisions.MERGE,
         sources=[
-            *(split.source for split in used),
+            *unique_sources(*used),
             *([] if layers == LAST else network_sources(used)),
             *(part.source for part in parts),
         ],

@@ -15,6 +15,7 @@ from bnncli.numerics.digests import json_sha256
 from bnncli.options import MergeOptions
 from bnncli.run.inputs import Split, posterior_source, recorded_prior
 from bnncli.run.named_posterior import find_named
+from bnncli.run.out_of_fold import fit_on
 from bnncli.run.revisions import is_another
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
@@ -102,6 +103,7 @@ class MergedRun:
         prior = recorded_prior(self.header)
         said = "none" if prior is None else " ".join(f"{name} {value}" for name, value in prior.to_meta().items())
         yield "prior", prior, said if len(said) < _MAX_SHOWN else f"{prior}, {_short(f'sha256:{json_sha256(said)}')}"
+        yield "rows", fit_on(self.header), fit_on(self.header)
         for name in ("param_layout", "classes"):
             yield name.replace("_", " "), meta[name], _short(f"sha256:{json_sha256(meta[name])}")
 

@@ -15,6 +15,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.options.refine import TRIAL_DRAWS
 from bnncli.options.target import AUTO, INHERIT
 from bnncli.run import revisions as _revisions
+from bnncli.run.out_of_fold import fit_on_meta
 from bnncli.run.prior_choice import with_prior_choice
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
@@ -74,7 +75,8 @@ def run(run: Run, options: RefineOptions) -> Result:
 
         with work.seen(options, room.reader, given.train, given.val) as splits:
             base_at = partial(work.base_of, run, splits[0], given.base_path)
-            return work.fit(run, options, splits, base_at, prior=prior, request=request)
+            rows = fit_on_meta(given.header)
+            return work.fit(run, options, splits, base_at, prior=prior, request=request, rows=rows)
 
     return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta))
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from bnncli.errors import DataError, UsageError
 from bnncli.options import RefineOptions
 from bnncli.options.refine import BASE
-from bnncli.run.inputs import Split, load_split, posterior_prior, posterior_source
+from bnncli.run.inputs import Split, posterior_prior, posterior_source
 from bnncli.run.named_posterior import find_base
 from bnncli.run.network_sources import network_sources
+from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, unique_sources
 from bnncli.run.row_space import span_of
 from bnncli.run.session import Run
 from bnncli.run.val_report import labeled_val
@@ -32,7 +33,7 @@ class StartInputs:
         train: the labelled split to train on.
         val: the labelled split to judge by, if there is one.
         base_path: the base's file; None where the base is the prior.
-        header: of that file.
+        header: of that file, or of the one whose prior it is.
         span: the row space that the base was fitted in, if any.
         sources: of the splits, the base and the network.
     """
@@ -59,17 +60,19 @@ class StartInputs:
 
 def open_inputs(run: Run, options: RefineOptions) -> StartInputs:
     """The inputs of a run. Raises BnnError where one is missing, or does not fit what is asked for."""
-    train = load_split(run, "train").check_labeled()
-    val = labeled_val(run)
-    sources = [train.source, *([val.source] if val is not None else [])]
-    base_path, header, span = None, None, None
+    base_path, header, span, of_base = None, None, None, []
     if options.base != "prior":
         base_path = find_base(run, options, None if options.base == BASE else options.base)
         header, source = posterior_source(run, base_path, "base")
         _check_is_gaussian(run, base_path, header)
         options = _with_layers_of(options, header)
         span = span_of(header.meta)
-        sources.append(source)
+        of_base = [source]
+    elif options.prior_precision is None and run.folder.posterior(options.default_base).is_file():
+        header = read_header(run.folder.posterior(options.default_base))
+    train = load_fitted(run, fit_on(header))
+    val = held_out_of(train, labeled_val(run))
+    sources = [*unique_sources(train, val), *of_base]
     options.check_trust()
     if not options.is_last_layer:
         sources += network_sources([split for split in (train, val) if split is not None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -108,12 +108,14 @@ def fit(
     *,
     prior: Prior,
     request: Request,
+    rows: Mapping[str, str],
 ) -> Fitted:
     """The flow, with what is told of it.
 
     Args:
         base_at: the Gaussian to start from, for a target with this prior.
         prior: of the base, or as given; another may be chosen.
+        rows: what the file records of those that it is fitted to.
     """
     train, val = splits
     told: dict[str, Any] = {}
@@ -141,7 +143,7 @@ def fit(
         told = (stored_search(request) if options.resume else None) or choose_prior(
             run, options, prior, (train, val), fit_at, num_draws=num_draws
         )
-        prior = Prior.from_meta(told) or prior
+        prior = Prior.from_meta(told, mean=prior.mean) or prior
     also = search_identity(told)
     resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every, also=also)
     with resumable.hint():
@@ -162,6 +164,7 @@ def fit(
         "method": "refine",
         **options.layers_params,
         **prior.to_meta(),
+        **rows,
         "param_layout": train.layout.to_json(),
         "maps": found.posterior.layers[0].maps,
     }

@@ -14,6 +14,7 @@ from bnncli.options.sbc import PRIOR
 from bnncli.options.target import INHERIT
 from bnncli.run.inputs import Split, load_split, posterior_source, recorded_prior
 from bnncli.run.named_posterior import find_named
+from bnncli.run.out_of_fold import TRAIN, fit_on, load_fitted
 from bnncli.run.session import Result, Run, Table, source_json
 from bnncli.stages.sbc.judged import RankedQuantity, p_text, verdict_of
 from bnncli.storage.figures import check_figure_path, write_figure
@@ -52,17 +53,17 @@ _NO_FIT = {  # by method, why not; it may have another name
 
 def run(run: Run, options: SbcOptions) -> Result:
     """Simulate, fit, rank and judge; nothing is written but a figure."""
-    train = load_split(run, "train")
     path = find_named(
         run, options.posterior, flag="--posterior", otherwise=run.suggest("fit-laplace", name=options.posterior)
     )
     header, source = posterior_source(run, path, "posterior")
+    train = load_split(run, "train") if fit_on(header) == TRAIN else load_fitted(run, fit_on(header))
     _check_can_be_tried(path, header)
     if header.meta["method"] == _LATENT and options.truth != PRIOR:
         raise UsageError(
             f"--truth: expected prior; {path.stem} is by fit-lbbnn, whose fits are tried on truths from their prior alone; got {options.truth}"
         )
-    sources = [train.source, source]
+    sources = [*train.sources, source]
     truth = None
     if options.truth != PRIOR:
         train.check_labeled()
