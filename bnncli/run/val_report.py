@@ -289,12 +289,12 @@ def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray
     return probs, {"integrator": name, "samples": size}
 
 
-def _logits(run: Run, posterior: Any, val: Split) -> Tensor:
-    """Logits (N, K) at the centre of a posterior, on the device."""
+def logits_on_val(run: Run, posterior: Any, val: Split) -> Tensor:
+    """Logits (N, K) at the centre of a posterior, or of its folds, on the device."""
     from bnncli.posteriors.point import Point
 
     if isinstance(posterior, OutOfFold):
-        parts = [(index, _logits(run, one, val.take(index))) for one, index in posterior.parts()]
+        parts = [(index, logits_on_val(run, one, val.take(index))) for one, index in posterior.parts()]
         order = torch.cat([index for index, _ in parts]).argsort()
         return torch.cat([logits for _, logits in parts])[order.to(run.device)]
     return val.logits(Point(posterior.center, posterior.layout), run.device)
@@ -309,7 +309,7 @@ def _at_best_temperature(run: Run, posterior: Any, val: Split, key: str) -> tupl
     from bnncli.inference.temperature import LabelledLogits, fit_temperature, held_out_losses
 
     assert val.content.labels is not None
-    likelihood, logits = val.layout.likelihood, _logits(run, posterior, val)
+    likelihood, logits = val.layout.likelihood, logits_on_val(run, posterior, val)
     data = LabelledLogits(logits, val.labels(run.device), likelihood)
     fit = fit_temperature(data)
     if fit.unbounded == "separable":

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal changes nothing below it
 
 _MOST_NAMES = 10
+_MEMORISED, _MOST_ROWS = 1 / 3, 10_000  # NLL of train, of that of val; rows that tell it
 _MEANINGS = {
     "val": "what the posterior makes of them counts nothing in the choice of the prior precision or in any number on val",
     "train": "their weights are learnt only from examples of other classes, and they are predicted rarely whatever the input",
@@ -73,6 +74,28 @@ def warn_of_shortfall(run: Run, mode: Mode) -> None:
         run.console.warn(
             f"the centre is {mode.newton_decrement:.2g} posterior standard deviations from the mode (all {len(mode.theta):,} "
             f"parameters together; a draw is about {math.sqrt(len(mode.theta)):.0f} away): {mode.shortfall}"
+        )
+
+
+def tell_of_memorised(run: Run, train: Split, val: Split | None) -> None:
+    """Say so where the network has memorised the rows that a last layer is fitted to: they tell little of what it does elsewhere."""
+    from bnncli.lazy import torch
+    from bnncli.posteriors.point import Point
+
+    head = train.head()
+    if head is None or val is None or val.content.labels is None:
+        return
+    point, found = Point(head.to(run.device), train.layout), []
+    for split in (train, val):
+        order = torch.randperm(len(split.stored), generator=run.stream("fit-laplace/memorised"))
+        some = split.take(order[:_MOST_ROWS].sort().values)
+        losses = train.layout.likelihood.losses(some.logits(point, run.device), some.labels(run.device), 1.0)
+        found.append((float(losses.mean()), float(losses.std()) / math.sqrt(len(losses))))
+    (own, own_error), (other, other_error) = found
+    if own < _MEMORISED * other and other - own > 3 * math.hypot(own_error, other_error):
+        run.console.info(
+            f"the network has memorised train: its NLL is {own:.3g} there and {other:.3g} on val; --fit-on train+val or val fits rows that "
+            "it has not seen"
         )
 
 

@@ -28,7 +28,7 @@ from bnncli.run.val_report import measure_on_val
 from bnncli.stages.fit_laplace.folds import fit_with_folds, folds_of
 from bnncli.stages.fit_laplace.search import Searched, examples_to_search
 from bnncli.stages.fit_laplace.structure import rough_structure_to_search, structure_by_val, structure_to_search
-from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter
+from bnncli.stages.fit_laplace.warnings import tell_of_memorised, warn_of_edge, warn_of_jitter
 from bnncli.targets.held_out import HeldOutFeatures
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.passes import counted_passes
@@ -51,6 +51,8 @@ def fit(
     start = train.start().to(run.device)
     # A search puts its candidates in the place of the weights' precision.
     weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
+    if VAL not in options.fit_on:
+        tell_of_memorised(run, train, val)
     folds = folds_of(run, val) if val is not None and VAL in options.fit_on else None
     priors = _priors(run, options, Prior(weight_precision, options.own_bias_precision), train, val, folds)
     target = of_all = train.target(priors[0], run.device)

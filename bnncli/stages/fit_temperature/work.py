@@ -13,8 +13,11 @@ from bnncli.errors import NumericError
 from bnncli.inference.temperature import LARGEST, SMALLEST, LabelledLogits, TemperatureFit, fit_temperature
 from bnncli.posteriors.point import Point
 from bnncli.run.inputs import Split, open_posterior
+from bnncli.run.out_of_fold import fit_on_meta, knows, out_of_fold
+from bnncli.run.predictor import TrainData
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Run
+from bnncli.run.val_report import logits_on_val
 
 _WHY_UNBOUNDED = {
     "separable": "the label has the largest logit in every example of val, so that any lower temperature is better",
@@ -24,13 +27,17 @@ _WHY_UNBOUNDED = {
 
 def fit(run: Run, val: Split, base_path: Path | None) -> Fitted:
     """The network, or the mean of the base, divided by the best temperature."""
-    theta, layout = val.start(), val.layout
+    theta, layout, told = val.start(), val.layout, {}
+    judged: Any = Point(theta, layout)
     if base_path is not None:
-        base, _ = open_posterior(base_path)
-        theta, layout = base.center.double(), base.layout
+        base, header = open_posterior(base_path)
+        theta, layout, told = base.center.double(), base.layout, fit_on_meta(header)
         val.check_fits(layout)
+        judged = Point(theta, layout)
+        if knows(header, val):
+            judged = out_of_fold(header, base.to(run.device), val, TrainData(run).target)
     labels = val.labels(run.device)
-    logits = val.logits(Point(theta, layout), run.device)
+    logits = logits_on_val(run, judged, val)
     fit = fit_temperature(LabelledLogits(logits, labels, layout.likelihood), progress=run.console)
     if not bool(torch.isfinite(fit.nll_after).all()):
         raise NumericError(
@@ -42,7 +49,7 @@ def fit(run: Run, val: Split, base_path: Path | None) -> Fitted:
         run.console.warn(f"the temperature {fit.temperature:g} is the bound of the range searched: {why}")
     tensors, meta = Point(theta / fit.temperature, layout).to_tensors()
     tensors |= {"temperature": torch.tensor([fit.temperature], dtype=torch.float64)}
-    meta |= {"method": "temperature", "base": metrics["base"], "param_layout": layout.to_json()}
+    meta |= {"method": "temperature", "base": metrics["base"], "param_layout": layout.to_json(), **told}
     return Fitted(tensors, meta, metrics, val)
 
 
