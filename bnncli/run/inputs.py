@@ -329,8 +329,13 @@ def _recorded_mean(header: Header) -> Tensor | None:
     if header.meta.get("prior_mean_scale") is None:
         return None
     if header.kind == "samples":
-        return torch.from_numpy(read_constant(header.path, "prior_mean"))
-    return read_tensor(header.path, "prior.mean")
+        mean = torch.from_numpy(read_constant(header.path, "prior_mean"))
+    else:
+        mean = read_tensor(header.path, "prior.mean")
+    num_params = sum(math.prod(part["shape"]) for part in header.meta["param_layout"])
+    if tuple(mean.shape) != (num_params,):
+        raise ValueError(f"the prior's mean has shape {tuple(mean.shape)}, expected ({num_params},)")
+    return mean
 
 
 def head_tensors(train: Split) -> dict[str, Tensor]:

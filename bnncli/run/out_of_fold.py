@@ -29,18 +29,28 @@ if TYPE_CHECKING:
     from bnncli.targets.last_layer import LastLayerTarget
     from bnncli.theta.prior import Prior
 
-TRAIN, VAL = "train", "val"
+TRAIN, VAL, BOTH = FIT_ON = ("train", "val", "train+val")
 _FEW = 0.02  # of all rows, that a fold leaves out
 
 
 def fit_on(header: Header | None) -> str:
-    """The splits whose likelihood a posterior has, with + between them."""
-    return str((header.meta if header else {}).get("fit_on", TRAIN))
+    """The splits whose likelihood a posterior has, with + between them. Raises DataError where its header names others."""
+    found = TRAIN if header is None else str(header.meta.get("fit_on", TRAIN))
+    if header is not None and found not in FIT_ON:
+        message = f"{header.path} is damaged: fit_on is {found!r}, expected one of {', '.join(FIT_ON)}"
+        raise DataError(message, code="damaged", path=header.path)
+    return found
 
 
 def fit_on_meta(base: Header | None) -> dict[str, str]:
     """What a posterior records of the rows that it has from its base: nothing where they are train's."""
     return {} if fit_on(base) == TRAIN else {"fit_on": fit_on(base)}
+
+
+def require_features(run: Run) -> None:
+    """Raise MissingInput, with the command that makes them, where the run has no features: before bases are looked for."""
+    if not run.folder.splits():
+        load_split(run, TRAIN)
 
 
 def load_fitted(run: Run, wanted: str) -> Split:
@@ -207,10 +217,15 @@ def out_of_fold(header: Header, posterior: Any, split: Split, target: Callable[[
             f"{header.path.stem} has folds of {len(rows)} rows of val, which has {len(split.content.features)} now"
         )
         raise DataError(message, code="stale_input", hint="fit it again with \0force\0", path=header.path)
+    named, num_params = rows.unique().tolist(), posterior.layout.num_params
+    name = "folds.members" if header.meta["type"] == "stack" else "folds.theta"
+    theta = read_tensor(header.path, name)
+    if theta.shape[-1] != num_params or named != list(range(len(theta))):
+        message = f"{header.path} is damaged: {name} has shape {tuple(theta.shape)}, folds.rows names {len(named)}"
+        raise DataError(message, code="damaged", path=header.path)
     if header.meta["type"] == "stack":
-        members, weights = (read_tensor(header.path, name) for name in ("folds.members", "folds.weights"))
-        return StackFolds(posterior, rows, members, weights)
-    theta, num_fitted = read_tensor(header.path, "folds.theta"), int(header.meta["num_examples"])
+        return StackFolds(posterior, rows, theta, read_tensor(header.path, "folds.weights"))
+    num_fitted = int(header.meta["num_examples"])
     return GaussianFolds.of(
         posterior, theta, rows, num_fitted=num_fitted, target=lambda: target(header, posterior.require_prior())
     )

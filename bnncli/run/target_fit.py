@@ -13,7 +13,7 @@ from bnncli.likelihoods import name_to_record
 from bnncli.options.target import TargetOptions
 from bnncli.run.inputs import Split
 from bnncli.run.network_sources import network_sources
-from bnncli.run.out_of_fold import fit_on, fit_on_meta, held_out_of, load_fitted
+from bnncli.run.out_of_fold import fit_on, fit_on_meta, held_out_of, load_fitted, require_features
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
@@ -100,6 +100,7 @@ def produce_fit(
     Raises:
         BnnError: an input is missing or does not fit, or the work has no room.
     """
+    require_features(run)
     base = find_base(run, options)
     train = load_fitted(run, fit_on(base.header if base else None))
     val = held_out_of(train, labeled_val(run))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.inputs import open_posterior
 from bnncli.run.out_of_fold import OutOfFold
 from bnncli.storage.artifacts import read_header
-from bnncli.storage.posteriors import read_posterior
+from bnncli.storage.posteriors import read_posterior, write_posterior
 from bnncli.storage.predictions import read_predictions
 from bnncli.storage.samples import read_samples
 from bnncli.targets.last_layer import LastLayerTarget
@@ -343,3 +344,25 @@ def test_the_file_has_the_folds(run: Path) -> None:
     assert (tensors["folds.rows"].dtype, tuple(tensors["folds.rows"].shape)) == (torch.uint8, (count,))
     assert (tensors["folds.theta"].dtype, tuple(tensors["folds.theta"].shape)) == (torch.float64, (5, 18))
     assert (header.meta["fit_on"], header.meta["num_folds"]) == ("val", 5)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "meta", "message"),
+    [
+        ({}, {"fit_on": "../val"}, "fit_on is '../val', expected one of train, val, train+val"),
+        ({"folds.theta": torch.zeros(5, 3)}, {}, "folds.theta has shape (5, 3)"),
+        ({"folds.rows": torch.full((80,), 7, dtype=torch.uint8)}, {}, "folds.rows names 1"),
+    ],
+    ids=["rows", "theta", "folds"],
+)
+def test_folds_that_are_none_are_refused(
+    cli: Cli, run: Path, tmp_path: Path, tensors: dict[str, Tensor], meta: dict[str, Any], message: str
+) -> None:
+    shutil.copytree(run.with_name("small.bnn"), tmp_path / "small.bnn")
+    path = file_of(tmp_path / "small", "val")
+    own, header = read_posterior(path)
+    words: dict[str, Any] = {"provenance": header.provenance, "may_replace": True}
+    write_posterior(path, {**own, **tensors}, meta={**header.meta, **meta}, **words)
+    done = cli("predict", tmp_path / "small", "--posterior", "val", "--integrator", "probit", "--force")
+    assert done.code == 65
+    assert message in done.stderr

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from bnncli.inference.elbo import elbo
 from bnncli.run.inputs import open_posterior, recorded_prior
 from bnncli.storage.artifacts import read_header
+from bnncli.storage.posteriors import read_posterior, write_posterior
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.prior import Prior
 
@@ -163,3 +164,14 @@ def test_features_without_a_network_have_no_checkpoint_to_be_about(cli: Cli, tmp
     done = cli("fit-laplace", tmp_path / "bare", "--prior-mean", "checkpoint")
     assert done.code == 2
     assert "--prior-mean checkpoint: this run has no network, only features; use --prior-mean zero" in done.stderr
+
+
+def test_a_mean_of_another_size_is_refused(cli: Cli, run_about: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_about.with_name("small.bnn"), tmp_path / "small.bnn")
+    path = file_of(tmp_path / "small", "about")
+    tensors, header = read_posterior(path)
+    short = {**tensors, "prior.mean": tensors["prior.mean"][:3]}
+    write_posterior(path, short, meta=header.meta, provenance=header.provenance, may_replace=True)
+    done = cli("hmc", tmp_path / "small", "--base", "about", "--name", "other")
+    assert done.code == 65
+    assert "is damaged: the prior's mean has shape (3,), expected (18,)" in done.stderr

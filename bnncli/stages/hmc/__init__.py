@@ -13,7 +13,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.options.target import AUTO
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
-from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted
+from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, require_features
 from bnncli.run.prior_choice import stored_search, with_prior_choice
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
@@ -49,6 +49,7 @@ def run(run: Run, options: HmcOptions) -> Result:
     """Sample and publish; the result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
     if options.max_draws is not None and options.until is None:
         raise UsageError("--max-draws says where --until gives up: give that too")
+    require_features(run)
     base = find_base(run, options)
     train = load_fitted(run, fit_on(base.header if base else None))
     held_out = held_out_of(train, load_split(run, "val") if "val" in run.folder.splits() else None)

@@ -11,7 +11,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split
 from bnncli.run.network_sources import network_sources
-from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, unique_sources
+from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, require_features, unique_sources
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.stages.hmc.report import summary, verdict
@@ -33,6 +33,7 @@ COMMAND = Command(
 
 def run(run: Run, options: MergeOptions) -> Result:
     """Join and publish; the result's metrics are those of hmc, over all chains."""
+    require_features(run)
     parts = find_parts(run, options)
     train = load_fitted(run, fit_on(parts[0].header))
     held_out = held_out_of(train, load_split(run, "val") if "val" in run.folder.splits() else None)

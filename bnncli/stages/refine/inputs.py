@@ -11,7 +11,7 @@ from bnncli.options.refine import BASE
 from bnncli.run.inputs import Split, posterior_prior, posterior_source
 from bnncli.run.named_posterior import find_base
 from bnncli.run.network_sources import network_sources
-from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, unique_sources
+from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, require_features, unique_sources
 from bnncli.run.row_space import span_of
 from bnncli.run.session import Run
 from bnncli.run.val_report import labeled_val
@@ -60,6 +60,7 @@ class StartInputs:
 
 def open_inputs(run: Run, options: RefineOptions) -> StartInputs:
     """The inputs of a run. Raises BnnError where one is missing, or does not fit what is asked for."""
+    require_features(run)
     base_path, header, span, of_base = None, None, None, []
     if options.base != "prior":
         base_path = find_base(run, options, None if options.base == BASE else options.base)

@@ -14,7 +14,7 @@ from bnncli.options.sbc import PRIOR
 from bnncli.options.target import INHERIT
 from bnncli.run.inputs import Split, load_split, posterior_source, recorded_prior
 from bnncli.run.named_posterior import find_named
-from bnncli.run.out_of_fold import TRAIN, fit_on, load_fitted
+from bnncli.run.out_of_fold import TRAIN, fit_on, load_fitted, require_features
 from bnncli.run.session import Result, Run, Table, source_json
 from bnncli.stages.sbc.judged import RankedQuantity, p_text, verdict_of
 from bnncli.storage.figures import check_figure_path, write_figure
@@ -53,6 +53,7 @@ _NO_FIT = {  # by method, why not; it may have another name
 
 def run(run: Run, options: SbcOptions) -> Result:
     """Simulate, fit, rank and judge; nothing is written but a figure."""
+    require_features(run)
     path = find_named(
         run, options.posterior, flag="--posterior", otherwise=run.suggest("fit-laplace", name=options.posterior)
     )
