@@ -62,7 +62,7 @@ def choose_layer_precisions(target: CurvedTarget, start: LaplaceFit, structure: 
     theta, layout = start.gaussian.mean, target.layout
     varies = _varies(start.gaussian.covariance, theta)
     places = {name: place for name, place in module_places(layout).items() if bool(varies[place].any())}
-    moving = varies * (theta - target.prior.center(layout, device=theta.device)).square()
+    moving = varies * theta.square()
     squares = torch.tensor([float(moving[place].sum()) for place in places.values()], dtype=torch.float64)
     sizes = torch.tensor([float(varies[place].sum()) for place in places.values()], dtype=torch.float64)
     first = start.gaussian.require_prior().weight_precision

@@ -10,6 +10,7 @@ import torch
 from problems.command_line import Cli, new_run
 
 from bnncli.inference import memory, search_rows
+from bnncli.storage.posteriors import read_posterior
 from bnncli.theta.head import HeadLayout
 
 
@@ -117,3 +118,23 @@ def test_a_search_by_all_examples_leaves_out_what_is_far_from_the_checkpoints_ow
     assert brief["val_nll_laplace"] == pytest.approx(whole["val_nll_laplace"], abs=2e-3)
     assert brief["cost"]["gradient_passes"] < whole["cost"]["gradient_passes"]
     assert "prior_precision_train_examples" not in brief
+
+
+def test_folds_of_a_part_are_searched_and_their_modes_are_of_all(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(cli, tmp_path / "run", arrays())
+    monkeypatch.setattr(search_rows, "_MODE_WORK", {"cpu": 18 * 150})
+    monkeypatch.setattr(search_rows, "_VAL_WORK", {"cpu": 18 * 128 * 100})
+    monkeypatch.setattr(search_rows, "_LEAST_VAL", 10)
+    words = ("fit-laplace", run, "--structure", "full", "--fit-on", "train+val", "--prior-mean", "checkpoint")
+    done = cli(*words, "--name", "part", "--json")
+    metrics = done.json["metrics"]
+    assert (metrics["prior_precision_train_examples"], metrics["prior_precision_val_examples"]) == (150, 100)
+    assert "searched for by 150 of 420 examples" in done.stderr
+    assert cli(*words, "--name", "given", "--prior-precision", metrics["prior_precision"]).code == 0
+    folder = run.with_name("run.bnn") / "posteriors"
+    part, given = (read_posterior(folder / f"{name}.safetensors")[0] for name in ("part", "given"))
+    assert torch.equal(part["folds.rows"], given["folds.rows"])
+    for name in ("mean", "folds.theta"):
+        torch.testing.assert_close(part[name], given[name], rtol=0, atol=1e-3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from bnncli import registry
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.importance import diagnose_importance
+from bnncli.inference.laplace import fixed_log_prior
 from bnncli.inference.mode import find_mode
 from bnncli.inference.prior_precision import search
 from bnncli.posteriors.gaussian import Gaussian
@@ -192,3 +194,14 @@ def test_priors_about_other_means_are_other_priors() -> None:
 def test_a_header_that_speaks_of_a_mean_without_one_is_refused() -> None:
     with pytest.raises(ValueError, match="mean and mean_scale belong together"):
         Prior.from_meta(about(THREE).to_meta())
+
+
+def test_the_density_of_fixed_parameters_is_about_their_mean() -> None:
+    target, theta = make_target(THREE), draw_theta(THREE)
+    varying = torch.tensor([0, 3, 14])
+    fixed = [place for place in range(THREE.num_params) if place not in varying]
+    covariance = SimpleNamespace(varying=varying, num_varying=3)
+    assert target.prior.mean is not None
+    scale = target.prior.diagonal(THREE).rsqrt()
+    expected = torch.distributions.Normal(target.prior.mean, scale).log_prob(theta)[fixed].sum()
+    assert fixed_log_prior(target, theta, covariance) == pytest.approx(float(expected))  # type: ignore[arg-type]

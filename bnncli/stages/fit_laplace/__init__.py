@@ -42,6 +42,8 @@ COMMAND = Command(
         "bnncli fit-laplace ckpt.pt",
         "bnncli fit-laplace ckpt.pt --structure kron --prior-precision 510 --name kron",
         "bnncli fit-laplace ckpt.pt --bias-precision 0.1 --name weak-bias",
+        "bnncli fit-laplace ckpt.pt --fit-on train+val --name both",
+        "bnncli fit-laplace ckpt.pt --fit-on val --prior-mean checkpoint --name about",
         "bnncli fit-laplace ckpt.pt --plot prior-precision.png",
         "bnncli fit-laplace ckpt.pt --layers all --structure kron",
         "bnncli fit-laplace ckpt.pt --layers 'layer4*+fc*' --name top",
