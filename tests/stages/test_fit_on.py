@@ -22,6 +22,7 @@ from bnncli.cli.execute import run_command_line
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.integrators import load_integrator
+from bnncli.machine import memory
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.inputs import open_posterior
 from bnncli.run.out_of_fold import OutOfFold
@@ -366,3 +367,10 @@ def test_folds_that_are_none_are_refused(
     done = cli("predict", tmp_path / "small", "--posterior", "val", "--integrator", "probit", "--force")
     assert done.code == 65
     assert message in done.stderr
+
+
+def test_folds_without_room_are_refused_before_any_work(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "budget", lambda device: 5000)
+    done = cli("fit-laplace", run, "--fit-on", "val", "--structure", "diag", "--name", "none")
+    assert done.code == 69
+    assert "5 folds of 80 rows of 5 features" in done.stderr

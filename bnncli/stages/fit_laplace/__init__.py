@@ -10,6 +10,7 @@ from typing import Any
 from bnncli.errors import UsageError, WriteError
 from bnncli.inference import memory
 from bnncli.inference.costs import NUM_DRAWS, NUM_FOLDS
+from bnncli.inference.search_rows import search_size
 from bnncli.names import percent
 from bnncli.options import FitLaplaceOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
@@ -107,6 +108,12 @@ def _last_layer(
         )
     warn_of_missing_classes(run, [train] if val is None or VAL in options.fit_on else [train, val])
     folds_bytes = 8 * NUM_FOLDS * train.layout.num_params if VAL in options.fit_on else 0
+
+    def require() -> None:
+        if VAL in options.fit_on:
+            _require_folds(run, train)
+        structure()
+
     request = posterior_request(
         run,
         "laplace",
@@ -115,7 +122,7 @@ def _last_layer(
         sources=sources,
         checkpoint=train.checkpoint,
         estimated_bytes=lambda: memory.stored_bytes(structure(), span or train.layout, whole=whole) + folds_bytes,
-        require=structure,
+        require=require,
     )
 
     def fit() -> Fitted:
@@ -124,6 +131,21 @@ def _last_layer(
         return work.fit(run, options, criterion, structure(), train, val, in_span=span is not None)
 
     return request, fit
+
+
+def _require_folds(run: Run, fitted: Split) -> None:
+    """Pass where the features that a search reads have room once for each fold. Raises DeviceError otherwise."""
+    num_examples, num_features = fitted.content.features.shape
+    layout = fitted.layout
+    searched = search_size(
+        num_examples, num_params=layout.num_params, num_outputs=layout.num_outputs, device=run.device
+    )
+    memory.require(
+        4 * NUM_FOLDS * searched * num_features,
+        run.device_name,
+        what=f"{NUM_FOLDS} folds of {searched:,} rows of {num_features:,} features",
+        hint="use \0fit_on\0 val, or hold out fewer rows",
+    )
 
 
 def _plot(run: Run, path: Path, artifact: Path) -> Result:
