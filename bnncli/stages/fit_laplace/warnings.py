@@ -83,7 +83,7 @@ def tell_of_memorised(run: Run, train: Split, val: Split | None) -> None:
     from bnncli.posteriors.point import Point
 
     head = train.head()
-    if head is None or val is None or val.content.labels is None:
+    if head is None or val is None or val.content.labels is None or min(len(train.stored), len(val.stored)) < 2:
         return
     point, found = Point(head.to(run.device), train.layout), []
     for split in (train, val):
