@@ -322,7 +322,7 @@ def test_a_network_that_has_memorised_train_is_told_so(cli: Cli, tmp_path: Path,
     run = new_run(cli, tmp_path / "sure", arrays)
     said = cli("fit-laplace", run, "--prior-precision", 3).stderr
     assert "the network has memorised train" in said
-    assert "--fit-on train+val or val" in said
+    assert "--fit-on train+val, or --fit-on val --prior-mean checkpoint," in said
     assert "memorised" not in cli("fit-laplace", run, "--prior-precision", 3, "--fit-on", "val", "--name", "v").stderr
     assert "memorised" not in cli("fit-laplace", small_run, "--prior-precision", 3, "--name", "other").stderr
 

@@ -94,8 +94,8 @@ def tell_of_memorised(run: Run, train: Split, val: Split | None) -> None:
     (own, own_error), (other, other_error) = found
     if own < _MEMORISED * other and other - own > 3 * math.hypot(own_error, other_error):
         run.console.info(
-            f"the network has memorised train: its NLL is {own:.3g} there and {other:.3g} on val; --fit-on train+val or val fits rows that "
-            "it has not seen"
+            f"the network has memorised train: its NLL is {own:.3g} there and {other:.3g} on val; --fit-on train+val, or --fit-on val "
+            "--prior-mean checkpoint, fits rows that it has not seen"
         )
 
 
