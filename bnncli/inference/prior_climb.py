@@ -23,7 +23,11 @@ from bnncli.inference.structure_choice import first_near_the_best
 from bnncli.progress import SILENT, Progress
 
 STEP = math.log(10) / 2  # of the log precision
-_LONGEST = 2 * STEP  # towards stronger priors: after a step that succeeds
+_LONGEST = (
+    2 * STEP
+)  # after a step that succeeds: towards stronger priors, whose trials are cheap, or where it gained much
+_MUCH = 0.25  # of the NLL
+_SHOWN = 8  # trials that progress counts to
 _BOUNDS = (math.log(1e-4), math.log(1e6))
 
 
@@ -77,13 +81,13 @@ def climb_prior(
     Raises:
         NumericError: the first trial cannot be made.
     """
-    task = progress.task("prior precision", 6)
+    task = progress.task("prior precision", _SHOWN)
     best = try_at(first, None)
     trials, is_cut = [replace(best, found=None)], False
     for sign in (1, -1):  # a stronger prior's trial takes less time
         step = STEP
         while not is_cut:
-            task.advance(note=f"{best.precision:.3g}")
+            task.advance(int(len(trials) < _SHOWN), note=f"{best.precision:.3g}")
             log_precision = math.log(best.precision) + sign * step
             if not _BOUNDS[0] <= log_precision <= _BOUNDS[1]:
                 break
@@ -94,8 +98,8 @@ def climb_prior(
             if found is not None:
                 trials.append(replace(found, found=None))
             if found is not None and first_near_the_best({"best": best.losses, "next": found.losses}) == "next":
-                best = found
-                step = _LONGEST if sign > 0 else STEP  # a weak prior's trial may take longer than all before
+                gained_much = found.nll < (1 - _MUCH) * best.nll
+                best, step = found, _LONGEST if sign > 0 or gained_much else STEP
             elif step > STEP:
                 step = STEP
             else:

@@ -16,7 +16,7 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.samples import read_samples
 
 HMC = ("hmc", "--chains", 8, "--warmup", 20, "--draws", 40)
-REFINE = ("refine", "--epochs", 240, "--elbo-draws", 16)
+REFINE = ("refine", "--epochs", 400, "--elbo-draws", 16)
 SUFFIXES = {"hmc": ".nc", "refine": ".safetensors"}
 pytestmark = pytest.mark.parametrize("command", [HMC, REFINE], ids=lambda words: words[0])
 
@@ -75,6 +75,7 @@ def test_what_inherits_is_what_the_number_gives_and_the_search_changes_nothing_e
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_does_not_search_again(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[Any, ...]
 ) -> None:
