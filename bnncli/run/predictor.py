@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.detectors import DEFAULT_SCORE
 from bnncli.detectors.combined import FEWEST_ROWS
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.integrators import Ready
@@ -98,7 +99,10 @@ class TrainData:
         """The splits that the combined score is fitted to, train and val; none where one of them cannot be used, or val is too small."""
         try:
             train, val = (load_split(self.run, name) for name in ("train", "val"))
-        except (MissingInput, DataError):
+        except MissingInput:
+            return []
+        except DataError as error:
+            self.run.console.warn(f"there is no {DEFAULT_SCORE} score: {error.message}{error.advice}")
             return []
         return [train, val] if len(train.content.features) and len(val.content.features) >= FEWEST_ROWS else []
 

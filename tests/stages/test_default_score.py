@@ -99,6 +99,14 @@ def test_without_val_what_stands_in_is_said_by_every_command(cli: Cli, tmp_path:
     assert (refused.code, "takes features of the splits train and val" in refused.stderr) == (2, True)
 
 
+def test_a_damaged_split_of_the_score_is_told(cli: Cli, tmp_path: Path) -> None:
+    run = small(cli, tmp_path, has_val=True)
+    path = tmp_path / "small.bnn/features/train.h5"
+    path.write_bytes(path.read_bytes()[:1000])
+    done = cli("predict", run, "--posterior", "map", "--split", "test", "--force")
+    assert (done.code, "there is no combined score: " in done.stderr) == (0, True), done.stderr
+
+
 def test_older_predictions_are_scored_as_they_are_until_predict_makes_them_anew(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
