@@ -113,6 +113,22 @@ def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
     return [Table(columns, [one.cells for one in found], notes=notes)]
 
 
+def _shares(rungs: list[Rung], rows: list[dict[str, Any]]) -> list[str]:
+    """How much of a posterior's gain is the refitted head's, at the posterior's centre, and how much is averaging's, in words."""
+    plain = [float(row["nll"]) for row in rows if row["gain"] is None and row["integrator"] == "plug-in"]
+    found = []
+    for rung in rungs if plain else []:
+        by = {row["integrator"]: float(row["nll"]) for row in rows if row["posterior"] == rung.posterior}
+        centre = by.pop("plug-in", None)
+        if centre is None or not by:
+            continue
+        best = min(by, key=lambda name: by[name])
+        found.append(
+            f"{rung.posterior}: {min(plain) - centre:+.4f} by refitting the head, {centre - by[best]:+.4f} by averaging over the posterior ({best})"
+        )
+    return found
+
+
 def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, others: list[str]) -> Table:
     """A row for each rung by its best integrator; others: posteriors of the run that are no rung."""
     cells = []
@@ -140,6 +156,7 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, others: l
             "; the prior precision was chosen on the same val split, which favours posteriors a little" if tuned else ""
         ),
     ]
+    notes += _shares(rungs, rows)
     if others:
         notes.append(f"other posteriors of the run are not looked at: {', '.join(others)}; compare has them all")
     columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good"]
