@@ -32,7 +32,7 @@ _SMOOTHING = 0.5  # rows that are added for each member, and speak for it alone
 
 
 @dataclass(frozen=True)
-class Head:
+class RefittedHead:
     """One last layer, and what it is in each fold.
 
     Args:
@@ -64,7 +64,7 @@ class Way:
     scores: Callable[[Tensor], Tensor]
     _modes: list[Mode | None] = field(default_factory=list, init=False, repr=False)
 
-    def fit(self, task: Task, *, precisions: Sequence[float] | None = None) -> Head:
+    def fit(self, task: Task, *, precisions: Sequence[float] | None = None) -> RefittedHead:
         """The head of the precision whose folds predict the rows left out best.
 
         Args:
@@ -94,7 +94,7 @@ class Way:
             judge(precision)
         chosen = max(found, key=lambda precision: found[precision])
         folds = self._folds(chosen, task, _CLOSE)
-        return Head(self.name, self._mode(0, chosen, task, _CLOSE), folds, chosen)
+        return RefittedHead(self.name, self._mode(0, chosen, task, _CLOSE), folds, chosen)
 
     def _folds(self, precision: float, task: Task, tolerance: float) -> Tensor:
         """The modes without each fold's rows, (K, P); one row where there are no such rows."""

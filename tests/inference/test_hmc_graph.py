@@ -174,11 +174,11 @@ def test_features_beside_the_gpu_are_not_captured(gradients: str) -> None:
 def test_a_block_that_a_capture_has_no_memory_for_is_an_error_and_not_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, tries = last_layer.weighted_feature_sums, []
 
-    def refuse(*arguments: Any) -> Tensor:
+    def refuse(*arguments: Any, **known: Any) -> Tensor:
         if torch.cuda.is_current_stream_capturing():
             tries.append(0)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return plain(*arguments)
+        return plain(*arguments, **known)
 
     case = case_of("full")
     with pretend_cuda.pretend() as gpu:

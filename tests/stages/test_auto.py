@@ -46,7 +46,7 @@ def test_where_a_gaussian_is_good_nothing_above_it_is_fitted_and_predict_takes_w
 ) -> None:
     run = new_run(cli, tmp_path / "run", separable(2000, 4, scale=6.0))
     found = auto(cli, run)
-    assert [rung["name"] for rung in found["rungs"]] == ["network", "fit-temperature", "fit-laplace"]
+    assert [rung["name"] for rung in found["rungs"]] == ["network", "fit-temperature", "stack", "fit-laplace"]
     chosen = [row for row in found["rows"] if row["is_recommended"]]
     temperature = next(row for row in found["rows"] if row["posterior"] == "temperature")
     assert len(chosen) == 1

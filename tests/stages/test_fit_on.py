@@ -25,7 +25,7 @@ from bnncli.integrators import load_integrator
 from bnncli.machine import memory
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.inputs import open_posterior
-from bnncli.run.out_of_fold import OutOfFold
+from bnncli.run.out_of_fold import GaussianFolds
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.posteriors import read_posterior, write_posterior
 from bnncli.storage.predictions import read_predictions
@@ -189,7 +189,7 @@ def test_a_fold_of_few_of_all_rows_has_the_covariance_of_the_whole(run: Path) ->
     def never() -> LastLayerTarget:
         raise AssertionError
 
-    folds = OutOfFold.of(posterior, tensors["folds.theta"], tensors["folds.rows"], num_fitted=800, target=never)
+    folds = GaussianFolds.of(posterior, tensors["folds.theta"], tensors["folds.rows"], num_fitted=800, target=never)
     for place, (gaussian, rows) in enumerate(folds.parts()):
         assert isinstance(gaussian, Gaussian)
         assert gaussian.covariance is posterior.covariance

@@ -247,7 +247,10 @@ def test_outside_the_row_space_a_prior_about_the_checkpoint_is_about_it(cli: Cli
     assert (
         cli("fit-laplace", run, "--prior-precision", PRIOR, "--prior-mean", "checkpoint", "--name", "about").code == 0
     )
-    words = {"hmc": ["--chains", 50, "--warmup", 10, "--draws", 20], "refine": ["--epochs", 2, "--length", 2]}
+    words = {
+        "hmc": ["--chains", 50, "--warmup", 10, "--draws", 20, "--prior-precision", "inherit"],
+        "refine": ["--epochs", 2, "--length", 2],
+    }
     if command != "fit-laplace":
         assert cli(command, run, "--base", "about", *words[command]).code in (0, 3)
     base = stored(run, "about.safetensors")

@@ -170,6 +170,8 @@ def test_what_knows_the_last_layer_is_named(room: str) -> None:
         "row_space_draws",
         "predictive_convergence",
         "latent_refit",
+        "stacking",
+        "combined_score",
         "refits",
         "sghmc_refit",
         "simulations",

@@ -18,6 +18,7 @@ from bnncli.run.session import Result, Run, Table
 from bnncli.run.val_report import has_labeled_val
 from bnncli.stages.auto.budget import LimitedVoice
 from bnncli.stages.auto.ladder import Rung, climb
+from bnncli.stages.stack import FEWEST_ROWS
 from bnncli.storage.artifacts import read_header
 
 COMMAND = Command(
@@ -56,6 +57,7 @@ def run(run: Run, options: AutoOptions) -> Result:
         voice,
         options=options,
         has_network=train.content.head_weight is not None,
+        can_stack=len(val.stored) >= FEWEST_ROWS,
         judged={} if run.write.force else judged_before(run),
     )
     outside = outside_splits(run)

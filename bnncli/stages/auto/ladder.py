@@ -76,13 +76,20 @@ class Suffix:
 
 
 def climb(
-    run: Run, voice: LimitedVoice, *, options: o.AutoOptions, has_network: bool, judged: Mapping[str, bool]
+    run: Run,
+    voice: LimitedVoice,
+    *,
+    options: o.AutoOptions,
+    has_network: bool,
+    can_stack: bool,
+    judged: Mapping[str, bool],
 ) -> list[Rung]:
     """The rungs that were climbed, the network as trained first where there is one.
 
     Args:
         voice: ends fits when the budget is spent.
         options: `full` goes on where a posterior is good already; `prior_precision` is that of all fits.
+        can_stack: whether val has rows enough for folds.
         judged: of posteriors, by their content's digest, whether they were found good before.
     """
     rungs = []
@@ -102,7 +109,8 @@ def climb(
                 suffix=Suffix("-auto"),
             )
         )
-    rungs.append(_step(run, voice, "stack", o.StackOptions(), "stack", judged=None, suffix=Suffix("-auto")))
+    if can_stack:
+        rungs.append(_step(run, voice, "stack", o.StackOptions(), "stack", judged=None, suffix=Suffix("-auto")))
     gaussian, suffix = o.FitLaplaceOptions(prior_precision=options.prior_precision), Suffix.of(options)
     base = _step(run, voice, "fit-laplace", gaussian, "laplace", judged=judged, suffix=suffix)
     rungs.append(base)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bnncli.inference.costs import NUM_FOLDS
 from bnncli.inference.cross_validation import stratified_folds
-from bnncli.inference.stacking import Head, Way, stacking_weights
+from bnncli.inference.stacking import RefittedHead, Way, stacking_weights
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.posteriors.stack import Stack
 from bnncli.run.inputs import Split
@@ -104,7 +104,7 @@ class _Val:
         return torch.cat(parts)[order]
 
 
-def _heads(run: Run, train: Split, val: Split, rows: _Val) -> tuple[list[Head], list[str]]:
+def _heads(run: Run, train: Split, val: Split, rows: _Val) -> tuple[list[RefittedHead], list[str]]:
     """The candidates, the plainest first, and what was not tried, with the reason."""
     heads, left_out = [], []
     if train.head() is not None:
@@ -126,7 +126,7 @@ def _heads(run: Run, train: Split, val: Split, rows: _Val) -> tuple[list[Head], 
     return heads, left_out
 
 
-def _at_best_temperature(val: Split, rows: _Val) -> Head:
+def _at_best_temperature(val: Split, rows: _Val) -> RefittedHead:
     """The network at one temperature, of all rows of val, and of those that each fold keeps."""
     theta = val.start().to(rows.device)
     logits = block_logits(rows.features, theta.to(rows.features).unsqueeze(0), rows.layout)[:, 0].T
@@ -137,7 +137,7 @@ def _at_best_temperature(val: Split, rows: _Val) -> Head:
         return theta if found.unbounded == "separable" else theta / found.temperature
 
     folds = [scaled(rows.folds != fold) for fold in range(NUM_FOLDS)]
-    return Head("network at its best temperature", scaled(rows.folds >= 0), torch.stack(folds))
+    return RefittedHead("network at its best temperature", scaled(rows.folds >= 0), torch.stack(folds))
 
 
 def _targets(run: Run, train: Split, val: Split, rows: _Val) -> dict[str, list[LastLayerTarget]]:
