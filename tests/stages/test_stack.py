@@ -13,6 +13,7 @@ from problems.command_line import Cli, new_run
 from scipy.special import log_softmax, softmax
 from sklearn.linear_model import LogisticRegression
 
+from bnncli.stages.stack import work
 from bnncli.storage.posteriors import read_posterior
 from bnncli.storage.predictions import read_predictions
 
@@ -154,3 +155,20 @@ def test_its_scores_on_val_are_as_on_test(cli: Cli, tmp_path: Path) -> None:
     test = -np.log(mixture[np.arange(4000), made["labels_test"]]).mean()
     own = metrics["val"]["stack"]
     assert abs(own["nll"] - test) < 3 * own["standard_error"]
+
+
+def test_ways_that_take_long_are_left_out_and_none_at_all_is_an_error(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 320 * 18 * 21 - 1  # of train and val: 320 rows, 18 parameters, 21 modes
+    monkeypatch.setattr(work, "MOST_WORK", {"cpu": most})
+    metrics = cli("stack", small_run, "--json").json["metrics"]
+    assert [head["name"] for head in metrics["heads"][1:]] == ["train", "val"]
+    assert metrics["left_out"] == ["train+val (would take long here)"]
+    monkeypatch.setattr(work, "MOST_WORK", {"cpu": 1})
+    done = cli("stack", small_run, "--force")
+    assert done.code == 69
+    assert "18 parameters" in done.stderr
+    (small_run.with_name("small.bnn") / "posteriors" / "stack.safetensors").unlink()
+    found = cli("auto", small_run, "--json").json
+    assert "left out" in next(rung for rung in found["rungs"] if rung["name"] == "stack")["note"]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bnncli.errors import DeviceError
 from bnncli.inference.costs import NUM_FOLDS
 from bnncli.inference.cross_validation import stratified_folds
 from bnncli.inference.stacking import RefittedHead, Way, stacking_weights
@@ -22,6 +23,9 @@ from bnncli.theta.prior import Prior
 
 KEPT = 1e-3  # of the weight, at least, of a member that predicts
 MOST_ROWS = 20  # of train, as many times those of val, that are refitted together with val, once a fold
+NUM_PRECISIONS = 8  # that a way tries, about
+# Of one way: rows times parameters times modes. About a minute on two cores. By the kind of device alone, as members depend on it.
+MOST_WORK = {"cpu": 6e10, "cuda": 4e12}
 
 
 def fit(run: Run, train: Split, val: Split) -> Fitted:
@@ -106,24 +110,40 @@ class _Val:
 
 def _heads(run: Run, train: Split, val: Split, rows: _Val) -> tuple[list[RefittedHead], list[str]]:
     """The candidates, the plainest first, and what was not tried, with the reason."""
-    heads, left_out = [], []
+    heads, left_out = [], {}
     if train.head() is not None:
         heads.append(_at_best_temperature(val, rows))
     precisions: list[float] | None = None
-    for name, targets in _targets(run, train, val, rows).items():
-        if not targets:
-            left_out.append(
-                f"{name} (train has more than {MOST_ROWS} times the rows of val, which decide little there)"
-            )
+    most = MOST_WORK.get(run.device.type, MOST_WORK["cpu"])
+    for name, (num_rows, num_modes) in _sizes(train, val).items():
+        if num_rows * val.layout.num_params * num_modes > most:
+            left_out[name] = "would take long here"
             continue
-        task = run.console.task(f"refit to {name}", 0)
-        heads.append(
-            Way(name, targets, rows.log_scores).fit(task, precisions=precisions if name == "train+val" else None)
-        )
+        if name == "train+val" and num_rows > (1 + MOST_ROWS) * len(rows.labels):
+            left_out[name] = f"train has more than {MOST_ROWS} times the rows of val, which decide little there"
+            continue
+        task = run.console.task(f"refit to {name}", num_modes)
+        way = Way(name, _targets(run, name, train, rows), rows.log_scores)
+        heads.append(way.fit(task, precisions=precisions if name == "train+val" else None))
         if name == "train":  # with val beside them these rows want about the same prior
             best = heads[-1].precision or 1.0
             precisions = [best * 10**0.5, best, best / 10**0.5]
-    return heads, left_out
+    if len(left_out) == len(_sizes(train, val)):
+        raise DeviceError(
+            f"refitting {val.layout.num_params:,} parameters would take long on this device: no last layer can be refitted to stack",
+            hint="use a GPU, or fit-laplace alone",
+        )
+    return heads, [f"{name} ({why})" for name, why in left_out.items()]
+
+
+def _sizes(train: Split, val: Split) -> dict[str, tuple[int, int]]:
+    """Of each way the rows, and how many modes it takes, about: the chosen ones once more."""
+    own, held = len(train.stored), len(val.stored)
+    return {
+        "train": (own, NUM_PRECISIONS + 1),
+        "val": (held, NUM_PRECISIONS * NUM_FOLDS + NUM_FOLDS + 1),
+        "train+val": (own + held, 3 * NUM_FOLDS + NUM_FOLDS + 1),
+    }
 
 
 def _at_best_temperature(val: Split, rows: _Val) -> RefittedHead:
@@ -140,18 +160,15 @@ def _at_best_temperature(val: Split, rows: _Val) -> RefittedHead:
     return RefittedHead("network at its best temperature", scaled(rows.folds >= 0), torch.stack(folds))
 
 
-def _targets(run: Run, train: Split, val: Split, rows: _Val) -> dict[str, list[LastLayerTarget]]:
-    """The log posteriors to refit to, by name: of all rows, then of those that each fold keeps. Empty where they are not tried."""
-    own = train.target(Prior(1.0), run.device)
-    every = [rows.folds >= 0, *(rows.folds != fold for fold in range(NUM_FOLDS))]
+def _targets(run: Run, name: str, train: Split, rows: _Val) -> list[LastLayerTarget]:
+    """The log posteriors to refit to: of all rows, then of those that each fold keeps; of train one alone."""
+    if name == "train":
+        return [train.target(Prior(1.0), run.device)]
+    before = [] if name == "val" else [(train.features(run.device), train.labels(run.device))]
 
-    def with_val(some: Tensor, *before: Tensor) -> LastLayerTarget:
-        features = torch.cat([*before[:1], rows.features[some]])
-        labels = torch.cat([*before[1:], rows.labels[some]])
+    def with_val(some: Tensor) -> LastLayerTarget:
+        parts = [*before, (rows.features[some], rows.labels[some])]
+        features, labels = (torch.cat(each) for each in zip(*parts, strict=True))
         return LastLayerTarget(features, labels, rows.layout, Prior(1.0))
 
-    found = {"train": [own], "val": [with_val(some) for some in every], "train+val": []}
-    if own.num_examples <= MOST_ROWS * len(rows.labels):
-        features = train.features(run.device)
-        found["train+val"] = [with_val(some, features, own.labels) for some in every]
-    return found
+    return [with_val(some) for some in (rows.folds >= 0, *(rows.folds != fold for fold in range(NUM_FOLDS)))]
