@@ -12,7 +12,7 @@ from problems.command_line import Cli, new_run
 from sklearn.metrics import roc_auc_score
 
 import bnncli
-from bnncli.stages.auto import ladder
+from bnncli.stages.auto import ladder, siblings_of
 from bnncli.stages.auto.budget import BudgetSpent
 from bnncli.stages.refine import work
 from bnncli.storage.artifacts import read_header
@@ -311,3 +311,22 @@ def test_a_posterior_that_loses_accuracy_is_recommended_by_its_nll_alone(cli: Cl
     by_nll = auto(cli, run, *words, "--criterion", "nll")
     assert (by_nll["action"], by_nll["metrics"]["pays"]) == ("replaced", True)
     assert next(row for row in by_nll["rows"] if row["is_recommended"])["posterior"] == "laplace"
+
+
+def test_siblings_are_files_that_differ_in_one_number_and_not_in_size(tmp_path: Path) -> None:
+    sizes = {
+        "net-0.pt": 1000,
+        "net-1.pt": 1004,
+        "net-2.pt": 2000,
+        "other-3.pt": 1000,
+        "net-0.pt.bak": 1000,
+        "net-12.pt": 1000,
+    }
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(b"0" * size)
+    (tmp_path / "net-5.pt").mkdir()
+    assert [path.name for path in siblings_of(tmp_path / "net-0.pt")] == ["net-1.pt", "net-12.pt"]
+    assert siblings_of(tmp_path / "net-0.pt.bak") == []
+    assert siblings_of(tmp_path / "net-7.pt") == []
+    (tmp_path / "plain.pt").write_bytes(b"0")
+    assert siblings_of(tmp_path / "plain.pt") == []

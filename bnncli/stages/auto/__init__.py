@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import time
+from pathlib import Path
 from typing import Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.names import percent
+from bnncli.names import counted, percent
 from bnncli.options import AutoOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
@@ -20,6 +23,10 @@ from bnncli.stages.auto.budget import LimitedVoice
 from bnncli.stages.auto.ladder import Rung, climb
 from bnncli.stages.stack import FEWEST_ROWS
 from bnncli.storage.artifacts import read_header
+
+_NUMBER = re.compile(r"(\d+)")
+_SAME_SIZE = 0.01  # of the size: names of keys and dates differ
+_MOST_SIBLINGS = 9
 
 COMMAND = Command(
     "Climb from the network to the posterior that pays, and recommend one.",
@@ -89,8 +96,30 @@ def run(run: Run, options: AutoOptions) -> Result:
     result.tables = [_table(rungs, rows, val.content.labels, others), *_qualities_table(result.metrics)]
     result.lines = [str(result.metrics["sentence"]), str(result.metrics["outside"])]
     took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
+    siblings = siblings_of(run.checkpoint_path)
+    result.extra["siblings"] = [str(path) for path in siblings]
     result.summary = [f"took: {took}"]
+    if siblings:
+        line = shlex.join(["bnncli", "fit-ensemble", str(run.checkpoint_path), *map(str, siblings)])
+        result.summary.append(
+            f"{counted(len(siblings), 'checkpoint')} beside this one may be of the same network, trained apart; an ensemble of them often gains more than any last layer: {line}"
+        )
     return result
+
+
+def siblings_of(path: Path) -> list[Path]:
+    """Return the files beside a checkpoint whose names differ from its own in one number alone, and whose sizes are as good as its own."""
+    parts = _NUMBER.split(path.name)
+    if len(parts) < 3 or not path.is_file():
+        return []
+    size, found = path.stat().st_size, []
+    for other in sorted(path.parent.iterdir()):
+        theirs = _NUMBER.split(other.name)
+        differing = [place for place, pair in enumerate(zip(parts, theirs, strict=False)) if pair[0] != pair[1]]
+        is_alike = len(theirs) == len(parts) and len(differing) == 1 and differing[0] % 2 == 1
+        if is_alike and other.is_file() and abs(other.stat().st_size - size) <= _SAME_SIZE * size:
+            found.append(other)
+    return found[:_MOST_SIBLINGS]
 
 
 def outside_splits(run: Run) -> list[Split]:
