@@ -17,10 +17,9 @@ from bnncli.run.val_report import val_line, warn_if_worse
 
 COMMAND = Command(
     "Refit the last layer in several ways, and mix them as val prefers.",
-    "Members are the network at its best temperature, and last layers refitted to train, to val, and to both, with priors around zero and "
-    "around the checkpoint. Each has the prior precision, and all together the weights, that predict the rows of val best that a fold of "
-    "five has left out. A strong plain baseline, in seconds: where the network has memorised train, val says more about it. Scores on val are "
-    "out of fold. Writes posteriors/stack.safetensors.",
+    "Members are the network at its best temperature and last layers refitted to train, to val and to both. Each has its own prior "
+    "precision. Precisions and weights are those that predict val best by 5-fold cross-validation. A strong plain baseline in seconds, "
+    "above all where the network has memorised train. Scores on val are out of fold. Writes posteriors/stack.safetensors.",
     (StackOptions, NameOptions, InputOptions, *COMPUTE),
     ("bnncli stack ckpt.pt", "bnncli stack ckpt.pt --name heads --seed 1"),
     place=33,
