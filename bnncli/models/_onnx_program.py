@@ -71,7 +71,7 @@ class OnnxGraph:
 
     def steps(self) -> list[GraphStep]:
         """The nodes of the graph, as far as they are not inside its branches and loops."""
-        return [self._step(node) for node in self.model.graph.node if node.output]
+        return [self._step(self._named(node)) for node in self.model.graph.node if node.output]
 
     def constant(self, name: str) -> np.ndarray | None:
         """The value of that name where it does not depend on the inputs; None where it does."""
@@ -88,10 +88,67 @@ class OnnxGraph:
     def tail(self, values: Sequence[str]) -> Tail:
         """The steps that give these values, behind the head."""
         steps = []
-        for node in (self._makers[value] for value in values):
+        for node in (self._named(self._makers[value]) for value in values):
             arrays = [None if name == "" else self.constant(name) for name in node.input]
             steps.append(TailStep(_WORDS[node.op_type], node.op_type, arrays, _attributes(node)))
         return Tail(steps)
+
+    def _named(self, node: onnx.NodeProto) -> onnx.NodeProto:
+        """A softmax, or its logarithm, where a node is the last of those that one was written as; else the node itself.
+
+        As jax2tf and tf2onnx write them: exp(x - max) over its own sum, and x - max less the logarithm of that sum.
+        """
+        if node.op_type not in ("Div", "Sub"):
+            return node
+        first, second = self._maker_of(node, 0), self._maker_of(node, 1)
+        total: onnx.NodeProto | None
+        if first is None or second is None:
+            return node
+        if node.op_type == "Div" and first.op_type == "Exp":
+            operator, shifted, total = "Softmax", self._maker_of(first, 0), second
+        elif node.op_type == "Sub" and first.op_type == "Sub" and second.op_type == "Log":
+            operator, shifted, total = "LogSoftmax", first, self._maker_of(second, 0)
+        else:
+            return node
+        if shifted is None or shifted.op_type != "Sub" or total is None or total.op_type != "ReduceSum":
+            return node
+        exponential, largest = self._maker_of(total, 0), self._maker_of(shifted, 1)
+        if largest is not None and largest.op_type == "Max":  # of minus infinity and the largest
+            parts = [self._maker_of(largest, place) for place in range(len(largest.input))]
+            largest = next((one for one in parts if one is not None and one.op_type == "ReduceMax"), None)
+        if exponential is None or exponential.op_type != "Exp" or largest is None or largest.op_type != "ReduceMax":
+            return node
+        axes = {self._axis(one) for one in (total, largest)}
+        is_one = (
+            self._maker_of(exponential, 0) is shifted
+            and (operator != "Softmax" or exponential is first)
+            and self._way_to(largest.input[0]) == self._way_to(shifted.input[0])
+            and len(axes) == 1
+            and None not in axes
+        )
+        if not is_one:
+            return node
+        return onnx.helper.make_node(operator, [shifted.input[0]], [node.output[0]], name=node.name, axis=axes.pop())
+
+    def _way_to(self, name: str) -> str:
+        """The value that a name stands for, behind copies of it."""
+        while (node := self._makers.get(name)) is not None and node.op_type == "Identity":
+            name = node.input[0]
+        return name
+
+    def _maker_of(self, node: onnx.NodeProto, place: int) -> onnx.NodeProto | None:
+        """The node that gives an input of another; None where none does."""
+        return self._makers.get(self._way_to(node.input[place]))
+
+    def _axis(self, node: onnx.NodeProto) -> int | None:
+        """The one axis that a reduction is over and keeps; None for any other."""
+        own = _attributes(node)
+        axes = own.get("axes")
+        if axes is None and len(node.input) > 1 and node.input[1]:
+            axes = self.constant(node.input[1])
+        if axes is None or np.size(axes) != 1 or own.get("keepdims", 1) != 1:
+            return None
+        return int(np.reshape(axes, -1)[0])
 
     def _step(self, node: onnx.NodeProto) -> GraphStep:
         does, inputs = _WORDS.get(node.op_type, ""), tuple(name or None for name in node.input)

@@ -285,3 +285,52 @@ def test_what_stands_behind_the_head_is_done_again_and_only_taken_where_it_is_th
     torch.testing.assert_close(found, own, atol=1e-6, rtol=1e-4)
     other = own + 1e-3
     assert network.tail(logits, other) is other  # type: ignore[operator]
+
+
+def decomposed(*, is_log: bool, axis: int = -1, of_other: bool = False) -> list[Any]:
+    """A softmax of `logits`, or its logarithm, in five nodes; of_other: with the largest of other values."""
+    nodes = [
+        helper.make_node("Identity", ["logits"], ["copy"]),
+        helper.make_node("ReduceMax", ["active_max" if of_other else "copy"], ["most"], axes=[axis], keepdims=1),
+        helper.make_node("Max", ["most", "lowest"], ["largest"]),
+        helper.make_node("Sub", ["logits", "largest"], ["shifted"]),
+        helper.make_node("Exp", ["shifted"], ["exp"]),
+        helper.make_node("ReduceSum", ["exp", "axes"], ["total"], keepdims=1),
+    ]
+    if is_log:
+        return [
+            *nodes,
+            helper.make_node("Log", ["total"], ["log"]),
+            helper.make_node("Sub", ["shifted", "log"], ["out"]),
+        ]
+    return [*nodes, helper.make_node("Div", ["exp", "total"], ["out"])]
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_a_softmax_that_is_written_out_is_passed_on_the_way_to_the_head(is_log: bool, tmp_path: Path) -> None:
+    nodes = [*FLAT, helper.make_node("Gemm", ["flat", "w"], ["logits"]), *decomposed(is_log=is_log)]
+    stored = KERNEL | {"w": array(64, 3), "axes": np.array([-1]), "lowest": np.float32(-np.inf)}
+    path = graph_file(tmp_path / "net.onnx", nodes, stored, inputs=IMAGES)
+    network, images = open_model(str(path), Asked()).build(None), array(5, 1, 6, 6)
+    seen: list[torch.Tensor] = []
+    network.head.register_forward_hook(lambda module, args, output: seen.append(output))  # type: ignore[union-attr,operator]
+    with torch.inference_mode():
+        found = network(torch.from_numpy(images))
+    expected = torch.from_numpy(run(path, {"images": images})[0])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    ours = seen[-1].log_softmax(1) if is_log else seen[-1].softmax(1)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+
+
+def test_what_is_no_softmax_is_not_taken_for_one(tmp_path: Path) -> None:
+    other = [helper.make_node("Neg", ["logits"], ["active_max"])]
+    nodes = [
+        *FLAT,
+        helper.make_node("Gemm", ["flat", "w"], ["logits"]),
+        *other,
+        *decomposed(is_log=False, of_other=True),
+    ]
+    stored = KERNEL | {"w": array(64, 3), "axes": np.array([-1]), "lowest": np.float32(-np.inf)}
+    path = graph_file(tmp_path / "net.onnx", nodes, stored, inputs=IMAGES)
+    with pytest.raises(DataError, match="no linear step gives the output"):
+        find_head(open_model(str(path), Asked()).build(None), lambda count: torch.zeros(4, 1, 6, 6)[:count])
