@@ -190,7 +190,7 @@ def test_a_stack_of_what_is_no_better_than_the_network_costs_little(rows: int) -
         return log_softmax(noisy, axis=2)[np.arange(size), :, labels]
 
     for _ in range(40):
-        val, test = scores(rows), scores(2000)
+        val, test = scores(rows), scores(20_000)
         weights = stacking_weights(torch.from_numpy(val)).numpy()
         folds = np.arange(rows) % 5
         held = np.empty(rows)

@@ -52,7 +52,9 @@ def test_every_posterior_is_better_calibrated_than_the_network(
     width = {"strategy": "equal-width"}
     for name, choices, least_gain in (("nll", {}, 0.2), ("ece", width, 0.04), ("brier", {}, 0.01)):
         assert value(result, posterior, name, **choices) < value(result, "map", name, **choices) - least_gain
-    assert value(result, posterior, "auroc", ood="mnist") > value(result, "map", "auroc", ood="mnist")
+    assert (
+        value(result, posterior, "auroc", ood="mnist") == value(result, "map", "auroc", ood="mnist") > 0.98
+    )  # of the features
 
 
 @pytest.mark.parametrize("posterior", ["laplace", "refine"])

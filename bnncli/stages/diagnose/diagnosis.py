@@ -21,7 +21,7 @@ from bnncli.inference.importance import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagno
 from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
-from bnncli.run.integrator_choice import ENSEMBLE, default_integrator
+from bnncli.run.integrator_choice import default_integrator
 from bnncli.run.out_of_fold import OutOfFold, fit_on
 from bnncli.run.predictor import TrainData
 from bnncli.run.session import Run
@@ -257,7 +257,7 @@ def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> Thinne
     count = num_compared(posterior.layout.num_params)
     if posterior.type != "samples":
         # The test takes both sides for independent: posteriors must not share their noise.
-        size = posterior.num_stored if posterior.type == ENSEMBLE else count
+        size = count if posterior.type == "stack" else getattr(posterior, "num_stored", count)
         return ThinnedDraws(posterior.sample(min(size, count), run.stream(f"diagnose/mmd/{name}")).cpu())
     sizes = [entry[key]["value"] for key in ("ess_bulk", "ess_tail")]
     independent = min((int(size) for size in sizes if size is not None), default=0)
