@@ -101,9 +101,10 @@ class OnnxGraph:
         if node.op_type not in ("Div", "Sub"):
             return node
         first, second = self._maker_of(node, 0), self._maker_of(node, 1)
-        total: onnx.NodeProto | None
         if first is None or second is None:
             return node
+        shifted: Any
+        total: Any
         if node.op_type == "Div" and first.op_type == "Exp":
             operator, shifted, total = "Softmax", self._maker_of(first, 0), second
         elif node.op_type == "Sub" and first.op_type == "Sub" and second.op_type == "Log":
@@ -112,17 +113,18 @@ class OnnxGraph:
             return node
         if shifted is None or shifted.op_type != "Sub" or total is None or total.op_type != "ReduceSum":
             return node
-        exponential, largest = self._maker_of(total, 0), self._maker_of(shifted, 1)
-        if largest is not None and largest.op_type == "Max":  # of minus infinity and the largest
-            parts = [self._maker_of(largest, place) for place in range(len(largest.input))]
-            largest = next((one for one in parts if one is not None and one.op_type == "ReduceMax"), None)
-        if exponential is None or exponential.op_type != "Exp" or largest is None or largest.op_type != "ReduceMax":
+        exponential, most = self._maker_of(total, 0), self._maker_of(shifted, 1)
+        if most is not None and most.op_type == "Max":  # of minus infinity and the largest
+            parts = [self._maker_of(most, place) for place in range(len(most.input))]
+            most = next((one for one in parts if one is not None and one.op_type == "ReduceMax"), None)
+        if exponential is None or exponential.op_type != "Exp" or most is None or most.op_type != "ReduceMax":
             return node
-        axes = {self._axis(one) for one in (total, largest)}
+        axes = {self._axis(one) for one in (total, most)}
+        own, top = self._way_to(shifted.input[0]), self._way_to(most.input[0])
         is_one = (
             self._maker_of(exponential, 0) is shifted
             and (operator != "Softmax" or exponential is first)
-            and self._way_to(largest.input[0]) == self._way_to(shifted.input[0])
+            and own == top
             and len(axes) == 1
             and None not in axes
         )
