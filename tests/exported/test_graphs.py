@@ -205,7 +205,18 @@ def test_what_onnx_needs_is_named_with_what_installs_it(
 
 def test_a_run_gives_an_onnx_file_that_runs_without_bnncli(cli: Cli, small_run: Path, tmp_path: Path) -> None:
     written_by("onnx")
-    done = cli("export", small_run, "--posterior", "hmc", "--head-only", "--out", tmp_path / "head.onnx", "--json")
+    done = cli(
+        "export",
+        small_run,
+        "--posterior",
+        "hmc",
+        "--head-only",
+        "--score",
+        "max_prob",
+        "--out",
+        tmp_path / "head.onnx",
+        "--json",
+    )
     assert done.code == 0, done.stderr
     assert set(done.json["metrics"]["milliseconds"]) == {"onnxruntime", "torch"}
     assert max(done.json["metrics"]["parity"]["max_difference"].values()) < 1e-5
