@@ -11,7 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from bnncli.inference.cross_validation import stratified_folds
-from bnncli.inference.stacking import Way, stacking_weights
+from bnncli.inference.stacking import refit_head, stacking_weights
 from bnncli.progress import SILENT
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
@@ -82,7 +82,7 @@ def test_a_refitted_head_is_the_logistic_regression_whose_folds_predict_best() -
         heads = theta.view(-1, 3, 4)[folds.long()]
         return torch.log_softmax(torch.einsum("nd,nkd->nk", features, heads), dim=1)[torch.arange(300), labels]
 
-    found = Way("train", targets, log_probs).fit(SILENT.task("", 0))
+    found = refit_head("train", targets, log_probs, task=SILENT.task("", 0))
     assert found.precision is not None
     np.testing.assert_allclose(found.theta.view(3, 4), fitted(every[0], found.precision), atol=0.02)
     for fold in range(5):
@@ -105,7 +105,7 @@ def test_rows_that_no_fold_has_are_fitted_once() -> None:
         return torch.zeros(10)
 
     target = LastLayerTarget(features, labels, layout, Prior(1.0))
-    found = Way("train", [target], log_probs).fit(SILENT.task("", 0), precisions=[3.0])
+    found = refit_head("train", [target], log_probs, task=SILENT.task("", 0), precisions=[3.0])
     assert (found.precision, tuple(found.folds.shape)) == (3.0, (1, 12))
     assert set(seen) == {(1, 12)}
     torch.testing.assert_close(found.theta, found.folds[0])

@@ -10,7 +10,7 @@ from torch import Tensor
 from bnncli.errors import DeviceError
 from bnncli.inference.costs import NUM_FOLDS
 from bnncli.inference.cross_validation import stratified_folds
-from bnncli.inference.stacking import RefittedHead, Way, stacking_weights
+from bnncli.inference.stacking import RefittedHead, refit_head, stacking_weights
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.posteriors.stack import Stack
 from bnncli.run.inputs import Split
@@ -40,7 +40,7 @@ def fit(run: Run, train: Split, val: Split) -> Fitted:
     posterior = Stack(torch.stack([head.theta for head in kept]).float(), _normalised(weights[is_kept]), val.layout)
     folds = torch.stack([head.folds.expand(NUM_FOLDS, -1) for head in kept], dim=1)  # (K, M, P)
     fold_weights = _normalised(by_fold[:, is_kept])
-    probs = rows.mixture(folds, fold_weights)
+    probs = rows.mixture(folds, fold_weights.to(run.device))
     metrics: dict[str, Any] = {
         "num_members": len(kept),
         "num_folds": NUM_FOLDS,
@@ -76,6 +76,8 @@ class _Val:
         self.layout, self.device = val.layout, run.device
         self.features, self.labels = val.features(run.device), val.labels(run.device)
         self.folds = stratified_folds(self.labels, NUM_FOLDS, run.stream("stack/folds")).to(run.device)
+        self.left_out = [(self.folds == fold).nonzero()[:, 0] for fold in range(NUM_FOLDS)]
+        self.order = torch.cat(self.left_out).argsort()
 
     def _logits(self, theta: Tensor, rows: Tensor) -> Tensor:
         """Logits (K, M, n) of some rows under theta (M, P)."""
@@ -86,36 +88,28 @@ class _Val:
         parts = theta.expand(NUM_FOLDS, -1)
         logs = [
             self.layout.likelihood.decision_logs(self._logits(parts[fold : fold + 1], rows).double(), self.labels[rows])
-            for fold, rows in self._each()
+            for fold, rows in enumerate(self.left_out)
         ]
-        return self._in_order([part[:, 0].T for part in logs])
+        return torch.cat([part[:, 0].T for part in logs])[self.order]
 
     def mixture(self, theta: Tensor, weights: Tensor) -> Tensor:
         """Class probabilities (N, C) float32 of each row under its fold's members (K, M, P) and weights (K, M)."""
         found = []
-        for fold, rows in self._each():
+        for fold, rows in enumerate(self.left_out):
             logits = self._logits(theta[fold], rows).double().permute(1, 2, 0)
             probs = self.layout.likelihood.class_probabilities(logits, dim=2)
             found.append((probs * weights[fold].view(-1, 1, 1)).sum(dim=0))
-        return self._in_order(found).float()
-
-    def _each(self) -> list[tuple[int, Tensor]]:
-        """Each fold with the rows that it leaves out."""
-        return [(fold, (self.folds == fold).nonzero()[:, 0]) for fold in range(NUM_FOLDS)]
-
-    def _in_order(self, parts: list[Tensor]) -> Tensor:
-        order = torch.cat([rows for _, rows in self._each()]).argsort()
-        return torch.cat(parts)[order]
+        return torch.cat(found)[self.order].float()
 
 
 def _heads(run: Run, train: Split, val: Split, rows: _Val) -> tuple[list[RefittedHead], list[str]]:
-    """The candidates, the plainest first, and what was not tried, with the reason."""
+    """Return the candidates, the plainest first, and what was not tried, with the reason."""
     heads, left_out = [], {}
     if train.head() is not None:
         heads.append(_at_best_temperature(val, rows))
     precisions: list[float] | None = None
-    most = MOST_WORK.get(run.device.type, MOST_WORK["cpu"])
-    for name, (num_rows, num_modes) in _sizes(train, val).items():
+    sizes, most = _sizes(train, val), MOST_WORK.get(run.device.type, MOST_WORK["cpu"])
+    for name, (num_rows, num_modes) in sizes.items():
         if num_rows * val.layout.num_params * num_modes > most:
             left_out[name] = "would take long here"
             continue
@@ -123,12 +117,13 @@ def _heads(run: Run, train: Split, val: Split, rows: _Val) -> tuple[list[Refitte
             left_out[name] = f"train has more than {MOST_ROWS} times the rows of val, which decide little there"
             continue
         task = run.console.task(f"refit to {name}", num_modes)
-        way = Way(name, _targets(run, name, train, rows), rows.log_scores)
-        heads.append(way.fit(task, precisions=precisions if name == "train+val" else None))
+        targets = _targets(run, name, train, rows)
+        given = precisions if name == "train+val" else None
+        heads.append(refit_head(name, targets, rows.log_scores, task=task, precisions=given))
         if name == "train":  # with val beside them these rows want about the same prior
             best = heads[-1].precision or 1.0
             precisions = [best * 10**0.5, best, best / 10**0.5]
-    if len(left_out) == len(_sizes(train, val)):
+    if len(left_out) == len(sizes):
         raise DeviceError(
             f"refitting {val.layout.num_params:,} parameters would take long on this device: no last layer can be refitted to stack",
             hint="use a GPU, or fit-laplace alone",
@@ -137,7 +132,7 @@ def _heads(run: Run, train: Split, val: Split, rows: _Val) -> tuple[list[Refitte
 
 
 def _sizes(train: Split, val: Split) -> dict[str, tuple[int, int]]:
-    """Of each way the rows, and how many modes it takes, about: the chosen ones once more."""
+    """Return the number of rows of each way, and about how many modes it takes."""
     own, held = len(train.stored), len(val.stored)
     return {
         "train": (own, NUM_PRECISIONS + 1),
