@@ -82,7 +82,7 @@ def search_folds(
     is_large: bool = False,
     progress: Progress = SILENT,
 ) -> FoldSearch:
-    """The prior precision that predicts the rows left out best; the rest as of prior_precision.search, of which this is one by val.
+    """Search for the prior precision that predicts the rows left out best, as prior_precision.search does by val.
 
     Args:
         folds: whose priors differ in their means at most.

@@ -6,6 +6,7 @@ Beside it lie the modes of K folds, each fitted without the rows of one fold, an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ def unique_sources(*splits: Split | None) -> list[Source]:
 
 
 @dataclass(frozen=True)
-class OutOfFold:
+class OutOfFold(ABC):
     """What predicts val in the place of a posterior that was fitted to it: of each row, what was fitted without its fold.
 
     Args:
@@ -97,12 +98,13 @@ class OutOfFold:
         for place in range(len(self)):
             yield self.fold(place), (self.rows == place).nonzero()[:, 0]
 
+    @abstractmethod
     def __len__(self) -> int:
-        raise NotImplementedError
+        """K, the number of folds."""
 
+    @abstractmethod
     def fold(self, place: int) -> Any:
-        """What was fitted without a fold."""
-        raise NotImplementedError
+        """Return the posterior that was fitted without a fold."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class GaussianFolds(OutOfFold):
 
 
 def fitted_rows(folds: Tensor, place: int, num_examples: int) -> Tensor:
-    """The rows (n,) that a fold is fitted to, of examples of which the last have folds (N,)."""
+    """Return the rows (n,) that a fold is fitted to; the last of all examples are those with folds (N,)."""
     others = num_examples - len(folds)
     return torch.cat([torch.arange(others), others + (folds != place).nonzero()[:, 0]])
 

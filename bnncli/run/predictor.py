@@ -62,12 +62,9 @@ class TrainData:
     run: Run
     trusts_code: bool = False
     opener: Callable[[], RecordedNetwork] | None = None
+    _splits: dict[str, Split] = field(default_factory=dict)
     _targets: dict[str, CurvedTarget] = field(default_factory=dict)
     _combined: dict[str, NDArray] = field(default_factory=dict)
-
-    @cached_property
-    def _splits(self) -> dict[str, Split]:
-        return {}
 
     def fitted(self, header: Header) -> Split:
         """The rows that a posterior was fitted to. Raises MissingInput or DataError without such that have labels."""

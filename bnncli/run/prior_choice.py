@@ -1,4 +1,4 @@
-"""The prior precision that refine and hmc search for on val: whether they do, and what is told of it."""
+"""The prior precision that refine and hmc search for on val: whether they do, and what they report of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_DRAWN = 2**28  # numbers of the draws of a trial: 1 GiB
 def with_prior_choice(
     run: Run, options: Options, val: Split | None, *, num_drawn: int, too_short: str | None = None
 ) -> Options:
-    """The options, with inherit in place of auto where nothing can be searched for, which is said.
+    """Return the options, with inherit in place of auto, and say why, where no search can be made.
 
     Args:
         val: the labelled split to judge by, if there is one.
@@ -50,7 +50,7 @@ def with_prior_choice(
 
 
 def stored_search(request: Request) -> dict[str, Any] | None:
-    """What a search told whose run was interrupted later, as prior_metrics has it; None where it is to be made."""
+    """Return the metrics of a search whose run was interrupted later; None where there is none."""
     found = recorded_choice(state_path(request.target), _SEARCH)
     return found if isinstance(found, dict) and "prior_precision" in found else None
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.errors import MissingInput
 from bnncli.integrators import load_integrator, supports
 from bnncli.lazy import torch
 from bnncli.machine.together import Parts
@@ -24,6 +25,7 @@ from bnncli.run.integrator_choice import default_integrator_of
 from bnncli.run.out_of_fold import OutOfFold
 from bnncli.run.predicted_rows import shared_rows
 from bnncli.run.session import Run
+from bnncli.run.shared_rows import shared_rows as rows_in_common
 from bnncli.storage.artifacts import read_header
 
 if TYPE_CHECKING:
@@ -51,6 +53,28 @@ def has_labeled_val(run: Run) -> bool:
 def labeled_val(run: Run) -> Split | None:
     """The run's val split; None where there is none, or it has no labels."""
     return load_split(run, "val") if has_labeled_val(run) else None
+
+
+def require_labeled_val(run: Run, purpose: str) -> Split:
+    """Return the val split, and warn where it shares rows with train.
+
+    Args:
+        purpose: what the labels are needed for, as the end of the message.
+
+    Raises:
+        MissingInput, DataError: it is not there, cannot be used, or has no labels.
+    """
+    path = run.folder.features("val")
+    if not path.is_file() and run.folder.splits():
+        raise MissingInput(
+            f"{run.checkpoint_path} has no val split; {purpose} on labelled data that the network was not trained on",
+            hint="extract again with a val split, such as \0hold_out\0 val=test:2000, with \0force\0",
+            path=path,
+        )
+    val = load_split(run, "val").check_labeled()
+    for text in rows_in_common(run.folder, ("train", "val")):
+        run.console.warn(text)
+    return val
 
 
 def measure_on_val(

@@ -30,7 +30,7 @@ def multiply_halves(left: Tensor, right: Tensor) -> Tensor:
     """The product (n, p), float32, of left (n, m) float32 and right (m, p) float16, on a GPU.
 
     Left is split into two float16 numbers, which keep 22 of its 24 bits (of what is not 2^29 times smaller than its largest). On an
-    H200 an error of 1.1e-6 for float32's 3.7e-7 (of logits of size 1, D = 2,048), in a sixth of the time.
+    H200 an error of 1.1e-6 for float32's 3.7e-7 (logits with a standard deviation of 0.45, D = 2,048), in a sixth of the time.
     """
     exponent = torch.frexp(left.abs().amax()).exponent.clamp_min(-100)
     scale = torch.ldexp(torch.ones((), device=left.device), _SCALED - exponent)

@@ -243,7 +243,7 @@ def _evaluate(
 
 
 def _why_anew(asked: dict[str, Any], recorded: Mapping[str, Any]) -> str | None:
-    """The same where no score was named: scores that were made by another default are made anew."""
+    """The same where no score was named: scores made by another default are made again."""
     usual = {DEFAULT_SCORE, *FALLBACK_SCORES}
     is_other = asked["score"] != recorded.get("score") and usual >= {*(recorded.get("score") or [])}
     if is_other and all(asked.get(name) == recorded.get(name) for name in {*asked, *recorded} - {"score"}):

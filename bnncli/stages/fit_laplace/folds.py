@@ -63,7 +63,7 @@ def fit_with_folds(
     start: Tensor,
     in_span: bool,
 ) -> FoldedFit:
-    """The fit to all rows of the target, of which the last are val's, and to those of each fold.
+    """Fit all rows of the target, the last of them val's, and the rows of each fold.
 
     Args:
         folds: (N,), of val's rows.
@@ -111,7 +111,7 @@ def fit_with_folds(
 
 
 def _rows_to_search(run: Run, target: LastLayerTarget, num_val: int) -> SearchRows:
-    """The rows of the target, and of val, that a search reads; which is said where they are not all."""
+    """Return the rows of the target and of val that a search reads, and say so where they are not all."""
     layout = target.layout
     found = search_rows(
         target.num_examples,
@@ -128,7 +128,7 @@ def _rows_to_search(run: Run, target: LastLayerTarget, num_val: int) -> SearchRo
 
 
 def _fold(target: LastLayerTarget, folds: Tensor, place: int, prior: Prior, rows: SearchRows) -> Fold:
-    """The target without the rows of one fold, of which some are read."""
+    """Return the target without the rows of one fold, as far as the search reads them."""
     first = target.num_examples - len(folds)
     own = (folds == place).nonzero()[:, 0]
     fitted = fitted_rows(folds, place, target.num_examples)

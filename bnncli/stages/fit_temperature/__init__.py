@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import MissingInput, UsageError
+from bnncli.errors import UsageError
 from bnncli.options import FitTemperatureOptions, InputOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.registry import has_attribute, names
 from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, load_split, posterior_source
+from bnncli.run.inputs import posterior_source
 from bnncli.run.integrator_choice import type_of
 from bnncli.run.named_posterior import find_named
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
-from bnncli.run.shared_rows import shared_rows
+from bnncli.run.val_report import require_labeled_val
 from bnncli.storage.headers import Header
 
 COMMAND = Command(
@@ -35,7 +35,7 @@ COMMAND = Command(
 
 def run(run: Run, options: FitTemperatureOptions) -> Result:
     """Fit and publish; the result's metrics have the temperature and the NLL before and after."""
-    val = _val(run)
+    val = require_labeled_val(run, "a temperature is fitted")
     sources, base_path = [val.source], None
     if options.base is not None:
         base_path = find_named(
@@ -62,20 +62,6 @@ def run(run: Run, options: FitTemperatureOptions) -> Result:
         return work.fit(run, val, base_path)
 
     return produce_posterior(run, request, fit, _report)
-
-
-def _val(run: Run) -> Split:
-    """The val split, with labels; warns when it shares rows with train."""
-    if not run.folder.features("val").is_file() and run.folder.splits():
-        raise MissingInput(
-            f"{run.checkpoint_path} has no val split; a temperature is fitted on labelled data that the network was not trained on",
-            hint="extract again with a val split, such as --hold-out val=test:2000, with --force",
-            path=run.folder.features("val"),
-        )
-    val = load_split(run, "val").check_labeled()
-    for text in shared_rows(run.folder, ("train", "val")):
-        run.console.warn(text)
-    return val
 
 
 def _check_has_center(path: Path, header: Header) -> None:

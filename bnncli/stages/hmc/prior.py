@@ -24,7 +24,7 @@ def choose_prior(
     val: Split,
     space_at: Callable[[Prior, Space | None], Space],
 ) -> dict[str, Any]:
-    """What is told of the search, the prior with it.
+    """Return the metrics of the search, the chosen prior among them.
 
     Args:
         prior: of the base: where the search starts.

@@ -23,7 +23,7 @@ def choose_prior(
     *,
     num_draws: int,
 ) -> dict[str, Any]:
-    """What is told of the search, the prior with it.
+    """Return the metrics of the search, the chosen prior among them.
 
     Args:
         prior: of the base: where the search starts.

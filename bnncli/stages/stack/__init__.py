@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bnncli.errors import MissingInput, UsageError
+from bnncli.errors import UsageError
 from bnncli.options import InputOptions, NameOptions, StackOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
-from bnncli.run.shared_rows import shared_rows
-from bnncli.run.val_report import val_line, warn_if_worse
+from bnncli.run.val_report import require_labeled_val, val_line, warn_if_worse
 
 COMMAND = Command(
     "Refit the last layer in several ways, and mix them as val prefers.",
@@ -50,20 +49,12 @@ def run(run: Run, options: StackOptions) -> Result:
 
 
 def _val(run: Run) -> Split:
-    """The val split, with labels and rows enough for folds; warns when it shares rows with train."""
-    if not run.folder.features("val").is_file() and run.folder.splits():
-        raise MissingInput(
-            f"{run.checkpoint_path} has no val split; members are chosen and weighted by labelled data that the network was not trained on",
-            hint="extract again with a val split, such as --hold-out val=test:2000, with --force",
-            path=run.folder.features("val"),
-        )
-    val = load_split(run, "val").check_labeled()
+    """Return the val split, with rows enough for folds."""
+    val = require_labeled_val(run, "members are chosen and weighted")
     if len(val.content.features) < FEWEST_ROWS:
         raise UsageError(
             f"val has {len(val.content.features)} rows, too few to stack by: expected at least {FEWEST_ROWS}"
         )
-    for text in shared_rows(run.folder, ("train", "val")):
-        run.console.warn(text)
     return val
 
 
