@@ -10,9 +10,11 @@ import pytest
 import torch
 from problems.arrays import make_arrays
 from problems.command_line import Cli, new_run
+from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 from sklearn.linear_model import LogisticRegression
 
+from bnncli.inference.stacking import stacking_weights
 from bnncli.stages.stack import work
 from bnncli.storage.posteriors import read_posterior
 from bnncli.storage.predictions import read_predictions
@@ -94,6 +96,32 @@ def test_predictions_are_the_mixture_and_val_is_out_of_fold(
     np.testing.assert_allclose(got.probs, expected, atol=1e-5)
     nll = -np.log(expected[np.arange(len(rows)), arrays["labels_val"]]).mean()
     assert metrics["val"]["stack"]["nll"] == pytest.approx(nll, abs=1e-5)
+
+
+def test_weights_and_temperature_of_a_fold_are_of_the_other_rows(
+    cli: Cli, small_run: Path, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "KEPT", 0.0)
+    assert cli("stack", small_run).code == 0
+    tensors, _ = heads_of(small_run)
+    labels, rows = arrays["labels_val"], tensors["folds.rows"].numpy()
+    scores = np.empty((len(rows), 4))
+    for fold in range(5):
+        for member in range(4):
+            logs = log_softmax(logits(tensors["folds.members"][fold, member], arrays["features_val"]), axis=1)
+            scores[rows == fold, member] = logs[rows == fold, labels[rows == fold]]
+    network = torch.cat([torch.from_numpy(arrays[name]).flatten() for name in ("head_weight", "head_bias")])
+    own = logits(network, arrays["features_val"])
+    for fold in range(5):
+        others = rows != fold
+        expected = stacking_weights(torch.from_numpy(scores[others]))
+        torch.testing.assert_close(tensors["folds.weights"][fold], expected, rtol=0, atol=1e-3)
+
+        def loss(scale: float, others: np.ndarray = others) -> float:
+            return float(-log_softmax(scale * own[others], axis=1)[np.arange(others.sum()), labels[others]].mean())
+
+        scale = minimize_scalar(loss, bounds=(0.01, 10), method="bounded", options={"xatol": 1e-8}).x
+        torch.testing.assert_close(tensors["folds.members"][fold, 0], (scale * network).float(), rtol=1e-3, atol=1e-4)
 
 
 def test_val_that_is_all_right_does_not_sharpen_the_network(cli: Cli, tmp_path: Path) -> None:
