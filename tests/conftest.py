@@ -6,7 +6,6 @@ import gc
 import io
 import os
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
 
 import numpy as np
 from problems.arrays import make_arrays
-from problems.command_line import SCRIPT, STEPS, Cli, Invocation
+from problems.command_line import SCRIPT, STEPS, Cli, Invocation, extended_run
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -176,9 +175,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_run(finished_run: Path, tmp_path: Path, scores_are_rough: None) -> Path:
     """A copy of finished_run that a test may change."""
-    shutil.copytree(finished_run.with_name("small.bnn"), tmp_path / "small.bnn")
-    shutil.copy(finished_run.with_name("features.npz"), tmp_path / "features.npz")
-    return tmp_path / "small"
+    return extended_run(finished_run, tmp_path, ())
 
 
 def run_all(*lines: Sequence[object]) -> None:

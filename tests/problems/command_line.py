@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,3 +53,19 @@ def new_run(cli: Cli, run: Path, arrays: Mapping[str, np.ndarray], *words: objec
     done = cli("extract-features", run, "--from-npz", path, *words)
     assert done.code == 0, done.stderr
     return run
+
+
+def extended_run(finished: Path, folder: Path, steps: Iterable[Sequence[object]]) -> Path:
+    """Return a copy of a finished run in a folder, with more commands run on it."""
+    from bnncli.cli.execute import run_command_line
+
+    shutil.copytree(finished.with_name("small.bnn"), folder / "small.bnn")
+    shutil.copy(finished.with_name("features.npz"), folder / "features.npz")
+    for command, *words in steps:
+        assert run_command_line([str(command), str(folder / "small"), *map(str, words), "-q"], io.StringIO()) == 0
+    return folder / "small"
+
+
+def file_of(run: Path, name: str) -> Path:
+    """Return the file of a posterior of a run called small."""
+    return next((run.with_name("small.bnn") / "posteriors").glob(f"{name}.*"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import shlex
 import shutil
 from itertools import pairwise
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from problems.command_line import Cli, new_run
+from problems.command_line import Cli, extended_run, file_of, new_run
 
 from bnncli.inference.elbo import elbo
 from bnncli.run.inputs import open_posterior, recorded_prior
@@ -32,18 +31,7 @@ STEPS = (
 @pytest.fixture(scope="module")
 def run_of_two(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small run with posteriors of two precisions beside its own; not to be changed."""
-    from bnncli.cli.execute import run_command_line
-
-    folder = tmp_path_factory.mktemp("two")
-    shutil.copytree(finished_run.with_name("small.bnn"), folder / "small.bnn")
-    shutil.copy(finished_run.with_name("features.npz"), folder / "features.npz")
-    for command, *words in STEPS:
-        assert run_command_line([command, str(folder / "small"), *words, "-q"], io.StringIO()) == 0
-    return folder / "small"
-
-
-def file_of(run: Path, name: str) -> Path:
-    return next((run.with_name("small.bnn") / "posteriors").glob(f"{name}.*"))
+    return extended_run(finished_run, tmp_path_factory.mktemp("two"), STEPS)
 
 
 def target_of(run: Path, prior: Prior) -> LastLayerTarget:

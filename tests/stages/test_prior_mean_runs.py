@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from problems.command_line import Cli
+from problems.command_line import Cli, extended_run, file_of
 from scipy.optimize import minimize_scalar
 from torch.nn.functional import cross_entropy
 
@@ -34,18 +33,7 @@ NAMES = ("about", "refine-about", "hmc-about", "vi-about", "sghmc-about")
 @pytest.fixture(scope="module")
 def run_about(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small run with posteriors under a prior about the checkpoint; not to be changed."""
-    from bnncli.cli.execute import run_command_line
-
-    folder = tmp_path_factory.mktemp("about")
-    shutil.copytree(finished_run.with_name("small.bnn"), folder / "small.bnn")
-    shutil.copy(finished_run.with_name("features.npz"), folder / "features.npz")
-    for command, *words in STEPS:
-        assert run_command_line([command, str(folder / "small"), *words, "-q"], io.StringIO()) == 0
-    return folder / "small"
-
-
-def file_of(run: Path, name: str) -> Path:
-    return next((run.with_name("small.bnn") / "posteriors").glob(f"{name}.*"))
+    return extended_run(finished_run, tmp_path_factory.mktemp("about"), STEPS)
 
 
 def head_of(run: Path) -> torch.Tensor:
