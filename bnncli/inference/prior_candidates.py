@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,9 +25,6 @@ from bnncli.inference.modes import mode_of
 from bnncli.inference.prior_criterion import Criterion
 from bnncli.progress import Task
 from bnncli.targets.target import CurvedTarget
-
-if TYPE_CHECKING:
-    pass
 
 _MODE_TOLERANCE = 5e-3  # posterior standard deviations: about 1e-5 nats of val nll, 0.05 nats of log determinant
 _EXACT_MODE_TOLERANCE = 1e-5  # where nothing is interpolated either
@@ -101,6 +97,12 @@ class Candidates:
         if not self.known:
             raise NumericError("no prior precision gave a finite criterion", hint="give \0prior_precision\0")
         return min(self.known, key=lambda key: self.known[key].value)
+
+    def by_plug_in(self, task: Task) -> Candidates:
+        """The same precisions, judged by their centres alone, which are known."""
+        known = {key: replace(one, spread=0.0, is_exact=True) for key, one in self.known.items()}
+        criterion = replace(self.criterion, is_plug_in=True)
+        return replace(self, criterion=criterion, known=known, failed=set(), task=task, _hessians=dict(self._hessians))
 
     def judge(self, log_precision: float) -> None:
         """Finds the mode under one precision and the criterion there, unless it is known."""
@@ -253,6 +255,8 @@ class Candidates:
 
     def _interpolated_spread(self, log_precision: float) -> tuple[float, float]:
         """What the covariance adds, from exact candidates around; and its estimated error, inf without enough of them."""
+        if self.criterion.is_plug_in:
+            return 0.0, 0.0
         exact = [key for key, candidate in self.known.items() if candidate.is_exact]
         is_cheap = self.center == "checkpoint"  # one Hessian serves all
         if is_cheap or len(exact) < 4 or not min(exact) < log_precision < max(exact):

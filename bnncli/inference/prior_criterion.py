@@ -42,19 +42,26 @@ class Criterion:
         held_out: the examples of the validation nll; None for minus the log marginal likelihood.
         lift: from the candidates' theta to all of it, where they lie in a part; noise and held_out are of all of theta.
         by_logits: whether held_out is of a last layer whose logits are drawn.
+        is_plug_in: whether the centre alone predicts held_out, and the covariance adds nothing.
     """
 
     noise: Tensor
     held_out: HeldOut | None
     lift: Lift | None = None
     by_logits: bool = False
+    is_plug_in: bool = False
 
     def at_center(self, target: CurvedTarget, theta: Tensor, log_joint: float) -> float:
         """The part of theta (P,) and the log joint there."""
         if self.held_out is None:
             return -log_joint - 0.5 * target.layout.num_params * math.log(2 * math.pi)
-        losses = self.held_out.losses(self._whole(theta).unsqueeze(0))
+        losses = self.plug_in_losses(theta)
         return float(losses.sum()) / len(losses)
+
+    def plug_in_losses(self, theta: Tensor) -> Tensor:
+        """The validation nll of each example under theta (P,) alone, (M,) float64, where there is validation data."""
+        assert self.held_out is not None
+        return self.held_out.losses(self._whole(theta).unsqueeze(0))
 
     def of(self, target: CurvedTarget, theta: Tensor, log_joint: float, covariance: Covariance) -> float:
         """The whole criterion of N(theta, covariance)."""

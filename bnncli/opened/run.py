@@ -21,7 +21,7 @@ from bnncli.opened.session import Session, checked_text, open_session
 from bnncli.run.classes import posterior_classes
 from bnncli.run.inputs import load_split, posterior_source
 from bnncli.run.named_posterior import find_named
-from bnncli.run.predictor import Predictor, TrainData, warn_of_default, warn_of_few_draws
+from bnncli.run.predictor import Predictor, TrainData, warn_of_few_draws
 from bnncli.run.recommendation import recommended
 from bnncli.storage.artifacts import read_header
 
@@ -193,8 +193,6 @@ class OpenedRun:
                     else self._features(lambda: self._input_network(run), x, layout.num_features)
                 )
                 warn_of_few_draws(run, predictor.path, header, samples)
-                if integrator is None:
-                    warn_of_default(run, predictor.path, header)
                 return predict(predictor, choice, features, tuple(posterior_classes(run.folder, header)))
 
     def predictor(
@@ -225,8 +223,6 @@ class OpenedRun:
             predictor, choice = replace(shared), choose(options, shared.header, layout.num_classes)
             predictor.__dict__["posterior"] = shared.posterior  # one in memory, and an integrator of its own
             predictor.ready(choice)
-            if integrator is None:
-                warn_of_default(run, predictor.path, predictor.header)
             classes = tuple(posterior_classes(run.folder, predictor.header))
             return LoadedPredictor(classes, self._session, predictor, choice, self._reader(run, layout.num_features))
 

@@ -96,7 +96,8 @@ class AskedIntegrators:
     def _names(self, header: Header) -> list[str]:
         """The integrators asked for, by name; the default of the posterior where none was."""
         everything = [name for name in names("integrators") if name not in self.named] if self.takes_all else []
-        return [*self.named, *everything] or [default_integrator(header)]
+        default = default_integrator if self.samples is None else sampling_integrator
+        return [*self.named, *everything] or [default(header)]
 
     def _build(self, name: str) -> Integrator:
         own = settings_of(load_integrator(name))
@@ -135,7 +136,12 @@ class AskedIntegrators:
 
 
 def default_integrator(header: Header) -> str:
-    """The integrator of a posterior when none is named."""
+    """The integrator of a posterior when none is named: the one that predicted val best when it was fitted, or its method's own."""
+    return header.meta.get("metrics", {}).get("recommended_integrator") or sampling_integrator(header)
+
+
+def sampling_integrator(header: Header) -> str:
+    """The integrator of a posterior's method, whatever val says: by draws, where it is no point."""
     return default_integrator_of(str(header.meta.get("method")), is_last_layer=header.meta.get("layers") is None)
 
 

@@ -28,11 +28,10 @@ from bnncli.run.inputs import (
     posterior_prior,
     require_draws,
 )
-from bnncli.run.integrator_choice import IntegratorChoice, default_integrator, is_of_draws, num_stored
+from bnncli.run.integrator_choice import IntegratorChoice, is_of_draws, num_stored
 from bnncli.run.out_of_fold import fit_on, knows, load_fitted, out_of_fold
 from bnncli.run.predicted_rows import PartProgress, Predicted, Rows, joined, own_rows, rows_of, scattered
 from bnncli.run.session import Run
-from bnncli.run.val_report import note_on_default
 from bnncli.storage.headers import Header
 from bnncli.theta.prior import Prior
 
@@ -305,10 +304,3 @@ def warn_of_few_draws(run: Run, path: Path, header: Header, samples: int | None)
     if samples is not None and 0 < there < samples:
         what = "draws" if header.kind == "samples" else "members"
         run.console.warn(f"{path.stem} has {there} {what}, fewer than \0samples\0 {samples}: all are used")
-
-
-def warn_of_default(run: Run, path: Path, header: Header) -> None:
-    """Say so, where nobody named an integrator, when the default is not the one that predicted best on val."""
-    note = note_on_default(header.meta.get("metrics", {}), default_integrator(header))
-    if note is not None:
-        run.console.warn(f"{path.stem}: {note}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +38,8 @@ OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared
 _WORDS = {
     "network": "the network as trained",
     "temperature": "the network at its best temperature",
-    "plug-in": "its own centre (plug-in)",
-    "probit": "probit",
     "base": "the base that it refines",
 }
-_MADE_BY = {"base": "laplace"}  # other posteriors that are not called as the method that made them
 
 
 def has_labeled_val(run: Run) -> bool:
@@ -78,42 +76,82 @@ def require_labeled_val(run: Run, purpose: str) -> Split:
 
 
 def measure_on_val(
-    run: Run, posterior: Any, val: Split, *, method: str, others: Mapping[str, Any] | None = None
+    run: Run,
+    posterior: Any,
+    val: Split,
+    *,
+    method: str,
+    others: Mapping[str, tuple[Any, str]] | None = None,
+    prefer: str | None = None,
 ) -> dict[str, Any]:
     """`val`, `val_excess` and `recommended_integrator`, for an artifact's metrics.
 
-    `val` has nll, standard_error and ece of each predictive: `network`, `temperature` (of the network, held out),
-    `plug-in`, `probit`, `plug-in-temperature` (the centre at its best temperature, held out: what `fit-temperature --base`
-    gives), both where val has a best temperature, and under `method` the posterior by its default integrator. `val_excess` has by how much that one is worse.
+    `recommended_integrator` is the method's own (mc, say), or one of OTHER_INTEGRATORS that predicts significantly better; predict
+    takes it by default. `val` has nll, standard_error and ece of each predictive: `network`, `temperature` (of the network, held out),
+    the posterior by each integrator, `plug-in-temperature` (the centre at its best temperature, held out: what `fit-temperature
+    --base` gives), both where val has a best temperature, and under `method` the posterior by the recommended integrator. `val_excess`
+    has by how much that one is worse than the network, its best temperature and `others`.
 
     Args:
         posterior: over the head, with what its default integrator needs, on the device; or its folds, where val is fitted.
         val: labelled.
-        method: laplace, refine, ...: tells the default integrator.
-        others: further posteriors to compare with, by name, by their default integrator (the base of a flow).
+        method: laplace, refine, ...: tells its own integrator.
+        others: further posteriors to compare with, and their integrators, by name (the base of a flow).
+        prefer: the integrator to recommend, whose predictions the posterior was chosen for.
     """
     from bnncli.evaluation.excess import score
 
     assert val.content.labels is not None
     labels = val.content.labels
-    name = default_integrator_of(method, is_last_layer=val.is_last_layer)
+    own = default_integrator_of(method, is_last_layer=val.is_last_layer)
     whole = posterior.whole if isinstance(posterior, OutOfFold) else posterior
-    chosen, how = _predicted(run, posterior, val, name)
-    found = {method: score(method, chosen, labels)}
-    references, facts = network_on_val(run, val)
-    facts[method] = how
-    for other in OTHER_INTEGRATORS:
-        if other != name and _supports(other, whole, val):
-            references[other] = score(other, _predicted(run, posterior, val, other)[0], labels)
-    for key, other_posterior in (others or {}).items():
-        own = default_integrator_of(_MADE_BY.get(key, key), is_last_layer=val.is_last_layer)
-        probs, facts[key] = _predicted(run, other_posterior, val, own)
+    found, facts = {}, {}
+    for name in (own, *(other for other in OTHER_INTEGRATORS if other != own and _supports(other, whole, val))):
+        probs, facts[name] = _predicted(run, posterior, val, name)
+        found[name] = score(name, probs, labels)
+    integrator = prefer or _best_integrator(found[own], list(found.values())[1:])
+    references, network_facts = network_on_val(run, val)
+    for key, (other_posterior, name) in (others or {}).items():
+        probs, network_facts[key] = _predicted(run, other_posterior, val, name)
         references[key] = score(key, probs, labels)
     if _supports("plug-in", whole, val):
         best = _at_best_temperature(run, posterior, val, "plug-in-temperature")
         if best is not None:
             found["plug-in-temperature"], facts["plug-in-temperature"] = best
-    return _comparison(found[method], references, others=found, facts=facts, integrator=name)
+    average = own if integrator == "plug-in" else integrator
+    shares = _gain_shares(references, found.get("plug-in"), found[average])
+    facts[method] = facts[integrator]
+    chosen = replace(found.pop(integrator), name=method)
+    return _comparison(chosen, references, others=found, facts=facts | network_facts, integrator=integrator) | {
+        "val_gain": shares
+    }
+
+
+def _gain_shares(references: Mapping[str, Scored], center: Scored | None, average: Scored) -> dict[str, Any] | None:
+    """What lowers the NLL from the network's to that of a posterior: one temperature, another head, and averaging over the posterior.
+
+    Mean paired differences, nats an example, with their standard errors, which add up to the gain over the network. None without a network,
+    and of posteriors without a centre that predicts.
+    """
+    network = references.get("network")
+    if network is None or center is None or average.name == "plug-in":
+        return None
+    scaled = references.get("temperature", network)
+    steps = {"temperature": (network, scaled), "head": (scaled, center), "averaging": (center, average)}
+    found: dict[str, Any] = {"integrator": average.name}
+    for name, (before, after) in steps.items():
+        gap = before.losses - after.losses
+        error = float(gap.std(ddof=1)) / math.sqrt(len(gap)) if len(gap) > 1 else None
+        found[name] = {"value": float(gap.mean()), "standard_error": error}
+    return found
+
+
+def _best_integrator(own: Scored, others: Sequence[Scored]) -> str:
+    """The name of a predictive: the first, or the best of those that predict significantly better."""
+    from bnncli.evaluation.excess import excesses
+
+    worse_than = [gap.reference for gap in excesses(own, others) if gap.is_worse]
+    return min((one for one in others if one.name in worse_than), key=lambda one: one.nll, default=own).name
 
 
 def measure_probs_on_val(
@@ -163,14 +201,12 @@ def _comparison(
 
     gaps = excesses(chosen, list(references.values()))
     told = {**references, **others, chosen.name: chosen}
-    worse = [gap.reference for gap in gaps if gap.is_worse]
-    better = [key for key in OTHER_INTEGRATORS if key in worse]
     return {
         "val": {key: {**one.to_json(), **facts.get(key, {})} for key, one in told.items()},
         "val_excess": {gap.reference: gap.to_json() for gap in gaps},
         "val_false_alarm": FALSE_ALARM,
         "val_num_examples": len(chosen.losses),
-        "recommended_integrator": min(better, key=lambda key: references[key].nll) if better else integrator,
+        "recommended_integrator": integrator,
     }
 
 
@@ -226,16 +262,38 @@ def _draws(entry: Mapping[str, Any]) -> str:
     return f", {counted(entry['samples'], 'draw')}" if entry.get("samples") else ""
 
 
-def note_on_default(metrics: Mapping[str, Any], integrator: str) -> str | None:
-    """What predict says when it takes an integrator by default that another one beat on val; None where none did."""
-    better, entries = metrics.get("recommended_integrator"), metrics.get("val") or {}
-    if better in (None, integrator) or better not in entries:
-        return None
-    own = next((entry["nll"] for entry in entries.values() if entry.get("integrator") == integrator), math.nan)
-    return (
-        f"on val {better} predicted better than {integrator} (NLL {entries[better]['nll']:.4f} against {own:.4f}): "
-        f"add \0integrator\0 {better}"
-    )
+def val_lines(metrics: Mapping[str, Any], *, where: str = "") -> list[str]:
+    """What a posterior is worth on val, for people: NLL and ECE, what the gain comes from, and the integrator that predict takes.
+
+    Args:
+        where: what the numbers are of, where that is not val as it is.
+    """
+    entries = metrics.get("val")
+    if entries is None:
+        return []
+    lines = [f"val NLL and ECE{where}: {val_line(entries)}"]
+    gain = metrics.get("val_gain")
+    if gain is None:
+        return lines
+    lines.append(f"gain on val: {gain_text(gain)}")
+    if metrics["recommended_integrator"] != gain["integrator"]:
+        lines.append("predict uses plug-in by default: averaging makes the predictions on val worse")
+    return lines
+
+
+def gain_text(gain: Mapping[str, Any]) -> str:
+    """The shares of a gain over the network, nats an example, with standard errors."""
+    words = {
+        "temperature": "one temperature",
+        "head": "the refitted head",
+        "averaging": f"averaging over the posterior ({gain['integrator']})",
+    }
+    return ", ".join(f"{_signed(gain[name])} from {text}" for name, text in words.items())
+
+
+def _signed(share: Mapping[str, Any]) -> str:
+    error = share["standard_error"]
+    return f"{share['value']:+.4f}" + ("" if error is None else f" +- {error:.4f}")
 
 
 def _against(metrics: Mapping[str, Any], reference: str) -> str:
@@ -250,10 +308,6 @@ def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, nam
     """Commands whose predictions were measured to be better, with their NLL."""
     entries = metrics["val"]
     found = []
-    integrator = metrics["recommended_integrator"]
-    if integrator in worse:
-        command = run.suggest("predict", posterior=name, integrator=integrator)
-        found.append(f"{command} ({entries[integrator]['nll']:.4f})")
     scaled = {key: entries[key]["nll"] for key in ("temperature", "plug-in-temperature") if key in entries}
     best = min(scaled, key=lambda key: scaled[key], default=None)
     if best is not None and scaled[best] < own:

@@ -21,7 +21,7 @@ from bnncli.inference.importance import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagno
 from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
-from bnncli.run.integrator_choice import default_integrator
+from bnncli.run.integrator_choice import sampling_integrator
 from bnncli.run.out_of_fold import OutOfFold, fit_on
 from bnncli.run.predictor import TrainData
 from bnncli.run.session import Run
@@ -241,7 +241,7 @@ def _scored(run: Run, key: str, posterior: Any, header: Header, val: Split | Non
 
 def _predictive(posterior: Any, header: Header, val: Split) -> tuple[str, int | None]:
     """By which integrator val is predicted, and of how many draws; None where there are none to make."""
-    name = "plug-in" if posterior.type in POINTS else "mc" if val.is_last_layer else default_integrator(header)
+    name = "plug-in" if posterior.type in POINTS else "mc" if val.is_last_layer else sampling_integrator(header)
     return name, None if posterior.type in (*POINTS, "samples", LINEAR_DRAWS) else VAL_DRAWS
 
 

@@ -14,7 +14,7 @@ from bnncli.integrators import load_integrator
 from bnncli.machine.memory import require
 from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split
-from bnncli.run.integrator_choice import default_integrator
+from bnncli.run.integrator_choice import sampling_integrator
 from bnncli.run.prediction_memory import PosteriorMemory, PredictionSizes
 from bnncli.run.session import Run
 from bnncli.stages.diagnose.diagnosis import VAL_DRAWS
@@ -61,7 +61,7 @@ def _work(run: Run, options: DiagnoseOptions, header: Header, memory: PosteriorM
         work.append(judging + memory.pass_bytes(device, pairs_at_once(memory.layout, device)))
     found = [memory.reading_bytes, memory.held_bytes + max(work)]
     if isinstance(val, Split) and val.content.labels is not None:
-        name = "plug-in" if memory.kind in POINTS else default_integrator(header)
+        name = "plug-in" if memory.kind in POINTS else sampling_integrator(header)
         makes_draws = memory.kind not in (*POINTS, "samples", "linear-draws")
         asked = PredictionSizes(
             load_integrator(name).needs, len(val.content.features), VAL_DRAWS if makes_draws else None

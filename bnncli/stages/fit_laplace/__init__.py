@@ -22,7 +22,7 @@ from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.row_space import span_line, span_to_fit
 from bnncli.run.session import Result, Run
-from bnncli.run.val_report import has_labeled_val, val_line
+from bnncli.run.val_report import has_labeled_val, val_lines
 from bnncli.stages.fit_laplace.structure import structure_to_fit
 from bnncli.stages.fit_laplace.warnings import warn_of_missing_classes, warn_of_val
 from bnncli.stages.fit_laplace.whole import prepare_network
@@ -198,6 +198,8 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     scale = metrics.get("prior_mean_scale")
     about = "" if scale is None else f", about {scale:.4g} times the checkpoint's last layer"
     by_val = "lowest val NLL" + (f", {metrics['num_folds']}-fold cross-validated" if "num_folds" in metrics else "")
+    if metrics.get("prior_precision_for") == "plug-in":
+        by_val += " of the mode alone: draws would need a prior that fits worse"
     chosen = {"val": by_val, "marglik": "marginal likelihood", "number": "as given"}[metrics["prior_precision_by"]]
     bias = f", {metrics['bias_precision']:.4g} of the biases" if "bias_precision" in metrics else ""
     compared = metrics.get("structure_nll") or {}
@@ -260,8 +262,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         lines.append(
             f"no log marginal likelihood ({metrics['log_marginal_likelihood_undefined']}); --center mode has one"
         )
-    if metrics.get("val") is not None:
-        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
+    lines += val_lines(metrics)
     return lines
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from bnncli.inference.cross_validation import FoldSearch
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.inference.prior_precision import BOUNDS, PriorSearch, search
+from bnncli.inference.prior_precision import BOUNDS, PLUG_IN, SAMPLED, PlugInChoice, PriorSearch, search
 from bnncli.inference.row_space_lift import RowLift, lift_fit
+from bnncli.inference.structure_choice import first_near_the_best
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.lazy import torch
 from bnncli.options import FitLaplaceOptions
@@ -209,12 +210,37 @@ def _fitted(
             structure = rough_structure_to_search(run, structure, target.layout, num_examples=num_examples)
         quick = structure_to_search(run, structure, target.layout)
     found = search_by(quick, structure, start, run.stream("fit-laplace/val"))
+    plug_in = found.plug_in
     if options.structure == "auto" and criterion == "val":
         whole = None if lift is None else lift.layout
         found, compared = structure_by_val(
             run, target, found, search_at, closest=closest, layout=target.layout, whole=whole
         )
+    found = _chosen_for(found, plug_in, target, center, run.console)
     return found.fit, found, compared, searched.counts
+
+
+def _chosen_for(
+    found: PriorSearch, plug_in: PlugInChoice | None, target: LastLayerTarget, center: str, progress: Progress
+) -> PriorSearch:
+    """The search itself; or that of the precision whose mode alone predicts val best, where it predicts better than draws do under theirs."""
+    if plug_in is None:
+        return found
+    gaussian = found.fit.gaussian
+    drawn = found.judge.losses(target.with_prior(gaussian.require_prior()), gaussian.mean, gaussian.covariance)
+    if first_near_the_best({SAMPLED: drawn, PLUG_IN: found.judge.plug_in_losses(plug_in.theta)}) == SAMPLED:
+        return found
+    prior = target.prior.with_weight_precision(plug_in.precision)
+    fit = fit_gaussian(
+        target.with_prior(prior),
+        structure=gaussian.covariance.structure,
+        center=center,
+        start=plug_in.theta,
+        progress=progress,
+    )
+    return replace(
+        found, best=plug_in.precision, curve=plug_in.curve, at_edge=plug_in.at_edge, fit=fit, integrator=PLUG_IN
+    )
 
 
 def _fit_of(
@@ -253,6 +279,7 @@ def fit_metrics(
         **span_metrics(gaussian),
         **gaussian.require_prior().to_meta(),
         "prior_precision_by": criterion,
+        "prior_precision_for": found.integrator if isinstance(found, PriorSearch) and criterion == "val" else None,
         "prior_precision_at_edge": bool(found.at_edge) if found else None,
         "log_marginal_likelihood": fit.log_marginal_likelihood,
         "log_marginal_likelihood_undefined": fit.no_evidence,
@@ -271,7 +298,8 @@ def fit_metrics(
         whitened = gaussian.covariance.whiten(shift.unsqueeze(0))
         metrics["mode_distance_in_sd"] = float(whitened.norm() / math.sqrt(whitened.shape[1]))
     if val is not None and val.content.labels is not None:
-        metrics |= measure_on_val(run, posterior or gaussian, val, method="laplace")
+        prefer = None if metrics["prior_precision_for"] in (None, SAMPLED) else metrics["prior_precision_for"]
+        metrics |= measure_on_val(run, posterior or gaussian, val, method="laplace", prefer=prefer)
         metrics["val_nll_network"] = metrics["val"].get("network", {}).get("nll")
         metrics["val_nll_laplace"] = metrics["val"]["laplace"]["nll"]
     return metrics

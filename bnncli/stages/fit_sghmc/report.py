@@ -8,7 +8,7 @@ from bnncli.evaluation.convergence import GOOD_RHAT, deciding
 from bnncli.names import percent
 from bnncli.run.chain_report import deciding_line, other_lines
 from bnncli.run.given_rate import LEAVE_OUT
-from bnncli.run.val_report import val_line
+from bnncli.run.val_report import val_lines
 
 LARGE = 0.5  # a share by which the variance is too large that is worth a warning
 
@@ -30,8 +30,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         f"no step is accepted or refused: along the stiffest direction (curvature {metrics['stiffness']:.3g}) the variance is too large by "
         f"{_share(metrics['excess_by_steps'])} for the length of steps, and by up to {_share(metrics['excess_by_batches'])} for minibatches"
     )
-    if metrics.get("val") is not None:
-        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
+    lines += val_lines(metrics)
     return lines
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from bnncli.names import counted, percent
 from bnncli.run.given_rate import LEAVE_OUT
-from bnncli.run.val_report import val_line
+from bnncli.run.val_report import val_lines
 
 TOO_NARROW = 1e-6
 
@@ -34,8 +34,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     lines.append(
         f"log joint {metrics['log_joint_start']:.2f} nats at the start, {metrics['log_joint_mean']:.2f} at the mean of the iterates"
     )
-    if metrics.get("val") is not None:
-        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
+    lines += val_lines(metrics)
     return lines
 
 

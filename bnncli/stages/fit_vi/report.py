@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bnncli.names import counted, percent
-from bnncli.run.val_report import val_line
+from bnncli.run.val_report import val_lines
 
 
 def summary(metrics: dict[str, Any]) -> list[str]:
@@ -32,6 +32,5 @@ def summary(metrics: dict[str, Any]) -> list[str]:
             f"beside {beside['name']}: the median parameter has {percent(beside['median_share'], '.3g')} of its variance, and the means are "
             f"{beside['rms_distance']:.2g} of its standard deviations apart (rms over parameters; at most {beside['largest_distance']:.2g})"
         )
-    if metrics.get("val") is not None:
-        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
+    lines += val_lines(metrics)
     return lines

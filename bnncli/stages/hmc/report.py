@@ -13,7 +13,7 @@ from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
 from bnncli.run.chain_report import deciding_line, other_lines, parameter_metrics, prediction_metrics
 from bnncli.run.prior_choice import prior_line
-from bnncli.run.val_report import val_line
+from bnncli.run.val_report import val_lines
 from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         f"acceptance {metrics['acceptance_rate']:.2f}{coarse}, {counted(metrics['divergences'], 'divergence')}, step size {metrics['step_size']:.3f}, "
         f"{metrics['mean_steps']:.1f} steps a draw{bfmi}"
     )
-    if metrics.get("val") is not None:
-        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
+    lines += val_lines(metrics)
     return lines
 
 

@@ -15,6 +15,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.options.refine import TRIAL_DRAWS
 from bnncli.options.target import AUTO, INHERIT
 from bnncli.run import revisions as _revisions
+from bnncli.run.integrator_choice import default_integrator
 from bnncli.run.out_of_fold import fit_on_meta
 from bnncli.run.prior_choice import with_prior_choice
 from bnncli.run.produce import Request
@@ -76,7 +77,8 @@ def run(run: Run, options: RefineOptions) -> Result:
         with work.seen(options, room.reader, given.train, given.val) as splits:
             base_at = partial(work.base_of, run, splits[0], given.base_path)
             rows = fit_on_meta(given.header)
-            return work.fit(run, options, splits, base_at, prior=prior, request=request, rows=rows)
+            by = None if given.base_path is None or given.header is None else default_integrator(given.header)
+            return work.fit(run, options, splits, base_at, prior=prior, request=request, rows=rows, base_integrator=by)
 
     return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta))
 

@@ -8,7 +8,7 @@ from bnncli.evaluation.gain import NEGLIGIBLE_NATS, reach
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
 from bnncli.names import percent
 from bnncli.run.prior_choice import prior_line
-from bnncli.run.val_report import val_line, worse_than
+from bnncli.run.val_report import val_lines, worse_than
 
 FAR_LOG_WEIGHT_SD = 5.0
 NEARLY_ALL = 0.95  # of the prior's variance: what is left where the data say next to nothing
@@ -26,8 +26,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         lines.append(f"ended after {metrics['epochs_run']} of {metrics['epochs']} epochs: the ELBO stands still")
     if "subspace" in metrics:
         lines += _subspace(metrics["subspace"])
-    if metrics.get("val") is not None:
-        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
+    lines += val_lines(metrics)
     spread = metrics["log_weight_sd_before"]
     if metrics["verdict"] == "helped":
         lines += _helped(metrics)

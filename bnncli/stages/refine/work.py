@@ -109,6 +109,7 @@ def fit(
     prior: Prior,
     request: Request,
     rows: Mapping[str, str],
+    base_integrator: str | None,
 ) -> Fitted:
     """The flow, with what is told of it.
 
@@ -116,6 +117,7 @@ def fit(
         base_at: the Gaussian to start from, for a target with this prior.
         prior: of the base, or as given; another may be chosen.
         rows: what the file records of those that it is fitted to.
+        base_integrator: by which predict predicts with the base; None for the prior as a base.
     """
     train, val = splits
     told: dict[str, Any] = {}
@@ -153,7 +155,7 @@ def fit(
         passes = len(found.history) * (options.num_draws or 1) + told.get("prior_precision_search_passes", 0)
         metrics |= Cost.of_fit(passes, is_last_layer=options.is_last_layer).to_metrics()
         if val is not None:
-            others = {} if options.base == "prior" else {"base": base}
+            others = {} if base_integrator is None else {"base": (base, base_integrator)}
             metrics |= measure_on_val(run, found.posterior, val, method="refine", others=others)
     if metrics["verdict"] == "hurt":
         run.console.warn("the refined posterior is further from the target than its base")
