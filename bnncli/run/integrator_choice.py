@@ -96,7 +96,8 @@ class AskedIntegrators:
     def _names(self, header: Header) -> list[str]:
         """The integrators asked for, by name; the default of the posterior where none was."""
         everything = [name for name in names("integrators") if name not in self.named] if self.takes_all else []
-        default = default_integrator if self.samples is None else sampling_integrator
+        is_plain = self.samples is None and not self.given
+        default = default_integrator if is_plain else sampling_integrator
         return [*self.named, *everything] or [default(header)]
 
     def _build(self, name: str) -> Integrator:
@@ -137,7 +138,13 @@ class AskedIntegrators:
 
 def default_integrator(header: Header) -> str:
     """The integrator of a posterior when none is named: the one that predicted val best when it was fitted, or its method's own."""
-    return header.meta.get("metrics", {}).get("recommended_integrator") or sampling_integrator(header)
+    preferred = header.meta.get("metrics", {}).get("recommended_integrator") if follows_val(type_of(header)) else None
+    return preferred or sampling_integrator(header)
+
+
+def follows_val(posterior_type: str) -> bool:
+    """Whether the default integrator is the one that val prefers: not of a sampler's draws, which others are compared with."""
+    return posterior_type != "samples"
 
 
 def sampling_integrator(header: Header) -> str:

@@ -22,12 +22,13 @@ from bnncli.lazy import torch
 from bnncli.machine.together import Parts
 from bnncli.names import counted, percent
 from bnncli.run.inputs import Split, load_split
-from bnncli.run.integrator_choice import default_integrator_of
+from bnncli.run.integrator_choice import default_integrator_of, follows_val
 from bnncli.run.out_of_fold import OutOfFold
 from bnncli.run.predicted_rows import shared_rows
-from bnncli.run.session import Run
+from bnncli.run.session import Run, Table
 from bnncli.run.shared_rows import shared_rows as rows_in_common
 from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +39,7 @@ OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared
 _WORDS = {
     "network": "the network as trained",
     "temperature": "the network at its best temperature",
+    "plug-in": "its own centre (plug-in)",
     "base": "the base that it refines",
 }
 
@@ -87,9 +89,9 @@ def measure_on_val(
     """`val`, `val_excess` and `recommended_integrator`, for an artifact's metrics.
 
     `recommended_integrator` is the method's own (mc, say), or one of OTHER_INTEGRATORS that predicts significantly better; predict
-    takes it by default. `val` has nll, standard_error and ece of each predictive: `network`, `temperature` (of the network, held out),
+    takes it by default, except for draws of a sampler (see follows_val). `val` has nll, standard_error and ece of each predictive: `network`, `temperature` (of the network, held out),
     the posterior by each integrator, `plug-in-temperature` (the centre at its best temperature, held out: what `fit-temperature
-    --base` gives), both where val has a best temperature, and under `method` the posterior by the recommended integrator. `val_excess`
+    --base` gives), both where val has a best temperature, and under `method` the posterior by the default of predict. `val_excess`
     has by how much that one is worse than the network, its best temperature and `others`.
 
     Args:
@@ -109,7 +111,8 @@ def measure_on_val(
     for name in (own, *(other for other in OTHER_INTEGRATORS if other != own and _supports(other, whole, val))):
         probs, facts[name] = _predicted(run, posterior, val, name)
         found[name] = score(name, probs, labels)
-    integrator = prefer or _best_integrator(found[own], list(found.values())[1:])
+    recommended = prefer or _best_integrator(found[own], list(found.values())[1:])
+    integrator = recommended if follows_val(whole.type) else own
     references, network_facts = network_on_val(run, val)
     for key, (other_posterior, name) in (others or {}).items():
         probs, network_facts[key] = _predicted(run, other_posterior, val, name)
@@ -122,9 +125,10 @@ def measure_on_val(
     shares = _gain_shares(references, found.get("plug-in"), found[average])
     facts[method] = facts[integrator]
     chosen = replace(found.pop(integrator), name=method)
-    return _comparison(chosen, references, others=found, facts=facts | network_facts, integrator=integrator) | {
-        "val_gain": shares
-    }
+    if recommended != integrator:
+        references[recommended] = found.pop(recommended)
+    compared = _comparison(chosen, references, others=found, facts=facts | network_facts, integrator=recommended)
+    return compared | {"val_gain": shares}
 
 
 def _gain_shares(references: Mapping[str, Scored], center: Scored | None, average: Scored) -> dict[str, Any] | None:
@@ -276,19 +280,31 @@ def val_lines(metrics: Mapping[str, Any], *, where: str = "") -> list[str]:
     if gain is None:
         return lines
     lines.append(f"gain on val: {gain_text(gain)}")
-    if metrics["recommended_integrator"] != gain["integrator"]:
+    if metrics["recommended_integrator"] == "plug-in" and "plug-in" not in entries:
         lines.append("predict uses plug-in by default: averaging makes the predictions on val worse")
     return lines
 
 
+_STEPS = {"temperature": "one temperature", "head": "refitted head", "averaging": "averaging"}
+
+
 def gain_text(gain: Mapping[str, Any]) -> str:
     """The shares of a gain over the network, nats an example, with standard errors."""
-    words = {
-        "temperature": "one temperature",
-        "head": "the refitted head",
-        "averaging": f"averaging over the posterior ({gain['integrator']})",
-    }
-    return ", ".join(f"{_signed(gain[name])} from {text}" for name, text in words.items())
+    shares = ", ".join(f"{_signed(gain[step])} from {words}" for step, words in _STEPS.items())
+    return f"{shares} ({gain['integrator']})"
+
+
+def gain_table(headers: Mapping[str, Header]) -> list[Table]:
+    """A row for each posterior, by name, whose file says what its gain on val comes from; no table without any."""
+    gains = {name: header.meta.get("metrics", {}).get("val_gain") for name, header in headers.items()}
+    rows = [
+        [name, *(_signed(gain[step]) for step in _STEPS), gain["integrator"]] for name, gain in gains.items() if gain
+    ]
+    notes = [
+        "by how much the NLL on val falls at each step, nats an example: from the network as trained to its",
+        "best temperature, to the posterior's centre as a head, to its average; +- standard error, paired",
+    ]
+    return [Table(["gain on val of", *_STEPS.values(), "integrator"], rows, notes=notes)] if rows else []
 
 
 def _signed(share: Mapping[str, Any]) -> str:
@@ -307,7 +323,10 @@ def _against(metrics: Mapping[str, Any], reference: str) -> str:
 def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, own: float) -> list[str]:
     """Commands whose predictions were measured to be better, with their NLL."""
     entries = metrics["val"]
-    found = []
+    found, integrator = [], metrics["recommended_integrator"]
+    if integrator in worse:
+        command = run.suggest("predict", posterior=name, integrator=integrator)
+        found.append(f"{command} ({entries[integrator]['nll']:.4f})")
     scaled = {key: entries[key]["nll"] for key in ("temperature", "plug-in-temperature") if key in entries}
     best = min(scaled, key=lambda key: scaled[key], default=None)
     if best is not None and scaled[best] < own:

@@ -167,7 +167,7 @@ def test_interpolation_saves_hessians(monkeypatch: pytest.MonkeyPatch) -> None:
         search_both("val", LAYOUTS[0], tolerance=tolerance)
         counts.append(len(calls))
     assert counts[0] > 12
-    assert counts[1] <= 9  # the grid alone
+    assert counts[1] <= 10  # the grid, and one to whiten the modes with
 
 
 @every_structure

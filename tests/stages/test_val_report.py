@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from problems.arrays import make_arrays, make_wide_arrays
 from problems.command_line import Cli, new_run
+from sklearn.linear_model import LogisticRegression
 
 from bnncli.evaluation.excess import score
 from bnncli.integrators import load_integrator, mc
-from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import read_predictions
 
 
@@ -74,34 +74,69 @@ def test_a_temperature_that_val_does_not_bound_is_compared_with_nothing(cli: Cli
 
 def test_a_predictive_that_plainer_ones_beat_is_warned_of_with_numbers_and_commands(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "run", make_wide_arrays(num_test=40))
-    done = cli("fit-laplace", run, "--structure", "kron", "--json")
+    words = ("--structure", "kron", "--prior-precision", "1000")
+    done = cli("fit-laplace", run, *words, "--json")
     metrics = done.json["metrics"]
     (text,) = [text for text in done.json["warnings"] if "predicts worse on val" in text]
     assert metrics["val_excess"]["network"]["is_worse"]
     assert f"bnncli predict {run} --posterior map ({metrics['val']['network']['nll']:.4f})" in text
-    assert metrics["recommended_integrator"] == "plug-in"
-    for key in ("laplace", "network", "plug-in"):
+    for key in ("laplace", "network", "temperature"):
         assert f"{metrics['val'][key]['nll']:.4f}" in text
-    assert f"bnncli predict {run} --posterior laplace --integrator plug-in" in text
     assert f"bnncli refine {run} --flow affine" in text
     assert "false at most 5 times in 100" in text
-    again = cli("fit-laplace", run, "--structure", "kron", "--json").json
+    again = cli("fit-laplace", run, *words, "--json").json
     assert again["action"] == "up_to_date"
     assert text in again["warnings"]
-    header = read_header(run.with_name("run.bnn") / "posteriors" / "laplace.safetensors")
-    assert header.meta["metrics"]["recommended_integrator"] == "plug-in"
 
 
-def test_predict_says_that_its_default_is_not_the_recommended_integrator(cli: Cli, tmp_path: Path) -> None:
+def test_predict_takes_the_integrator_that_val_prefers(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "run", make_wide_arrays(num_test=40))
-    val = cli("fit-laplace", run, "--structure", "kron", "--json").json["metrics"]["val"]
-    bare = cli("predict", run, "--json").json
-    (text,) = [text for text in bare["warnings"] if "plug-in predicted better than mc" in text]
-    assert text.startswith("laplace: ")
-    assert f"{val['plug-in']['nll']:.4f} against {val['laplace']['nll']:.4f}" in text
-    assert any(output["path"].endswith("laplace.mc/test.h5") for output in bare["outputs"])  # the default stays
-    named = cli("predict", run, "--integrator", "mc", "--integrator", "plug-in", "--json").json
-    assert not [text for text in named["warnings"] if "predicted better" in text]
+    done = cli("fit-laplace", run, "--structure", "kron", "--prior-precision", "3", "--json")
+    val = done.json["metrics"]["val"]
+    assert val["laplace"]["integrator"] == done.json["metrics"]["recommended_integrator"] == "plug-in"
+    assert val["laplace"]["nll"] < val["mc"]["nll"]
+    assert (
+        "averaging makes the predictions on val worse"
+        in cli("fit-laplace", run, "--force", "--structure", "kron", "--prior-precision", "3").stderr
+    )
+    for words, folder in (
+        ((), "laplace.plug-in"),
+        (("--integrator", "mc"), "laplace.mc"),
+        (("--samples", "50"), "laplace.mc"),
+    ):
+        done = cli("predict", run, "--posterior", "laplace", *words, "--force", "--json").json
+        assert {Path(output["path"]).parent.name for output in done["outputs"]} == {folder}, words
+
+
+def test_the_prior_is_that_of_the_mode_alone_where_that_predicts_best(cli: Cli, tmp_path: Path) -> None:
+    arrays = make_wide_arrays(num_test=40)
+    run = new_run(cli, tmp_path / "run", arrays)
+    found = cli("fit-laplace", run, "--json").json["metrics"]
+    assert (found["prior_precision_for"], found["recommended_integrator"]) == ("plug-in", "plug-in")
+    features, labels = arrays["features_train"].astype(float), arrays["labels_train"]
+    fits = {}
+    for precision in (found["prior_precision"], 100 * found["prior_precision"]):
+        model = LogisticRegression(C=1 / precision, tol=1e-10, max_iter=20_000)
+        padded = np.column_stack([features, np.ones(len(features))])  # bnncli's prior is on the bias too
+        model.set_params(fit_intercept=False).fit(padded, labels)
+        held_out = np.column_stack([arrays["features_val"], np.ones(len(arrays["labels_val"]))])
+        probs = model.predict_proba(held_out)
+        fits[precision] = -np.log(probs[np.arange(len(probs)), arrays["labels_val"]]).mean()
+    assert found["val"]["laplace"]["nll"] == pytest.approx(fits[found["prior_precision"]], rel=1e-3)
+    assert fits[found["prior_precision"]] < fits[100 * found["prior_precision"]]
+
+
+def test_the_steps_of_a_gain_add_up(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "run", make_arrays())
+    found = cli("fit-laplace", run, "--json").json["metrics"]
+    gain, val = found["val_gain"], found["val"]
+    total = sum(gain[step]["value"] for step in ("temperature", "head", "averaging"))
+    assert total == pytest.approx(val["network"]["nll"] - val["laplace"]["nll"], abs=1e-9)
+    assert gain["head"]["value"] == pytest.approx(val["temperature"]["nll"] - val["plug-in"]["nll"], abs=1e-9)
+    cli("predict", run)
+    shown = f"{gain['head']['value']:+.4f} +- {gain['head']['standard_error']:.4f}"
+    for command in ("compare", "diagnose"):
+        assert shown in cli(command, run).stdout, command
 
 
 def test_a_predictive_as_good_as_the_plainer_ones_is_not_warned_of(cli: Cli, tmp_path: Path) -> None:
@@ -109,7 +144,7 @@ def test_a_predictive_as_good_as_the_plainer_ones_is_not_warned_of(cli: Cli, tmp
     done = cli("fit-laplace", run, "--json")
     assert not [text for text in done.json["warnings"] if "predicts worse" in text]
     assert done.json["metrics"]["recommended_integrator"] == "mc"
-    assert not [text for text in cli("predict", run, "--json").json["warnings"] if "predicted better" in text]
+    assert "laplace.mc" in cli("predict", run).stdout
 
 
 def test_without_a_network_or_labels_on_val_what_cannot_be_compared_is_left_out(cli: Cli, tmp_path: Path) -> None:

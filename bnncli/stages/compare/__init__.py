@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from bnncli.errors import UsageError
+from contextlib import suppress
+
+from bnncli.errors import DataError, UsageError
 from bnncli.options import CompareOptions, InputOptions, WriteOptions
 from bnncli.options.command import READ, Argument, Command
 from bnncli.run.each_checkpoint import each_checkpoint
 from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.run.session import Result, Run, source_json
+from bnncli.run.session import Result, Run, Table, source_json
+from bnncli.run.val_report import gain_table
 from bnncli.stages.compare.comparing import compared, compared_groups
 from bnncli.stages.compare.plot import draw_plot, planned_plot, planned_result
 from bnncli.stages.compare.power import power_warnings
-from bnncli.stages.compare.tables import as_csv, as_json, as_latex, as_markdown, as_table
+from bnncli.stages.compare.tables import Comparison, as_csv, as_json, as_latex, as_markdown, as_table
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
@@ -56,12 +60,24 @@ def run(run: Run, options: CompareOptions) -> Result:
         run.console.warn(text)
     result = Result(
         extra=as_json(comparison) | {"inputs": _inputs(groups)},
-        tables=[as_table(comparison)] if options.format == "text" else [],
+        tables=[as_table(comparison), *_gains(runs, comparison)] if options.format == "text" else [],
         lines=[] if options.format == "text" else _FORMATS[options.format](comparison),
     )
     if plot is not None:
         result.add(draw_plot(run, plot, comparison))
     return result
+
+
+def _gains(runs: list[Run], comparison: Comparison) -> list[Table]:
+    """What the gains of the posteriors come from; of one checkpoint."""
+    if len(runs) > 1:
+        return []
+    names, headers = {name.posterior for name in comparison.names}, {}
+    for path in runs[0].folder.posteriors():
+        if path.stem in names:
+            with suppress(DataError):  # a damaged file is no posterior that is compared: its predictions are
+                headers[path.stem] = read_header(path)
+    return gain_table(headers)
 
 
 def _inputs(groups: dict[str, list[PredictionGroup]]) -> list[dict[str, str]]:

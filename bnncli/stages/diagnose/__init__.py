@@ -10,6 +10,7 @@ from bnncli.evaluation.verdict import Verdict
 from bnncli.options import ComputeOptions, DiagnoseOptions, InputOptions
 from bnncli.options.command import READ, Command
 from bnncli.run.session import Result, Run, source_json
+from bnncli.run.val_report import gain_table
 from bnncli.stages.diagnose.judgement import judge
 from bnncli.stages.diagnose.tables import diagnosis_tables
 
@@ -41,7 +42,7 @@ def run(run: Run, options: DiagnoseOptions) -> Result:
             "inputs": [source_json(source) for source in found.sources],
             "environment": run.environment(),
         },
-        tables=diagnosis_tables(found.entries, found.pairs),
+        tables=[*diagnosis_tables(found.entries, found.pairs), *gain_table(found.headers)],
         lines=[
             found.verdict.sentence,
             *(gain.sentence for gain in found.gains),

@@ -12,6 +12,7 @@ from bnncli.pages.markup import code, paragraph
 from bnncli.run.score_table import score_table, shown_scores
 from bnncli.run.session import Table
 from bnncli.run.shown_scores import legend
+from bnncli.run.val_report import gain_table
 from bnncli.scores import declared
 from bnncli.stages.report.subject import MOST_DRAWN, Subject
 
@@ -39,6 +40,10 @@ def scores(subject: Subject) -> list[Block]:
         data_table(table, f"{subject.key}score-table", f"Scores on {subject.split}{subject.of}, by evaluate", first=1),
     ]
     figure = _figure(subject)
+    blocks += [
+        data_table(table, f"{subject.key}gains", f"Where the gain on val comes from{subject.of}")
+        for table in gain_table(subject.headers)
+    ]
     return [*blocks, *([figure] if figure is not None else [])]
 
 
