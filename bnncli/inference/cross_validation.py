@@ -20,14 +20,18 @@ from bnncli.inference.prior_candidates import Candidates
 from bnncli.inference.prior_precision import (
     BOUNDS,
     LARGE_SLACK,
+    PLUG_IN,
+    SAMPLED,
     TOLERANCES,
+    approach,
     criterion_of,
     descend,
     grid_of,
     is_at_edge,
     num_judged,
 )
-from bnncli.progress import SILENT, Progress
+from bnncli.inference.structure_choice import first_near_the_best
+from bnncli.progress import SILENT, Progress, Task
 from bnncli.targets.target import CurvedTarget, HeldOut
 
 
@@ -49,6 +53,7 @@ class FoldSearch:
         at_edge: as of PriorSearch.
         structure: of the candidates.
         fits: of each fold at the best.
+        integrator: as of PriorSearch.
     """
 
     best: float
@@ -56,6 +61,7 @@ class FoldSearch:
     at_edge: bool
     structure: str
     fits: list[LaplaceFit]
+    integrator: str = SAMPLED
 
 
 def stratified_folds(labels: Tensor, num_folds: int, generator: torch.Generator) -> Tensor:
@@ -97,8 +103,18 @@ def search_folds(
         parts.append(Candidates(fold.target, structure, "mode", own, start, TOLERANCES["val"], task, mode_slack=slack))
     candidates = _Folds(parts, [fold.num_held_out for fold in folds])
     fits = descend(candidates, grid, is_brief=is_large)
-    curve = [(math.exp(key), value) for key, value in sorted(candidates.values.items())]
-    return FoldSearch(math.exp(candidates.best), curve, is_at_edge(candidates.best, grid, target), structure, fits)
+    chosen, integrator = candidates, SAMPLED
+    centers = candidates.by_plug_in(task)
+    if centers.values[centers.best] < candidates.values[candidates.best]:
+        approach(centers, grid, is_brief=is_large)
+        losses = {SAMPLED: candidates.losses(fits), PLUG_IN: centers.plug_in_losses()}
+        if first_near_the_best(losses) == PLUG_IN:
+            candidates.judge(centers.best)
+            of_centers = candidates.fit(centers.best)
+            if of_centers is not None:
+                fits, chosen, integrator = of_centers, centers, PLUG_IN
+    curve = [(math.exp(key), value) for key, value in sorted(chosen.values.items())]
+    return FoldSearch(math.exp(chosen.best), curve, is_at_edge(chosen.best, grid, target), structure, fits, integrator)
 
 
 @dataclass(frozen=True)
@@ -136,6 +152,24 @@ class _Folds:
         if not values:
             raise NumericError("no prior precision gave a finite criterion", hint="give \0prior_precision\0")
         return min(values, key=lambda key: values[key])
+
+    def by_plug_in(self, task: Task) -> _Folds:
+        """The same precisions, judged by the centres alone."""
+        return _Folds([part.by_plug_in(task) for part in self.parts], self.sizes)
+
+    def losses(self, fits: Sequence[LaplaceFit]) -> Tensor:
+        """The losses of all rows that are left out, (M,), each by the fit of its fold."""
+        gaussians = [fit.gaussian for fit in fits]
+        return torch.cat(
+            [
+                part.criterion.losses(part.target.with_prior(one.require_prior()), one.mean, one.covariance)
+                for part, one in zip(self.parts, gaussians, strict=True)
+            ]
+        )
+
+    def plug_in_losses(self) -> Tensor:
+        """The losses of all rows that are left out, (M,), each by the best centre of its fold."""
+        return torch.cat([part.criterion.plug_in_losses(part.known[self.best].theta) for part in self.parts])
 
     def judge(self, log_precision: float) -> None:
         """Judges one in every fold."""

@@ -279,7 +279,7 @@ def fit_metrics(
         **span_metrics(gaussian),
         **gaussian.require_prior().to_meta(),
         "prior_precision_by": criterion,
-        "prior_precision_for": found.integrator if isinstance(found, PriorSearch) and criterion == "val" else None,
+        "prior_precision_for": found.integrator if found is not None and criterion == "val" else None,
         "prior_precision_at_edge": bool(found.at_edge) if found else None,
         "log_marginal_likelihood": fit.log_marginal_likelihood,
         "log_marginal_likelihood_undefined": fit.no_evidence,
