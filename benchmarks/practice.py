@@ -130,15 +130,15 @@ def run_case(case: Case, folder: Path) -> list[Row]:
         bnncli("fit-ensemble", path, *(folder / f"{case.name}-{number + 1}" for number in range(len(case.siblings))))
         names.append("ensemble")
     bnncli("predict", path, "--split", "test", *(word for name in names for word in ("--posterior", name)))
-    bnncli("predict", path, "--split", "test")
     run = path.with_name(f"{case.name}.bnn")
     labels = np.asarray(read_features(run / "features" / "test.h5").labels)
     rows = []
     for name in names:
-        integrator = "plug-in" if name in ("map", "temperature") else "mc"
-        rows.append(row(name, read_predictions(run / "predictions" / f"{name}.{integrator}" / "test.h5").probs, labels))
+        (path,) = (run / "predictions").glob(f"{name}.*/test.h5")
+        rows.append(row(path.parent.name, read_predictions(path).probs, labels))
     rows.append(logistic_regression(run, labels))
     chosen = next(one for one in auto["rows"] if one["is_recommended"])  # type: ignore[attr-defined,union-attr]
+    bnncli("predict", path, "--split", "test")
     which = f"{chosen['posterior']}.{chosen['integrator']}"
     probs = read_predictions(run / "predictions" / which / "test.h5").probs
     rows.append(row(f"auto: {chosen['posterior']}", probs, labels)._replace(name=f"auto: {which}"))
@@ -174,7 +174,7 @@ def _claims(name: str, rows: list[Row]) -> list[str]:
     """What does not hold of a case."""
     auto, best = rows[-1], min(rows, key=lambda one: one.nll)
     missed = []
-    if (temperature := next((one for one in rows if one.name == "temperature"), None)) is not None:
+    if (temperature := next((one for one in rows if one.name == "temperature.plug-in"), None)) is not None:
         gaps = auto.losses - temperature.losses
         if gaps.mean() > 2 * gaps.std(ddof=1) / len(gaps) ** 0.5:
             missed.append(f"{name}: auto is worse than temperature by {gaps.mean():.4f}")

@@ -60,7 +60,7 @@ class FitLaplaceOptions(LayersOptions):
     )
     prior_precision: str = option(
         "auto",
-        "Of the weights (and of the biases, see \0bias_precision\0): a number; val (lowest NLL on the val split, which must be data the network was not trained on); marglik (log marginal likelihood); auto is val where there is a val split, else marglik.",
+        "Of the weights (and of the biases, see \0bias_precision\0): a number; val (lowest NLL on the val split, which must be data the network was not trained on: of draws, or of the mode alone where that predicts better); marglik (log marginal likelihood); auto is val where there is a val split, else marglik.",
         metavar="NUMBER|val|marglik|auto",
     )
     bias_precision: str = option(

@@ -37,7 +37,7 @@ class PredictOptions(Checked):
     layers: str | None = chosen_layers_option()
     integrator: list[str] = option(
         [],
-        "How the posterior becomes probabilities; plug-in for map, temperature and what prune writes, logit-mc for Gaussians over other layers than the last, mc for all others by default; "
+        "How the posterior becomes probabilities. By default the one that predicted val best when a Gaussian was fitted; else plug-in for map, temperature and what prune writes, logit-mc for Gaussians over other layers than the last, mc for all others; "
         "all takes every one that fits the posterior. mc averages over draws; plug-in takes one network (the centre; of fit-lbbnn's, the "
         "weights with inclusion above 1/2), mean the one at fit-lbbnn's mean weights. Repeatable.",
         family="integrators",
