@@ -121,7 +121,7 @@ def weaker_prior(meta: Mapping[str, Any]) -> list[str]:
     if meta.get("layers") is None or precision is None:
         return []
     return [
-        f"the same with a weaker prior than \0prior_precision\0 {precision:.3g}, which may suit the linearised network alone"
+        f"run the same with a weaker prior than \0prior_precision\0 {precision:.3g}, which may suit the linearised network alone"
     ]
 
 

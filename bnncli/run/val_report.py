@@ -23,6 +23,7 @@ from bnncli.machine.together import Parts
 from bnncli.names import counted, percent
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.integrator_choice import default_integrator_of, follows_val
+from bnncli.run.made_already import fresh_posterior, to_predict
 from bnncli.run.out_of_fold import OutOfFold
 from bnncli.run.predicted_rows import shared_rows
 from bnncli.run.session import Run, Table
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from bnncli.evaluation.excess import Scored
 
 OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared with: cheap, and without draws
-_WORDS = {
+PLAINER = {  # what a posterior is compared with, in words
     "network": "the network as trained",
     "temperature": "the network at its best temperature",
     "plug-in": "its own centre (plug-in)",
@@ -232,7 +233,7 @@ def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: s
         path: of the artifact.
         metrics: of the artifact, with what measure_on_val gives, where there was a val split.
         method: as for measure_on_val.
-        also: further commands that may help, in words.
+        also: what else may help, each as "run ..." or "use ...".
     """
     worse = worse_than(metrics)
     if worse:
@@ -248,8 +249,14 @@ def _warning(
     return (
         f"{name} predicts worse on val than what is simpler: NLL {own['nll']:.4f}, ECE {percent(own['ece'])} ({own['integrator']}{_draws(own)}), "
         f"against {'; '.join(found)} ({metrics['val_num_examples']} examples, paired; such a warning is false at most {share}). "
-        f"Run {' or '.join([*_remedies(run, metrics, worse, name=name, own=own['nll']), *also])}"
+        f"{_sentence([*_remedies(run, metrics, worse, name=name, own=own['nll']), *also])}"
     )
+
+
+def _sentence(remedies: Sequence[str]) -> str:
+    """What to do, as one sentence: any of these."""
+    text = ", or ".join(remedies)
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def val_line(entries: Mapping[str, Mapping[str, Any]]) -> str:
@@ -314,27 +321,35 @@ def _signed(share: Mapping[str, Any]) -> str:
 
 def _against(metrics: Mapping[str, Any], reference: str) -> str:
     entry, gap = metrics["val"][reference], metrics["val_excess"][reference]
-    words = _WORDS.get(reference, reference)
+    words = PLAINER.get(reference, reference)
     if "temperature" in entry:
         words += f", {entry['temperature']:.3g}"
     return f"{entry['nll']:.4f}, {percent(entry['ece'])} of {words} (worse by {gap['value']:.4f} +- {gap['standard_error']:.4f})"
 
 
 def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, own: float) -> list[str]:
-    """Commands whose predictions were measured to be better, with their NLL."""
+    """What was measured to predict better, with its NLL: commands to run, or what they have made already."""
     entries = metrics["val"]
     found, integrator = [], metrics["recommended_integrator"]
     if integrator in worse:
-        command = run.suggest("predict", posterior=name, integrator=integrator)
-        found.append(f"{command} ({entries[integrator]['nll']:.4f})")
+        found.append(f"{to_predict(run, name, integrator, is_default=False)} ({entries[integrator]['nll']:.4f})")
     scaled = {key: entries[key]["nll"] for key in ("temperature", "plug-in-temperature") if key in entries}
     best = min(scaled, key=lambda key: scaled[key], default=None)
     if best is not None and scaled[best] < own:
-        command = run.suggest("fit-temperature", base=name if best == "plug-in-temperature" else None)
-        found.append(f"{command} ({scaled[best]:.4f})")
+        base = name if best == "plug-in-temperature" else None
+        found.append(f"{_to_scale(run, base)} ({scaled[best]:.4f})")
     if "network" in worse:
-        found.append(f"{run.suggest('predict', posterior='map')} ({entries['network']['nll']:.4f})")
+        found.append(f"{to_predict(run, 'map', 'plug-in', is_default=True)} ({entries['network']['nll']:.4f})")
     return found
+
+
+def _to_scale(run: Run, base: str | None) -> str:
+    """What to do for the centre of a posterior, or the network, at its best temperature."""
+    for made in ("temperature", f"{base}-temperature"):
+        if fresh_posterior(run, made, {"base": base}) is not None:
+            return to_predict(run, made, "plug-in", is_default=True)
+    is_taken = base is not None and run.folder.posterior("temperature").is_file()
+    return f"run {run.suggest('fit-temperature', base=base, name=f'{base}-temperature' if is_taken else None)}"
 
 
 def predictive_on_val(run: Run, posterior: Any, val: Split, integrator: str, *, key: str) -> Scored:

@@ -83,7 +83,10 @@ def test_without_val_what_stands_in_is_said_by_every_command(cli: Cli, tmp_path:
     folder = tmp_path / "small.bnn"
     assert read_predictions(folder / "predictions/laplace.mc/far.h5").combined is None
     done = cli("evaluate", run, "--split", "test")
-    assert "detection by max_prob: some predictions lack the combined score" in done.stderr
+    assert (
+        "detection by max_prob: some predictions lack the combined score; it needs the splits train and val"
+        in done.stderr
+    )
     done = cli("evaluate", run, "--split", "test", "--posterior", "laplace")
     assert (done.code, "detection by mutual_info" in done.stdout) == (0, True)
     for posterior, maker, score in (("laplace", "laplace.mc", "mutual_info"), ("map", "map.plug-in", "max_prob")):

@@ -67,10 +67,26 @@ def test_a_refinement_that_predicts_worse_than_its_base_is_not_called_a_help() -
     excess = {"base": {"value": 0.1, "is_worse": True}, "network": {"value": -0.1, "is_worse": False}}
     (line,) = [line for line in summary(refined(val_excess=excess)) if "closer to the target" in line]
     assert "helped" not in line
-    assert "predicts worse than it on val" in line
+    assert "but predicts val worse than the base that it refines" in line
+    assert "network" not in line
     assert "--prior-precision" not in line
+    assert "not the approximation" not in line  # log importance weights of standard deviation 20: it may well be
+    (close,) = [line for line in summary(refined(val_excess=excess, log_weight_sd_after=1.0)) if "closer" in line]
+    assert close.endswith("the model and its prior cause this, not the approximation")
     of_network = summary(refined(val_excess=excess, over_layers="all"))
     assert any("--prior-precision as the network was trained with" in line for line in of_network)
+
+
+def test_a_refinement_that_predicts_worse_than_the_network_is_not_called_a_help() -> None:
+    excess = {"network": {"value": 0.1, "is_worse": True}, "temperature": {"value": 0.2, "is_worse": True}}
+    (line,) = [line for line in summary(refined(val_excess=excess)) if "closer to the target" in line]
+    assert "helped" not in line
+    assert "worse than the network at its best temperature and the network as trained" in line
+
+
+def test_draws_that_are_there_are_not_advised_to_be_made() -> None:
+    lines = summary(refined(), has_draws=True)
+    assert lines[-1].endswith("try --flow affine, or the draws of hmc, which the run has")
 
 
 def test_an_early_end_is_told() -> None:

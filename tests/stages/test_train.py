@@ -53,6 +53,8 @@ def test_a_checkpoint_carries_what_later_commands_need(cli: Cli) -> None:
     found = cli("extract-features", "a.safetensors", *DATA, "--hold-out", "val=train:10", "--json")
     assert found.code == 0, found.stderr
     assert "trained as mlp, classes=3, hidden=5, inputs=6, mean 0.1, std 2" in found.stderr
+    again = cli("train", "a.safetensors", *MLP, *SHORT, "--mean", 0.1, "--std", 2, "--hold-out", "val=train:10")
+    assert "next:" not in again.stderr  # its features are there
     made = cli("inspect", "a.safetensors.bnn/posteriors/map.safetensors", "--json")
     assert made.json["meta"]["gradient_passes"] == 3
     with np.load("test.npz") as arrays:

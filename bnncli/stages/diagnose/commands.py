@@ -10,6 +10,7 @@ from bnncli.options import DiagnoseOptions, HmcOptions
 from bnncli.options.layers import LayersOptions
 from bnncli.options.target import INHERIT
 from bnncli.run.inputs import recorded_prior
+from bnncli.run.made_already import after_predictions
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -29,7 +30,8 @@ def commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], hea
 
     def predict(name: str) -> str:
         is_of_layers = headers[name].meta.get("layers") is not None
-        return run.suggest("predict", posterior=name, integrator="mc", trust_code=is_of_layers)
+        following = after_predictions(run, f"{name}.mc")
+        return following or run.suggest("predict", posterior=name, integrator="mc", trust_code=is_of_layers)
 
     return Commands(
         predict=predict,

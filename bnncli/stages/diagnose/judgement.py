@@ -22,6 +22,7 @@ from bnncli.likelihoods import likelihood_of
 from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split, load_split, posterior_source, recorded_prior
 from bnncli.run.layers_selection import over_layers
+from bnncli.run.made_already import after_predictions
 from bnncli.run.named_posterior import find_named
 from bnncli.run.out_of_fold import fit_on
 from bnncli.run.produce import expected
@@ -118,7 +119,10 @@ def _recommended(run: Run) -> Recommended | None:
 
 
 def _to_predict(run: Run, chosen: Recommended, headers: dict[str, Header]) -> str:
-    """The command that predicts with what is recommended, or first fits the temperature."""
+    """The command that predicts with what is recommended, or first fits the temperature; that after it where it has been predicted."""
+    following = after_predictions(run, f"{chosen.posterior}.{chosen.integrator}")
+    if following is not None:
+        return following
     if chosen.by == "auto":
         return run.suggest("predict")
     if chosen.posterior not in {path.stem for path in run.folder.posteriors()}:

@@ -120,10 +120,9 @@ def _with_default_score(run: Run, options: EvaluateOptions, groups: list[Predict
     headers = [header for group in groups for header in group.headers]
     name = default_score(stored_arrays(header.path) for header in headers)
     if name != DEFAULT_SCORE and any(header.meta.get("is_ood") for header in headers):
-        run.console.info(
-            f"detection by {name}: some predictions lack the {DEFAULT_SCORE} score; {run.suggest('predict')} adds it where the run has the "
-            "splits train and val"
-        )
+        has_both = {"train", "val"} <= {*run.folder.splits()}
+        adds = f"{run.suggest('predict')} adds it" if has_both else "it needs the splits train and val"
+        run.console.info(f"detection by {name}: some predictions lack the {DEFAULT_SCORE} score; {adds}")
     return replace(options, score=[name])
 
 

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bnncli.options.layers import LayersOptions
 from bnncli.registry import declaring
 from bnncli.run.inputs import Split
+from bnncli.run.made_already import fresh_posterior, to_predict
 from bnncli.run.session import Run
 from bnncli.run.val_report import warn_if_worse
 from bnncli.storage.features import label_counts
+from bnncli.theta.module import LAST
 
 if TYPE_CHECKING:
     from bnncli.inference.cross_validation import FoldSearch
@@ -111,8 +114,15 @@ def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
     also, other = [], None if path.stem == "laplace" else path.stem
     if metrics.get("center") == "checkpoint":
         command = run.suggest("fit-laplace", center="mode", force=True, name=other)
-        also.append(f"{command} (not measured yet)")
+        also.append(f"run {command} (not measured yet)")
     elif metrics["structure"] not in declaring("curvature", "is_exact") and not _is_no_base(metrics):
-        mend = run.suggest("refine", flow="affine", base=other)
-        also.append(f"{mend} (a {metrics['structure']} covariance is rough; not measured yet)")
+        name = f"refine{LayersOptions(metrics.get('layers', LAST)).layers_suffix}"
+        refined = fresh_posterior(run, name, {"flow": "affine", "base": path.stem})
+        if refined is None:
+            mend = run.suggest("refine", flow="affine", base=other)
+            also.append(f"run {mend} (a {metrics['structure']} covariance is rough; not measured yet)")
+        elif (found := refined.meta["metrics"].get("val")) and found["refine"]["nll"] < metrics["val"]["laplace"][
+            "nll"
+        ]:
+            also.append(f"{to_predict(run, name, 'mc', is_default=True)} ({found['refine']['nll']:.4f})")
     warn_if_worse(run, path, metrics, method="laplace", also=also)

@@ -12,10 +12,12 @@ from bnncli.integrators.mc import affordable_draws
 from bnncli.names import counted
 from bnncli.options import InputOptions, NameOptions, RefineOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.layers import LayersOptions
 from bnncli.options.refine import TRIAL_DRAWS
 from bnncli.options.target import AUTO, INHERIT
 from bnncli.run import revisions as _revisions
 from bnncli.run.integrator_choice import default_integrator
+from bnncli.run.made_already import fresh_posterior, to_predict
 from bnncli.run.out_of_fold import fit_on_meta
 from bnncli.run.prior_choice import with_prior_choice
 from bnncli.run.produce import Request
@@ -26,6 +28,7 @@ from bnncli.stages.refine.inputs import StartInputs, open_inputs, prior_of
 from bnncli.stages.refine.plan import Sizes, resolve
 from bnncli.stages.refine.report import summary
 from bnncli.stages.refine.room import Room
+from bnncli.theta.module import LAST
 
 COMMAND = Command(
     "Refine a Gaussian posterior with a normalizing flow.",
@@ -42,6 +45,14 @@ COMMAND = Command(
     place=40,
 )
 
+_TARGET = (
+    "layers",
+    "fit_on",
+    "prior_precision",
+    "bias_precision",
+    "part_precisions",
+    "prior_mean_scale",
+)  # in a header
 _LEAST_STEPS = 25  # of a trial: of fewer the flow stays where its neighbour's was
 
 
@@ -97,11 +108,18 @@ def _warn_of_val(run: Run, path: Path, metrics: dict[str, Any], *, base: str) ->
     """Say so where the refined posterior is worse on val than the network, its best temperature or the base."""
     also = []
     if "base" in worse_than(metrics):
-        also.append(f"{run.suggest('predict', posterior=base)} ({metrics['val']['base']['nll']:.4f})")
+        measured = metrics["val"]["base"]
+        also.append(f"{to_predict(run, base, measured['integrator'], is_default=True)} ({measured['nll']:.4f})")
     warn_if_worse(run, path, metrics, method="refine", also=also)
 
 
 def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
     metrics = meta["metrics"]
     _warn_of_val(run, request.target, metrics, base=str(request.params["base"]))
-    return Report(metrics, summary(metrics))
+    return Report(metrics, summary(metrics, has_draws=_has_draws(run, meta)))
+
+
+def _has_draws(run: Run, meta: Mapping[str, Any]) -> bool:
+    """Whether the run has draws by hmc, up to date, of the target of a posterior with this meta."""
+    draws = fresh_posterior(run, f"hmc{LayersOptions(meta.get('layers', LAST)).layers_suffix}", {})
+    return draws is not None and all(draws.meta.get(name) == meta.get(name) for name in _TARGET)

@@ -8,14 +8,19 @@ from bnncli.evaluation.gain import NEGLIGIBLE_NATS, reach
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
 from bnncli.names import percent
 from bnncli.run.prior_choice import prior_line
-from bnncli.run.val_report import val_lines, worse_than
+from bnncli.run.val_report import PLAINER, val_lines, worse_than
 
 FAR_LOG_WEIGHT_SD = 5.0
 NEARLY_ALL = 0.95  # of the prior's variance: what is left where the data say next to nothing
 
 
-def summary(metrics: dict[str, Any]) -> list[str]:
-    """The result for people, and what to do about it."""
+def summary(metrics: dict[str, Any], *, has_draws: bool = False) -> list[str]:
+    """The result for people, and what to do about it.
+
+    Args:
+        has_draws: whether the run has draws of the target by hmc, up to date.
+    """
+    advice = _advice(metrics, "the draws of hmc, which the run has" if has_draws else "hmc")
     before, after, gain = (metrics[name] for name in ("elbo_before", "elbo_after", "elbo_gain"))
     lines = [
         *prior_line(metrics),
@@ -29,13 +34,11 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     lines += val_lines(metrics)
     spread = metrics["log_weight_sd_before"]
     if metrics["verdict"] == "helped":
-        lines += _helped(metrics)
+        lines += _helped(metrics, advice)
     elif metrics["verdict"] == "hurt":
-        lines.append(
-            f"refinement hurt: use the base, or {_advice(metrics)}; or a smaller --learning-rate with --patience 0"
-        )
+        lines.append(f"refinement hurt: use the base, or {advice}; or a smaller --learning-rate with --patience 0")
     elif metrics["verdict"] == "undecided":
-        lines.append(_undecided(metrics))
+        lines.append(_undecided(metrics, advice))
     elif spread < CLOSE_LOG_WEIGHT_SD:
         lines.append(
             f"refinement made no difference that matters: the base is close to the target already (its log "
@@ -44,7 +47,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     else:
         lines.append(
             f"refinement made no difference that matters, though the base is not the target (its log importance "
-            f"weights have standard deviation {spread:.2f}): {_advice(metrics)}"
+            f"weights have standard deviation {spread:.2f}): {advice}"
         )
     return lines
 
@@ -60,19 +63,21 @@ def _subspace(inside: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _helped(metrics: dict[str, Any]) -> list[str]:
+def _helped(metrics: dict[str, Any], advice: str) -> list[str]:
+    """That it is closer to the target; no help where that predicts val worse than what is simpler."""
     gain, spread = metrics["elbo_gain"]["value"], metrics["log_weight_sd_after"]
+    is_far = spread > FAR_LOG_WEIGHT_SD
     small = f", if by less than {NEGLIGIBLE_NATS} nats" if gain < NEGLIGIBLE_NATS else ""
-    lines = [f"refinement helped: the refined posterior is closer to the target than the base{small}"]
-    if "base" in worse_than(metrics):
-        lines = [
-            f"the refined posterior is closer to the target than the base{small}, but predicts worse than it on val: it is the target "
-            f"that predicts so{_other_prior(metrics)}"
-        ]
-    if spread > FAR_LOG_WEIGHT_SD:
-        lines.append(
-            f"it is still far from it (log importance weights have standard deviation {spread:.1f}): {_advice(metrics)}"
-        )
+    worse = " and ".join(PLAINER.get(name, name) for name in worse_than(metrics))
+    line = f"the refined posterior is closer to the target than the base{small}"
+    if not worse:
+        lines = [f"refinement helped: {line}"]
+    else:
+        line += f", but predicts val worse than {worse}"
+        cause = "" if is_far else ": the model and its prior cause this, not the approximation"
+        lines = [f"{line}{cause}{_other_prior(metrics)}"]
+    if is_far:
+        lines.append(f"it is still far from it (log importance weights have standard deviation {spread:.1f}): {advice}")
     return lines
 
 
@@ -83,24 +88,24 @@ def _other_prior(metrics: dict[str, Any]) -> str:
     return "; try a --prior-precision as the network was trained with (weight decay times examples), or --flow radial"
 
 
-def _undecided(metrics: dict[str, Any]) -> str:
+def _undecided(metrics: dict[str, Any], advice: str) -> str:
     """Where the gain may lie, which the draws do not tell."""
     gain, draws = metrics["elbo_gain"], metrics["elbo_draws"]
     margin = reach(draws) * gain["standard_error"]
     ends = f"{gain['value'] - margin:+.2f} to {gain['value'] + margin:+.2f}"
-    more = f"{_advice(metrics)}; or more --elbo-draws"
+    more = f"{advice}; or more --elbo-draws"
     return f"undecided after {draws} draws: the gain lies anywhere from {ends} nats, which may help, hurt or not matter: {more}"
 
 
-def _advice(metrics: dict[str, Any]) -> str:
-    """What most likely comes closer, from what each flow reached on diagonal bases and on weak priors."""
+def _advice(metrics: dict[str, Any], draws: str) -> str:
+    """What most likely comes closer, from what each flow reached on diagonal bases and on weak priors; or draws, in words."""
     if "subspace" in metrics:
         return "try a larger --subspace, or none"
     if metrics["flow"] != "affine":
-        return "try --flow affine, or hmc"
+        return f"try --flow affine, or {draws}"
     if "over_layers" in metrics:
         wider = "--scale low-rank" if metrics["settings"]["scale"] == "diag" else "a larger --rank"
-        return f"try {wider}, a base of another structure, or hmc"
+        return f"try {wider}, a base of another structure, or {draws}"
     if metrics["settings"]["scale"] != "block":
-        return "try --scale block, a longer --length, or hmc"
-    return "try more --epochs, or hmc"
+        return f"try --scale block, a longer --length, or {draws}"
+    return f"try more --epochs, or {draws}"

@@ -21,6 +21,7 @@ from bnncli.options import (
 )
 from bnncli.options.command import Argument, Command
 from bnncli.run import revisions as _revisions
+from bnncli.run.artifact_states import artifact_states
 from bnncli.run.produce import Computed, Request
 from bnncli.run.produce_together import Work, produce_together
 from bnncli.run.session import Result, Run
@@ -158,5 +159,7 @@ def _finished(run: Run, options: TrainOptions, requests: list[Request], results:
     total.metrics = metas[0]["metrics"] if len(metas) == 1 else {}
     for request, meta in zip(requests, metas, strict=True):
         total.summary += summary_of(request.target, meta)
-    total.summary.append(f"next: {next_command(options, requests[0].target)}")
+    features = run.folder.features("train")
+    if len(requests) > 1 or not features.is_file() or artifact_states(run, [features])[0].state != "fresh":
+        total.summary.append(f"next: {next_command(options, requests[0].target)}")
     return total

@@ -1,0 +1,86 @@
+"""What is up to date is not advised to be made again: temperatures, refinements, draws, predictions."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from problems.arrays import make_wide_arrays
+from problems.command_line import Cli, new_run
+
+
+@pytest.fixture
+def wide_run(cli: Cli, tmp_path: Path) -> Path:
+    return new_run(cli, tmp_path / "run", make_wide_arrays(num_test=40))
+
+
+def warning(cli: Cli, *words: object) -> str:
+    (text,) = [text for text in cli(*words, "--json").json["warnings"] if "predicts worse on val" in text]
+    return str(text).partition("in 100). ")[2]
+
+
+def test_each_step_that_was_taken_makes_way_for_the_one_after_it(cli: Cli, wide_run: Path) -> None:
+    run, folder = shlex.quote(str(wide_run)), wide_run.with_name("run.bnn") / "predictions"
+    words = ("fit-laplace", wide_run, "--structure", "kron", "--prior-precision", 5)
+    advice = warning(cli, *words)
+    assert f"run bnncli fit-temperature {run} (" in advice
+    assert f"run bnncli predict {run} --posterior map (" in advice
+    assert cli("fit-temperature", wide_run).code == 0
+    advice = warning(cli, *words)
+    assert "fit-temperature" not in advice
+    assert f"run bnncli predict {run} --posterior temperature (" in advice
+    assert cli("predict", wide_run, "--posterior", "temperature", "--posterior", "map").code == 0
+    advice = warning(cli, *words)
+    for name in ("temperature", "map"):
+        assert f"--posterior {name}" not in advice
+        assert f"use the predictions in {folder / name}.plug-in (" in advice
+
+
+def test_predictions_of_fewer_splits_or_of_other_features_are_still_to_be_made(cli: Cli, wide_run: Path) -> None:
+    words = ("fit-laplace", wide_run, "--structure", "kron", "--prior-precision", 5)
+    assert cli("predict", wide_run, "--posterior", "map", "--split", "val").code == 0
+    assert f"predict {shlex.quote(str(wide_run))} --posterior map (" in warning(cli, *words)
+    assert cli("predict", wide_run, "--posterior", "map").code == 0
+    assert "--posterior map (" not in warning(cli, *words)
+    new_run(cli, wide_run, make_wide_arrays(num_test=39), "--force")
+    assert f"predict {shlex.quote(str(wide_run))} --posterior map (" in warning(cli, *words, "--force")
+
+
+def test_a_refinement_of_the_gaussian_is_not_advised_again(cli: Cli, wide_run: Path) -> None:
+    words = ("fit-laplace", wide_run, "--structure", "kron", "--prior-precision", 5)
+    assert "refine" in warning(cli, *words)
+    assert cli("refine", wide_run, "--flow", "affine", "--epochs", 2, "--elbo-draws", 16).code == 0
+    advice = warning(cli, *words)
+    assert f"bnncli refine {shlex.quote(str(wide_run))} --flow affine" not in advice
+
+
+def test_a_temperature_of_a_posterior_takes_no_name_that_is_taken(cli: Cli, tmp_path: Path) -> None:
+    arrays = make_wide_arrays(num_test=40)
+    headless = {name: part for name, part in arrays.items() if not name.startswith("head_")}
+    run = new_run(cli, tmp_path / "run", headless)
+    words = ("fit-laplace", run, "--structure", "kron", "--prior-precision", 5, "--name", "other")
+    assert cli(*words).code == 0
+    assert cli("fit-temperature", run, "--base", "other").code == 0
+    words = (*words[:-1], "another")
+    line = next(part for part in warning(cli, *words).split(", or ") if "fit-temperature" in part)
+    command = shlex.split(line.removeprefix("run ").removeprefix("Run ").partition(" (")[0])
+    assert command[-2:] == ["--name", "another-temperature"]
+    assert cli(*command[1:]).code == 0
+    assert "fit-temperature" not in warning(cli, *words)
+
+
+def test_diagnose_goes_on_from_what_has_been_predicted_and_scored(cli: Cli, small_run: Path) -> None:
+    def following() -> Any:
+        return shlex.split(cli("diagnose", small_run, "--posterior", "laplace", "--json").json["verdict"]["run"])
+
+    first = following()
+    if first[1] == "fit-temperature":
+        assert cli(*first[1:]).code == 0
+        first = following()
+    assert first[1] == "predict"
+    assert cli(*first[1:]).code == 0
+    assert following()[1] == "evaluate"
+    assert cli("evaluate", small_run).code == 0
+    assert following()[1] == "compare"
