@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bnncli.data._augment import Augmentation
-from bnncli.data._classes import columns_of_classes, matched_to, numbered_by_name
+from bnncli.data._classes import check_same_classes, columns_of_classes, matched_to, numbered_by_name
 from bnncli.data._feature_arrays import FeatureArrays, read_feature_arrays
 from bnncli.data._given import HDF5_MAGIC, GivenFile, magic_of, read_given, read_labels, read_texts
 from bnncli.data._given_columns import divide as divide_given
@@ -34,6 +34,7 @@ __all__ = [
     "Transform",
     "Transformed",
     "at_rate",
+    "check_same_classes",
     "clip_of",
     "columns_of_classes",
     "common_task",

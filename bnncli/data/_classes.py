@@ -103,6 +103,32 @@ def _as_numbers(split: InputSplit) -> InputSplit:
     return replace(split, numbering=Numbering(None, np.array(numbers, np.int64)))
 
 
+def check_same_classes(splits: Iterable[InputSplit], *, hint: str) -> None:
+    """Pass where all splits that name classes name the same ones in the same order, so that a label means the same in each.
+
+    Args:
+        hint: what to do where two differ.
+
+    Raises:
+        DataError: two differ; what only one of them has is in the message.
+    """
+    named = {split.name: split.classes for split in splits if split.classes and not split.is_ood}
+    first_name, first = next(iter(named.items()), ("", ()))
+    for name, names in named.items():
+        if names == first:
+            continue
+        apart = {
+            first_name: [one for one in first if one not in names],
+            name: [one for one in names if one not in first],
+        }
+        said = "; ".join(f"only {split!r} has {listed(own)}" for split, own in apart.items() if own)
+        raise DataError(
+            f"splits {first_name!r} and {name!r} have different classes: {said or 'their order differs'}",
+            code="class_mismatch",
+            hint=hint,
+        )
+
+
 def are_numbers(names: Iterable[str]) -> bool:
     """Whether names of classes are all whole numbers: then they are sorted and used as such."""
     return all(name.isascii() and name.isdecimal() for name in names)

@@ -77,7 +77,7 @@ def open_splits(
 
     Raises:
         UsageError: a name twice, a malformed spec.
-        MissingInput, DataError: as the data's readers say; classes that the model does not have.
+        MissingInput, DataError: as the data's readers say; classes that the model does not have, or that differ between splits.
     """
     of_files = {name: value for name in _OF_IMAGE_FILES if (value := getattr(options, name, None))}
     preprocess = data.Preprocess.parse(
@@ -101,7 +101,13 @@ def open_splits(
             splits[name] = data.matched_to(split, classes)
     for text in options.hold_out:
         splits = data.hold_out(splits, text, seed=seed)
-    return sorted(splits.values(), key=lambda split: split.name != "train")
+    found = sorted(splits.values(), key=lambda split: split.name != "train")
+    if classes is None:
+        named = "name all classes, in the order of the network's outputs: \0classes\0 FILE or a,b,c"
+        data.check_same_classes(
+            found, hint=named if hasattr(options, "classes") else "give every split the same classes"
+        )
+    return found
 
 
 def shift_of(params: Mapping[str, Any]) -> data.Shift | None:

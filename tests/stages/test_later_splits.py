@@ -254,3 +254,51 @@ def test_labels_that_count_from_1_and_names_of_files_that_are_nearly_right_are_t
     for line in (["nett.pt", "--model", "net.py:make", "--data", f"new=npz:{folder}/one.npz"], [*words(folder), "--data", "new=npz:onne.npz"]):  # fmt: skip
         done = cli("extract-features", *line)
         assert (done.code, "hint: did you mean 'net.pt'?" in done.stderr or "'one.npz'?" in done.stderr) == (66, True)
+
+
+SEEING = """
+import torch
+class Seeing(torch.nn.Flatten):
+    def forward(self, inputs):
+        with open("seen", "a") as seen:
+            seen.write("1" * len(inputs))
+        return super().forward(inputs)
+def make():
+    return torch.nn.Sequential(Seeing(), torch.nn.Linear(48, 4), torch.nn.Linear(4, 3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("classes", "is_of_run", "message"),
+    [
+        ((NAMES, ("cat", "dog", "fox")), False, "only 'train' has 'owl'; only 'test' has 'fox'"),
+        ((NAMES, ("cat", "dog")), False, "only 'train' has 'owl'"),
+        ((("ape", *NAMES), ("ape", *NAMES)), False, "split 'train' has 4 classes, the network has 3"),
+        (((), ("cat", "dog", "fox")), True, "have different classes (first differences: ['fox', 'owl'])"),
+    ],
+)
+def test_class_folders_that_do_not_fit_are_refused_before_their_images_are_read(
+    cli: Cli, folder: Path, classes: tuple[tuple[str, ...], ...], is_of_run: bool, message: str
+) -> None:
+    (folder / "net.py").write_text(SEEING)
+    if not is_of_run:
+        shutil.rmtree(folder / "net.pt.bnn")
+    specs = []
+    for split, names in zip(("train", "test"), classes, strict=True):
+        for place, name in enumerate(names):
+            draw_images(folder / "new" / split / name, 20, place)
+        specs += ["--data", f"{split}=images:{folder}/new/{split}"] if names else []
+    done = cli("extract-features", *words(folder), *specs, *(["--force"] if is_of_run else []))
+    assert (done.code, message in done.stderr) == (65, True), done.stderr
+    seen = folder / "seen"
+    assert not seen.exists() or len(seen.read_text()) < 20  # the few that tell the last layer
+
+
+def test_train_refuses_splits_of_other_classes(cli: Cli, folder: Path) -> None:
+    for name in ("cat", "dog", "fox"):
+        draw_images(folder / "new" / name, 2, 0)
+    specs = ("--data", f"train=images:{folder}/train", "--data", f"val=images:{folder}/new")
+    network = ("--model", "mlp", "--model-arg", "inputs=48", "--model-arg", "classes=3")
+    done = cli("train", "new.safetensors", *network, *specs, "--epochs", 1)
+    assert (done.code, "only 'train' has 'owl'; only 'val' has 'fox'" in done.stderr) == (65, True), done.stderr
+    assert not Path("new.safetensors").exists()

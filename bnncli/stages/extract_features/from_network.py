@@ -147,10 +147,11 @@ class NetworkExtraction:
         if network.record != self._record:
             message = f"{run.checkpoint_path} was replaced while this command ran; nothing was written"
             raise DataError(message, code="input_replaced", hint="run the command again", path=run.checkpoint_path)
+        names, shared = [one.name for one in self.splits], shared_params(self.options, self.saved, self._likelihood)
+        check_same_head(run, network.unread(split), names, self._record, shared)
         content, preprocess, layer, statistics = network.features(split, request)
         self._heads[split.name] = without_rows(content)
-        names, shared = [one.name for one in self.splits], shared_params(self.options, self.saved, content.likelihood)
-        check_same_head(run, content, names, self._record, shared)
+        check_same_head(run, content, names, self._record, shared)  # its labels too
         is_shifted = split.shift is not None
         computed = publishable(
             run, content, preprocess, layer, split.order_digest, split.spec, is_shifted, statistics

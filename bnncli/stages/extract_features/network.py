@@ -124,6 +124,24 @@ class NetworkFeatures:
         counts = [_largest_label(split) + 1 for split in self.splits if split.is_labeled and not split.is_ood]
         return [str(index) for index in range(max([2, *counts]))]
 
+    def unread(self, split: InputSplit) -> FeatureFile:
+        """A split's file as far as it is known before any example goes through the network: the head and the classes, no rows and no labels."""
+        head = self.head
+        weight, bias = (None, None) if head is None else (head.weight, head.bias)
+        return FeatureFile(
+            name=split.name,
+            features=np.empty((0, 0), np.float32),
+            labels=None,
+            sample_id=np.empty(0, np.int64),
+            classes=self.classes,
+            head_weight=_numpy(weight),
+            head_bias=_numpy(bias),
+            check_logits=None,
+            is_ood=split.is_ood,
+            head_notes=() if head is None else head.notes,
+            likelihood=self.likelihood,
+        )
+
     def features(
         self, split: InputSplit, request: Request
     ) -> tuple[FeatureFile, dict[str, Any], str | None, dict[str, Any] | None]:
@@ -132,7 +150,7 @@ class NetworkFeatures:
         Args:
             request: what they are for, which an interrupted run must have been asked for too.
         """
-        options, head = self.options, self.head
+        options, head, unread = self.options, self.head, self.unread(split)
         store = FeatureStore(
             self.network.run,
             request,
@@ -151,21 +169,14 @@ class NetworkFeatures:
             store=store,
         )
         self._say(split, whole)
-        weight, bias = (None, None) if head is None else (head.weight, head.bias)
-        content = FeatureFile(
-            name=split.name,
+        content = replace(
+            unread,
             features=whole.features.numpy(),
             labels=_labels(split, whole),
             sample_id=split.rows,
-            classes=self.classes,
-            head_weight=_numpy(weight),
-            head_bias=_numpy(bias),
             check_logits=None if whole.logits is None else whole.logits.numpy(),
-            is_ood=split.is_ood,
-            head_notes=() if head is None else head.notes,
             names=encoded_names(split.names),
             num_truncated=whole.num_truncated if split.items in ("texts", "audio") else None,
-            likelihood=self.likelihood,
         )
         preprocess = {
             "mean": options.mean,

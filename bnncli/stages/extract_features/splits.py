@@ -11,7 +11,6 @@ from bnncli import data
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
 from bnncli.likelihoods import BINARY, MULTILABEL, recorded_name
 from bnncli.models import Published, SavedModel
-from bnncli.names import listed
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run.model_files import opened_model
@@ -41,7 +40,7 @@ def class_names(
 
     Raises:
         UsageError: another number of names was given than the network has classes.
-        DataError: the model or the data name another number of classes than the network has, or data differ in their names.
+        DataError: the model or the data name another number of classes than the network has.
     """
     if given is not None:
         if len(given) != num_classes:
@@ -56,18 +55,6 @@ def class_names(
         return list(saved.classes)
     named = {split.name: list(split.classes) for split in splits if split.classes and not split.is_ood}
     for name, names in named.items():
-        first_name, first = next(iter(named.items()))
-        if names != first:
-            apart = {
-                first_name: [one for one in first if one not in names],
-                name: [one for one in names if one not in first],
-            }
-            said = "; ".join(f"only {split!r} has {listed(own)}" for split, own in apart.items() if own)
-            raise DataError(
-                f"splits {first_name!r} and {name!r} have different classes: {said or 'their order differs'}",
-                code="class_mismatch",
-                hint="name all classes, in the order of the network's outputs: \0classes\0 FILE or a,b,c",
-            )
         if len(names) != num_classes:
             raise DataError(
                 f"split {name!r} has {len(names)} classes, the network has {num_classes}", code="class_mismatch",
