@@ -137,8 +137,8 @@ def array_dataset(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) 
         raise DataError(
             f"{where}: expected inputs of type uint8 or floating point, got whole numbers ({inputs.dtype}) from "
             f"{inputs.min()} to {inputs.max()}",
-            hint="token ids are taken as they are from a Dataset of yours (\0data\0 SPLIT=py:FILE:factory), ready features "
-            "by \0from_npz\0; save pixels as uint8",
+            hint="token ids (N, L) are taken as they are under the name that the network has for them (npz:FILE:input_ids,y), ready "
+            "features by \0from_npz\0; save pixels as uint8",
         )
     if inputs.dtype != np.uint8 and inputs.dtype.kind != "f":
         raise DataError(

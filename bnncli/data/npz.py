@@ -1,7 +1,7 @@
 """`npz:FILE[:x,y]`: arrays of inputs and labels in a NumPy archive.
 
-`npz:FILE:input_ids+attention_mask,y` names several inputs: the network takes each by its name. So it does with `input_ids`
-alone: token ids, no pixels. For a model of audio the inputs are waves (N, T) or (N, T, channels), whole numbers or real ones in
+`npz:FILE:input_ids+attention_mask,y` names several inputs: the network takes each by its name. So it does with one array (N, L) of whole
+numbers, which are token ids: `npz:FILE:input_ids,y`. For a model of audio the inputs are waves (N, T) or (N, T, channels), whole numbers or real ones in
 [-1, 1], and the array `sampling_rate` says at how many Hz they were taken.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import numpy as np
 
 from bnncli.data._arrays import TOKEN_IDS, ArrayDataset, NamedArrays, array_dataset, named_arrays, npz_names, read_npz
 from bnncli.data._preprocess import Preprocess
@@ -43,11 +45,16 @@ def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset | NamedArra
     inputs = _inputs(path, names[0])
     arrays = read_npz(path, [*inputs, *names[1:]])
     labels = arrays[names[1]] if len(names) == 2 else None
-    if len(inputs) > 1 or inputs == [TOKEN_IDS]:
+    if len(inputs) > 1 or inputs == [TOKEN_IDS] or (inputs != ["x"] and _can_be_tokens(arrays[inputs[0]])):
         return named_arrays({name: arrays[name] for name in inputs}, labels, where=f"npz:{path}")
     if preprocess.transform is not None and preprocess.transform.takes == "audio" and is_waves(arrays[names[0]]):
         return wave_dataset(arrays[names[0]], labels, _sampling_rate(path), where=f"npz:{path}")
     return array_dataset(arrays[names[0]], labels, where=f"npz:{path}")
+
+
+def _can_be_tokens(array: np.ndarray) -> bool:
+    """Whether an array may be token ids: rows of whole numbers, in a type that no pixels have."""
+    return array.ndim == 2 and array.dtype.kind in "iu" and array.dtype != np.uint8
 
 
 def _sampling_rate(path: Path) -> int:

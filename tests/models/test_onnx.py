@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli
 
 from bnncli.errors import DataError, DeviceError, MissingInput, Untrusted, UsageError
 from bnncli.extraction.search import find_head
 from bnncli.models import Asked
 from bnncli.models.onnx import open_model
+from bnncli.storage.features import read_features
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -233,6 +235,34 @@ def test_inputs_by_name_keep_their_types(tmp_path: Path) -> None:
     assert network.head.in_features == 4
     with pytest.raises(DataError, match=r"input 'ids' takes int64 \(N, 5\), got float32 \(4, 5\)"):
         network(ids=torch.zeros(4, 5), mask=torch.from_numpy(mask))
+
+
+@pytest.mark.parametrize("stored", [np.int32, np.int64])
+@pytest.mark.parametrize("taken", [onnx.TensorProto.INT32, INT64])
+def test_token_ids_of_both_widths_go_from_arrays_to_predictions(
+    cli: Cli, tmp_path: Path, taken: int, stored: type[np.integer]
+) -> None:
+    nodes = [
+        helper.make_node("Gather", ["table", "tokens"], ["words"]),
+        helper.make_node("ReduceMean", ["words"], ["mean"], axes=[1], keepdims=0),
+        helper.make_node("Gemm", ["mean", "w"], ["out"]),
+    ]
+    weights = {"table": array(9, 4), "w": array(4, 3)}
+    path = graph_file(tmp_path / "net.onnx", nodes, weights, inputs={"tokens": (taken, ["n", 5])})
+    ids, labels = RNG.integers(9, size=(40, 5)), RNG.integers(3, size=40)
+    np.savez(tmp_path / "new.npz", tokens=ids.astype(stored), y=labels)
+    spec = f"npz:{tmp_path}/new.npz:tokens,y"
+    done = cli("extract-features", path, "--model", f"onnx:{path}", "--data", f"train={spec}", "--data", f"test={spec}")
+    assert done.code == 0, done.stderr
+    content = read_features(path.with_name("net.onnx.bnn") / "features" / "test.h5")
+    np.testing.assert_allclose(content.features, weights["table"][ids].mean(axis=1), atol=1e-6)
+    words = ("--posterior", "map", "--data", f"new={spec}", "--table", tmp_path / "new.csv", "--trust-code")
+    done = cli("predict", path, *words)
+    assert done.code == 0, done.stderr
+    logits = weights["table"][ids].mean(axis=1) @ weights["w"]
+    rows = (tmp_path / "new.csv").read_text().splitlines()
+    place = rows[0].split(",").index("predicted")
+    assert [int(row.split(",")[place]) for row in rows[1:]] == logits.argmax(axis=1).tolist()
 
 
 def test_a_node_is_named_by_its_own_name_or_its_value(tmp_path: Path) -> None:
