@@ -41,6 +41,16 @@ def facts(cli: Cli, place: object) -> str:
     return cli("inspect", place).stdout
 
 
+def test_a_file_may_be_named_as_model_and_data_name_it(cli: Cli, folder: Path) -> None:
+    torch.save({"weight": torch.zeros(2, 3)}, "net.ckpt")
+    for kind, place in (("npz", "TRAIN.npz"), ("onnx", "net.ckpt")):
+        assert cli("inspect", f"{kind}:{place}").stdout == facts(cli, place)
+    done = cli("inspect", "onnx:none.onnx")
+    assert (done.code, "error: none.onnx does not exist" in done.stderr) == (66, True)
+    Path("npz:TRAIN.npz").mkdir()  # a file that is called so is meant itself
+    assert cli("inspect", "npz:TRAIN.npz").stdout != facts(cli, "TRAIN.npz")
+
+
 BUILT_IN = [("lenet5", {}), ("mlp", {"inputs": 784, "hidden": (6, 5), "classes": 10}), ("resnet20", {"channels": 1})]
 
 

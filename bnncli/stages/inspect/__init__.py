@@ -13,6 +13,7 @@ from bnncli.names import quoted
 from bnncli.options import CommonOptions
 from bnncli.options.command import Argument, Command
 from bnncli.options.export import FORMATS
+from bnncli.registry import has_name
 from bnncli.run.session import Result, Run, Table
 from bnncli.stages.inspect.data_files import idx_found, npz_found, table_found
 from bnncli.stages.inspect.folders import folder_found
@@ -27,14 +28,14 @@ COMMAND = Command(
     "extract-features line that would work with it, filled in as far as can be known. Never runs code from the file.",
     (CommonOptions,),
     ("bnncli inspect ckpt.pt", "bnncli inspect ckpt.pt.bnn/posteriors/laplace.safetensors --json"),
-    (Argument("file", "A checkpoint, an artifact, data, or a folder of these."),),
+    (Argument("file", "A checkpoint, an artifact, data, or a folder of these; also as KIND:PLACE."),),
     place=140,
 )
 
 
 def run(run: Run, options: Any) -> Result:
     """Facts about an artifact, a checkpoint, a saved model or data, and the line that would work with it."""
-    path = Path(run.arguments["file"])
+    path = _path_of(str(run.arguments["file"]))
     if path.is_dir():
         return folder_found(path).result(path)
     check_is_file(path)
@@ -47,6 +48,13 @@ def run(run: Run, options: Any) -> Result:
             raise
         return _other(path).result(path)
     return _artifact(header)
+
+
+def _path_of(text: str) -> Path:
+    """The path that was given, as it stands or behind the kind that --model or --data names it by (onnx:FILE)."""
+    kind, _, place = text.partition(":")
+    is_spec = place and not Path(text).exists() and any(has_name(family, kind) for family in ("models", "data"))
+    return Path(place).expanduser() if is_spec else Path(text)
 
 
 def recognised_model(path: Path) -> tuple[str, str] | None:
