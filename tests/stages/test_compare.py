@@ -84,7 +84,9 @@ def test_the_default_scores_are_shown_and_the_best_are_marked(cli: Cli, small_ru
             assert score["is_close"] == (score["p_adjusted"] > 0.05)
             assert score["is_close"] or not score["is_best"]
     stars = [cell.strip().startswith("*") for cell in done.stdout.splitlines()[2].split("|")[3:]]
-    assert stars == [score["is_close"] for score in document["rows"][0]["scores"]]
+    columns = [[row["scores"][place] for row in document["rows"]] for place in range(len(stars))]
+    untold = [all(score["is_close"] for score in column if score["value"] is not None) for column in columns]
+    assert stars == [column[0]["is_close"] and not is_untold for column, is_untold in zip(columns, untold, strict=True)]
 
 
 def test_scores_are_titled_as_they_were_asked_for_and_by_what_tells_them_apart(cli: Cli, small_run: Path) -> None:
@@ -298,6 +300,20 @@ def test_text_marks_with_stars_and_csv_leaves_undefined_empty() -> None:
     assert table.rows[0] == ["a_1", "mc", "20", "* 0.2500 +- 0.0141", "  -"]
     assert [part.columns[3] for part in table.narrow] == ["NLL", "AUROC a_b"]
     assert as_csv(comparison())[2] == "a_1,mc,20,test,auroc:a_b,,,,false,false,,,,,,"
+
+
+def test_where_no_two_are_told_apart_there_are_no_marks_and_a_note() -> None:
+    entries = [Entry(Sample(np.array([value]))) for value in (0.3, 0.29, 0.31)]
+    names = [Name(f"{name}.mc", name, "mc", "mc") for name in "abc"]
+    columns = [Column({"name": name, "higher_is_better": False}, name, entries) for name in ("nll", "ece")]
+    best, close, worse = Standing(None, None, True, True), Standing(None, 0.4, False, True), Standing(None, 0.01)
+    shown = Comparison(names, columns, [[close, best, worse], [close, best, close]], "test", 10, 1, 2, 0.05, None)
+    table = as_table(shown)
+    assert [row[3:] for row in table.rows] == [
+        ["* 0.3000", "  0.3000"], ["* 0.2900", "  0.2900"], ["  0.3100", "  0.3100"],
+    ]  # fmt: skip
+    assert table.notes[-1] == "no marks in ECE: 10 examples tell no two apart there"
+    assert as_markdown(shown)[-1] == "No marks in ECE: 10 examples tell no two apart there."
 
 
 def test_with_a_baseline_what_differs_significantly_is_marked() -> None:

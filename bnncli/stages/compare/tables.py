@@ -110,6 +110,20 @@ class Comparison:
             return standing.is_close
         return standing.p_adjusted is not None and standing.p_adjusted <= self.alpha
 
+    def tells_apart(self, column: int) -> bool:
+        """Whether marks on a column say anything: any of it is shown to be worse than another, or there is one alone, or a baseline."""
+        if self.baseline is not None:
+            return True
+        entries, standings = self.columns[column].entries, self.standings[column]
+        close = [one.is_close for one, entry in zip(standings, entries, strict=True) if entry.samples is not None]
+        return len(close) < 2 or not all(close)
+
+    def _untold(self) -> list[str]:
+        """The columns without marks."""
+        titles = [title for place, title in enumerate(score_titles(self)) if not self.tells_apart(place)]
+        what = f"{self.num_checkpoints} checkpoints" if self.num_checkpoints > 1 else f"{self.num_examples} examples"
+        return [f"no marks in {', '.join(titles)}: {what} tell no two apart there"] if titles else []
+
     def notes(self) -> list[str]:
         """What the numbers and the marks mean."""
         if self.num_checkpoints > 1:
@@ -135,6 +149,7 @@ class Comparison:
                 "marked: the best of its column and all that are not significantly worse than another; those whose true "
                 f"scores are the best are all marked but for a chance of {percent(self.alpha, 'g')} in each column ({test}, all pairs "
                 f"together, stepwise{self._of_few()})",
+                *self._untold(),
                 *recommended,
             ]
         name = self.names[self.baseline].folder
@@ -314,7 +329,7 @@ def _cells(comparison: Comparison, mark: Callable[[str, bool], str], *, sign: st
         row = []
         for number, column in enumerate(comparison.columns):
             text = _text(column.entries[place].samples, comparison.standings[number][place], comparison.baseline, sign)
-            row.append(mark(text, comparison.is_marked(number, place)))
+            row.append(mark(text, comparison.is_marked(number, place) and comparison.tells_apart(number)))
         rows.append(row)
     return rows
 
