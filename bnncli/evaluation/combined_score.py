@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import DataError
-from bnncli.evaluation.feature_scores import Mahalanobis, Neighbors
+from bnncli.evaluation.feature_scores import ClassGaussians, Mahalanobis, Neighbors, Whitening
 from bnncli.targets.stream import FeatureBlocks
 from bnncli.theta.head import HeadLayout
 
+REVISION = 1  # of what `fit` gives for the same features
 NUM_NEIGHBORS, NEIGHBOR_ROWS = 5, 5_000  # as good as 50 of 60,000 (docs/scores.md), and small enough to be exported
 COVARIANCE_ROWS = 50_000  # training examples that means and covariance are fitted to
 MOST_KNOTS = 512
@@ -73,6 +74,11 @@ class TailRanks:
         return ((1 + count) / (1 + self.size)).log() - excess.log1p()
 
 
+def fit_cost(num_examples: int, num_features: int) -> float:
+    """About how many multiplications the covariance of training features (N, D) and its eigenvectors take."""
+    return float(num_features**2) * (min(num_examples, COVARIANCE_ROWS) + 16 * num_features)
+
+
 @dataclass(frozen=True)
 class Combined:
     """The views, fitted to training features, and the ranks of val's.
@@ -83,7 +89,7 @@ class Combined:
         ranks: of each view, by its name.
     """
 
-    gaussians: Mahalanobis | None
+    gaussians: ClassGaussians | None
     neighbors: Neighbors
     layout: HeadLayout | None
     theta: Tensor | None
@@ -114,6 +120,35 @@ class Combined:
         theta = None if theta is None or layout is None else theta.to(device, torch.float64)
         views = cls(gaussians, neighbors, layout, theta, {})._views(val)
         ranks = {name: TailRanks.of(scores.to(device)) for name, scores in views.items()}
+        return cls(gaussians, neighbors, layout, theta, ranks)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """All that was fitted, by name, on the CPU: `neighbors`, of each view `knots.`, `counts.` and `tail.`; `class.` of the Gaussians."""
+        found = {"neighbors": self.neighbors.features}
+        if self.gaussians is not None:
+            within = self.gaussians.within
+            found |= {"class.mean": within.mean, "class.root": within.root, "class.centers": self.gaussians.centers}
+        for name, own in self.ranks.items():
+            tail = torch.tensor([own.size, own.scale], dtype=torch.float64)
+            found |= {f"knots.{name}": own.knots, f"counts.{name}": own.counts, f"tail.{name}": tail}
+        return {name: tensor.cpu() for name, tensor in found.items()}
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], *, layout: HeadLayout | None, theta: Tensor | None, device: torch.device
+    ) -> Combined:
+        """The inverse of to_tensors, on the device; layout and theta as for `fit`. Raises KeyError without one of them."""
+        found = {name: tensor.to(device) for name, tensor in tensors.items()}
+        gaussians = None
+        if "class.mean" in found:
+            gaussians = ClassGaussians(Whitening(found["class.mean"], found["class.root"]), found["class.centers"])
+        ranks = {}
+        for name in ("energy", "mahalanobis", "knn"):
+            if f"knots.{name}" in found:
+                size, scale = tensors[f"tail.{name}"].tolist()
+                ranks[name] = TailRanks(found[f"knots.{name}"], found[f"counts.{name}"], int(size), scale)
+        neighbors = Neighbors(found["neighbors"], min(NUM_NEIGHBORS, len(found["neighbors"])))
+        theta = None if theta is None or layout is None else theta.to(device, torch.float64)
         return cls(gaussians, neighbors, layout, theta, ranks)
 
     def scores(self, features: Tensor) -> Tensor:

@@ -65,18 +65,45 @@ class Whitening:
 
 
 @dataclass(frozen=True)
-class Mahalanobis:
-    """Gaussians over the features: one for each class, with one covariance, and one for all of them.
+class ClassGaussians:
+    """Gaussians over the features, one for each class, with one covariance.
 
     Args:
         within: of the classes, around the mean of all.
         centers: (C, r) float64, whitened means of the classes that have examples.
-        total: (D, D) float64, covariance of all examples.
-        mean_square: (D,) of the features.
     """
 
     within: Whitening
     centers: Tensor
+
+    def nearest(self, features: Tensor) -> Tensor:
+        """The squared distance to the nearest class mean (n,) float64, on the CPU, of features (n, D)."""
+
+        def distances(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+            return (self._nearest(block),)
+
+        return self._of_blocks(features, distances)[0]
+
+    def _nearest(self, block: Tensor) -> Tensor:
+        whitened = self.within(block)
+        cross = self.centers.square().sum(dim=1) - 2 * whitened @ self.centers.T
+        return (whitened.square().sum(dim=1) + cross.amin(dim=1)).clamp_min(0)
+
+    def _of_blocks(self, features: Tensor, work: Callable[[slice, Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
+        width = max(features.shape[1], len(self.centers))
+        blocks = FeatureBlocks(features, self.centers.device).map(work, columns=width, dtype=torch.float64)
+        return [torch.cat(part).cpu() for part in zip(*blocks, strict=True)]
+
+
+@dataclass(frozen=True)
+class Mahalanobis(ClassGaussians):
+    """The same, and a Gaussian for all of them.
+
+    Args:
+        total: (D, D) float64, covariance of all examples.
+        mean_square: (D,) of the features.
+    """
+
     total: Tensor
     mean_square: Tensor
 
@@ -120,24 +147,6 @@ class Mahalanobis:
     def background(self) -> Whitening:
         """The Gaussian of all examples."""
         return Whitening.of(self.within.mean, self.total, mean_square=self.mean_square)
-
-    def nearest(self, features: Tensor) -> Tensor:
-        """The squared distance to the nearest class mean (n,) float64, on the CPU, of features (n, D)."""
-
-        def distances(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-            return (self._nearest(block),)
-
-        return self._of_blocks(features, distances)[0]
-
-    def _nearest(self, block: Tensor) -> Tensor:
-        whitened = self.within(block)
-        cross = self.centers.square().sum(dim=1) - 2 * whitened @ self.centers.T
-        return (whitened.square().sum(dim=1) + cross.amin(dim=1)).clamp_min(0)
-
-    def _of_blocks(self, features: Tensor, work: Callable[[slice, Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
-        width = max(features.shape[1], len(self.centers))
-        blocks = FeatureBlocks(features, self.centers.device).map(work, columns=width, dtype=torch.float64)
-        return [torch.cat(part).cpu() for part in zip(*blocks, strict=True)]
 
     def scores(self, features: Tensor) -> dict[str, Tensor]:
         """`mahalanobis` and `relative_mahalanobis` (n,) float64, on the CPU, of features (n, D).

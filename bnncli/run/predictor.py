@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from bnncli.detectors import DEFAULT_SCORE
 from bnncli.detectors.combined import FEWEST_ROWS
 from bnncli.errors import DataError, MissingInput, UsageError
@@ -18,7 +20,9 @@ from bnncli.integrators import Ready
 from bnncli.integrators._groups import DrawPartition, kept_rows
 from bnncli.integrators._mean_logits import drawn_theta, energy_and_max_logit, mean_theta
 from bnncli.lazy import torch
+from bnncli.machine.team import is_leader, team
 from bnncli.machine.together import brought_to_leader
+from bnncli.numerics.digests import json_sha256
 from bnncli.run.inputs import (
     Split,
     block_rows,
@@ -33,6 +37,7 @@ from bnncli.run.out_of_fold import fit_on, knows, load_fitted, out_of_fold
 from bnncli.run.predicted_rows import PartProgress, Predicted, Rows, joined, own_rows, rows_of, scattered
 from bnncli.run.session import Run
 from bnncli.storage.headers import Header
+from bnncli.storage.known_data import detector_file, read_known, write_known
 from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
@@ -45,6 +50,8 @@ if TYPE_CHECKING:
     from bnncli.targets.target import CurvedTarget
 
 OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
+
+KEPT_FROM = 2e9  # multiplications of a fit of the combined score, which take half a second on one core
 
 LINEARISED = ("gaussian", "linear-draws")  # posteriors that predict with the network linearised at their mean
 
@@ -104,22 +111,36 @@ class TrainData:
 
     @cached_property
     def detector(self) -> Combined | None:
-        """The combined out-of-distribution score, fitted; None without its splits."""
-        from bnncli.evaluation.combined_score import Combined
+        """The combined out-of-distribution score, fitted; None without its splits.
+
+        What takes long to fit is kept beside the features, for later commands on the same features, seed and device. Processes
+        that work in step fit it together.
+        """
+        from bnncli.evaluation.combined_score import REVISION, Combined, fit_cost
 
         if not self.detector_splits:
             return None
-        train, val = self.detector_splits
+        run, (train, val) = self.run, self.detector_splits
+        own: dict[str, Any] = {"layout": train.layout, "theta": train.head(), "device": run.device}
+        digests = [split.source.content_digest for split in (train, val)]
+        key = json_sha256([REVISION, *digests, run.compute.seed, run.device.type, torch.get_num_threads()])
+        place = detector_file(run.folder.features("train"))
+        known = read_known(place) if team() is None else {}
+        if str(known.pop("key", "")) == key:
+            return Combined.from_tensors({name: torch.from_numpy(part) for name, part in known.items()}, **own)
         labels = train.content.labels
-        return Combined.fit(
+        found = Combined.fit(
             train.stored,
             None if labels is None else torch.from_numpy(labels),
             val.stored,
-            layout=train.layout,
-            theta=train.head(),
-            device=self.run.device,
-            generator=self.run.stream("predict/neighbors"),
+            generator=run.stream("predict/neighbors"),
+            **own,
         )
+        is_writer = team() is None and is_leader() and not run.write.dry_run
+        if is_writer and fit_cost(*train.content.features.shape) >= KEPT_FROM:
+            arrays = {name: tensor.numpy() for name, tensor in found.to_tensors().items()}
+            write_known(place, {"key": np.array(key), **arrays}, is_compressed=False)
+        return found
 
     def combined_scores(self, split: Split) -> NDArray | None:
         """The combined score (N,) float32 of a split's features, the same for all posteriors; None without one."""

@@ -127,6 +127,18 @@ def test_outliers_that_one_view_alone_sees_are_caught(num_val: int) -> None:
         assert roc_auc_score([1] * 500 + [0] * 500, scores) > 0.95
 
 
+@pytest.mark.parametrize("is_labeled", [True, False])
+@pytest.mark.parametrize("theta", [THETA, None])
+def test_a_score_out_of_its_tensors_is_the_same(is_labeled: bool, theta: Tensor | None) -> None:
+    train, labels = make_split(600, seed=0)
+    val, new = make_split(700, seed=1)[0], make_split(90, seed=2)[0]
+    own = {"layout": LAYOUT, "theta": theta, "device": CPU}
+    found = Combined.fit(train, labels if is_labeled else None, val, generator=seeded(0), **own)
+    again = Combined.from_tensors(found.to_tensors(), **own)
+    assert [*again.ranks] == [*found.ranks] == ["energy"] * (theta is not None) + ["mahalanobis"] * is_labeled + ["knn"]
+    assert torch.equal(again.scores(new), found.scores(new))
+
+
 @pytest.mark.parametrize("is_separate", [True, False])
 def test_thresholds_hold_their_rate_of_false_alarms(is_separate: bool) -> None:
     """On calibration examples of their own exactly; on val itself, whose ranks the score goes by, as auto has it, within half a point."""

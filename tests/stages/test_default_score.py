@@ -12,7 +12,7 @@ from problems.command_line import Cli, new_run
 
 from bnncli.decisions.outliers import OutlierRule
 from bnncli.evaluation.combined_score import Combined
-from bnncli.run import revisions
+from bnncli.run import predictor, revisions
 from bnncli.run.predictor import TrainData
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.decisions import read_decision
@@ -53,6 +53,37 @@ def test_predictions_have_the_score_of_the_features_whatever_the_posterior(cli: 
     areas = {m["value"] for row in rows for m in row["metrics"] if m["name"] == "auroc" and m["score"] == "combined"}
     assert (len(rows), len(areas)) == (2, 1)
     assert cli("evaluate", run, "--bootstrap", 0, "--assert", f"map.auroc:far>={min(areas) - 1e-6}").code == 0
+
+
+def test_what_was_fitted_is_kept_for_the_same_features_and_never_missed(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small(cli, tmp_path, has_val=True)
+    folder, words = tmp_path / "small.bnn", ("predict", run, "--posterior", "map", "--force")
+    kept, stored = folder / "features/.combined.npz", folder / "predictions/map.plug-in/far.h5"
+
+    def digest(*also: object) -> str:
+        assert cli(*words, *also).code == 0
+        return read_header(stored).content_digest
+
+    expected = digest()
+    assert not kept.exists()  # so few features take no time
+    monkeypatch.setattr(predictor, "KEPT_FROM", 1)
+    assert digest() == expected
+    with np.load(kept) as archive:
+        arrays = dict(archive)
+    assert digest() == expected
+    np.savez(kept, **arrays | {"knots.knn": arrays["knots.knn"] - 1})
+    assert digest() != expected  # it is what is used
+    digest("--seed", 1)
+    assert digest() == expected  # that of another seed is not
+    for damaged in (b"", kept.read_bytes()[:-40]):
+        kept.write_bytes(damaged)
+        assert digest() == expected
+    new_run(
+        cli, run, make_arrays() | {"features_train": make_arrays()["features_train"] + 1}, "--ood", "far", "--force"
+    )
+    assert digest() != expected
 
 
 def test_risk_coverage_stays_with_the_largest_probability(cli: Cli, tmp_path: Path) -> None:
