@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 LABELS = {
     "val": "validation NLL (nats per example)",
+    "loo": "leave-one-out NLL of train (nats per example)",
     "marglik": "minus log marginal likelihood (nats)",
 }
 EDGE_TEXT = "the best lies at the edge of the range searched"
@@ -83,7 +84,7 @@ def draw(
 
     Args:
         curve: (prior precision, criterion) in increasing order of precision.
-        criterion: val or marglik.
+        criterion: val, loo or marglik.
         at_edge: whether to warn that the best lies at the edge.
         network: validation nll of the network as trained, nats per example; drawn as a line where there is one.
         is_stacked: whether the two are above each other, in the width of one.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SEARCH_FITS, SEARCH_MODES = 10, 16  # of a search for the prior precision: Hessians that are made, modes that are found
 NUM_DRAWS = 128  # of each candidate, common to all: their noise cancels in comparisons
+MOST_LEFT_OUT = 300  # outputs of a head whose examples are left out: the cubes of their number, for hundreds of examples, take seconds
 NUM_FOLDS = 5  # of a cross-validation over the rows of val
 QUICK_SECONDS = (
     6.0  # that the factors of a structure may take which is fitted unasked: of 6,000 parameters on two cores

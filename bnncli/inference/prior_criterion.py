@@ -1,4 +1,4 @@
-"""What a prior precision is judged by: the validation loss of its posterior, or its marginal likelihood."""
+"""What a prior precision is judged by: the validation loss of its posterior, or its marginal likelihood, or the loss of left-out examples."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bnncli.covariances import Covariance, num_varying
 from bnncli.inference.laplace import fixed_log_prior, laplace_evidence
+from bnncli.inference.leave_one_out import LeftOut, left_out_losses
 from bnncli.inference.linearised import linearised_losses, shared_by
 from bnncli.inference.logit_losses import losses_by_logits
 from bnncli.targets.target import CurvedTarget, HeldOut, HeldOutByLogits
@@ -72,6 +73,8 @@ class Criterion:
     def losses(self, target: CurvedTarget, theta: Tensor, covariance: Covariance) -> Tensor:
         """The validation nll of each example under N(theta, covariance), (M,) float64, where there is validation data."""
         assert self.held_out is not None
+        if isinstance(self.held_out, LeftOut):
+            return left_out_losses(self.held_out, target, theta, covariance, noise=self.noise)
         if self.lift is not None:
             covariance = self.lift.covariance(covariance, target.prior)
         if self.by_logits:

@@ -1,7 +1,7 @@
 """The prior precision that predicts best: one Laplace fit for each candidate, warm-started from its neighbours.
 
-Two criteria: the validation split's negative log likelihood under the Gaussian's Monte Carlo predictive, that of the linearised
-network where it is not linear in theta, or Laplace's marginal likelihood. A grid of whole decades finds the valley, halved steps and a parabola in log precision its floor.
+Three criteria: the validation split's negative log likelihood under the Gaussian's Monte Carlo predictive, that of the linearised
+network where it is not linear in theta; the same of each training example left out of a last layer's; or Laplace's marginal likelihood. A grid of whole decades finds the valley, halved steps and a parabola in log precision its floor.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from bnncli.targets.target import CurvedTarget, HeldOut
 if TYPE_CHECKING:
     from bnncli.theta.layout import LogitLayout
 
-CRITERIA = ("val", "marglik")
+CRITERIA = ("val", "loo", "marglik")
 SAMPLED, PLUG_IN = "mc", "plug-in"
 BOUNDS = (1e-2, 1e5)  # of the grid
 # Of the criterion where it is interpolated: nats per example, nats. The choice moves by a percent or so.
-TOLERANCES = {"val": 5e-5, "marglik": 0.1}
+TOLERANCES = {"val": 5e-5, "loo": 5e-5, "marglik": 0.1}
 # By how much the tolerance of a large head's modes is larger: of one val example's loss, 1e-4 nats or so.
 LARGE_SLACK = 10.0
 Fit = TypeVar("Fit", covariant=True)
@@ -100,7 +100,7 @@ class PriorSearch:
             precisions near the best whose criterion could be interpolated to the tolerance; exact at the best.
         at_edge: whether the best lies at an end of the grid, where a wider one might do better: not at the strongest of
             priors about a mean.
-        criterion: val or marglik.
+        criterion: val, loo or marglik.
         compared_at: the candidates' centres: mode, or checkpoint.
         structure: of the candidates.
         fit: the Gaussian at the best precision.
@@ -148,8 +148,8 @@ def search(
             other modes, and the network as trained is none of them. Where such a target has more parameters than
             MAX_FULL_PRECONDITIONER, a mode for each candidate is too dear: they are compared about the start, and the fit at the
             best precision moves to its mode.
-        criterion: val or marglik.
-        held_out: the validation data, for val.
+        criterion: val, loo or marglik.
+        held_out: the validation data, for val; a LeftOut of the target for loo.
         bounds: lowest and highest precision of the grid; about a mean other than zero it goes on to where the posterior is that
             mean, and no stronger prior is another.
         tolerance: of the criterion, in its unit, where it is interpolated; TOLERANCES by default, 0 for none of that.
@@ -164,7 +164,9 @@ def search(
     """
     if criterion not in CRITERIA:
         raise ValueError(f"criterion: expected one of {', '.join(CRITERIA)}; got {criterion!r}")
-    if criterion == "val" and held_out is None:
+    if criterion == "marglik":
+        held_out = None
+    elif criterion == "val" and held_out is None:
         raise UsageError(
             "tuning the prior precision on validation data needs a labelled val split",
             hint="extract one (\0hold_out\0 val=test:2000), give \0prior_precision\0, or tune by marglik",
@@ -174,7 +176,7 @@ def search(
         target,
         structure,
         _compared_at(target, criterion, center),
-        criterion_of(target, structure, held_out if criterion == "val" else None, lift, generator, by_logits=is_large),
+        criterion_of(target, structure, held_out, lift, generator, by_logits=is_large or criterion == "loo"),
         start,
         TOLERANCES[criterion] if tolerance is None else tolerance,
         progress.task("prior precision", num_judged(grid)),

@@ -11,6 +11,7 @@ from bnncli.options.declaration import check_suffix, option, parse_positive
 from bnncli.options.layers import LayersOptions
 from bnncli.targets.curvature_choice import DEFAULT_RANK, DEFAULT_SIZE, GGN, KINDS, CurvatureChoice
 
+LOO = "loo"
 _FAMILIES = ("curvature", "network_curvature")  # of the last layer, of other layers
 
 
@@ -60,8 +61,8 @@ class FitLaplaceOptions(LayersOptions):
     )
     prior_precision: str = option(
         "auto",
-        "Of the weights (and of the biases, see \0bias_precision\0): a number; val (lowest NLL on the val split, which must be data the network was not trained on: of draws, or of the mode alone where that predicts better); marglik (log marginal likelihood); auto is val where there is a val split, else marglik.",
-        metavar="NUMBER|val|marglik|auto",
+        "Of the weights (and of the biases, see \0bias_precision\0): a number; val (lowest NLL on the val split, which must be data the network was not trained on: of draws, or of the mode alone where that predicts better); loo (lowest leave-one-out NLL on train, of a last layer at its mode, in closed form); marglik (log marginal likelihood); auto is val where there is a val split, else loo, and marglik where that is not for the layers, the centre or more than 300 classes.",
+        metavar="NUMBER|val|loo|marglik|auto",
     )
     bias_precision: str = option(
         "same",
@@ -138,8 +139,12 @@ class FitLaplaceOptions(LayersOptions):
             raise UsageError(f"\0fit_on\0 {self.fit_on} is for \0layers\0 last at \0center\0 mode")
         if self.bias_precision != "same":
             parse_positive(self.bias_precision, "\0bias_precision\0", "same or a positive number")
-        if self.prior_precision not in ("auto", "val", "marglik"):
-            parse_positive(self.prior_precision, "\0prior_precision\0", "auto, val, marglik or a positive number")
+        if self.prior_precision == LOO and (not self.has_left_out or self.fit_on != "train"):
+            raise UsageError(
+                "\0prior_precision\0 loo leaves out examples of train: it is for \0layers\0 last at \0center\0 mode, \0fit_on\0 train"
+            )
+        if self.prior_precision not in ("auto", "val", LOO, "marglik"):
+            parse_positive(self.prior_precision, "\0prior_precision\0", "auto, val, loo, marglik or a positive number")
             if self.plot is not None:
                 raise UsageError("\0plot\0 draws the search for the prior precision; there is none with a number given")
 
@@ -192,6 +197,11 @@ class FitLaplaceOptions(LayersOptions):
                 "\0structure\0 subnetwork at \0center\0 mode: each precision has a subnetwork of its own, whose marginal likelihoods do "
                 "not compare; give \0prior_precision\0 val or a number"
             )
+
+    @property
+    def has_left_out(self) -> bool:
+        """Whether the loss of a left-out example is known without another fit."""
+        return self.is_last_layer and self.own_center == "mode"
 
     @property
     def curvature_choice(self) -> CurvatureChoice:

@@ -35,7 +35,7 @@ CALIBRATE = 1
 
 def of_laplace(*, in_span: bool) -> int:
     """13: fits in the row space of the features, 12: over all of theta. 12 and 13 choose the prior for the mode alone where that predicts
-    val best; 10 and 11 searched by draws with less noise; 8 and 9 found modes of large heads in float32, 6 and 7 had values in float64, 4 and 5 no rough products, 2 and 3 no shorter searches of large heads.
+    val best, and without val by leaving out examples of train; 10 and 11 searched by draws with less noise; 8 and 9 found modes of large heads in float32, 6 and 7 had values in float64, 4 and 5 no rough products, 2 and 3 no shorter searches of large heads.
     """
     return 13 if in_span else 12
 

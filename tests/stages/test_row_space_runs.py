@@ -322,7 +322,7 @@ def test_status_knows_which_fits_are_made_in_the_row_space(
     assert cli("refine", run, "--flow", "radial", "--epochs", 1, "--length", 1).code == 0
     assert cli("status", run, "--check").code == 0
     today = _revisions.of_laplace
-    monkeypatch.setattr(_revisions, "of_laplace", lambda *, in_span: today(in_span=in_span) + in_span)
+    monkeypatch.setattr(_revisions, "of_laplace", lambda *, in_span, **more: today(in_span=in_span, **more) + in_span)
     told = {Path(entry["path"]).stem: entry["state"] for entry in cli("status", run, "--json").json["artifacts"]}
     assert {told[name] for name in ("laplace", "full", "block")} == {"stale"}
     assert {told[name] for name in ("kron", "diag")} == {"fresh"}

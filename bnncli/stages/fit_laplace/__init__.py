@@ -9,11 +9,12 @@ from typing import Any
 
 from bnncli.errors import UsageError, WriteError
 from bnncli.inference import memory
-from bnncli.inference.costs import NUM_DRAWS, NUM_FOLDS
+from bnncli.inference.costs import MOST_LEFT_OUT, NUM_DRAWS, NUM_FOLDS
 from bnncli.inference.search_rows import search_size
 from bnncli.names import percent
 from bnncli.options import FitLaplaceOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.fit_laplace import LOO
 from bnncli.registry import declaring
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
@@ -35,7 +36,7 @@ COMMAND = Command(
     "Finds the mode of the target by Newton's method, to within 0.001 posterior standard deviations (the Newton "
     "decrement, all parameters together), and puts the Laplace approximation there; over other layers (--layers) it is put "
     "at the network's weights, unless --center mode looks for their mode. The prior "
-    "precision is chosen on the val split (data that the network was not trained on) or by the marginal likelihood, "
+    "precision is chosen on the val split (data that the network was not trained on), by leave-one-out on train or by the marginal likelihood, "
     "unless a number is given. Biases have the weights' unless --bias-precision gives them their own. Writes "
     "posteriors/laplace.safetensors, or laplace-all of all layers.",
     (FitLaplaceOptions, NameOptions, *COMPUTE),
@@ -52,17 +53,19 @@ COMMAND = Command(
     place=20,
 )
 
-MARGLIK_WARNING = (
-    "no val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when the "
-    "features have fitted the training data; a val split (--hold-out val=test:2000) of data that the network was not "
-    "trained on is better"
-)
+_BETTER = "a val split (--hold-out val=test:2000) of data that the network was not trained on is better"
+WITHOUT_VAL = {
+    LOO: "no val split: the prior precision is chosen by leaving out each example of train, whose features may have been fitted to "
+    f"its label; {_BETTER}",
+    "marglik": "no val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when "
+    f"the features have fitted the training data; {_BETTER}",
+}
 
 
 def run(run: Run, options: FitLaplaceOptions) -> Result:
     """Fit and publish; the result's metrics say what was chosen."""
     train = load_fitted(run, options.fit_on)
-    criterion = _criterion(run, options)
+    criterion = _criterion(run, options, train)
     val = load_split(run, "val") if criterion == "val" or has_labeled_val(run) else None
     run.require_device()
     prepare = _last_layer if options.is_last_layer else prepare_network
@@ -175,16 +178,21 @@ def _plot(run: Run, path: Path, artifact: Path) -> Result:
     return Result("", [{"role": role, "path": str(path), "content_digest": digest}])
 
 
-def _criterion(run: Run, options: FitLaplaceOptions) -> str:
-    """number, val or marglik: how the prior precision is chosen."""
+def _criterion(run: Run, options: FitLaplaceOptions, train: Split) -> str:
+    """number, val, loo or marglik: how the prior precision is chosen."""
     wanted = options.prior_precision
     if options.precision_per == "layer":
         return "marglik"
+    if wanted == "auto" and has_labeled_val(run):
+        return "val"
     if wanted == "auto":
-        wanted = "val" if has_labeled_val(run) else "marglik"
-        if wanted == "marglik":
-            run.console.warn(MARGLIK_WARNING)
-    return wanted if wanted in ("val", "marglik") else "number"
+        wanted = LOO if options.has_left_out and train.layout.num_outputs <= MOST_LEFT_OUT else "marglik"
+        run.console.warn(WITHOUT_VAL[wanted])
+    elif wanted == LOO and train.layout.num_outputs > MOST_LEFT_OUT:
+        raise UsageError(
+            f"--prior-precision loo: expected at most {MOST_LEFT_OUT} outputs, the head has {train.layout.num_outputs}"
+        )
+    return wanted if wanted in ("val", LOO, "marglik") else "number"
 
 
 def _span(options: FitLaplaceOptions, train: Split, run: Run) -> MatrixLayout | None:
@@ -200,7 +208,12 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     by_val = "lowest val NLL" + (f", {metrics['num_folds']}-fold cross-validated" if "num_folds" in metrics else "")
     if metrics.get("prior_precision_for") == "plug-in":
         by_val += " of the mode alone: draws would need a prior that fits worse"
-    chosen = {"val": by_val, "marglik": "marginal likelihood", "number": "as given"}[metrics["prior_precision_by"]]
+    chosen = {
+        "val": by_val,
+        "loo": "lowest leave-one-out NLL of train",
+        "marglik": "marginal likelihood",
+        "number": "as given",
+    }[metrics["prior_precision_by"]]
     bias = f", {metrics['bias_precision']:.4g} of the biases" if "bias_precision" in metrics else ""
     compared = metrics.get("structure_nll") or {}
     by_val = ", ".join(f"{name} {value:.4f}" for name, value in compared.items())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bnncli.inference.cross_validation import FoldSearch
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
+from bnncli.inference.leave_one_out import LeftOut
 from bnncli.inference.prior_precision import BOUNDS, PLUG_IN, SAMPLED, PlugInChoice, PriorSearch, search
 from bnncli.inference.row_space_lift import RowLift, lift_fit
 from bnncli.inference.structure_choice import first_near_the_best
@@ -166,7 +167,9 @@ def _fitted(
         )
         return fit, None, None, {}
     center = options.own_center
-    if lift is None:
+    if criterion == "loo":
+        searched = Searched(target, LeftOut.of(target, run.stream("fit-laplace/loo")), {})
+    elif lift is None:
         searched = examples_to_search(run, target, held_out, val, center=center)
     else:
         searched = Searched(target, held_out, {})
@@ -185,7 +188,7 @@ def _fitted(
                 held_out=searched.held_out,
                 bounds=bounds,
                 is_large=searched.is_large,
-                lift=lift,
+                lift=None if criterion == "loo" else lift,
                 progress=run.console,
             )
         if by == structure and not searched.is_part:
