@@ -227,25 +227,34 @@ def _reader(model: nn.Module, head: Head | None) -> Callable[[Inputs], tuple[Ten
     """What gives the features (n, D) and the network's output for inputs, of one forward pass."""
     if head is None:
         return lambda inputs: (forward(model, inputs),) * 2
-    if head.form is None:
-        return partial(_of_layer, model, linear_layers(model)[head.name])
+    form = head.form
+    if form is None:
+        layer = linear_layers(model)[head.name]
+        return lambda inputs: _of_layer(layer, partial(forward, model, inputs))
     device = next((parameter.device for parameter in model.parameters()), "cpu")
     weight, bias = (None if one is None else one.to(device) for one in (head.weight, head.bias))
     assert weight is not None
-    return partial(_of_form, model, head.form, weight, bias)
+    return lambda inputs: _of_form(model, form, weight, bias, partial(run_network, model, inputs))
+
+
+def pass_to_head(head: Head, model: nn.Module, call: Callable[[], Any], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What the head takes, (n, D), in a forward pass that `call` makes; weight and bias are the head's in that pass."""
+    if head.form is None:
+        return _of_layer(linear_layers(model)[head.name], call)[0]
+    return _of_form(model, head.form, weight, bias, call)[0]
 
 
 def _of_form(
-    model: nn.Module, form: HeadForm, weight: Tensor, bias: Tensor | None, inputs: Inputs
+    model: nn.Module, form: HeadForm, weight: Tensor, bias: Tensor | None, call: Callable[[], Any]
 ) -> tuple[Tensor, Tensor]:
-    passed, returned = form.run(model, lambda: run_network(model, inputs))
+    passed, returned = form.run(model, call)
     with torch.inference_mode():
         output = chosen_output(returned, form.output)
         output = output.reshape(-1, len(weight))
         return form.features(passed, output, weight, bias), output
 
 
-def _of_layer(model: nn.Module, layer: nn.Linear, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def _of_layer(layer: nn.Linear, call: Callable[[], Any]) -> tuple[Tensor, Any]:
     captured: list[Tensor] = []
 
     def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -253,7 +262,7 @@ def _of_layer(model: nn.Module, layer: nn.Linear, inputs: Inputs) -> tuple[Tenso
 
     hook = layer.register_forward_pre_hook(capture, with_kwargs=True)
     try:
-        output = forward(model, inputs)
+        output = call()
     finally:
         hook.remove()
     if len(captured) != 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 
 from bnncli import data
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
+from bnncli.extraction.features import pass_to_head
 from bnncli.extraction.head import Head, chosen_output, logits_of
 from bnncli.extraction.links import BeforeLinks, logits_before
 from bnncli.models import Composed
@@ -176,7 +177,8 @@ class NetworkReader:
             module = with_plain_attention(recorded.network.module.eval().requires_grad_(False))
             first = next(example.take(np.arange(1)).batches(1)).inputs
             names = tuple(first) if isinstance(first, dict) else ()
-            self._opened[_WHOLE] = ModuleNetwork(module, _Logits(head), names, has_tokens(first)), head
+            features_of = partial(pass_to_head, head)
+            self._opened[_WHOLE] = ModuleNetwork(module, _Logits(head), names, has_tokens(first), features_of), head
         return self._opened[_WHOLE]
 
     def chosen(self, example: data.InputSplit, pattern: str) -> tuple[ModuleNetwork, Head]:

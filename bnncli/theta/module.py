@@ -193,6 +193,11 @@ class ModuleLayout:
         one = torch.func.vmap(lambda draw: network(features, self.split(draw)), chunk_size=at_once)
         return one(theta)
 
+    def features(self, inputs: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What the last layer takes, (n, D), of inputs (n, ...) under one theta (P,); weight and bias are that layer's."""
+        network = self._bound
+        return network.features(network.shaped(inputs, self.input_shape), self.split(theta), weight, bias)
+
     def jacobian(self, features: Tensor, theta: Tensor, *, parts: Sequence[ParamPart] | None = None) -> Tensor:
         """The logits' derivatives by theta, (N, K, P), at inputs (N, D) or (N, ...), and one theta (P,).
 

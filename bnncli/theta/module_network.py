@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
@@ -27,23 +27,38 @@ class ModuleNetwork:
         names: of the arguments that packed inputs (n, arguments, ...) are; empty for inputs that are one tensor.
         takes_tokens: whether inputs are whole numbers, such as token ids; they are given as real ones, exact below 2^24.
             Packed ones (n, arguments, length) may have any length.
+        features_of: what its last layer takes, (n, D), given the module, the same call and that layer's weight (K, D) and bias (K,); None where
+            that is not known.
     """
 
     module: nn.Module
     logits_of: Callable[[Callable[[], Any]], Tensor] = lambda run: run()
     names: tuple[str, ...] = ()
     takes_tokens: bool = False
+    features_of: Callable[[nn.Module, Callable[[], Any], Tensor, Tensor | None], Tensor] | None = None
     _states: dict[Any, dict[str, Tensor]] = field(default_factory=dict, repr=False)
 
     def __call__(self, inputs: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         """Logits (n, K) of inputs (n, ...) under these parameters, in their precision; autograd and vmap pass through."""
+        with differentiable(self._embeddings):
+            return self.logits_of(self._pass(inputs, params))
+
+    def features(self, inputs: Tensor, params: Mapping[str, Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What the last layer takes, (n, D), of inputs (n, ...) under these parameters.
+
+        Args:
+            weight, bias: that layer's own among them, (K, D) and (K,).
+        """
+        assert self.features_of is not None
+        return self.features_of(self.module, self._pass(inputs, params), weight, bias)
+
+    def _pass(self, inputs: Tensor, params: Mapping[str, Tensor]) -> Callable[[], Any]:
+        """A call of the module on inputs (n, ...) under these parameters."""
         dtype = next(iter(params.values())).dtype
         state = {**self._frozen(dtype, params), **params}
         inputs = inputs.long() if self.takes_tokens else inputs.to(dtype)
         named = dict(zip(self.names, inputs.unbind(1), strict=True)) if self.names else {}
-        functional_call = torch.func.functional_call
-        with differentiable(self._embeddings):
-            return self.logits_of(lambda: functional_call(self.module, state, () if named else (inputs,), named))
+        return partial(torch.func.functional_call, self.module, state, () if named else (inputs,), named)
 
     def draws_at_once(self, num_examples: int, device: torch.device) -> int | None:
         """Draws of the parameters that go through the network together with so many examples; None for all."""
