@@ -2,11 +2,15 @@
 
 Guo, Pleiss, Sun and Weinberger (2017), "On calibration of modern neural networks", arXiv 1706.04599, section 4.2. The mean
 NLL is convex in beta = 1 / T, so that Newton's method with a bracket finds its only minimum.
+
+Of several networks whose probabilities are averaged: one temperature for all of their logits, before the mean is taken, as the mean of
+networks that are calibrated each by itself is not sure enough (Rahaman and Thiery 2021, arXiv 2007.08792).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +25,10 @@ SMALLEST, LARGEST = 1e-3, 1e3  # beyond them a temperature is no scale of logits
 MAX_STEPS = 100
 _RELATIVE_STEP = 1e-12
 _BLOCK_LOGITS = 2**22  # float64 logits held at once
+SHARED_RANGE = (0.05, 20.0)  # of temperatures of several networks
+_GRID = 27  # of them that are tried first, so that each is 1.26 times the last
+_TOLERANCE = 1e-6  # of log T
+_DIFFERENCE = 1e-4  # of T, for the slope and the curvature of each example's loss
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,62 @@ def held_out_losses(data: LabelledLogits, fit: TemperatureFit) -> Tensor:
     shifted = beta + torch.where(others > 0, slope / others, 0.0)
     betas = shifted.clamp(1 / LARGEST, 1 / SMALLEST).unsqueeze(1)
     return torch.cat([data.likelihood.losses(logits, labels, betas[rows]) for rows, logits, labels in data.blocks()])
+
+
+def fit_shared_temperature(logits: Tensor, labels: Tensor, likelihood: Likelihood) -> tuple[float, Tensor] | None:
+    """The temperature of lowest NLL of the mean of several networks' probabilities at their logits / T, and the losses (N,) held out.
+
+    The losses are nats, each at the temperature that the other examples would have given, as those of `held_out_losses`.
+
+    Args:
+        logits: (M, N, K).
+        labels: (N,), or (N, C).
+
+    Returns:
+        None where there is no minimum between the ends of SHARED_RANGE.
+    """
+
+    def mean_loss(log_beta: float) -> float:
+        return float(_mixture_losses(logits, labels, likelihood, math.exp(log_beta)).mean())
+
+    ends = [-math.log(end) for end in reversed(SHARED_RANGE)]
+    grid = torch.linspace(*ends, _GRID).tolist()
+    values = [mean_loss(at) for at in grid]
+    best = min(range(_GRID), key=values.__getitem__)
+    if best in (0, _GRID - 1) or not math.isfinite(values[best]):
+        return None
+    beta = math.exp(_golden(mean_loss, grid[best - 1], grid[best + 1]))
+    step = beta * _DIFFERENCE
+    below, here, above = (_mixture_losses(logits, labels, likelihood, beta + sign * step) for sign in (-1, 0, 1))
+    slope, curvature = (above - below) / (2 * step), (above - 2 * here + below) / step**2
+    others = curvature.sum() - curvature
+    betas = (beta + torch.where(others > 0, slope / others, 0.0)).clamp(math.exp(ends[0]), math.exp(ends[1]))
+    return 1 / beta, _mixture_losses(logits, labels, likelihood, betas)
+
+
+def _mixture_losses(logits: Tensor, labels: Tensor, likelihood: Likelihood, beta: float | Tensor) -> Tensor:
+    """Negative log of the mean over M of the probabilities of each label, (N,) float64, at logits (M, N, K) times beta, or beta (N,)."""
+    found = []
+    for rows in slices(0, len(labels), max(1, _BLOCK_LOGITS // (len(logits) * likelihood.num_classes))):
+        scale = beta[rows].unsqueeze(1) if isinstance(beta, Tensor) else beta
+        logs = likelihood.decision_logs((logits[:, rows].double() * scale).permute(2, 0, 1), labels[rows])
+        found.append((math.log(len(logits)) - torch.logsumexp(logs, dim=1)).mean(dim=0))
+    return torch.cat(found)
+
+
+def _golden(value: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function with one minimum between low and high has it, by golden section."""
+    ratio = (math.sqrt(5) - 1) / 2
+    inner = [high - ratio * (high - low), low + ratio * (high - low)]
+    values = [value(at) for at in inner]
+    while high - low > _TOLERANCE:
+        if values[0] <= values[1]:
+            high, inner, values = inner[1], [inner[1] - ratio * (inner[1] - low), inner[0]], [math.nan, values[0]]
+            values[0] = value(inner[0])
+        else:
+            low, inner, values = inner[0], [inner[1], inner[0] + ratio * (high - inner[0])], [values[1], math.nan]
+            values[1] = value(inner[1])
+    return (low + high) / 2
 
 
 def _newton(data: LabelledLogits, *, low: float, high: float, progress: Progress) -> float:

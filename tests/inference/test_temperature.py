@@ -14,7 +14,14 @@ from scipy import optimize, special
 from torch import Tensor
 
 from bnncli.inference import temperature as module
-from bnncli.inference.temperature import LARGEST, SMALLEST, LabelledLogits, fit_temperature, held_out_losses
+from bnncli.inference.temperature import (
+    LARGEST,
+    SMALLEST,
+    LabelledLogits,
+    fit_shared_temperature,
+    fit_temperature,
+    held_out_losses,
+)
 from bnncli.likelihoods import likelihood_of
 from bnncli.storage.features import read_features
 
@@ -78,6 +85,54 @@ def test_held_out_losses_are_those_of_refitting_without_each_example(num_classes
     optimism = np.array(exact) - fit.nll_after.numpy()
     np.testing.assert_allclose(found.numpy() - fit.nll_after.numpy(), optimism, rtol=0.15, atol=2e-4)
     assert found.mean().item() - fit.nll_after.mean().item() == pytest.approx(optimism.mean(), rel=0.1)
+
+
+@pytest.mark.parametrize("likelihood", ["classes", "one logit", "labels"])
+def test_one_temperature_of_several_networks_is_the_best_for_their_mean_and_judged_without_each_example(
+    likelihood: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BLOCK_LOGITS", 500)
+    logits, labels = make_logits(3, scale=3.0)
+    generator = torch.Generator().manual_seed(9)
+    every = torch.stack([logits + torch.randn(300, 3, generator=generator) for _ in range(4)])
+    kind = likelihood_of(3)
+    if likelihood == "one logit":
+        every, labels, kind = every[:, :, :1], (labels == 0).long(), likelihood_of(1)
+    elif likelihood == "labels":
+        labels, kind = torch.nn.functional.one_hot(labels, 3).byte(), likelihood_of(3, "multilabel")
+
+    def losses(log_temperature: float, rows: np.ndarray) -> np.ndarray:
+        scaled = every[:, rows].double().numpy() / math.exp(log_temperature)
+        own = labels[rows].numpy()
+        if likelihood == "classes":
+            return -np.log(special.softmax(scaled, axis=2).mean(axis=0)[np.arange(len(rows)), own])
+        there = special.expit(scaled).mean(axis=0)
+        own = own.reshape(len(rows), -1)
+        return -np.log(np.where(own > 0, there, 1 - there)).mean(axis=1)
+
+    def best(rows: np.ndarray) -> float:
+        found = optimize.minimize_scalar(
+            lambda at: losses(at, rows).mean(),
+            bounds=(math.log(0.05), math.log(20)),
+            method="bounded",
+            options={"xatol": 1e-10},
+        )
+        return float(found.x)
+
+    fit = fit_shared_temperature(every, labels, kind)
+    assert fit is not None
+    everything = np.arange(300)
+    assert math.log(fit[0]) == pytest.approx(best(everything), abs=1e-4)
+    assert abs(math.log(fit[0])) > 0.1
+    for row in (0, 1, 5, 77, 120, 299):
+        without = best(np.delete(everything, row))
+        assert float(fit[1][row]) == pytest.approx(losses(without, everything[row : row + 1])[0], abs=2e-4)
+    assert float(fit[1].mean()) > losses(math.log(fit[0]), everything).mean()
+
+
+def test_networks_that_are_all_right_have_no_shared_temperature() -> None:
+    logits = torch.eye(3).repeat(2, 4, 1)
+    assert fit_shared_temperature(logits, logits[0].argmax(1), likelihood_of(3)) is None
 
 
 def test_held_out_losses_at_a_bound_are_the_losses_there() -> None:
