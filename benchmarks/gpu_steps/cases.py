@@ -221,6 +221,7 @@ def _trainings() -> list[str]:
         f"train FOLDER/net.safetensors {_NETWORK} {data} --epochs 2 --seeds 2",
         f"extract-features FOLDER/net-0.safetensors {data}",
         "fit-ensemble FOLDER/net-0.safetensors FOLDER/net-1.safetensors",
+        "fit-ensemble FOLDER/net-0.safetensors FOLDER/net-1.safetensors --each laplace",
         "auto FOLDER/net-0.safetensors",
         f"predict FOLDER/net-0.safetensors --data new=npz:{fixture_path('val.npz')}@50 --table FOLDER/new.csv --keep-features",
     ]

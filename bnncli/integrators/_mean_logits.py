@@ -38,7 +38,13 @@ def mean_theta(posterior: Any, generator: torch.Generator) -> Tensor:
 
 
 def drawn_theta(posterior: Any, generator: torch.Generator) -> Tensor:
-    """Draws of a network's theta (S, P) whose mean logits stand for the posterior: NETWORK_MEAN_DRAWS, or fewer of many parameters."""
+    """Draws of a network's theta (S, P) whose mean logits stand for the posterior: NETWORK_MEAN_DRAWS, or fewer of many parameters.
+
+    In their place the centers of a posterior that has several.
+    """
+    if hasattr(posterior, "centers"):
+        centers: Tensor = posterior.centers
+        return centers
     draws: Tensor = posterior.sample(affordable_draws(NETWORK_MEAN_DRAWS, posterior.layout.num_params), generator)
     return draws
 

@@ -86,9 +86,10 @@ def total_cost(header: Header | None) -> TotalCost:
     if header is None:
         return TotalCost(None, None, None)
     found = _own(header)
-    if (
-        header.meta.get("method") == "ensemble"
-    ):  # what its members' trainings took together, that of the checkpoint among them
+    if header.meta.get("method") in (
+        "ensemble",
+        "mola",
+    ):  # what the members' trainings took, the checkpoint's among them
         members = _count(header.meta.get("metrics", {}))
         return TotalCost(None, None, None) if members is None else TotalCost(0.0, members, 0.0)
     if found is None:

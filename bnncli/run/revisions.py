@@ -131,6 +131,7 @@ _OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
     "temperature": lambda header: {FIT_TEMPERATURE},
     "prune": lambda header: {PRUNE},
     "ensemble": lambda header: {FIT_ENSEMBLE},
+    "mola": lambda header: {FIT_ENSEMBLE},
     "sghmc": lambda header: {FIT_SGHMC},
     "stack": lambda header: {STACK},
     "swag": lambda header: {FIT_SWAG},

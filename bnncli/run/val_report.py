@@ -160,7 +160,14 @@ def _best_integrator(own: Scored, others: Sequence[Scored]) -> str:
 
 
 def measure_probs_on_val(
-    run: Run, probs: NDArray, val: Split, *, method: str, integrator: str, num_draws: int | None
+    run: Run,
+    probs: NDArray,
+    val: Split,
+    *,
+    method: str,
+    integrator: str,
+    num_draws: int | None,
+    losses: NDArray[np.float64] | None = None,
 ) -> dict[str, Any]:
     """The same as measure_on_val of predictions that are there already, beside the network as trained and at its best temperature.
 
@@ -168,11 +175,12 @@ def measure_probs_on_val(
         probs: (N, C) of the classes, of val's examples.
         val: labelled, features with the network's head.
         integrator, num_draws: what gave them.
+        losses: (N,), held out, where something of them was fitted to val.
     """
     from bnncli.evaluation.excess import score
 
     assert val.content.labels is not None
-    found = score(method, probs, val.content.labels)
+    found = score(method, probs, val.content.labels, losses=losses)
     references, facts = network_on_val(run, val)
     facts[method] = {"integrator": integrator, "samples": num_draws}
     return _comparison(found, references, others={}, facts=facts, integrator=integrator)
@@ -388,9 +396,8 @@ def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray
     is_last_layer = posterior.layout.network is None
     size = integrator.default_for(posterior.layout.num_params, is_last_layer=is_last_layer)
     if size is not None:
-        size = (
-            getattr(posterior, "num_stored", size) if posterior.type != "samples" else posterior.draws[..., 0].numel()
-        )
+        own = getattr(posterior, "num_stored", getattr(posterior, "default_samples", size))
+        size = own if posterior.type != "samples" else posterior.draws[..., 0].numel()
     ready = integrator.prepare(posterior, num_samples=size, generator=run.stream("predict/draws"))
     rows = shared_rows(len(val.stored), posterior.layout)
     parts, found = Parts(len(rows)), [np.empty((0, posterior.layout.num_classes), dtype=np.float32)]

@@ -135,6 +135,9 @@ LINES = (
     "predict m.pt --posterior map --ood far=npz:raw.npz --table kept.csv --keep-features",
     "fit-ensemble m.pt n.pt",
     "predict m.pt --posterior ensemble --split val",
+    "fit-ensemble m.pt n.pt --each temperature --name tempered",
+    "fit-ensemble m.pt n.pt --each laplace",
+    "predict m.pt --posterior mola --samples 6 --split val",
     "predict m.pt --posterior drawn --integrator logit-mc --integrator probit --split val",
     "diagnose m.pt --draws 16 --layers all --posterior n-diag --posterior some --posterior drawn",
     *(

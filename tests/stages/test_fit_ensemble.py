@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Cli
+from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 from bnncli.networks import resnet20
@@ -221,3 +222,80 @@ def test_other_members_are_another_ensemble_and_their_order_is_none(cli: Cli) ->
     assert "up to date" in cli("fit-ensemble", "0.pt", "2.pt", "1.pt", "--trust-code").stderr
     other = cli("fit-ensemble", "0.pt", "1.pt", "3.pt", "--trust-code")
     assert (other.code, "members" in other.stderr) == (73, True)
+
+
+def informative_labels() -> None:
+    """Labels that the networks tell something of: those of their mean for most rows."""
+    rng = np.random.default_rng(3)
+    for name in ("train", "test"):
+        with torch.no_grad():
+            mean = torch.stack([network(seed)(inputs_of(f"{name}.npz")).softmax(1) for seed in range(3)]).mean(0)
+        labels = np.where(rng.random(len(mean)) < 0.7, mean.argmax(1).numpy(), rng.integers(0, 3, len(mean)))
+        np.savez(f"{name}.npz", x=inputs_of(f"{name}.npz").numpy(), y=labels)
+
+
+def test_one_temperature_divides_the_logits_of_all_members(cli: Cli) -> None:
+    informative_labels()
+    half = (*DATA[:-1], "val=test:20")
+    assert cli("extract-features", "0.pt", *OWN, *half).code == 0
+    words = ("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code", "--each", "temperature", "--json")
+    metrics = cli(*words).json["metrics"]
+    assert cli("predict", "0.pt", "--posterior", "ensemble", "--split", "test", "--trust-code").code == 0
+    found, rows = probabilities(Path("0.pt.bnn/predictions/ensemble.mc/test.h5"))
+    labels, val = np.load("test.npz")["y"], np.setdiff1d(np.arange(40), rows)
+    with torch.no_grad():
+        logits = torch.stack([network(seed)(inputs_of("test.npz")).double() for seed in range(3)])
+
+    def nll(log_temperature: float) -> float:
+        probs = (logits[:, val] / np.exp(log_temperature)).softmax(2).mean(0)
+        return -float(probs[range(20), labels[val]].log().mean())
+
+    best = minimize_scalar(nll, bounds=(np.log(0.05), np.log(20)), method="bounded", options={"xatol": 1e-8}).x
+    assert metrics["temperature"] == pytest.approx(np.exp(best), rel=1e-4)
+    assert abs(best) > 0.1
+    np.testing.assert_allclose(found, (logits[:, rows] / np.exp(best)).softmax(2).mean(0).numpy(), atol=1e-5)
+    assert metrics["val"]["ensemble"]["nll"] > nll(best)  # held out
+    assert metrics["val"]["ensemble"]["nll"] == pytest.approx(nll(best), abs=0.1)
+
+
+def test_a_temperature_needs_labels_of_val(cli: Cli) -> None:
+    assert cli("extract-features", "0.pt", *OWN, *DATA[:4]).code == 0
+    done = cli("fit-ensemble", "0.pt", "1.pt", "--trust-code", "--each", "temperature")
+    assert (done.code, "the temperature is chosen on labelled data" in done.stderr) == (66, True)
+
+
+@pytest.mark.long
+def test_a_mixture_of_laplace_posteriors_is_the_mean_of_what_each_predicts_by_itself(cli: Cli) -> None:
+    informative_labels()
+    half = (*DATA[:-1], "val=test:20", "--hold-out", "calib=test:10")
+    own = []
+    for seed in range(3):
+        assert cli("extract-features", f"{seed}.pt", *OWN, *half).code == 0
+        assert cli("fit-laplace", f"{seed}.pt").code == 0
+        words = ("--posterior", "laplace", "--split", "test", "--integrator", "logit-mc", "--samples", 8192)
+        assert cli("predict", f"{seed}.pt", *words).code == 0
+        own.append(probabilities(Path(f"{seed}.pt.bnn/predictions/laplace.logit-mc/test.h5"))[0])
+    words = ("fit-ensemble", "0.pt", "2.pt", "1.pt", "--trust-code", "--each", "laplace")
+    done = cli(*words, "--json")
+    assert done.code == 0, done.stderr
+    assert done.json["outputs"][0]["path"] == "0.pt.bnn/posteriors/mola.safetensors"
+    assert "up to date" in cli(*words).stderr
+    made = cli("predict", "0.pt", "--posterior", "mola", "--trust-code", "--samples", 60000)
+    assert made.code == 0, made.stderr
+    found, _ = probabilities(Path("0.pt.bnn/predictions/mola.mc/test.h5"))
+    np.testing.assert_allclose(
+        found, np.mean(own, axis=0), atol=6e-3
+    )  # 4 standard errors of 20,000 draws a member, sd .2
+    assert np.abs(found - own[0]).max() > 0.05
+    precisions = [read_posterior(Path(f"{seed}.pt.bnn/posteriors/laplace.safetensors"))[1] for seed in range(3)]
+    assert done.json["metrics"]["prior_precision"] == pytest.approx(
+        [header.meta["prior_precision"] for header in precisions], rel=1e-3
+    )
+    assert cli("evaluate", "0.pt", "--posterior", "mola", "--bootstrap", 0).code == 0
+    assert cli("calibrate", "0.pt", "--posterior", "mola", "--sets", "lac", "--coverage", 0.8).code == 0
+    assert cli("predict", "0.pt", "--posterior", "map").code == 0
+    assert "mola" in cli("compare", "0.pt", "--bootstrap", 100).stdout
+    assert cli("verify", "0.pt.bnn").code == 0
+    diagnosed = cli("diagnose", "0.pt", "--posterior", "mola", "--trust-code")
+    assert (diagnosed.code, "no common target" in diagnosed.stderr) == (65, True)
+    assert cli("diagnose", "0.pt").code == 0

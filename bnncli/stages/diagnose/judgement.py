@@ -207,6 +207,8 @@ def _open(
 
 def _check_is_of_head(path: Path, header: Header, layout: ClassifierLayout) -> None:
     """Raise DataError for a network of its own: with hidden layers, a single logit where the last layer has two, or a bias where that has none."""
+    if header.meta.get("type") == "mixture":
+        raise DataError(f"{path} is over the last layers of several networks, which have no common target")
     sizes = header.meta.get("sizes", ())
     if len(sizes) > 2:
         raise DataError(f"{path} has hidden layers of its own; only posteriors over the last layer are diagnosed")

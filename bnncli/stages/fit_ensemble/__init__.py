@@ -11,25 +11,29 @@ from bnncli.errors import UsageError
 from bnncli.machine.input_files import open_regular
 from bnncli.options import FitEnsembleOptions, InputOptions, NameOptions
 from bnncli.options.command import CKPT, COMPUTE, Argument, Command
+from bnncli.options.fit_ensemble import LAPLACE, TEMPERATURE
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split
 from bnncli.run.network_sources import network_sources
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
-from bnncli.run.val_report import labeled_val, val_line, warn_if_worse
+from bnncli.run.val_report import labeled_val, require_labeled_val, val_line, warn_if_worse
 from bnncli.storage.freshness import is_same_file
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Take networks that were trained apart as one posterior: a deep ensemble.",
     "CKPT is the first member; its run has recorded the network and the data. MEMBERs are further checkpoints of the same "
-    "architecture, other seeds as a rule. All have equal weight, each with its own parameters and batch-norm statistics. Writes "
-    "posteriors/ensemble.safetensors.",
+    "architecture, other seeds as a rule. All have equal weight, each with its own parameters and batch-norm statistics. --each says "
+    "what a member predicts with: the network as trained, at a temperature, or a Gaussian over its last layer (a mixture of Laplace "
+    "approximations). Writes posteriors/ensemble.safetensors, or mola.",
     (FitEnsembleOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-ensemble lenet-0.safetensors lenet-1.safetensors lenet-2.safetensors",
         "bnncli fit-ensemble a.pt b.pt c.pt d.pt e.pt --name five",
+        "bnncli fit-ensemble a.pt b.pt c.pt --each temperature",
+        "bnncli fit-ensemble a.pt b.pt c.pt --each laplace",
     ),
     (CKPT, Argument("member", "Checkpoints of the other members.", is_many=True)),
     place=35,
@@ -39,7 +43,8 @@ COMMAND = Command(
 def run(run: Run, options: FitEnsembleOptions) -> Result:
     """Publish the ensemble; the result's metrics say what it cost and what it is worth on val."""
     members = sorted((Path(one) for one in run.arguments["member"]), key=lambda path: (path.name, str(path)))
-    first, val = load_split(run, (run.folder.splits() or ["train"])[0]), labeled_val(run)
+    first = load_split(run, "train" if options.each == LAPLACE else (run.folder.splits() or ["train"])[0])
+    val = require_labeled_val(run, "the temperature is chosen") if options.each == TEMPERATURE else labeled_val(run)
     if first.content.head_weight is None or first.checkpoint is None:
         raise UsageError("this run has no network, only features: an ensemble is of checkpoints")
     _check_apart(run, members)
@@ -51,10 +56,12 @@ def run(run: Run, options: FitEnsembleOptions) -> Result:
         sources.append(
             Source(f"member.{number}", path, f"sha256:{checkpoint_sha256(path, run.console)}", is_artifact=False)
         )
+    method = "mola" if options.each == LAPLACE else "ensemble"
+    seeded = {"seed": run.compute.seed} if options.each == LAPLACE else {}
     request = posterior_request(
         run,
-        "ensemble",
-        params={"members": [path.name for path in members]},
+        method,
+        params={"members": [path.name for path in members], **options.each_params, **seeded},
         algo_rev=_revisions.FIT_ENSEMBLE,
         sources=sources,
         checkpoint=first.checkpoint,
@@ -80,11 +87,17 @@ def _check_apart(run: Run, members: list[Path]) -> None:
 
 def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
     metrics = meta["metrics"]
-    warn_if_worse(run, request.target, metrics, method="ensemble")
+    method = str(meta["method"])
+    warn_if_worse(run, request.target, metrics, method=method)
     cost = metrics["gradient_passes"]
     lines = [
-        f"{metrics['num_members']} members" + ("" if cost is None else f", trained in {cost} passes over the data")
+        f"{metrics['num_members']} members"
+        + (f", at temperature {metrics['temperature']:.3g}" if "temperature" in metrics else "")
+        + ("" if cost is None else f", trained in {cost} passes over the data")
     ]
+    if method == "mola":
+        each = zip(metrics["structure"], metrics["prior_precision"], strict=True)
+        lines.append(f"prior precision of each: {', '.join(f'{value:.4g} ({name})' for name, value in each)}")
     if metrics["val"] is not None:
         own = ", ".join(f"{value:.4f}" for value in metrics["val_nll_members"])
         lines += [f"val NLL and ECE: {val_line(metrics['val'])}", f"val NLL of the members: {own}"]

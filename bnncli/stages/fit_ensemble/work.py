@@ -1,9 +1,11 @@
-"""The work of fit-ensemble: every member read into one layout, and what they are worth on val, each and together."""
+"""The work of fit-ensemble: every member read into one layout, what each predicts with, and what they are worth on val, each and together."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +13,26 @@ from torch import Tensor, nn
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.excess import score
-from bnncli.options import FitEnsembleOptions
+from bnncli.extraction.head import Head
+from bnncli.inference.costs import NUM_DRAWS
+from bnncli.inference.temperature import SHARED_RANGE, fit_shared_temperature
+from bnncli.options import FitEnsembleOptions, FitLaplaceOptions
+from bnncli.options.fit_ensemble import LAPLACE, TEMPERATURE
 from bnncli.posteriors.ensemble import Ensemble
-from bnncli.run.inputs import Split
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.posteriors.mixture import MemberLayout, Mixture
+from bnncli.run.inputs import Split, load_split
 from bnncli.run.network import Network
+from bnncli.run.network_inputs import BATCH
 from bnncli.run.network_splits import NetworkReader
 from bnncli.run.produce_posterior import Fitted
+from bnncli.run.row_space import span_to_fit
 from bnncli.run.session import Run
-from bnncli.run.val_report import measure_probs_on_val
+from bnncli.run.val_report import measure_probs_on_val, predicted_on
+from bnncli.stages.fit_laplace import work as laplace
+from bnncli.stages.fit_laplace.structure import structure_to_fit
 from bnncli.storage.trained import gradient_passes
+from bnncli.theta.head import HeadLayout
 from bnncli.theta.module import STATE, ModuleLayout
 
 _AT_ONCE = 500  # examples
@@ -32,31 +45,35 @@ def fit(run: Run, options: FitEnsembleOptions, first: Split, val: Split | None, 
         layout = reader.layout(first, STATE)
         networks = {run.checkpoint_path: reader.recorded.network}
         networks |= {path: _member(run, reader.recorded.network, path) for path in members}
-        digests: dict[str, Path] = {}
-        thetas = []
-        for path, network in networks.items():
-            assert network.checkpoint is not None
-            same = digests.setdefault(network.checkpoint.weights_digest, path)
-            if same != path:
-                raise UsageError(
-                    f"MEMBER: {path} has the same weights as {same}; the members of an ensemble are different networks"
-                )
-            thetas.append(_theta(network.module, layout, path, run.checkpoint_path))
-        posterior = Ensemble(torch.stack(thetas), layout)
-        scores: dict[str, Any] = {"val": None, "val_excess": None, "val_nll_members": None}
-        if val is not None:
-            scores = _scores(run, reader, posterior, val)
+        _check_different(networks)
+        thetas = [_theta(network.module, layout, path, run.checkpoint_path) for path, network in networks.items()]
+        if options.each == LAPLACE:
+            tensors, meta, found = _mixture(run, reader, list(networks.values()), torch.stack(thetas), layout, val)
+        else:
+            tensors, meta, found = _ensemble(
+                run, reader, options.each, Ensemble(torch.stack(thetas), layout), first, val
+            )
     costs = [gradient_passes(path) for path in networks]
     known = [cost for cost in costs if cost is not None]
     metrics = {
         "num_members": len(networks),
         "members": [path.name for path in networks],
         "gradient_passes": sum(known) if len(known) == len(costs) else None,
-        **scores,
+        **found,
     }
-    tensors, meta = posterior.to_tensors()
-    meta |= {"method": "ensemble", "layers": STATE, "param_layout": layout.to_json()}
-    return Fitted(tensors, meta, metrics, first)
+    return Fitted(tensors, {**meta, "layers": STATE}, metrics, first)
+
+
+def _check_different(networks: Mapping[Path, Network]) -> None:
+    """Raise UsageError where two networks have the same weights."""
+    digests: dict[str, Path] = {}
+    for path, network in networks.items():
+        assert network.checkpoint is not None
+        same = digests.setdefault(network.checkpoint.weights_digest, path)
+        if same != path:
+            raise UsageError(
+                f"MEMBER: {path} has the same weights as {same}; the members of an ensemble are different networks"
+            )
 
 
 def _member(run: Run, first: Network, path: Path) -> Network:
@@ -83,23 +100,124 @@ def _theta(module: nn.Module, layout: ModuleLayout, path: Path, first: Path) -> 
     return layout.join({part.name: state[part.name].detach() for part in layout.parts}).float().cpu()
 
 
+def _ensemble(
+    run: Run, reader: NetworkReader, each: str, posterior: Ensemble, first: Split, val: Split | None
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """Tensors, meta and metrics of the networks as they are, or at the temperature that val prefers for all of them."""
+    found: dict[str, Any] = {"val": None, "val_excess": None, "val_nll_members": None}
+    if val is not None:
+        assert val.content.labels is not None
+        logits, labels = _logits(run, reader, posterior, val), torch.from_numpy(val.content.labels)
+        losses = None
+        if each == TEMPERATURE:
+            posterior, logits, losses, temperature = _at_temperature(run, reader, posterior, first, logits, labels)
+            found["temperature"] = temperature
+        probs = posterior.layout.likelihood.class_probabilities(logits.double(), dim=2).numpy()
+        own = [score("member", one, val.content.labels).nll for one in probs]
+        how: dict[str, Any] = {"method": "ensemble", "integrator": "mc", "num_draws": len(probs)}
+        found |= measure_probs_on_val(
+            run, probs.mean(axis=0), val, **how, losses=None if losses is None else losses.numpy()
+        )
+        found["val_nll_members"] = own
+    tensors, meta = posterior.to_tensors()
+    return tensors, {**meta, "method": "ensemble", "param_layout": posterior.layout.to_json()}, found
+
+
 @torch.no_grad()
-def _scores(run: Run, reader: NetworkReader, posterior: Ensemble, val: Split) -> dict[str, Any]:
-    """What the ensemble is worth on val, beside the first network as trained and at its best temperature; and each member's NLL."""
-    assert val.content.labels is not None
+def _logits(run: Run, reader: NetworkReader, posterior: Ensemble, val: Split) -> Tensor:
+    """Logits (M, N, K) of the members at val's examples, on the CPU."""
     inputs = reader.split(val, STATE).inputs
-    layout, theta = posterior.layout, posterior.members.to(run.device)
-    likelihood = layout.likelihood
-    task = run.console.task("val", len(theta) * len(inputs))
-    probs = []
-    for member in theta:
+    task = run.console.task("val", len(posterior.members) * len(inputs))
+    found = []
+    for member in posterior.members.to(run.device):
         blocks = []
         for block in inputs.split(_AT_ONCE):
-            logits = layout.logits(block.to(run.device), member.unsqueeze(0))[0]
-            blocks.append(likelihood.class_probabilities(logits.double(), dim=1).cpu())
+            blocks.append(posterior.layout.logits(block.to(run.device), member.unsqueeze(0))[0].cpu())
             task.advance(len(block))
-        probs.append(torch.cat(blocks))
-    together = torch.stack(probs).mean(dim=0).numpy()
-    own = [score("member", one.numpy(), val.content.labels).nll for one in probs]
-    found = measure_probs_on_val(run, together, val, method="ensemble", integrator="mc", num_draws=len(probs))
-    return found | {"val_nll_members": own}
+        found.append(torch.cat(blocks))
+    return torch.stack(found)
+
+
+def _at_temperature(
+    run: Run, reader: NetworkReader, posterior: Ensemble, first: Split, logits: Tensor, labels: Tensor
+) -> tuple[Ensemble, Tensor, Tensor | None, float]:
+    """The members and their logits at the temperature that val prefers, its losses held out, and that temperature; as they are without one."""
+    layout = posterior.layout
+    names = [f"{_head(reader, first).name}.{kind}" for kind in ("weight", "bias")]
+    if names[0] not in {part.name for part in layout.parts} or _head(reader, first).form is not None:
+        raise UsageError(
+            "\0each\0 temperature: the network's last layer has no weight of its own that could be divided by a temperature",
+            hint="leave it out, or use \0each\0 laplace",
+        )
+    fitted = fit_shared_temperature(logits, labels, layout.likelihood)
+    if fitted is None:
+        low, high = SHARED_RANGE
+        run.console.warn(
+            f"val prefers no temperature between {low:g} and {high:g}: the members predict as they were trained"
+        )
+        return posterior, logits, None, 1.0
+    temperature, losses = fitted
+    parts = {
+        name: part / temperature if name in names else part for name, part in layout.split(posterior.members).items()
+    }
+    return replace(posterior, members=layout.join(parts)), logits / temperature, losses, temperature
+
+
+def _head(reader: NetworkReader, split: Split) -> Head:
+    assert split.content.header is not None
+    return reader.network(reader.input_split(split, split.content.header))[1]
+
+
+def _mixture(
+    run: Run, reader: NetworkReader, networks: list[Network], states: Tensor, layout: ModuleLayout, val: Split | None
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """Tensors, meta and metrics of a Gaussian over the last layer of each network, fitted as fit-laplace fits it by default."""
+    train = load_split(run, "train").check_labeled()
+    gaussians, heads, told = [], [], []
+    for number, network in enumerate(networks):
+        seen = [None if split is None else _seen_by(reader, network, split, number) for split in (train, val)]
+        fitted, head = _laplace(run, seen[0] or train, seen[1])
+        gaussians.append(cast("Gaussian[HeadLayout]", Gaussian.from_tensors(dict(fitted.tensors), dict(fitted.meta))))
+        heads.append(head)
+        told.append(fitted.metrics)
+    posterior = Mixture(gaussians, MemberLayout(train.layout, layout, states, torch.stack(heads).float()))
+    found: dict[str, Any] = {"val": None, "val_excess": None, "val_nll_members": None}
+    found |= {name: [one[name] for one in told] for name in ("prior_precision", "structure")}
+    if val is not None:
+        probs = predicted_on(run, posterior.to(run.device), reader.split(val, STATE), "mc")
+        how: dict[str, Any] = {"method": "mola", "integrator": "mc", "num_draws": posterior.default_samples}
+        found |= measure_probs_on_val(run, probs, val, **how)
+        found["val_nll_members"] = [one["val_nll_laplace"] for one in told]
+    tensors, meta = posterior.to_tensors()
+    return tensors, {**meta, "method": "mola", "param_layout": posterior.layout.to_json()}, found
+
+
+def _seen_by(reader: NetworkReader, network: Network, split: Split, number: int) -> Split:
+    """A split with the features and the head of a member; those of the first are the run's own."""
+    if number == 0:
+        return split
+    assert split.content.header is not None
+    inputs = reader.input_split(split, split.content.header)
+    head = network.head(inputs)
+    assert head is not None
+    extracted = network.features(inputs, head, batch_size=BATCH, dtype=reader.recorded.dtype)
+    bias = None if head.bias is None else head.bias.numpy()
+    content = replace(
+        split.content, features=extracted.features.numpy(), head_weight=head.weight.numpy(), head_bias=bias
+    )
+    return replace(split, content=content)
+
+
+def _laplace(run: Run, train: Split, val: Split | None) -> tuple[Fitted, Tensor]:
+    """What fit-laplace makes of a member's features by default, and the head (H,) that it was trained with."""
+    span = span_to_fit(run, train, structure="auto", num_draws=NUM_DRAWS)
+    known: dict[str, Any] = {
+        "num_examples": len(train.stored),
+        "is_search": True,
+        "whole": train.layout if span else None,
+    }
+    structure = structure_to_fit("auto", span or train.layout, run, **known)
+    criterion, head = "marglik" if val is None else "val", train.head()
+    assert head is not None
+    fitted = laplace.fit(run, FitLaplaceOptions(), criterion, structure, train, val, in_span=span is not None)
+    return fitted, head

@@ -42,12 +42,14 @@ METHODS = (*_OF_GAUSSIAN_PRIORS, _LATENT)
 _ANOTHER = "name one over the last layer that can be fitted anew, as --posterior laplace or --posterior hmc"
 _WHITENED = ("hmc", "sghmc")  # by roots of their own, whatever the structure of the base
 _POINT = "a point, which has no draws to rank a truth among"
+_APART = "of networks that were trained apart, which labels simulated for the last layer do not train again"
 _NO_FIT = {  # by method, why not; it may have another name
     "map": _POINT,
     "temperature": _POINT,
     "prune": _POINT,
     "merge": "joined of several fits of hmc, each of which can be tried",
-    "ensemble": "of networks that were trained apart, which labels simulated for the last layer do not train again",
+    "ensemble": _APART,
+    "mola": _APART,
 }
 
 
