@@ -127,8 +127,8 @@ def fit_shared_temperature(logits: Tensor, labels: Tensor, likelihood: Likelihoo
     def mean_loss(log_beta: float) -> float:
         return float(_mixture_losses(logits, labels, likelihood, math.exp(log_beta)).mean())
 
-    ends = [-math.log(end) for end in reversed(SHARED_RANGE)]
-    grid = torch.linspace(*ends, _GRID).tolist()
+    low, high = (-math.log(end) for end in reversed(SHARED_RANGE))
+    grid = [low + place * (high - low) / (_GRID - 1) for place in range(_GRID)]
     values = [mean_loss(at) for at in grid]
     best = min(range(_GRID), key=values.__getitem__)
     if best in (0, _GRID - 1) or not math.isfinite(values[best]):
@@ -138,7 +138,7 @@ def fit_shared_temperature(logits: Tensor, labels: Tensor, likelihood: Likelihoo
     below, here, above = (_mixture_losses(logits, labels, likelihood, beta + sign * step) for sign in (-1, 0, 1))
     slope, curvature = (above - below) / (2 * step), (above - 2 * here + below) / step**2
     others = curvature.sum() - curvature
-    betas = (beta + torch.where(others > 0, slope / others, 0.0)).clamp(math.exp(ends[0]), math.exp(ends[1]))
+    betas = (beta + torch.where(others > 0, slope / others, 0.0)).clamp(math.exp(low), math.exp(high))
     return 1 / beta, _mixture_losses(logits, labels, likelihood, betas)
 
 
