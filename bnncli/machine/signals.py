@@ -1,4 +1,4 @@
-"""What INT, TERM and HUP do: set a flag that long loops poll; the second one ends the process at once.
+"""What INT, TERM and HUP do: set a flag that long loops poll; the second one ends the process at once. A deadline ends loops likewise.
 
 Nothing is saved from inside a handler: the loop that sees the flag raises Interrupted, and clean-up happens on the way out.
 A long call into a library is polled from beside it (bnncli/interruptible.py), and left behind.
@@ -11,6 +11,8 @@ import contextlib
 import os
 import signal
 import threading
+import time
+from collections.abc import Iterator
 from types import FrameType
 
 from bnncli.errors import Interrupted
@@ -18,6 +20,16 @@ from bnncli.machine.team import STOPS as _received
 from bnncli.machine.team import is_leader
 
 _abandoned: list[threading.Thread] = []
+_deadline: float | None = None  # of time.monotonic()
+
+
+class BudgetSpent(Interrupted):
+    """The time that was given is over: raised where long loops poll, as a signal is."""
+
+    default_code = "budget_spent"
+
+    def __init__(self) -> None:
+        super().__init__(signal.SIGALRM, "the budget is spent")
 
 
 def install_handlers() -> None:
@@ -34,6 +46,17 @@ def forget_received() -> None:
     _received.clear()
 
 
+@contextlib.contextmanager
+def ending_at(deadline: float | None) -> Iterator[None]:
+    """Within, whatever polls raises BudgetSpent once time.monotonic() is past the deadline; None for no limit."""
+    global _deadline
+    outer, _deadline = _deadline, deadline
+    try:
+        yield
+    finally:
+        _deadline = outer
+
+
 def _handle(signum: int, frame: FrameType | None) -> None:
     if _received and is_leader():
         os._exit(128 + signum)
@@ -46,12 +69,14 @@ def has_come() -> bool:
 
 
 def raise_if_interrupted(where: str = "") -> None:
-    """Raise Interrupted when a signal has come; `where` says how far the work was.
+    """Raise Interrupted when a signal has come, BudgetSpent past a deadline; `where` says how far the work was.
 
     Of workers that share a command the first alone stops: the others follow it to where that is, and end with it.
     """
     if is_leader():
         raise_if_received(where)
+        if _deadline is not None and time.monotonic() > _deadline:
+            raise BudgetSpent
 
 
 def raise_if_received(where: str = "") -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import BnnError, DataError, NumericError, OutputExists, UsageError
+from bnncli.machine import signals
 from bnncli.machine.memory import bytes_text, give_back_freed, resident_bytes
 from bnncli.machine.team import team
 from bnncli.options.declaration import spelled
@@ -141,6 +142,12 @@ def make(
     )  # which sets threads and determinism, before the work
     start = time.monotonic()
     computed = compute()
+    with signals.ending_at(None):  # what is done is kept, however late it is
+        return _published(run, request, decision, computed, seconds=time.monotonic() - start)
+
+
+def _published(run: Run, request: Request, decision: Decision, computed: Computed, *, seconds: float) -> Result:
+    """The result of work that is done, once it is published."""
     run.console.poll("publishing")
     provenance = build_provenance(
         request.target,
@@ -150,7 +157,7 @@ def make(
         inputs=request.sources,
         checkpoint=request.checkpoint,
         environment=run.environment(),
-        seconds=time.monotonic() - start,
+        seconds=seconds,
         # What to run is said with the path that was given; an artifact names no folder but in its command.
         warnings=[text.replace(str(run.checkpoint_path), run.checkpoint_path.name) for text in run.console.warnings],
     )
