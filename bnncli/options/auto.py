@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bnncli.errors import UsageError
 from bnncli.options.common import accept_poor_network_option
 from bnncli.options.declaration import Checked, option, parse_positive
+from bnncli.options.layers import trust_code_option
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -31,6 +32,7 @@ class AutoOptions(Checked):
     )
     full: bool = option(False, "Climb all rungs, also where a simpler posterior is good for its target already.")
     accept_poor_network: bool = accept_poor_network_option()
+    trust_code: bool = trust_code_option(is_recorded=False, also=", as that of an ensemble is")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from problems.command_line import Cli, new_run
 from sklearn.metrics import roc_auc_score
 
 import bnncli
+from bnncli.machine import signals
+from bnncli.machine.signals import BudgetSpent
+from bnncli.networks import mlp
 from bnncli.stages.auto import _shares, ladder, siblings_of
-from bnncli.stages.auto.budget import BudgetSpent
 from bnncli.stages.refine import work
+from bnncli.stages.stack import work as stack_work
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.metrics import read_metrics
 from bnncli.storage.predictions import read_predictions
@@ -88,7 +93,7 @@ def test_what_was_judged_is_not_judged_again_until_it_is_another(
     first = auto(cli, run)
     asked: list[str] = []
     judge = ladder._is_good
-    monkeypatch.setattr(ladder, "_is_good", lambda *arguments: asked.append(arguments[2]) or judge(*arguments))
+    monkeypatch.setattr(ladder, "_is_good", lambda *arguments: asked.append(arguments[1]) or judge(*arguments))
     again = auto(cli, run)
     assert ([rung["is_good"] for rung in again["rungs"]], asked) == ([rung["is_good"] for rung in first["rungs"]], [])
     auto(cli, run, "--prior-precision", 3)
@@ -128,7 +133,7 @@ def test_a_posterior_whose_judgement_the_budget_ends_is_no_less_there(
 ) -> None:
     run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
 
-    def judge(run: object, voice: object, name: str) -> bool:
+    def judge(run: object, name: str) -> bool:
         raise BudgetSpent
 
     monkeypatch.setattr(ladder, "_is_good", judge)
@@ -173,6 +178,30 @@ def test_a_budget_that_is_spent_leaves_fits_out_and_says_so(cli: Cli, tmp_path: 
     assert "the budget is spent" in found["rungs"][-1]["note"]
     assert next(row for row in found["rows"] if row["is_recommended"])["posterior"] == "temperature"
     assert "no posterior was fitted" in found["metrics"]["sentence"]
+
+
+def test_posteriors_that_are_there_are_judged_however_little_time_there_is(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
+    assert cli("stack", run).code == 0
+    found = auto(cli, run, "--budget", "0.001s")
+    assert [rung["name"] for rung in found["rungs"] if rung["is_there"]] == ["network", "fit-temperature", "stack"]
+    assert "stack" in {row["posterior"] for row in found["rows"]}
+
+
+def test_a_fit_that_ends_past_the_deadline_is_kept(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
+    fit = stack_work.fit
+
+    def late(*given: Any) -> Any:
+        with signals.ending_at(None):
+            fitted = fit(*given)
+        time.sleep(max(0.0, signals._deadline - time.monotonic()) + 0.01 if signals._deadline else 0.0)
+        return fitted
+
+    monkeypatch.setattr(stack_work, "fit", late)
+    found = auto(cli, run, "--budget", "2s")
+    rungs = {rung["name"]: rung for rung in found["rungs"]}
+    assert (rungs["stack"]["is_there"], rungs["fit-laplace"]["is_there"]) == (True, False)
 
 
 @pytest.mark.long
@@ -344,5 +373,103 @@ def test_siblings_are_files_that_differ_in_one_number_and_not_in_size(tmp_path: 
     assert [path.name for path in siblings_of(tmp_path / "net-0.pt")] == ["net-1.pt", "net-12.pt"]
     assert siblings_of(tmp_path / "net-0.pt.bak") == []
     assert siblings_of(tmp_path / "net-7.pt") == []
+    for name in (
+        "run-epoch3.pt",
+        "run-epoch4.pt",
+        "epoch=3-val=1.ckpt",
+        "epoch=4-val=1.ckpt",
+        "step_100.pt",
+        "step_200.pt",
+    ):
+        (tmp_path / name).write_bytes(b"0" * 1000)
+    assert [siblings_of(tmp_path / name) for name in ("run-epoch3.pt", "epoch=3-val=1.ckpt", "step_100.pt")] == [
+        [],
+        [],
+        [],
+    ]
     (tmp_path / "plain.pt").write_bytes(b"0")
     assert siblings_of(tmp_path / "plain.pt") == []
+
+
+def truth(inputs: torch.Tensor) -> torch.Tensor:
+    """Logits (N, 3) that no last layer of few hidden units has."""
+    return 3 * torch.stack([inputs[:, 0], inputs[:, 1] * inputs[:, 2], inputs[:, 3].sin()], dim=1)
+
+
+def learner(seed: int) -> torch.nn.Module:
+    """A network with hidden units and a last layer of its own, fitted to noisy rows of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    found = mlp.build(inputs=8, hidden=(40,), classes=3)
+    first, last = found.features[0], found.ll
+    inputs = torch.randn(200, 8, generator=generator)
+    targets = truth(inputs).softmax(1) - 1 / 3
+    with torch.no_grad():
+        first.weight.copy_(torch.randn(40, 8, generator=generator) / 2)
+        first.bias.copy_(torch.randn(40, generator=generator))
+        hidden = first(inputs).relu()
+        wanted = hidden.T @ hidden + 10 * torch.eye(40)
+        last.weight.copy_(12 * torch.linalg.solve(wanted, hidden.T @ targets).T)
+        last.bias.zero_()
+    return found.eval()
+
+
+@pytest.fixture
+def networks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """net-0.pt to net-5.pt: three trained apart, then the first after a further step, a spoilt one, and no checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    generator = torch.Generator().manual_seed(5)
+    for split, count in (("train", 100), ("val", 600)):
+        inputs = torch.randn(count, 8, generator=generator)
+        labels = torch.multinomial(truth(inputs).softmax(1), 1, generator=generator)[:, 0]
+        np.savez(f"{split}.npz", x=inputs.numpy(), y=labels.numpy())
+    for seed in range(3):
+        torch.save(learner(seed).state_dict(), f"net-{seed}.pt")
+    near, spoilt = learner(0), learner(3)
+    with torch.no_grad():
+        near.ll.weight.mul_(1.1)
+        spoilt.ll.weight.mul_(-1)
+    for number, network in ((3, near), (4, spoilt)):
+        torch.save(network.state_dict(), f"net-{number}.pt")
+    Path("net-5.pt").write_bytes(b"0" * Path("net-0.pt").stat().st_size)
+    words = ("--model", "mlp", "--model-arg", "inputs=8", "--model-arg", "hidden=40", "--model-arg", "classes=3")
+    data = ("--data", "train=npz:train.npz", "--data", "val=npz:val.npz")
+    done = cli("extract-features", "net-0.pt", *words, *data)
+    assert done.code == 0, done.stderr
+    return tmp_path
+
+
+def test_checkpoints_of_the_same_network_trained_apart_are_tried_as_an_ensemble(cli: Cli, networks: Path) -> None:
+    found = auto(cli, Path("net-0.pt"), "--budget", "60s")
+    (rung,) = [rung for rung in found["rungs"] if rung["name"] == "fit-ensemble"]
+    members = read_header(Path("net-0.pt.bnn/posteriors/ensemble.safetensors")).meta["metrics"]["members"]
+    assert members == ["net-0.pt", "net-1.pt", "net-2.pt"]
+    for name, why in (
+        ("net-3.pt", "its last layer is nearly that of net-0.pt"),
+        ("net-4.pt", "its accuracy on val is"),
+        ("net-5.pt", "neither a torch nor a safetensors checkpoint"),
+    ):
+        assert f"{name} (" in rung["note"]
+        assert why in rung["note"]
+    with np.load("val.npz") as arrays:
+        inputs, labels = torch.from_numpy(arrays["x"]), arrays["y"]
+    with torch.no_grad():
+        logits = torch.stack([learner(seed)(inputs).double() for seed in range(3)])
+    temperature = read_header(Path("net-0.pt.bnn/posteriors/ensemble.safetensors")).meta["metrics"]["temperature"]
+    nll = -float((logits / temperature).softmax(2).mean(0)[range(600), labels].log().mean())
+    (row,) = [row for row in found["rows"] if row["posterior"] == "ensemble"]
+    assert row["nll"] == pytest.approx(nll, abs=1e-5)
+    assert row["is_recommended"]
+    assert cli("predict", "net-0.pt", "--split", "val").code == 0
+    assert Path("net-0.pt.bnn/predictions/ensemble.mc/val.h5").is_file()
+    assert auto(cli, Path("net-0.pt"))["action"] in ("up_to_date", "replaced")
+
+
+def test_no_ensemble_is_made_where_the_data_are_gone_or_the_time_is(cli: Cli, networks: Path) -> None:
+    found = auto(cli, Path("net-0.pt"), "--budget", "0.001s")
+    (rung,) = [rung for rung in found["rungs"] if rung["name"] == "fit-ensemble"]
+    assert (rung["is_there"], rung["note"]) == (False, "left out, the budget is spent")
+    Path("val.npz").rename("elsewhere.npz")
+    found = auto(cli, Path("net-0.pt"))
+    (rung,) = [rung for rung in found["rungs"] if rung["name"] == "fit-ensemble"]
+    assert (rung["is_there"], "val.npz" in rung["note"]) == (False, True)
+    assert found["rows"]

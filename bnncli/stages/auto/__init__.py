@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import shlex
-import time
 from pathlib import Path
 from typing import Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.names import counted, percent
+from bnncli.names import percent
 from bnncli.options import AutoOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
@@ -19,18 +17,20 @@ from bnncli.run.produce import Request, produce
 from bnncli.run.recommendation import judged_before, recorded_qualities
 from bnncli.run.session import Result, Run, Table
 from bnncli.run.val_report import has_labeled_val
-from bnncli.stages.auto.budget import LimitedVoice
-from bnncli.stages.auto.ladder import Rung, climb
+from bnncli.stages.auto.ladder import ENSEMBLE, Ladder, Rung
 from bnncli.stages.stack import FEWEST_ROWS
 from bnncli.storage.artifacts import read_header
 
 _NUMBER = re.compile(r"(\d+)")
+_TIME = re.compile(
+    r"(epoch|step|iter|iteration)s?[^a-z]*$", re.IGNORECASE
+)  # before a number that counts a training's progress
 _SAME_SIZE = 0.01  # of the size: names of keys and dates differ
 _MOST_SIBLINGS = 9
 
 COMMAND = Command(
     "Climb from the network to the posterior that pays, and recommend one.",
-    "Fits one temperature, a stack of refitted last layers, then a Gaussian; where that is not good for its target (as diagnose judges) a flow on it, and where that "
+    "Fits one temperature, a stack of refitted last layers, then a Gaussian; before these an ensemble, where checkpoints beside this one are of the same network, trained apart; where that is not good for its target (as diagnose judges) a flow on it, and where that "
     "is not either, hmc. Compares every posterior on the labelled val split, by mc, probit, mean-field and plug-in, with the network at one "
     "temperature. Recommends the simplest that lowers the NLL by more than 1 % beyond chance and does not lose accuracy; where none does, the "
     "temperature. Says what the combined score of the features detects of the run's out-of-distribution splits, whatever the posterior. predict "
@@ -57,17 +57,25 @@ def run(run: Run, options: AutoOptions) -> Result:
     val = load_split(run, "val")
     check_network_fits(run, ("train", "val"), is_accepted=options.accept_poor_network)
     run.require_device()
-    seconds = options.budget_seconds
-    voice = LimitedVoice(run.console, None if seconds is None else time.monotonic() + seconds)
-    rungs = climb(
+    from bnncli.stages.auto import judged  # the work: slow to import
+
+    seconds, outside, siblings = options.budget_seconds, outside_splits(run), siblings_of(run.checkpoint_path)
+    scores = judged.Scores(run, val, trust_code=options.trust_code)
+    if seconds is not None:  # what comes after the ladder is done before it, and counts
+        scores.detect(outside)
+    ladder = Ladder(
         run,
-        voice,
-        options=options,
-        has_network=train.content.head_weight is not None,
-        can_stack=len(val.stored) >= FEWEST_ROWS,
-        judged={} if run.write.force else judged_before(run),
+        options,
+        {} if run.write.force else judged_before(run),
+        score=lambda rung: None if seconds is None else scores.add(rung),
+        deadline=None if seconds is None else run.started + seconds,
     )
-    outside = outside_splits(run)
+    rungs = ladder.climb(
+        val,
+        has_network=train.content.head_weight is not None,
+        siblings=siblings,
+        can_stack=len(val.stored) >= FEWEST_ROWS,
+    )
     sources = [one.source for one in (val, *outside)] + [rung.source for rung in rungs if rung.source is not None]
     request = Request(
         run.folder.recommended,
@@ -80,13 +88,11 @@ def run(run: Run, options: AutoOptions) -> Result:
         lambda: 1 << 16,
         why_anew=lambda recorded: "what is asked for and fitted is another",
     )
-    from bnncli.stages.auto import judged  # the work: slow to import
-
     keep_accuracy = options.criterion != "nll"
     result = produce(
         run,
         request,
-        lambda: judged.compute(run, request, rungs, val, outside, keep_accuracy=keep_accuracy),
+        lambda: judged.compute(request, rungs, scores, outside, keep_accuracy=keep_accuracy),
         when_fresh=judged.when_fresh,
     )
     rows = result.metrics.pop("rows")
@@ -96,19 +102,28 @@ def run(run: Run, options: AutoOptions) -> Result:
     result.tables = [_table(rungs, rows, val.content.labels, others), *_qualities_table(result.metrics)]
     result.lines = [str(result.metrics["sentence"]), str(result.metrics["outside"])]
     took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
-    siblings = siblings_of(run.checkpoint_path)
     result.extra["siblings"] = [str(path) for path in siblings]
     result.summary = [f"took: {took}"]
-    if siblings:
-        line = shlex.join(["bnncli", "fit-ensemble", str(run.checkpoint_path), *map(str, siblings)])
-        result.summary.append(
-            f"{counted(len(siblings), 'checkpoint')} beside this one may be of the same network, trained apart; an ensemble of them often gains more than any last layer: {line}"
-        )
+    chosen = next((row for row in rows if row["is_recommended"]), None)
+    ensemble = next((rung.posterior for rung in rungs if rung.name == ENSEMBLE and rung.source is not None), None)
+    if ensemble is not None and chosen is not None and chosen["posterior"] == ensemble:
+        result.summary.append(_without_ensemble(run, ensemble, rows))
     return result
 
 
+def _without_ensemble(run: Run, ensemble: str, rows: list[dict[str, Any]]) -> str:
+    """What an ensemble costs to predict with, and what there is without it."""
+    members = read_header(run.folder.posterior(ensemble)).meta["metrics"]["num_members"]
+    other = min((row for row in rows if row["posterior"] != ensemble), key=lambda row: float(row["nll"]))
+    line = run.suggest("predict", posterior=other["posterior"], integrator=other["integrator"])
+    return f"{ensemble} takes {members} passes of a network for each input, and cannot be exported; the best of a single network has NLL {other['nll']:.4f} on val: {line}"
+
+
 def siblings_of(path: Path) -> list[Path]:
-    """Return the files beside a checkpoint whose names differ from its own in one number alone, and whose sizes are as good as its own."""
+    """Return the files beside a checkpoint whose names differ from its own in one number alone, and whose sizes are as good as its own.
+
+    The number is none of an epoch or a step: such files are of one training.
+    """
     parts = _NUMBER.split(path.name)
     if len(parts) < 3 or not path.is_file():
         return []
@@ -117,7 +132,9 @@ def siblings_of(path: Path) -> list[Path]:
         theirs = _NUMBER.split(other.name)
         differing = [place for place, pair in enumerate(zip(parts, theirs, strict=False)) if pair[0] != pair[1]]
         is_alike = len(theirs) == len(parts) and len(differing) == 1 and differing[0] % 2 == 1
-        if is_alike and other.is_file() and abs(other.stat().st_size - size) <= _SAME_SIZE * size:
+        if not is_alike or _TIME.search("".join(parts[: differing[0]])):
+            continue
+        if other.is_file() and abs(other.stat().st_size - size) <= _SAME_SIZE * size:
             found.append(other)
     return found[:_MOST_SIBLINGS]
 

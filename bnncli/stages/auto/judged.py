@@ -26,14 +26,15 @@ from bnncli.evaluation.recommendation import (
 )
 from bnncli.evaluation.split_detection import detection_rows
 from bnncli.integrators import supports
-from bnncli.run.inputs import Split, open_posterior
-from bnncli.run.predictor import TrainData
+from bnncli.run.inputs import Split
+from bnncli.run.predictor import Predictor, TrainData
 from bnncli.run.produce import Computed, Request
 from bnncli.run.recommendation import SplitProbabilities, qualities
 from bnncli.run.session import Run
 from bnncli.run.val_report import predicted_on, predictive_on_val, temperature_on_val
 from bnncli.scores import detection_forms
-from bnncli.stages.auto.ladder import Rung
+from bnncli.stages.auto.ladder import ENSEMBLE, Rung
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.metrics import write_metrics
 
@@ -41,16 +42,73 @@ _INTEGRATORS = ("mc", "probit", "mean-field", "plug-in")  # the first whose unce
 _SHOWN = ("sentence", "pays", "qualities", "about", "detection", "outside")
 
 
+class Scores:
+    """What the rungs are worth on val, each looked at once: the network as trained and at its best temperature, held out, and every
+    posterior by every integrator that it supports.
+
+    Attributes:
+        points: of the network, by network and temperature.
+        candidates: of the posteriors, in the order of the ladder.
+    """
+
+    def __init__(self, run: Run, val: Split, *, trust_code: bool) -> None:
+        self.run, self.val, self.train = run, val, TrainData(run, trust_code)
+        self.points: dict[str, Scored] = {}
+        self.candidates: list[Predictive] = []
+        self._added: set[str] = set()
+        self._detected: list[Detected] | None = None
+
+    def add(self, rung: Rung) -> None:
+        """Score a rung that has a posterior."""
+        if rung.source is None or rung.posterior in self._added:
+            return
+        self._added.add(rung.posterior)
+        if rung.name == "fit-temperature":
+            found = temperature_on_val(self.run, self.val)
+            if found is not None:
+                self.points["temperature"] = found
+            return
+        posterior, val = self.judged_on(rung.source.path)
+        if rung.name == "network":
+            self.points["network"] = predictive_on_val(self.run, posterior, val, "plug-in", key="network")
+            return
+        whole, is_stack = getattr(posterior, "whole", posterior), rung.name == "stack"
+        for name in ("mc",) if is_stack else _INTEGRATORS:  # the mean of a stack is another head
+            if supports(name, whole):
+                scored = predictive_on_val(self.run, posterior, val, name, key=f"{rung.posterior}.{name}")
+                self.candidates.append(Predictive(rung.posterior, name, scored, has_network=is_stack))
+
+    def judged_on(self, path: Path) -> tuple[Any, Split]:
+        """A posterior on the device, or what stands for it on rows that it was fitted to; and val as it sees it."""
+        header = read_header(path)
+        posterior = Predictor(self.run, path, header, self.train).posterior
+        return self.train.judged_on(header, posterior, self.val), self.train.seen_by(header, self.val)
+
+    def detect(self, outside: list[Split]) -> list[Detected]:
+        """What the combined score of the features detects of each out-of-distribution split; nothing where val is too small for it."""
+        if self._detected is None:
+            self._detected = _detected(self.run, self.train, self.val, outside)
+        return self._detected
+
+
 def compute(
-    run: Run, request: Request, rungs: list[Rung], val: Split, outside: list[Split], *, keep_accuracy: bool
+    request: Request, rungs: list[Rung], scores: Scores, outside: list[Split], *, keep_accuracy: bool
 ) -> Computed:
     """The rows of all candidates with the recommended one marked, its qualities, what is detected out of distribution, and the sentences."""
-    points, candidates = _scored(run, rungs, val)
+    task = scores.run.console.task("val", len(rungs))
+    for rung in rungs:
+        scores.add(rung)
+        task.advance()
+    ensembles = {rung.posterior for rung in rungs if rung.name == ENSEMBLE}
+    points = scores.points
+    candidates = sorted(
+        scores.candidates, key=lambda one: one.posterior in ensembles
+    )  # several networks are no simple choice
     name = min(points, key=lambda key: points[key].nll, default="")
     baseline, words = points.get(name), PLAIN.get(name, "")
     if baseline is None and not candidates:
         raise CheckFailed("no posterior was fitted, and this run has no network to recommend", code="nothing_fitted")
-    paired = _Paired(run, rungs, val, name, None if baseline is None else baseline.losses)
+    paired = _Paired(scores, rungs, name, None if baseline is None else baseline.losses)
     found = recommend(candidates, baseline, words=words, keep_accuracy=keep_accuracy)
     names = {
         "temperature": next((rung.posterior for rung in rungs if rung.name == "fit-temperature"), ""),
@@ -70,7 +128,7 @@ def compute(
     judged = [(rung.source.content_digest, rung.is_good) for rung in rungs if rung.source and rung.is_good is not None]
     told = {"is_recommended": False, "sentence": text, "pays": found.pays, "judged": judged}
     told |= {"qualities": [one.to_json() for one in beside], "about": [about, words]}
-    detected = _detected(run, val, outside)
+    detected = scores.detect(outside)
     told |= {"detection": [asdict(one) for one in detected], "outside": detection_sentence(detected)}
 
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:
@@ -92,41 +150,11 @@ def when_fresh(header: Header) -> Computed:
     return Computed(lambda provenance, may_replace: header.content_digest, metrics)
 
 
-def _scored(run: Run, rungs: list[Rung], val: Split) -> tuple[dict[str, Scored], list[Predictive]]:
-    """The network as trained and at its best temperature, held out; and every posterior by every integrator that it supports."""
-    points: dict[str, Scored] = {}
-    candidates = []
-    task = run.console.task("val", len(rungs))
-    for rung in rungs:
-        if rung.source is not None:
-            posterior = _judged_on(run, rung.source.path, val)
-            if rung.name == "network":
-                points["network"] = predictive_on_val(run, posterior, val, "plug-in", key="network")
-            elif rung.name == "fit-temperature":
-                found = temperature_on_val(run, val)
-                if found is not None:
-                    points["temperature"] = found
-            else:
-                whole = getattr(posterior, "whole", posterior)
-                for name in ("mc",) if rung.name == "stack" else _INTEGRATORS:  # the mean of a stack is another head
-                    if supports(name, whole):
-                        scored = predictive_on_val(run, posterior, val, name, key=f"{rung.posterior}.{name}")
-                        candidates.append(Predictive(rung.posterior, name, scored, has_network=rung.name == "stack"))
-        task.advance()
-    return points, candidates
-
-
-def _judged_on(run: Run, path: Path, split: Split) -> Any:
-    """A posterior on the device, or what stands for it on rows that it was fitted to."""
-    posterior, header = open_posterior(path)
-    return TrainData(run).judged_on(header, posterior.to(run.device), split)
-
-
 class _Paired:
     """Predictions of single candidates beside the baseline's, on val."""
 
-    def __init__(self, run: Run, rungs: list[Rung], val: Split, baseline: str, losses: NDArray | None) -> None:
-        self.run, self.val, self.losses = run, val, losses
+    def __init__(self, scores: Scores, rungs: list[Rung], baseline: str, losses: NDArray | None) -> None:
+        self.scores, self.losses = scores, losses
         self.files = {rung.posterior: rung.source.path for rung in rungs if rung.source is not None}
         step = {"temperature": "fit-temperature"}.get(baseline, baseline)
         self.base = next((rung.posterior for rung in rungs if rung.name == step), None)
@@ -135,16 +163,16 @@ class _Paired:
         """Those of a candidate."""
         assert self.base is not None
         own, base = self._predicted(one.posterior, one.integrator), self._predicted(self.base, "plug-in")
-        return qualities(own, replace(base, losses=self.losses), seed=self.run.compute.seed)
+        return qualities(own, replace(base, losses=self.losses), seed=self.scores.run.compute.seed)
 
     def _predicted(self, posterior: str, integrator: str) -> SplitProbabilities:
-        probs = predicted_on(self.run, _judged_on(self.run, self.files[posterior], self.val), self.val, integrator)
-        return SplitProbabilities(self.val.content.name, probs, self.val.content.labels)
+        judged, val = self.scores.judged_on(self.files[posterior])
+        probs = predicted_on(self.scores.run, judged, val, integrator)
+        return SplitProbabilities(val.content.name, probs, val.content.labels)
 
 
-def _detected(run: Run, val: Split, outside: list[Split]) -> list[Detected]:
-    """What the combined score of the features detects of each out-of-distribution split; nothing where val is too small for it."""
-    train, found = TrainData(run), []
+def _detected(run: Run, train: TrainData, val: Split, outside: list[Split]) -> list[Detected]:
+    found = []
     own = train.combined_scores(val)
     if own is None:
         return []

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bnncli import options as o
-from bnncli.errors import DataError, DeviceError, NumericError, OutputExists
+from bnncli.errors import DataError, DeviceError, MissingInput, NumericError, OutputExists, Untrusted, UsageError
+from bnncli.machine import signals
+from bnncli.machine.signals import BudgetSpent
 from bnncli.options.command_line import CommandLine
 from bnncli.options.declaration import Checked
+from bnncli.options.fit_ensemble import TEMPERATURE
 from bnncli.options.target import INHERIT
-from bnncli.run.inputs import posterior_source
+from bnncli.run.inputs import Split, posterior_source
 from bnncli.run.session import Result, Run
-from bnncli.stages.auto.budget import BudgetSpent, LimitedVoice
 from bnncli.storage.provenance import Source
 from bnncli.storage.resume import state_path
+
+ENSEMBLE = "fit-ensemble"
 
 
 @dataclass(frozen=True)
@@ -75,61 +79,128 @@ class Suffix:
         return cls(f"-prior{float(given):g}".replace(".", "p").replace("+", ""))
 
 
-def climb(
-    run: Run,
-    voice: LimitedVoice,
-    *,
-    options: o.AutoOptions,
-    has_network: bool,
-    can_stack: bool,
-    judged: Mapping[str, bool],
-) -> list[Rung]:
-    """The rungs that were climbed, the network as trained first where there is one.
+@dataclass
+class Ladder:
+    """The steps of one climb.
 
     Args:
-        voice: ends fits when the budget is spent.
-        options: `full` goes on where a posterior is good already; `prior_precision` is that of all fits.
-        can_stack: whether val has rows enough for folds.
         judged: of posteriors, by their content's digest, whether they were found good before.
+        score: called with each rung that has a posterior, to say what it is worth while there is time.
+        deadline: of time.monotonic(), at which fits end; None for no limit.
     """
-    rungs = []
-    if has_network:
-        network = run.folder.posterior("map")
-        rungs.append(Rung("network", "map", posterior_source(run, network, "map")[1], None, 0.0))
-        # It takes a moment, and nothing is recommended that is worse: the budget is for what comes after it.
-        unlimited = LimitedVoice(voice.console, None)
-        rungs.append(
-            _step(
-                run,
-                unlimited,
-                "fit-temperature",
-                o.FitTemperatureOptions(),
-                "temperature",
-                judged=None,
-                suffix=Suffix("-auto"),
-            )
+
+    run: Run
+    options: o.AutoOptions
+    judged: Mapping[str, bool]
+    score: Callable[[Rung], object]
+    deadline: float | None
+    rungs: list[Rung] = field(default_factory=list)
+
+    def climb(self, val: Split, *, has_network: bool, siblings: Sequence[Path], can_stack: bool) -> list[Rung]:
+        """The rungs that were climbed, the network as trained first where there is one; then what gains most in a second.
+
+        Args:
+            siblings: checkpoints that may be networks like the run's own.
+            can_stack: whether val has rows enough for folds.
+        """
+        run, options, plain = self.run, self.options, Suffix("-auto")
+        if has_network:
+            network = run.folder.posterior("map")
+            self._add(Rung("network", "map", posterior_source(run, network, "map")[1], None, 0.0))
+            # It takes a moment, and nothing is recommended that is worse: the budget is for what comes after it.
+            temperature = o.FitTemperatureOptions()
+            self._step("fit-temperature", temperature, "temperature", suffix=plain, is_judged=False, is_limited=False)
+        if siblings:
+            self._ensemble(val, siblings)
+        if can_stack:
+            self._step("stack", o.StackOptions(), "stack", suffix=plain, is_judged=False)
+        gaussian, suffix = o.FitLaplaceOptions(prior_precision=options.prior_precision), Suffix.of(options)
+        base = self._step("fit-laplace", gaussian, "laplace", suffix=suffix)
+        if base.source is None or (base.is_good and not options.full):
+            return self.rungs
+        # Each searches for the precision that suits it, where that of the Gaussian was searched for on val too.
+        prior: dict[str, Any] = {} if options.prior_precision in ("auto", "val") else {"prior_precision": INHERIT}
+        refined = self._step("refine", o.RefineOptions(base=base.posterior, **prior), "refine", suffix=suffix)
+        if not refined.is_good or options.full:
+            self._step("hmc", o.HmcOptions(base=base.posterior, **prior), "hmc", suffix=suffix)
+        return self.rungs
+
+    def _add(self, rung: Rung) -> Rung:
+        self.rungs.append(rung)
+        if rung.source is not None:
+            self.score(rung)
+        return rung
+
+    def _ensemble(self, val: Split, siblings: Sequence[Path]) -> None:
+        """The network and those of its siblings that are like it, at one temperature."""
+        from bnncli.stages.auto.siblings import Siblings, usable_siblings  # slow to import
+
+        run, trust, start = self.run, self.options.trust_code, time.monotonic()
+        names = ", ".join(path.name for path in siblings)
+        run.console.info(
+            f"beside this checkpoint: {names}; looking whether they are the same network, trained apart (a pass over val each)"
         )
-    if can_stack:
-        rungs.append(_step(run, voice, "stack", o.StackOptions(), "stack", judged=None, suffix=Suffix("-auto")))
-    gaussian, suffix = o.FitLaplaceOptions(prior_precision=options.prior_precision), Suffix.of(options)
-    base = _step(run, voice, "fit-laplace", gaussian, "laplace", judged=judged, suffix=suffix)
-    rungs.append(base)
-    if base.source is None or (base.is_good and not options.full):
-        return rungs
-    # Each searches for the precision that suits it, where that of the Gaussian was searched for on val too.
-    prior: dict[str, Any] = {} if options.prior_precision in ("auto", "val") else {"prior_precision": INHERIT}
-    flow = o.RefineOptions(base=base.posterior, **prior)
-    refined = _step(run, voice, "refine", flow, "refine", judged=judged, suffix=suffix)
-    rungs.append(refined)
-    if refined.is_good and not options.full:
-        return rungs
-    chains = o.HmcOptions(base=base.posterior, **prior)
-    rungs.append(_step(run, voice, "hmc", chains, "hmc", judged=judged, suffix=suffix))
-    return rungs
+        found, note = Siblings([], []), ""
+        try:
+            with signals.ending_at(self.deadline):
+                found = usable_siblings(run, list(siblings), val, trust_code=trust)
+        except BudgetSpent:
+            note = "left out, the budget is spent"
+        except (DataError, MissingInput, Untrusted, UsageError, DeviceError) as error:
+            note = f"left out: {error.message}{error.advice}"
+        looked = time.monotonic() - start
+        others = f"without {'; '.join(found.left_out)}" if found.left_out else ""
+        if not found.usable:
+            self._add(Rung(ENSEMBLE, "ensemble", None, None, looked, note or others))
+            return
+        options = o.FitEnsembleOptions(each=TEMPERATURE, trust_code=trust)
+        rung = self._step(ENSEMBLE, options, "ensemble", suffix=Suffix("-auto"), is_judged=False, members=found.usable)
+        note = "; ".join(filter(None, (rung.note, others)))
+        self.rungs[-1] = replace(rung, seconds=rung.seconds + looked, note=note)
+
+    def _step(
+        self,
+        command: str,
+        options: Checked,
+        name: str,
+        *,
+        suffix: Suffix,
+        is_judged: bool = True,
+        is_limited: bool = True,
+        members: Sequence[Path] = (),
+    ) -> Rung:
+        """One command, and the judgement of what it left, where one is asked for: as it was, or else made now.
+
+        A posterior of that name by other options stays, and another is made beside it.
+        """
+        run, start = self.run, time.monotonic()
+        source, is_good, note, criterion = None, None, "", None
+        try:
+            with signals.ending_at(self.deadline if is_limited else None):
+                path, name = _made(run, command, options, name, suffix, members)
+                header, source = posterior_source(run, path, name)
+                criterion = header.meta.get("criterion")
+                is_good = self.judged.get(source.content_digest) if is_judged else None
+                if is_judged and is_good is None:
+                    is_good = _is_good(run, name)
+        except BudgetSpent as spent:
+            hint = f": {spent.hint}" if spent.hint else ""
+            what = "left out" if source is None else "fitted, but not judged for its target"
+            note = f"{what}, the budget is spent{hint}"
+        except (NumericError, DeviceError) as error:
+            run.console.warn(f"{command} is left out: {error.message}{error.advice}")
+            source, note = None, f"left out: {error.message}"
+        return self._add(Rung(command, name, source, is_good, time.monotonic() - start, note, criterion))
 
 
 def _as_command(
-    run: Run, voice: LimitedVoice, command: str, options: Checked, *, name: str | None = None, force: bool = False
+    run: Run,
+    command: str,
+    options: Checked,
+    *,
+    name: str | None = None,
+    force: bool = False,
+    members: Sequence[Path] = (),
 ) -> Run:
     """The run as another command sees it."""
     naming = o.NameOptions(name=name)
@@ -137,53 +208,17 @@ def _as_command(
     return replace(
         run,
         command=command,
-        line=line,
+        line=replace(line, parts=(*line.parts, *((None, str(path)) for path in members))),
+        arguments={**run.arguments, **({"member": list(members)} if members else {})},
         naming=naming,
         write=replace(run.write, force=force),
-        console=voice,
         started=time.monotonic(),
     )
 
 
-def _step(
-    run: Run,
-    voice: LimitedVoice,
-    command: str,
-    options: Checked,
-    name: str,
-    *,
-    judged: Mapping[str, bool] | None,
-    suffix: Suffix,
-) -> Rung:
-    """One command, and the judgement of what it left, where one is asked for: as it was, or else made now.
-
-    A posterior of that name by other options stays, and another is made beside it.
-    """
-    start = time.monotonic()
-
-    def seconds() -> float:
-        return time.monotonic() - start
-
-    source, is_good, note, criterion = None, None, "", None
-    try:
-        voice.check()
-        path, name = _made(run, voice, command, options, name, suffix)
-        header, source = posterior_source(run, path, name)
-        criterion = header.meta.get("criterion")
-        is_good = None if judged is None else judged.get(source.content_digest)
-        if judged is not None and is_good is None:
-            is_good = _is_good(run, voice, name)
-    except BudgetSpent as spent:
-        hint = f": {spent.hint}" if spent.hint else ""
-        what = "left out" if source is None else "fitted, but not judged for its target"
-        note = f"{what}, the budget is spent{hint}"
-    except (NumericError, DeviceError) as error:
-        run.console.warn(f"{command} is left out: {error.message}{error.advice}")
-        return Rung(command, name, None, None, seconds(), f"left out: {error.message}")
-    return Rung(command, name, source, is_good, seconds(), note, criterion)
-
-
-def _made(run: Run, voice: LimitedVoice, command: str, options: Checked, name: str, suffix: Suffix) -> tuple[Path, str]:
+def _made(
+    run: Run, command: str, options: Checked, name: str, suffix: Suffix, members: Sequence[Path]
+) -> tuple[Path, str]:
     """The posterior's file and its name.
 
     What somebody fitted by other options stays, and another is made beside it under a name of its own.
@@ -191,7 +226,8 @@ def _made(run: Run, voice: LimitedVoice, command: str, options: Checked, name: s
     stage = importlib.import_module(f"bnncli.stages.{command.replace('-', '_')}")
     own = name + suffix.text
     for tried in (own,) if suffix.is_needed else (None, own):
-        step = _as_command(run, voice, command, options, name=tried, force=run.write.force and tried is not None)
+        force = run.write.force and tried is not None
+        step = _as_command(run, command, options, name=tried, force=force, members=members)
         try:
             run.console.info("$ " + step.line.pasted())
             result: Result = _continued(stage, step, options, tried or name)
@@ -225,8 +261,8 @@ def _continued(stage: Any, step: Run, options: Checked, name: str) -> Result:
     return result
 
 
-def _is_good(run: Run, voice: LimitedVoice, name: str) -> bool:
+def _is_good(run: Run, name: str) -> bool:
     """Whether a posterior is good for its target, as diagnose judges it alone."""
     options = o.DiagnoseOptions(posterior=[name])
-    found = importlib.import_module("bnncli.stages.diagnose").run(_as_command(run, voice, "diagnose", options), options)
+    found = importlib.import_module("bnncli.stages.diagnose").run(_as_command(run, "diagnose", options), options)
     return bool(found.extra["verdict"]["is_good"])

@@ -44,9 +44,9 @@ def fit(run: Run, options: FitEnsembleOptions, first: Split, val: Split | None, 
     with reader.recorded.visible():
         layout = reader.layout(first, STATE)
         networks = {run.checkpoint_path: reader.recorded.network}
-        networks |= {path: _member(run, reader.recorded.network, path) for path in members}
+        networks |= {path: open_member(run, reader.recorded.network, path) for path in members}
         _check_different(networks)
-        thetas = [_theta(network.module, layout, path, run.checkpoint_path) for path, network in networks.items()]
+        thetas = [read_theta(network.module, layout, path, run.checkpoint_path) for path, network in networks.items()]
         if options.each == LAPLACE:
             tensors, meta, found = _mixture(run, reader, list(networks.values()), torch.stack(thetas), layout, val)
         else:
@@ -76,7 +76,7 @@ def _check_different(networks: Mapping[Path, Network]) -> None:
             )
 
 
-def _member(run: Run, first: Network, path: Path) -> Network:
+def open_member(run: Run, first: Network, path: Path) -> Network:
     """The network of another checkpoint, made as the run's own. Raises what load_checkpoint and load_network raise."""
     wanted = None if first.checkpoint is None or not first.checkpoint.selected_key else first.checkpoint.selected_key
     checkpoint = load_checkpoint(path, wanted=wanted, progress=run.console)
@@ -85,7 +85,7 @@ def _member(run: Run, first: Network, path: Path) -> Network:
     return Network(run, first.spec, first.arguments, first.last_layer, checkpoint, first.saved, first.output)
 
 
-def _theta(module: nn.Module, layout: ModuleLayout, path: Path, first: Path) -> Tensor:
+def read_theta(module: nn.Module, layout: ModuleLayout, path: Path, first: Path) -> Tensor:
     """theta (P,) float32 of a member, on the CPU. Raises DataError where it is of another architecture."""
     state: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for part in layout.parts:
