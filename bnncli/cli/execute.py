@@ -177,6 +177,7 @@ class _Invocation:
             inputs=options.get(InputOptions, InputOptions()),
             record=options.get(RecordOptions, RecordOptions()),
             makers={one.name: one.groups for one in (*COMMANDS, command) if RecordOptions in one.groups},
+            started=self.started,
         )
         with (
             spread.printed_aside(),

@@ -15,6 +15,7 @@ from scipy.special import log_softmax, softmax
 from sklearn.linear_model import LogisticRegression
 
 from bnncli.inference.stacking import stacking_weights
+from bnncli.machine.signals import BudgetSpent
 from bnncli.stages.stack import work
 from bnncli.storage.posteriors import read_posterior
 from bnncli.storage.predictions import read_predictions
@@ -200,3 +201,57 @@ def test_ways_that_take_long_are_left_out_and_none_at_all_is_an_error(
     (small_run.with_name("small.bnn") / "posteriors" / "stack.safetensors").unlink()
     found = cli("auto", small_run, "--json").json
     assert "left out" in next(rung for rung in found["rungs"] if rung["name"] == "stack")["note"]
+
+
+def test_an_interrupted_stack_goes_on_after_the_ways_that_it_has_refitted(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("stack", small_run, "--name", "whole").code == 0
+    refit, asked = work.refit_head, []
+
+    def ending(name: str, *given: Any, **named: Any) -> Any:
+        asked.append(name)
+        if name == "train+val" and len(asked) == 3:
+            raise BudgetSpent
+        return refit(name, *given, **named)
+
+    monkeypatch.setattr(work, "refit_head", ending)
+    stopped = cli("stack", small_run)
+    assert stopped.code != 0
+    assert "continue with: bnncli stack" in stopped.stderr
+    done = cli("stack", small_run, "--resume")
+    assert done.code == 0, done.stderr
+    assert "resuming after 2 of 3 ways" in done.stderr
+    assert asked == ["train", "val", "train+val", "train+val"]
+    found, whole = heads_of(small_run), heads_of(small_run, "whole")
+    assert found[0].keys() == whole[0].keys()
+    assert all(torch.equal(tensor, whole[0][name]) for name, tensor in found[0].items())
+    assert not list((small_run.with_name("small.bnn") / "posteriors").glob(".stack*"))
+
+
+def test_auto_goes_on_with_a_stack_that_its_budget_has_ended(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refit = work.refit_head
+
+    def ending(name: str, *given: Any, **named: Any) -> Any:
+        if name == "train+val":
+            raise BudgetSpent
+        return refit(name, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "refit_head", ending)
+        found = cli("auto", small_run, "--json").json
+    (rung,) = [rung for rung in found["rungs"] if rung["name"] == "stack"]
+    assert (rung["is_there"], "the budget is spent: continue with: bnncli stack" in rung["note"]) == (False, True)
+    done = cli("auto", small_run)
+    assert (done.code, "resuming after 2 of 3 ways" in done.stderr) == (0, True)
+
+
+@pytest.mark.parametrize(("seconds", "order"), [(1.0, ["stack", "fit-laplace"]), (1e4, ["fit-laplace", "stack"])])
+def test_auto_stacks_last_where_there_is_no_time_for_it(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, order: list[str]
+) -> None:
+    monkeypatch.setattr(work, "estimated_seconds", lambda *given: seconds)
+    found = cli("auto", small_run, "--budget", "30s", "--json").json
+    assert [rung["name"] for rung in found["rungs"] if rung["name"] in order] == order

@@ -27,6 +27,7 @@ _TIME = re.compile(
 )  # before a number that counts a training's progress
 _SAME_SIZE = 0.01  # of the size: names of keys and dates differ
 _MOST_SIBLINGS = 9
+_FOR_FITS = 0.95  # of the budget: the rest is for what ends, is judged and written after it
 
 COMMAND = Command(
     "Climb from the network to the posterior that pays, and recommend one.",
@@ -68,9 +69,10 @@ def run(run: Run, options: AutoOptions) -> Result:
         options,
         {} if run.write.force else judged_before(run),
         score=lambda rung: None if seconds is None else scores.add(rung),
-        deadline=None if seconds is None else run.started + seconds,
+        deadline=None if seconds is None else run.started + _FOR_FITS * seconds,
     )
     rungs = ladder.climb(
+        train,
         val,
         has_network=train.content.head_weight is not None,
         siblings=siblings,

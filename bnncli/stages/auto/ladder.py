@@ -96,8 +96,12 @@ class Ladder:
     deadline: float | None
     rungs: list[Rung] = field(default_factory=list)
 
-    def climb(self, val: Split, *, has_network: bool, siblings: Sequence[Path], can_stack: bool) -> list[Rung]:
+    def climb(
+        self, train: Split, val: Split, *, has_network: bool, siblings: Sequence[Path], can_stack: bool
+    ) -> list[Rung]:
         """The rungs that were climbed, the network as trained first where there is one; then what gains most in a second.
+
+        A stack gains more than a Gaussian, and comes first where there is time for both.
 
         Args:
             siblings: checkpoints that may be networks like the run's own.
@@ -112,10 +116,13 @@ class Ladder:
             self._step("fit-temperature", temperature, "temperature", suffix=plain, is_judged=False, is_limited=False)
         if siblings:
             self._ensemble(val, siblings)
-        if can_stack:
+        is_late = can_stack and not self._has_time_to_stack(train, val)
+        if can_stack and not is_late:
             self._step("stack", o.StackOptions(), "stack", suffix=plain, is_judged=False)
         gaussian, suffix = o.FitLaplaceOptions(prior_precision=options.prior_precision), Suffix.of(options)
         base = self._step("fit-laplace", gaussian, "laplace", suffix=suffix)
+        if is_late:
+            self._step("stack", o.StackOptions(), "stack", suffix=plain, is_judged=False)
         if base.source is None or (base.is_good and not options.full):
             return self.rungs
         # Each searches for the precision that suits it, where that of the Gaussian was searched for on val too.
@@ -124,6 +131,13 @@ class Ladder:
         if not refined.is_good or options.full:
             self._step("hmc", o.HmcOptions(base=base.posterior, **prior), "hmc", suffix=suffix)
         return self.rungs
+
+    def _has_time_to_stack(self, train: Split, val: Split) -> bool:
+        if self.deadline is None or self.run.folder.posterior("stack").is_file():
+            return True
+        from bnncli.stages.stack.work import estimated_seconds
+
+        return estimated_seconds(self.run, train, val) < self.deadline - time.monotonic()
 
     def _add(self, rung: Rung) -> Rung:
         self.rungs.append(rung)

@@ -43,7 +43,7 @@ def run(run: Run, options: StackOptions) -> Result:
     def fit() -> Fitted:
         from bnncli.stages.stack import work
 
-        return work.fit(run, train, val)
+        return work.fit(run, options, request, train, val)
 
     return produce_posterior(run, request, fit, lambda meta: _report(run, request.target, meta))
 

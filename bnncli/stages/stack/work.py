@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import DeviceError
-from bnncli.inference.costs import NUM_FOLDS
+from bnncli.inference.costs import NUM_FOLDS, fit_seconds
 from bnncli.inference.cross_validation import stratified_folds
 from bnncli.inference.stacking import RefittedHead, refit_head, stacking_weights
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
+from bnncli.machine.speed import speed_of
+from bnncli.options import StackOptions
 from bnncli.posteriors.stack import Stack
 from bnncli.run.inputs import Split
+from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
+from bnncli.run.resumable import Resumable
 from bnncli.run.session import Run
 from bnncli.run.val_report import measure_probs_on_val
 from bnncli.targets.last_layer import LastLayerTarget
@@ -24,14 +28,17 @@ from bnncli.theta.prior import Prior
 KEPT = 1e-3  # of the weight, at least, of a member that predicts
 MOST_ROWS = 20  # of train, as many times those of val, that are refitted together with val, once a fold
 NUM_PRECISIONS = 8  # that a way tries, about
+_MODE_SECONDS = 0.05  # of a mode of few rows: its many small steps
 # Of one way: rows times parameters times modes. About a minute on two cores. By the kind of device alone, as members depend on it.
 MOST_WORK = {"cpu": 6e10, "cuda": 4e12}
 
 
-def fit(run: Run, train: Split, val: Split) -> Fitted:
+def fit(run: Run, options: StackOptions, request: Request, train: Split, val: Split) -> Fitted:
     """The mixture as a posterior, with the mixtures of its folds."""
-    rows = _Val(run, val)
-    heads, left_out = _heads(run, train, val, rows)
+    rows, also = _Val(run, val), {"device": run.device.type}
+    resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
+    with resumable.hint():
+        heads, left_out = _heads(run, train, val, rows, resumable)
     scores = torch.stack([rows.log_scores(head.folds) for head in heads], dim=-1)
     weights = stacking_weights(scores.flatten(0, -2))
     by_fold = torch.stack([stacking_weights(scores[rows.folds != fold].flatten(0, -2)) for fold in range(NUM_FOLDS)])
@@ -62,7 +69,7 @@ def fit(run: Run, train: Split, val: Split) -> Fitted:
     tensors, meta = posterior.to_tensors()
     tensors |= {"folds.members": folds.float(), "folds.weights": fold_weights, "folds.rows": rows.folds.to(torch.uint8)}
     meta |= {"method": "stack", "param_layout": val.layout.to_json(), "fit_on": "train+val", "num_folds": NUM_FOLDS}
-    return Fitted(tensors, meta, metrics, train)
+    return Fitted(tensors, meta, metrics, train, publishing=resumable.publishing)
 
 
 def _normalised(weights: Tensor) -> Tensor:
@@ -102,43 +109,76 @@ class _Val:
         return torch.cat(found)[self.order].float()
 
 
-def _heads(run: Run, train: Split, val: Split, rows: _Val) -> tuple[list[RefittedHead], list[str]]:
+def _heads(
+    run: Run, train: Split, val: Split, rows: _Val, resumable: Resumable
+) -> tuple[list[RefittedHead], list[str]]:
     """Return the candidates, the plainest first, and what was not tried, with the reason."""
-    heads, left_out = [], {}
-    if train.head() is not None:
-        heads.append(_at_best_temperature(val, rows))
-    precisions: list[float] | None = None
-    sizes, most = _sizes(train, val), MOST_WORK.get(run.device.type, MOST_WORK["cpu"])
-    for name, (num_rows, num_modes) in sizes.items():
-        if num_rows * val.layout.num_params * num_modes > most:
-            left_out[name] = "would take long here"
-            continue
-        if name == "train+val" and num_rows > (1 + MOST_ROWS) * len(rows.labels):
-            left_out[name] = f"train has more than {MOST_ROWS} times the rows of val, which decide little there"
-            continue
-        task = run.console.task(f"refit to {name}", num_modes)
-        targets = _targets(run, name, train, rows)
-        given = precisions if name == "train+val" else None
-        heads.append(refit_head(name, targets, rows.log_scores, task=task, precisions=given))
-        if name == "train":  # with val beside them these rows want about the same prior
-            best = heads[-1].precision or 1.0
-            precisions = [best * 10**0.5, best, best / 10**0.5]
-    if len(left_out) == len(sizes):
+    heads: list[RefittedHead] = []
+    ways, left_out = _ways(run, train, val)
+    if not ways:
         raise DeviceError(
             f"refitting {val.layout.num_params:,} parameters would take long on this device: no last layer can be refitted to stack",
             hint="use a GPU, or fit-laplace alone",
         )
-    return heads, [f"{name} ({why})" for name, why in left_out.items()]
+    done = resumable.restore(lambda state: f" after {len(state) // 3} of {len(ways)} ways of refitting") or {}
+
+    def state() -> dict[str, Tensor]:
+        """What was refitted so far, each way under its name."""
+        found: dict[str, Tensor] = {}
+        for head in heads:
+            if head.name in ways:
+                found |= {f"{head.name}.theta": head.theta, f"{head.name}.folds": head.folds}
+                found[f"{head.name}.precision"] = torch.tensor(head.precision, dtype=torch.float64)
+        return found
+
+    if train.head() is not None:
+        heads.append(_at_best_temperature(val, rows))
+    precisions: list[float] | None = None
+    for name, (_, num_modes) in ways.items():
+        if f"{name}.theta" in done:
+            theta, folds = (done[f"{name}.{part}"].to(rows.device) for part in ("theta", "folds"))
+            heads.append(RefittedHead(name, theta, folds, float(done[f"{name}.precision"])))
+        else:
+            task = run.console.task(f"refit to {name}", num_modes)
+            targets = _targets(run, name, train, rows)
+            given = precisions if name == "train+val" else None
+            heads.append(refit_head(name, targets, rows.log_scores, task=task, precisions=given))
+            resumable.offer(state)
+        if name == "train":  # with val beside them these rows want about the same prior
+            best = heads[-1].precision or 1.0
+            precisions = [best * 10**0.5, best, best / 10**0.5]
+    return heads, left_out
 
 
-def _sizes(train: Split, val: Split) -> dict[str, tuple[int, int]]:
-    """Return the number of rows of each way, and about how many modes it takes."""
+def _ways(run: Run, train: Split, val: Split) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """Return the number of rows of each way, and about how many modes it takes; and what is not tried, with the reason."""
     own, held = len(train.stored), len(val.stored)
-    return {
+    every = {
         "train": (own, NUM_PRECISIONS + 1),
         "val": (held, NUM_PRECISIONS * NUM_FOLDS + NUM_FOLDS + 1),
         "train+val": (own + held, 3 * NUM_FOLDS + NUM_FOLDS + 1),
     }
+    most = MOST_WORK.get(run.device.type, MOST_WORK["cpu"])
+    found, left_out = {}, []
+    for name, (num_rows, num_modes) in every.items():
+        if num_rows * val.layout.num_params * num_modes > most:
+            left_out.append(f"{name} (would take long here)")
+        elif name == "train+val" and num_rows > (1 + MOST_ROWS) * held:
+            left_out.append(
+                f"{name} (train has more than {MOST_ROWS} times the rows of val, which decide little there)"
+            )
+        else:
+            found[name] = num_rows, num_modes
+    return found, left_out
+
+
+def estimated_seconds(run: Run, train: Split, val: Split) -> float:
+    """About how long it takes, right to a factor of about three."""
+    speed, layout = speed_of(run.device), train.layout
+    return sum(
+        fit_seconds("diag", layout, num_examples=rows, speed=speed, num_fits=0, num_modes=modes) + modes * _MODE_SECONDS
+        for rows, modes in _ways(run, train, val)[0].values()
+    )
 
 
 def _at_best_temperature(val: Split, rows: _Val) -> RefittedHead:
