@@ -23,6 +23,7 @@ from bnncli.storage.provenance import Source
 from bnncli.storage.resume import state_path
 
 ENSEMBLE = "fit-ensemble"
+_SURE = 2  # times an estimate that is right to a factor of three
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Ladder:
             return True
         from bnncli.stages.stack.work import estimated_seconds
 
-        return estimated_seconds(self.run, train, val) < self.deadline - time.monotonic()
+        return _SURE * estimated_seconds(self.run, train, val) < self.deadline - time.monotonic()
 
     def _add(self, rung: Rung) -> Rung:
         self.rungs.append(rung)

@@ -134,12 +134,13 @@ def _heads(
     if train.head() is not None:
         heads.append(_at_best_temperature(val, rows))
     precisions: list[float] | None = None
-    for name, (_, num_modes) in ways.items():
+    order = list(ways)
+    for name in sorted(ways, key=lambda name: ways[name][0] * ways[name][1]):  # the quickest is kept the earliest
         if f"{name}.theta" in done:
             theta, folds = (done[f"{name}.{part}"].to(rows.device) for part in ("theta", "folds"))
             heads.append(RefittedHead(name, theta, folds, float(done[f"{name}.precision"])))
         else:
-            task = run.console.task(f"refit to {name}", num_modes)
+            task = run.console.task(f"refit to {name}", ways[name][1])
             targets = _targets(run, name, train, rows)
             given = precisions if name == "train+val" else None
             heads.append(refit_head(name, targets, rows.log_scores, task=task, precisions=given))
@@ -147,7 +148,7 @@ def _heads(
         if name == "train":  # with val beside them these rows want about the same prior
             best = heads[-1].precision or 1.0
             precisions = [best * 10**0.5, best, best / 10**0.5]
-    return heads, left_out
+    return sorted(heads, key=lambda head: order.index(head.name) if head.name in ways else -1), left_out
 
 
 def _ways(run: Run, train: Split, val: Split) -> tuple[dict[str, tuple[int, int]], list[str]]:
