@@ -1,7 +1,7 @@
 """Whether the defaults give the best answer that the tool knows: test NLL and ECE of what users get, beside what else they would do.
 
 Each case is a run as a user makes it: features, `auto`, then `refine` and `hmc` with all defaults, on test. Beside them scikit-learn's
-logistic regression on the same features, its penalty chosen on val, and a deep ensemble where sibling checkpoints are there. Claims: auto
+logistic regression on the same features, its penalty chosen on val, and ensembles where sibling checkpoints are there. Claims: auto
 is not worse than the network at one temperature by more than its own error, and within .005 nats of the best.
 
     python benchmarks/practice.py --data DATA --checkpoints CHECKPOINTS
@@ -116,21 +116,23 @@ def logistic_regression(folder: Path, labels: NDArray) -> Row:
 
 def run_case(case: Case, folder: Path) -> list[Row]:
     """Make the run, and score what each command leaves."""
-    path = folder / case.name
-    for number, source in enumerate([case.checkpoint, *case.siblings]):
+    paths = [folder / f"{case.name}-{number}" for number in range(1 + len(case.siblings))]
+    path = paths[0]
+    for source, copy in zip([case.checkpoint, *case.siblings], paths, strict=True):
         if source is not None:
-            shutil.copy(source, path if number == 0 else folder / f"{case.name}-{number}")
+            shutil.copy(source, copy)
     bnncli("extract-features", path, *case.words)
     auto = bnncli("auto", path, "--accept-poor-network")
     names = ["map", "temperature", "stack", "laplace"]
     for command in ("refine", "hmc"):
         bnncli(command, path)
         names.append(command)
-    if case.siblings:
-        bnncli("fit-ensemble", path, *(folder / f"{case.name}-{number + 1}" for number in range(len(case.siblings))))
-        names.append("ensemble")
+    if case.siblings:  # which auto has made an ensemble of, at one temperature
+        bnncli("fit-ensemble", *paths, "--name", "as-trained")
+        bnncli("fit-ensemble", *paths, "--each", "laplace")
+        names += ["ensemble", "as-trained", "mola"]
     bnncli("predict", path, "--split", "test", *(word for name in names for word in ("--posterior", name)))
-    run = path.with_name(f"{case.name}.bnn")
+    run = path.with_name(f"{path.name}.bnn")
     labels = np.asarray(read_features(run / "features" / "test.h5").labels)
     rows = []
     for name in names:

@@ -127,7 +127,8 @@ class MemberLayout:
         """
         numbers = theta[:, 0].long().tolist()
         places = {member: [at for at, own in enumerate(numbers) if own == member] for member in sorted({*numbers})}
-        makers = {member: self.head.logit_draws(theta[own, 1:]) for member, own in places.items()}
+        rows = {member: torch.tensor(own, device=theta.device) for member, own in places.items()}
+        makers = {member: self.head.logit_draws(theta[own, 1:]) for member, own in rows.items()}
 
         def at(inputs: Tensor) -> tuple[Tensor, Callable[[slice], Tensor]]:
             with torch.no_grad():
@@ -135,13 +136,12 @@ class MemberLayout:
             centers = [center * (len(places[member]) / len(numbers)) for member, (center, _) in made.items()]
 
             def logits(some: slice) -> Tensor:
-                found = inputs.new_empty(some.stop - some.start, self.num_outputs, len(inputs))
+                found = theta.new_empty(some.stop - some.start, self.num_outputs, len(inputs))
                 for member, (_, logits_of) in made.items():
                     own = places[member]
                     first, last = bisect_left(own, some.start), bisect_left(own, some.stop)
                     if first < last:
-                        rows = torch.tensor(own[first:last], device=found.device) - some.start
-                        found[rows] = logits_of(slice(first, last))
+                        found[rows[member][first:last] - some.start] = logits_of(slice(first, last))
                 return found
 
             return torch.stack(centers).sum(dim=0), logits

@@ -299,3 +299,14 @@ def test_a_mixture_of_laplace_posteriors_is_the_mean_of_what_each_predicts_by_it
     diagnosed = cli("diagnose", "0.pt", "--posterior", "mola", "--trust-code")
     assert (diagnosed.code, "no common target" in diagnosed.stderr) == (65, True)
     assert cli("diagnose", "0.pt").code == 0
+
+
+def test_without_labels_of_val_members_choose_their_precision_by_the_marginal_likelihood(cli: Cli) -> None:
+    informative_labels()
+    for seed in (0, 1):
+        assert cli("extract-features", f"{seed}.pt", *OWN, *DATA[:4]).code == 0
+    done = cli("fit-ensemble", "0.pt", "1.pt", "--trust-code", "--each", "laplace", "--json")
+    assert done.code == 0, done.stderr
+    alone = [cli("fit-laplace", f"{seed}.pt", "--json").json["metrics"]["prior_precision"] for seed in (0, 1)]
+    assert done.json["metrics"]["prior_precision"] == pytest.approx(alone, rel=1e-4)
+    assert done.json["metrics"]["val"] is None

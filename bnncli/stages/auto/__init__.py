@@ -206,6 +206,8 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, others: l
             "; the prior precision was chosen on the same val split, which favours posteriors a little" if tuned else ""
         ),
     ]
+    if any(rung.name == ENSEMBLE and rung.source is not None for rung in rungs):
+        notes.append("the one temperature of the ensemble's members was chosen on the same val split too")
     notes += _shares(rungs, rows)
     if others:
         notes.append(f"other posteriors of the run are not looked at: {', '.join(others)}; compare has them all")

@@ -16,6 +16,7 @@ from bnncli.evaluation.excess import score
 from bnncli.extraction.head import Head
 from bnncli.inference.costs import NUM_DRAWS
 from bnncli.inference.temperature import SHARED_RANGE, fit_shared_temperature
+from bnncli.machine.memory import require
 from bnncli.options import FitEnsembleOptions, FitLaplaceOptions
 from bnncli.options.fit_ensemble import LAPLACE, TEMPERATURE
 from bnncli.posteriors.ensemble import Ensemble
@@ -36,6 +37,7 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.module import STATE, ModuleLayout
 
 _AT_ONCE = 500  # examples
+_FEWER = "take fewer rows (SPLIT=SPEC@N), or \0each\0 temperature"
 
 
 def fit(run: Run, options: FitEnsembleOptions, first: Split, val: Split | None, members: list[Path]) -> Fitted:
@@ -200,6 +202,7 @@ def _seen_by(reader: NetworkReader, network: Network, split: Split, number: int)
     inputs = reader.input_split(split, split.content.header)
     head = network.head(inputs)
     assert head is not None
+    require(4 * split.stored.numel(), "cpu", what=f"the features of {split.content.name}", hint=_FEWER)
     extracted = network.features(inputs, head, batch_size=BATCH, dtype=reader.recorded.dtype)
     bias = None if head.bias is None else head.bias.numpy()
     content = replace(
