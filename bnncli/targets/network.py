@@ -241,11 +241,20 @@ class NetworkTarget:
         return self.likelihood.log_likelihoods(self.logits(theta, rows), labels).double().sum(dim=1)
 
     def _value_and_grad(self, theta: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Log likelihood (S,) of the examples in `rows`, float64, and its gradient (S, P), which is passed back from the logits on.
+
+        With classes first, indicators less probabilities take a third of the time of a cross entropy's two passes.
+        """
         with torch.enable_grad():
             leaf = theta.detach().requires_grad_()
-            value = self._log_likelihood(leaf, rows)
-            (gradient,) = torch.autograd.grad(value.sum(), leaf)
-        return value.detach(), gradient.double()
+            logits = self.logits(leaf, rows)
+        outputs = logits.detach().permute(2, 0, 1).contiguous()
+        indicators = self.likelihood.indicators(self.labels[rows], theta.dtype).unsqueeze(1)
+        of_labels = outputs.masked_fill(indicators == 0, 0.0).sum(dim=(0, 2), dtype=torch.float64)
+        normalizers, probabilities = self.likelihood.normalize_(outputs)
+        slopes = (indicators - probabilities).permute(1, 2, 0).contiguous()
+        (gradient,) = torch.autograd.grad(logits, leaf, slopes)
+        return of_labels - normalizers.sum(dim=1, dtype=torch.float64), gradient.double()
 
     def _ggn_product(self, theta: Tensor, vectors: Tensor, rows: slice) -> Tensor:
         """sum_n J_n^T H_n J_n v over the examples in `rows`, (M, P), for vectors (M, P)."""
