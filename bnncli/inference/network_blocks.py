@@ -104,15 +104,31 @@ def _largest_module(layout: ModuleLayout) -> int:
     return max(place.stop - place.start for place in module_places(layout).values())
 
 
-def largest_product(layout: ModuleLayout) -> int:
-    """Parameters of the largest module that derivatives are made by: linear layers that are called once, at one place, need none."""
-    from bnncli.theta.activations import output_numbers
+def kept_bytes(layout: ModuleLayout, structure: str) -> int:
+    """Of an example whose linearised logits are kept, in float32: what goes into a layer that is called once, else derivatives."""
+    from bnncli.logits._network import is_turned
     from bnncli.theta.modules import module_places
 
-    assert layout.network is not None
+    once = _called_once(layout) if is_turned(structure) else {}
+    sizes = {name: place.stop - place.start for name, place in module_places(layout).items()}
+    each = (
+        layout.num_outputs * once[name] + size // once[name] if name in once else layout.num_outputs * size
+        for name, size in sizes.items()
+    )
+    return 4 * (layout.num_outputs + sum(each))
+
+
+def largest_product(layout: ModuleLayout) -> int:
+    """Parameters of the largest module that derivatives are made by: linear layers that are called once, at one place, need none."""
+    from bnncli.theta.modules import module_places
+
+    once = _called_once(layout)
+    return max(
+        (place.stop - place.start for name, place in module_places(layout).items() if name not in once), default=0
+    )
+
+
+def _called_once(layout: ModuleLayout) -> dict[str, int]:
+    """Outputs of each linear layer that is called once, at one place of an example."""
     shapes = {part.name.rpartition(".")[0]: part.shape for part in layout.parts if len(part.shape) == 2}
-    places = {name: place.stop - place.start for name, place in module_places(layout).items()}
-    for name, size in sorted(places.items(), key=lambda pair: -pair[1]):
-        if name not in shapes or output_numbers(layout.network, {name}, layout.input_shape) != shapes[name][0]:
-            return size
-    return 0
+    return {name: shape[0] for name, shape in shapes.items() if layout.outputs_of_owners.get(name) == shape[0]}

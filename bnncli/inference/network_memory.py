@@ -16,6 +16,7 @@ from bnncli.inference.linearised import noise_size, shared_by
 from bnncli.inference.network_blocks import (
     first_use_bytes,
     gradient_bytes,
+    kept_bytes,
     prediction_bytes,
     trying_bytes,
     with_kernels,
@@ -35,6 +36,7 @@ _VECTORS = 6  # of P numbers, float64: theta at the start, the centre, the netwo
 _SOLVER_COPIES = 9  # of P numbers for each draw, float64: of conjugate gradients, and what a product and whitening take
 _MOST_TOGETHER = 8  # covariances of a search that are judged together: a grid of whole decades
 _TOGETHER_VECTORS = 3  # of P numbers, float64, for each: curvatures, scales made of them, and variances
+_KEPT_SHARE = 8  # one part in so many of the device, at most, is for what val's linearised logits are made of
 _PROBED = 8, 4  # parts of a block of examples that its work is measured on
 
 
@@ -70,6 +72,10 @@ class NetworkPlan:
 
     def fit_bytes(self, structure: str, device: torch.device) -> int:
         """At the peak, the inputs with it."""
+        return self._peak(structure, device, self.kept_bytes(structure, device))
+
+    def _peak(self, structure: str, device: torch.device, kept: int) -> int:
+        """The same while so many bytes are kept of val's linearised logits."""
         elements = self._elements(structure)
         beside = self.input_bytes + 8 * _VECTORS * self.layout.num_params + first_use_bytes(device)
         covariance = 8 * _FEWER_COPIES.get(structure, _COPIES) * elements
@@ -86,10 +92,11 @@ class NetworkPlan:
             judged = max(
                 self._gradient_bytes(device, torch.float32), prediction_bytes(layout, self.num_held, structure, device)
             )
-            work.append(16 * elements + noise + together + judged)
+            work.append(16 * elements + noise + together + judged + kept)
         if self.num_held:
             work.append(16 * elements + trying_bytes(layout))
-            work.append(16 * elements + prediction_bytes(layout, self.num_held, structure, device))
+            predicted = prediction_bytes(layout, self.num_held, structure, device)
+            work.append(16 * elements + predicted + kept)
         if self.num_drawn:
             drawn = 8 * _SOLVER_COPIES * self.num_drawn * layout.num_params
             work.append(8 * elements + drawn + self._gradient_bytes(device, torch.float32))
@@ -100,6 +107,12 @@ class NetworkPlan:
             work.append(climbing + max(_COPIES * whitening, self._hessian_bytes(rough, device)))
             work.append(climbing + self._gradient_bytes(device, torch.float64))
         return beside + max(work)
+
+    def kept_bytes(self, structure: str, device: torch.device) -> int:
+        """Of what val's linearised logits are made of, which all rounds of a search and all integrators share; 0 where it has no room."""
+        needed, there = self.num_held * kept_bytes(self.layout, structure), budget(device)
+        has_room = needed <= there // _KEPT_SHARE and self._peak(structure, device, needed) <= there
+        return needed if has_room else 0
 
     def stored_bytes(self, structure: str) -> int:
         """Of the posterior's file: the matrices in float64, mean and network's parameters with them."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from bnncli.covariances import Covariance
 from bnncli.logits import LogitCovariance, LogitGaussian, LogitRoot
 from bnncli.logits._head import head_spread
+from bnncli.logits._kept import logits_at
 from bnncli.logits._network import network_spread
 from bnncli.theta.layout import LogitLayout
 from bnncli.theta.module import ModuleLayout
@@ -22,6 +23,8 @@ def logit_gaussian(theta: Tensor, layout: LogitLayout, covariance: Covariance | 
     """
 
     def mean(inputs: Tensor) -> Tensor:
+        if layout.network is not None:
+            return logits_at(cast(ModuleLayout, layout), inputs, theta.to(inputs.dtype))
         return layout.logits(inputs, theta.to(inputs.dtype).unsqueeze(0))[0]
 
     def push(inputs: Tensor, deviations: Tensor) -> Tensor:

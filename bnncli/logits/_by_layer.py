@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances import Covariance
+from bnncli.logits._kept import DERIVATIVES, KeptBlock, Rows, kept_at
 from bnncli.logits._pulled import Pulled
 from bnncli.machine.between_blocks import between_blocks
 from bnncli.network_curvature._matrices import matrices_of
@@ -95,29 +98,58 @@ def _rooted(
     layout: ModuleLayout, theta: Tensor, candidates: Sequence[Blocks]
 ) -> Callable[[Tensor], Iterator[Iterable[Iterable[Tensor]]]]:
     """Of inputs, block by block, at each place of theta, by each Sigma: roots (b, K, r)."""
-    known: list[Piece] = []  # found with the first inputs
+    found: list[_Parts] = []  # with the first inputs
 
     def roots(inputs: Tensor) -> Iterator[Iterable[Iterable[Tensor]]]:
         if not len(inputs):
             yield ([inputs.new_zeros(0, layout.num_outputs, 1)] * len(candidates),)
             return
         at = theta.to(inputs.device, inputs.dtype if inputs.is_floating_point() else torch.float32)
-        if not known:
-            known.extend(tried(layout, at, inputs, [*matrices_of(layout), *scales_of(layout)]))
+        kept = kept_at(layout, at, DERIVATIVES)
+        if not found:
+            found.append(_Parts.of(layout, at, inputs) if kept is None or kept.beside is None else kept.beside[0])
+        parts = found[0]
+        every = [list(blocks(parts.places)) for blocks in candidates]
+        first = [root for _, root in every[0]]
+        if kept is not None:
+            kept.beside = kept.beside or (parts, first)
+            before = kept.beside[1]
+            if len(first) != len(before) or not all(map(lambda own, other: own.turns_as(other), first, before)):
+                kept = None
+        largest = max(root.num_copies * (place.stop - place.start) for place, root in every[0])
+        num_others = sum(math.prod(part.shape) for part in parts.others)
+        for some in slices(0, len(inputs), block_size(layout, largest, inputs.device, num_others)[0]):
+            between_blocks("the logits' covariance")
+            own = None if kept is None else kept.block(inputs[some])
+            derivatives = _Derivatives(layout, at, inputs[some], parts, own)
+            yield (derivatives.roots(of[0][0], [root for _, root in of]) for of in zip(*every, strict=True))
+            if own is not None:
+                own.finish()
+
+    return roots
+
+
+class _Parts(NamedTuple):
+    """How the derivatives by theta are made.
+
+    Args:
+        known: pieces of modules whose uses say them.
+        others: parameters of which a Jacobian does.
+        places: in theta, of each piece and parameter, in its order.
+    """
+
+    known: list[Piece]
+    others: list[ParamPart]
+    places: list[slice]
+
+    @classmethod
+    def of(cls, layout: ModuleLayout, theta: Tensor, inputs: Tensor) -> _Parts:
+        """As tried at theta (P,), on the first of inputs (n, ...)."""
+        known = tried(layout, theta, inputs, [*matrices_of(layout), *scales_of(layout)])
         taken = {part.name for piece in known for part in piece.parts}
         others = [part for part in layout.parts if part.name not in taken]
         places = [place_of(piece) for piece in known] + [part.place for part in others]
-        places.sort(key=lambda place: place.start)
-        found = [list(blocks(places)) for blocks in candidates]
-        taken_places = [place for place, _ in found[0]]
-        largest = max(root.num_copies * (place.stop - place.start) for place, root in found[0])
-        num_others = sum(math.prod(part.shape) for part in others)
-        for some in slices(0, len(inputs), block_size(layout, largest, inputs.device, num_others)[0]):
-            between_blocks("the logits' covariance")
-            layers = _derivatives(layout, at, inputs[some], known=known, others=others)
-            yield (_roots(layers, place, [of[index][1] for of in found]) for index, place in enumerate(taken_places))
-
-    return roots
+        return cls(known, others, sorted(places, key=lambda place: place.start))
 
 
 def block_size(layout: ModuleLayout, largest: int, device: torch.device, num_others: int) -> tuple[int, int]:
@@ -264,17 +296,47 @@ def _derivatives(
     return sorted(found, key=lambda layer: layer.place.start)
 
 
-def _roots(layers: list[_Layer], place: slice, blocks: Sequence[BlockRoot]) -> Iterator[Tensor]:
-    """By each Sigma's block at a place, which may be that of a layer, of part of one or of more than one."""
-    within = [layer for layer in layers if layer.place.start < place.stop and layer.place.stop > place.start]
-    if len(within) == 1 and within[0].place == place and isinstance(within[0], MatrixDerivatives):
-        layer, before, derivatives = within[0], blocks[0], blocks[0].turn(within[0])
+@dataclass
+class _Derivatives:
+    """The logits' derivatives at a block of inputs (n, ...), made when they are first asked for.
+
+    Args:
+        kept: what is kept of these inputs; None where nothing is to be.
+    """
+
+    layout: ModuleLayout
+    theta: Tensor
+    inputs: Tensor
+    parts: _Parts
+    kept: KeptBlock | None
+
+    @cached_property
+    def layers(self) -> list[_Layer]:
+        """By each layer, in theta's order."""
+        return _derivatives(self.layout, self.theta, self.inputs, known=self.parts.known, others=self.parts.others)
+
+    def roots(self, place: slice, blocks: Sequence[BlockRoot]) -> Iterator[Tensor]:
+        """By each Sigma's block at a place, which may be that of a layer, of part of one or of more than one."""
+        before = blocks[0]
+        if self.kept is not None and self.kept.is_known:
+            turning = self.kept.get(place.start)
+        else:
+            turning = self._turned(place, before)
+            if self.kept is not None:
+                self.kept.put(place.start, turning)
         for block in blocks:
+            if isinstance(turning, Rows):
+                yield block.of_rows(turning.rows)
+                continue
             if not block.turns_as(before):
-                before, derivatives = block, block.turn(layer)
-            yield block.of_turned(derivatives)
-        return
-    first = within[0].place.start
-    rows = torch.cat([layer.rows() for layer in within], dim=2)[:, :, place.start - first : place.stop - first]
-    for block in blocks:
-        yield block.of_rows(rows)
+                before, turning = block, self._turned(place, block)
+            yield block.of_turned(turning)
+
+    def _turned(self, place: slice, block: BlockRoot) -> Turned | Rows:
+        """Those at a place, as a block takes them."""
+        within = [layer for layer in self.layers if layer.place.start < place.stop and layer.place.stop > place.start]
+        if len(within) == 1 and within[0].place == place and isinstance(within[0], MatrixDerivatives):
+            return block.turn(within[0])
+        first = within[0].place.start
+        rows = torch.cat([layer.rows() for layer in within], dim=2)
+        return Rows(rows[:, :, place.start - first : place.stop - first])

@@ -31,7 +31,7 @@ def uniform_points(noise: Tensor) -> Tensor:
 def row_shifts(rows: Tensor, dim: int) -> Tensor:
     """Shifts (K, n) int32 of rows (n, ...): one for each row and dimension, the same wherever a row stands."""
     counters = torch.arange(1, dim + 1, device=rows.device).unsqueeze(1)
-    return (_mix(_keys(rows) + counters * _GOLDEN) >> 32).int()
+    return (_mix(row_keys(rows) + counters * _GOLDEN) >> 32).int()
 
 
 def shifted_normal(points: Tensor, shifts: Tensor, like: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def shifted_normal(points: Tensor, shifts: Tensor, like: Tensor) -> Tensor:
     return uniform.clamp_(-most, most).erfinv_().mul_(math.sqrt(2)).to(like.dtype)
 
 
-def _keys(rows: Tensor) -> Tensor:
+def row_keys(rows: Tensor) -> Tensor:
     """A number in 64 bits for each row, (n,): a sum, exact in any order, of its elements' bits times odd numbers."""
     flat = rows.detach().flatten(1)
     keys = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)

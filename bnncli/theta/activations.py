@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
@@ -55,15 +56,18 @@ def laid_out_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
     """
     together = _CHANNELS.get(torch.backends.cpu.get_cpu_capability(), 8)
     convolutions = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
-    modules = [module for module in network.module.modules() if isinstance(module, convolutions)]
-    shapes = _output_shapes(network, modules, input_shape)
+    modules = {name: one for name, one in network.module.named_modules() if isinstance(one, convolutions)}
+    shapes = _output_shapes(network, modules, input_shape)[1]
     return max((4 * -(-shape[0] // together) * together * math.prod(shape[1:]) for shape in shapes), default=0)
 
 
-def output_numbers(network: ModuleNetwork, owners: Collection[str], input_shape: Sequence[int]) -> int:
-    """Numbers that the modules of these names give together, at each call, of one example."""
-    modules = [module for name, module in network.module.named_modules() if name in owners]
-    return sum(map(math.prod, _output_shapes(network, modules, input_shape)))
+def output_numbers(network: ModuleNetwork, owners: Collection[str], input_shape: Sequence[int]) -> dict[str, int]:
+    """Numbers that each module of these names gives of one example, all its calls together."""
+    modules = {name: module for name, module in network.module.named_modules() if name in owners}
+    found = dict.fromkeys(modules, 0)
+    for name, shape in zip(*_output_shapes(network, modules, input_shape), strict=True):
+        found[name] += math.prod(shape)
+    return found
 
 
 def _growth(work: Callable[[int], object]) -> Growth:
@@ -73,15 +77,19 @@ def _growth(work: Callable[[int], object]) -> Growth:
     return growth(work, _FEW, _MORE)
 
 
-def _output_shapes(network: ModuleNetwork, modules: Iterable[Any], input_shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """What the modules give of one example, a shape for each call."""
+def _output_shapes(
+    network: ModuleNetwork, modules: Mapping[str, Any], input_shape: Sequence[int]
+) -> tuple[list[str], list[tuple[int, ...]]]:
+    """What the modules give of one example: a name and a shape for each call."""
+    names: list[str] = []
     shapes: list[tuple[int, ...]] = []
 
-    def note(module: Any, args: Any, output: Any) -> None:
+    def note(name: str, module: Any, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
+            names.append(name)
             shapes.append(tuple(output.shape[1:]))
 
-    handles = [module.register_forward_hook(note) for module in modules]
+    handles = [module.register_forward_hook(partial(note, name)) for name, module in modules.items()]
     try:
         with torch.no_grad():
             params = {name: value.detach().float() for name, value in network.module.named_parameters()}
@@ -89,7 +97,7 @@ def _output_shapes(network: ModuleNetwork, modules: Iterable[Any], input_shape: 
     finally:
         for handle in handles:
             handle.remove()
-    return shapes
+    return names, shapes
 
 
 def _kept_bytes(network: ModuleNetwork, input_shape: Sequence[int], count: int) -> int:

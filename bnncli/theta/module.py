@@ -121,10 +121,15 @@ class ModuleLayout:
         return laid_out_bytes(self._bound, self.input_shape)
 
     @cached_property
-    def own_outputs(self) -> int:
-        """Numbers that the modules which have the chosen parameters give of an example, as measured on one."""
+    def outputs_of_owners(self) -> dict[str, int]:
+        """Numbers that each module which has some of the chosen parameters gives of an example, as measured on one."""
         owners = {part.name.rpartition(".")[0] for part in self.parts}
         return output_numbers(self._bound, owners, self.input_shape)
+
+    @property
+    def own_outputs(self) -> int:
+        """Those of all of them."""
+        return sum(self.outputs_of_owners.values())
 
     @cached_property
     def widest(self) -> int:

@@ -29,6 +29,7 @@ class ModuleNetwork:
             Packed ones (n, arguments, length) may have any length.
         features_of: what its last layer takes, (n, D), given the module, the same call and that layer's weight (K, D) and bias (K,); None where
             that is not known.
+        kept: of logits linearised at one theta, while `logits._kept.keeping` asks for that.
     """
 
     module: nn.Module
@@ -36,6 +37,7 @@ class ModuleNetwork:
     names: tuple[str, ...] = ()
     takes_tokens: bool = False
     features_of: Callable[[nn.Module, Callable[[], Any], Tensor, Tensor | None], Tensor] | None = None
+    kept: dict[str, Any] = field(default_factory=dict, repr=False)
     _states: dict[Any, dict[str, Tensor]] = field(default_factory=dict, repr=False)
 
     def __call__(self, inputs: Tensor, params: Mapping[str, Tensor]) -> Tensor:

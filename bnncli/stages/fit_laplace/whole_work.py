@@ -15,6 +15,7 @@ from bnncli.inference.layer_precisions import choose_layer_precisions
 from bnncli.inference.linear_draws import linear_draws
 from bnncli.inference.network_memory import NetworkPlan
 from bnncli.inference.prior_precision import PriorSearch, search
+from bnncli.logits._kept import keeping
 from bnncli.options import FitLaplaceOptions
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.linear_draws import LinearDraws
@@ -40,12 +41,14 @@ class Prepared:
         plan: of the memory.
         structure: that is fitted.
         planned_bytes: of memory, at the peak of the fit.
+        num_kept: examples of val whose linearised logits are made once; 0 where they would take too much memory.
     """
 
     reader: NetworkReader
     plan: NetworkPlan
     structure: str
     planned_bytes: int
+    num_kept: int
 
 
 def prepare(
@@ -74,7 +77,8 @@ def prepare(
                 f"\0size\0: expected 1 to {layout.num_params}, the number of parameters; got {options.size}"
             )
         planned = plan.require_fit(structure, run.device)
-    return Prepared(reader, plan, structure, planned)
+        num_kept = held if plan.kept_bytes(structure, run.device) else 0
+    return Prepared(reader, plan, structure, planned, num_kept)
 
 
 def fit(
@@ -82,7 +86,7 @@ def fit(
 ) -> Fitted:
     """The Gaussian with what is told of it."""
     reader, structure = prepared.reader, prepared.structure
-    with reader.recorded.visible():
+    with reader.recorded.visible(), keeping(reader.network_of(options.layers), prepared.num_kept):
         whole = reader.split(train, options.layers)
         held = None if val is None else reader.split(val, options.layers)
         weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
