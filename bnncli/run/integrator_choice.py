@@ -21,6 +21,7 @@ from bnncli.storage.headers import Header
 
 ALL = "all"
 ENSEMBLE = "ensemble"
+OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
 PLUG_IN_METHODS = ("map", "temperature", "prune")
 
 

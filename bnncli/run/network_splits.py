@@ -92,6 +92,12 @@ class NetworkSplit(Split):
                 code="wrong_layout",
             )
 
+    def take(self, rows: Tensor) -> NetworkSplit:
+        """Some rows (n,) of it."""
+        found = super().take(rows)
+        assert isinstance(found, NetworkSplit)
+        return replace(found, inputs=self.inputs[rows.to(self.inputs.device)])
+
     def features(self, device: torch.device) -> Tensor:
         """The inputs (N, D) on the device."""
         return self.inputs.to(device)

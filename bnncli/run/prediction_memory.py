@@ -18,8 +18,8 @@ from bnncli.integrators.mc import affordable_draws
 from bnncli.lazy import torch
 from bnncli.machine.memory import budget, require
 from bnncli.posteriors import draws_at_once, made_at_once
-from bnncli.run.integrator_choice import type_of
-from bnncli.run.predictor import LINEARISED, OF_THETA
+from bnncli.run.integrator_choice import OF_THETA, type_of
+from bnncli.run.predictor import LINEARISED
 from bnncli.storage.headers import Header
 from bnncli.theta.activations import forward_growth
 from bnncli.theta.module import ModuleLayout

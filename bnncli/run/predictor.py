@@ -32,7 +32,7 @@ from bnncli.run.inputs import (
     posterior_prior,
     require_draws,
 )
-from bnncli.run.integrator_choice import IntegratorChoice, is_of_draws, num_stored
+from bnncli.run.integrator_choice import OF_THETA, IntegratorChoice, is_of_draws, num_stored
 from bnncli.run.out_of_fold import fit_on, knows, load_fitted, out_of_fold
 from bnncli.run.predicted_rows import PartProgress, Predicted, Rows, joined, own_rows, rows_of, scattered
 from bnncli.run.session import Run
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from bnncli.run.recorded_network import RecordedNetwork
     from bnncli.targets.target import CurvedTarget
 
-OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
 
 KEPT_FROM = 2e9  # multiplications of a fit of the combined score, which take half a second on one core
 

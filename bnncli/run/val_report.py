@@ -1,6 +1,7 @@
 """What a posterior's default predictive is worth on val, beside the plainer ones that it should replace.
 
-Measured as `predict` would: its default integrator, as many draws, from the same stream. A temperature is fitted to val, so
+Measured as `predict` would: its default integrator, as many draws, from the same stream; of a network whose draws are passes that
+would take minutes, on some of val's examples. A temperature is fitted to val, so
 that its losses are those with each example left out. The prior precision (and the structure) may have been chosen on val too: that favours
 the posterior, by about a part in N each, and a warning is the rarer for it.
 """
@@ -17,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.errors import MissingInput
-from bnncli.integrators import load_integrator, supports
+from bnncli.integrators import Integrator, load_integrator, supports
 from bnncli.lazy import torch
 from bnncli.machine.together import Parts
 from bnncli.names import counted, percent
 from bnncli.run.inputs import Split, load_split
-from bnncli.run.integrator_choice import default_integrator_of, follows_val
+from bnncli.run.integrator_choice import OF_THETA, default_integrator_of, follows_val
 from bnncli.run.made_already import fresh_posterior, to_predict
 from bnncli.run.out_of_fold import OutOfFold
 from bnncli.run.predicted_rows import shared_rows
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
     from bnncli.evaluation.excess import Scored
 
+# Numbers that the activations of all passes have, while the draws of a network's weights are measured: two minutes or so on one core.
+_MOST_NUMBERS = {"cpu": 2**34, "cuda": 2**39}
+_FEWEST_MEASURED = 100  # examples, however long they take
 OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared with: cheap, and without draws
 PLAINER = {  # what a posterior is compared with, in words
     "network": "the network as trained",
@@ -104,9 +108,10 @@ def measure_on_val(
     """
     from bnncli.evaluation.excess import score
 
+    own = default_integrator_of(method, is_last_layer=val.is_last_layer)
+    val = _measurable(run, posterior, val, own)
     assert val.content.labels is not None
     labels = val.content.labels
-    own = default_integrator_of(method, is_last_layer=val.is_last_layer)
     whole = posterior.whole if isinstance(posterior, OutOfFold) else posterior
     found, facts = {}, {}
     for name in (own, *(other for other in OTHER_INTEGRATORS if other != own and _supports(other, whole, val))):
@@ -157,6 +162,23 @@ def _best_integrator(own: Scored, others: Sequence[Scored]) -> str:
 
     worse_than = [gap.reference for gap in excesses(own, others) if gap.is_worse]
     return min((one for one in others if one.name in worse_than), key=lambda one: one.nll, default=own).name
+
+
+def _measurable(run: Run, posterior: Any, val: Split, name: str) -> Split:
+    """All of val; some of its rows, at random, where each takes so many passes of a network that all would take minutes."""
+    integrator = load_integrator(name)
+    if val.is_last_layer or integrator.needs not in OF_THETA:
+        return val
+    num_draws, num_rows = _num_draws(posterior, integrator) or 1, len(val.stored)
+    most = _MOST_NUMBERS.get(run.device.type, _MOST_NUMBERS["cuda"]) // (num_draws * val.layout.widest)
+    if num_rows <= max(most, _FEWEST_MEASURED):
+        return val
+    rows = torch.randperm(num_rows, generator=run.stream("val/measured"))[: max(most, _FEWEST_MEASURED)]
+    run.console.info(
+        f"what it is worth on val is measured on {len(rows)} of its {num_rows} examples, at random: "
+        f"each takes {num_draws} passes of the network"
+    )
+    return val.take(rows.sort().values)
 
 
 def measure_probs_on_val(
@@ -393,11 +415,7 @@ def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray
             probs[index.numpy()], how = _predicted(run, one, val.take(index), name)
         return probs, how
     integrator = load_integrator(name)
-    is_last_layer = posterior.layout.network is None
-    size = integrator.default_for(posterior.layout.num_params, is_last_layer=is_last_layer)
-    if size is not None:
-        own = getattr(posterior, "num_stored", getattr(posterior, "default_samples", size))
-        size = own if posterior.type != "samples" else posterior.draws[..., 0].numel()
+    size = _num_draws(posterior, integrator)
     ready = integrator.prepare(posterior, num_samples=size, generator=run.stream("predict/draws"))
     rows = shared_rows(len(val.stored), posterior.layout)
     parts, found = Parts(len(rows)), [np.empty((0, posterior.layout.num_classes), dtype=np.float32)]
@@ -406,6 +424,15 @@ def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray
         found.append(ready.predict(posterior, features, num_samples=size, generator=generator).probs.cpu().numpy())
     probs = parts.of_all(np.concatenate(found), [part.stop - part.start for part in rows])
     return probs, {"integrator": name, "samples": size}
+
+
+def _num_draws(posterior: Any, integrator: Integrator) -> int | None:
+    """How many draws predict by default: all that the posterior has, where it has some; None without draws."""
+    is_last_layer = posterior.layout.network is None
+    size = integrator.default_for(posterior.layout.num_params, is_last_layer=is_last_layer)
+    if size is None or posterior.type == "samples":
+        return None if size is None else int(posterior.draws[..., 0].numel())
+    return int(getattr(posterior, "num_stored", getattr(posterior, "default_samples", size)))
 
 
 def logits_on_val(run: Run, posterior: Any, val: Split) -> Tensor:
