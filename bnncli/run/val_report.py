@@ -259,6 +259,8 @@ def worse_than(metrics: Mapping[str, Any]) -> list[str]:
 def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: str, also: Sequence[str] = ()) -> None:
     """Say so where what predict gives by default is worse on val than what is simpler, and what to run.
 
+    Of a whole network also where it may be, and val does not tell: its remedies take far less than it does.
+
     Args:
         path: of the artifact.
         metrics: of the artifact, with what measure_on_val gives, where there was a val split.
@@ -268,6 +270,24 @@ def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: s
     worse = worse_than(metrics)
     if worse:
         run.console.warn(_warning(run, metrics, worse, name=path.stem, method=method, also=also))
+    elif (reference := _untold(metrics)) is not None:
+        own = metrics["val"][method]
+        run.console.info(
+            f"{path.stem} has a higher NLL on val than what is simpler: {own['nll']:.4f} ({own['integrator']}{_draws(own)}), against "
+            f"{_against(metrics, reference)}; {metrics['val_num_examples']} examples do not tell which predicts better"
+        )
+
+
+def _untold(metrics: Mapping[str, Any]) -> str | None:
+    """The predictive that a network's is worse than by most, and by what would be worth a warning; None where there is none."""
+    from bnncli.evaluation.excess import WORSE_SHARE
+
+    is_of_network = (metrics.get("cost") or {}).get("through") == "network"
+    gaps = (metrics.get("val_excess") or {}) if is_of_network else {}
+    most = max(gaps, key=lambda name: float(gaps[name]["value"]), default=None)
+    if most is None or gaps[most]["value"] <= WORSE_SHARE * metrics["val"][most]["nll"]:
+        return None
+    return most
 
 
 def _warning(
@@ -354,7 +374,8 @@ def _against(metrics: Mapping[str, Any], reference: str) -> str:
     words = PLAINER.get(reference, reference)
     if "temperature" in entry:
         words += f", {entry['temperature']:.3g}"
-    return f"{entry['nll']:.4f}, {percent(entry['ece'])} of {words} (worse by {gap['value']:.4f} +- {gap['standard_error']:.4f})"
+    error = "" if gap["standard_error"] is None else f" +- {gap['standard_error']:.4f}"
+    return f"{entry['nll']:.4f}, {percent(entry['ece'])} of {words} (worse by {gap['value']:.4f}{error})"
 
 
 def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, own: float) -> list[str]:

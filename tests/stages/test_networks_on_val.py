@@ -42,10 +42,8 @@ FITS: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A network trained for a while on three clouds, its features, and a Gaussian under a weak prior."""
-    folder = tmp_path_factory.mktemp("network")
+def make_network(folder: Path, epochs: int) -> Path:
+    """A network trained on three clouds, and its features."""
     rng = np.random.default_rng(0)
     words: list[object] = []
     for name, size in SIZES.items():
@@ -54,12 +52,20 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
         np.savez(folder / f"{name}.npz", x=x, y=y)
         words += ["--data", f"{name}=npz:{folder / name}.npz"]
     network = folder / "net.safetensors"
-    for line in (
-        ("train", network, *MODEL, *words[:2], "--epochs", 30, "--learning-rate", 0.01),
-        ("extract-features", network, *MODEL, *words),
-        ("fit-laplace", network, "--layers", "all", "--structure", "diag", *WEAK, "--name", "weak"),
-    ):
-        assert run_command_line([str(word) for word in line], io.StringIO()) == 0
+    run("train", network, *MODEL, *words[:2], "--epochs", epochs, "--learning-rate", 0.01)
+    run("extract-features", network, *MODEL, *words)
+    return network
+
+
+def run(*words: object) -> None:
+    assert run_command_line([str(word) for word in words], io.StringIO()) == 0
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that is not sure enough, so that one temperature makes it far better, and a Gaussian under a weak prior."""
+    network = make_network(tmp_path_factory.mktemp("network"), 30)
+    run("fit-laplace", network, "--layers", "all", "--structure", "diag", *WEAK, "--name", "weak")
     return network
 
 
@@ -99,3 +105,19 @@ def test_passes_that_take_long_are_of_some_examples_and_it_is_said(
         assert metrics["val"][name]["nll"] == pytest.approx(one["nll"], abs=4 * one["standard_error"])
     again = cli(*line, "again").json["metrics"]
     assert again["val"] == metrics["val"]
+
+
+def test_one_that_may_predict_worse_is_told_of_without_a_warning(cli: Cli, tmp_path: Path) -> None:
+    network = make_network(tmp_path, 100)
+    words = ("fit-laplace", network, "--layers", "all", "--structure", "diag", "--json", "--prior-precision")
+    done = cli(*words, 2.5, "--name", "wide")
+    metrics = done.json["metrics"]
+    own, gaps = metrics["val"]["laplace"]["nll"], metrics["val_excess"]
+    assert not any(gap["is_worse"] for gap in gaps.values())
+    assert own > 1.01 * metrics["val"]["network"]["nll"]
+    assert (
+        f"wide has a higher NLL on val than what is simpler: {own:.4f} (logit-mc, 256 draws), against " in done.stderr
+    )
+    assert f"(worse by {gaps['network']['value']:.4f} +- {gaps['network']['standard_error']:.4f})" in done.stderr
+    assert "150 examples do not tell which predicts better" in done.stderr
+    assert "higher NLL" not in cli(*words, 1e4, "--name", "narrow").stderr
