@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Logits held at once. On a CPU a chunk that stays in the cache decides the speed (2 MB of float32 measured
 # best); on a GPU a chunk must be large enough to fill the device.
 _CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
+_FEWEST_EXAMPLES = 64  # texts one by one take three times as long (a BERT of six layers, one core)
 
 
 class HasLayout(Protocol):
@@ -303,6 +304,11 @@ def entropy(probs: Tensor, *, is_exclusive: bool = True) -> Tensor:
 def chunk_budget(tensor: Tensor) -> int:
     """How many logits to hold at once on the device of the tensor."""
     return _CHUNK_LOGITS.get(tensor.device.type, _CHUNK_LOGITS["cuda"])
+
+
+def examples_at_once(tensor: Tensor, width: int) -> int:
+    """How many examples of so many numbers each go through at once: enough for quick products, however many numbers a network has."""
+    return max(_FEWEST_EXAMPLES, chunk_budget(tensor) // width)
 
 
 def slices(total: int, size: int) -> Iterator[slice]:

@@ -53,6 +53,10 @@ class LogitDraws(Protocol):
     def num_draws(self) -> int:
         """S."""
 
+    @property
+    def width(self) -> int:
+        """Numbers that a draw of an example's logits takes while it is made."""
+
     def at(self, features: Tensor) -> BlockDraws:
         """The draws at features (n, D)."""
 
@@ -139,13 +143,19 @@ def probs_of_draws(draws: LogitDraws, features: Tensor) -> Tensor:
 
 def chunks(features: Tensor, draws: LogitDraws) -> tuple[list[slice], list[slice]]:
     """Slices of examples, wide enough for fast products, and of draws; logits of a pair fit the budget."""
-    examples, num_draws = chunk_sizes(features, draws.layout, draws.num_draws)
+    examples, num_draws = chunk_sizes(features, draws.layout, draws.num_draws, width=draws.width)
     return list(slices(features.shape[0], examples)), list(slices(draws.num_draws, num_draws))
 
 
-def chunk_sizes(features: Tensor, layout: ClassifierLayout, num_draws: int) -> tuple[int, int]:
-    """Of features (N, ...), how many examples, and of S draws of logits how many, are taken at once."""
-    budget = chunk_budget(features) // layout.widest
+def chunk_sizes(
+    features: Tensor, layout: ClassifierLayout, num_draws: int, *, width: int | None = None
+) -> tuple[int, int]:
+    """Of features (N, ...), how many examples, and of S draws of logits how many, are taken at once.
+
+    Args:
+        width: numbers that a draw of an example takes; by default those of a pass.
+    """
+    budget = chunk_budget(features) // (width or layout.widest)
     examples = min(max(1, features.shape[0]), max(_CHUNK_EXAMPLES, budget // _CHUNK_EXAMPLES))
     num_kept = num_draws * (1 if layout.likelihood.is_exclusive else layout.likelihood.num_classes)
     examples = min(examples, max(1, _KEPT.get(features.device.type, _KEPT["cuda"]) // num_kept))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bnncli.integrators import check_features, chunk_budget, slices
+from bnncli.integrators import check_features, examples_at_once, slices
 from bnncli.integrators.mc import affordable_draws
 from bnncli.lazy import torch
 from bnncli.theta.layout import ClassifierLayout
@@ -63,7 +63,7 @@ def energy_and_max_logit(features: Tensor, theta: Tensor, layout: ClassifierLayo
     energy = features.new_empty(features.shape[0], dtype=torch.float32)
     largest = torch.empty_like(energy)
     stacked = theta.to(features).reshape(-1, layout.num_params)
-    budget = max(1, chunk_budget(features) // layout.widest)
+    budget = examples_at_once(features, layout.widest)
     for rows in slices(features.shape[0], budget):
         some = stacked.split(max(1, budget // (rows.stop - rows.start)))
         sums = [layout.logits(features[rows], draws).sum(dim=0) for draws in some]

@@ -31,6 +31,11 @@ class ThetaDraws:
         """By draws theta (S, P); weights (S,) of them, None for equal ones."""
         return cls(layout, theta.shape[0], layout.logit_draws(theta, weights))
 
+    @property
+    def width(self) -> int:
+        """Those of a pass."""
+        return self.layout.widest
+
     def at(self, features: Tensor) -> BlockDraws:
         """The draws at features (n, D)."""
         return BlockDraws(*self.made(features))

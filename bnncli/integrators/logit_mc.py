@@ -204,6 +204,11 @@ class _NormalLogits:
         """S."""
         return self.noise.shape[0]
 
+    @property
+    def width(self) -> int:
+        """Those of the classes: no draw is a pass of a network."""
+        return self.layout.num_classes
+
     def at(self, features: Tensor) -> BlockDraws:
         """The draws at features (n, D)."""
         mean, root = self.posterior.logit_root(features)
@@ -225,6 +230,11 @@ class _ShiftedLogits(_NormalLogits):
 
 class _PushedLogits(_NormalLogits):
     """Draws of the logits by deviations of theta (S, P), of a linearised network."""
+
+    @property
+    def width(self) -> int:
+        """Those of a pass."""
+        return self.layout.widest
 
     def at(self, features: Tensor) -> BlockDraws:
         """The draws at features (n, D)."""

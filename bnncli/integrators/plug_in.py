@@ -10,7 +10,7 @@ from bnncli.integrators import (
     Integrator,
     Prediction,
     check_features,
-    chunk_budget,
+    examples_at_once,
     require_support,
     slices,
 )
@@ -73,7 +73,7 @@ def predict_at(layout: ClassifierLayout, theta: Tensor, features: Tensor, progre
     stacked = theta.to(features).unsqueeze(0)
     probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)
     task = progress.task("predict", features.shape[0])
-    for rows in slices(features.shape[0], max(_FEWEST, chunk_budget(features) // layout.widest)):
+    for rows in slices(features.shape[0], examples_at_once(features, layout.widest)):
         logits = layout.logits(features[rows], stacked)[0]
         probs[rows] = layout.likelihood.class_probabilities(logits, dim=1)
         task.advance(rows.stop - rows.start)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bnncli.inference.network_blocks import first_use_bytes, prediction_bytes, trying_bytes, with_kernels
+from bnncli.integrators import chunk_budget
 from bnncli.integrators._averages import chunk_sizes
 from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
 from bnncli.integrators._mean_logits import NETWORK_MEAN_DRAWS
@@ -31,6 +32,7 @@ _MADE_VECTORS = 4  # of P numbers, float64, for each draw that is made of its no
 # Of each number of draws that become deviations of theta: float64, the mean taken off, and float32 of both.
 _PUSHED_BYTES = 20
 _QUASI_VECTORS = 4  # of P numbers, float64, for each draw of Sobol points: those, their quantiles, theta and products
+_LOGIT_COPIES = 4  # of draws of logits: normals, the logits, their probabilities, and p log p
 _COVARIANCES = 4  # of an example's logits, float64: the sum, what is added, and its root
 
 
@@ -102,7 +104,7 @@ class PosteriorMemory:
         if of_theta:
             work.append(self._made(count, needs=asked.needs, is_pushed=is_pushed))
         elif asked.needs != "center":
-            work.append(self._moments(device, num_examples))
+            work.append(self._moments(device, num_examples, count))
         if has_scores and self.kind not in (*LINEARISED, "point"):
             scored = affordable_draws(NETWORK_MEAN_DRAWS, self.layout.num_params)
             work.append(kept + max(self._made(scored, needs="sample"), self._kept(scored) + block))
@@ -154,11 +156,14 @@ class PosteriorMemory:
         noise = min(num_draws, draws_at_once(size))
         return self._kept(num_draws) + 8 * size * (noise + _MADE_VECTORS * min(noise, made_at_once(size)))
 
-    def _moments(self, device: torch.device, num_examples: int) -> int:
-        """Of the logits' covariances, a block of examples at a time."""
-        count = chunk_sizes(torch.empty(num_examples, 0, device=device), self.layout, 1)[0]
+    def _moments(self, device: torch.device, num_examples: int, num_draws: int) -> int:
+        """Of the logits' covariances, a block of examples at a time, and of draws of the logits."""
+        width = self.layout.num_classes
+        count = chunk_sizes(torch.empty(num_examples, 0, device=device), self.layout, num_draws, width=width)[0]
         covariances = 8 * _COVARIANCES * count * self.layout.num_outputs**2
-        return covariances + prediction_bytes(self.layout, count, self.structure, device)
+        drawn = min(chunk_budget(torch.empty(0, device=device)), num_draws * count * width)
+        made = prediction_bytes(self.layout, count, self.structure, device)
+        return covariances + max(made, 4 * _LOGIT_COPIES * drawn)
 
 
 def require_prediction(memory: PosteriorMemory, asked: PredictionSizes, device: torch.device, *, what: str) -> int:
