@@ -117,6 +117,17 @@ def test_a_library_that_is_not_there_leaves_its_part_out(tmp_path: Path, monkeyp
 
 
 @pytest.mark.long
+def test_each_command_has_its_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, report = report_of("seconds", tmp_path, monkeypatch)
+    assert code == 0, report
+    chains, adapter = report["tables"]
+    assert [row["command"] for row in chains["rows"]] == ["hmc"]
+    fits = ["fit-laplace --structure kron", "fit-laplace --structure diag"]
+    assert [row["command"] for row in adapter["rows"]] == ["pass", *fits, "predict"]
+    assert all(row["seconds"] > 0 for row in (*chains["rows"], *adapter["rows"]))
+
+
+@pytest.mark.long
 def test_predictives_are_compared_under_each_prior(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, report = report_of("predictives", tmp_path, monkeypatch)
     assert code == 0
