@@ -136,8 +136,8 @@ def run_case(case: Case, folder: Path) -> list[Row]:
     labels = np.asarray(read_features(run / "features" / "test.h5").labels)
     rows = []
     for name in names:
-        (path,) = (run / "predictions").glob(f"{name}.*/test.h5")
-        rows.append(row(path.parent.name, read_predictions(path).probs, labels))
+        (file,) = (run / "predictions").glob(f"{name}.*/test.h5")
+        rows.append(row(file.parent.name, read_predictions(file).probs, labels))
     rows.append(logistic_regression(run, labels))
     chosen = next(one for one in auto["rows"] if one["is_recommended"])  # type: ignore[attr-defined,union-attr]
     bnncli("predict", path, "--split", "test")
