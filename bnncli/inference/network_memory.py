@@ -92,11 +92,11 @@ class NetworkPlan:
             judged = max(
                 self._gradient_bytes(device, torch.float32), prediction_bytes(layout, self.num_held, structure, device)
             )
-            work.append(16 * elements + noise + together + judged + kept)
+            work.append(16 * elements + noise + together + judged)
         if self.num_held:
             work.append(16 * elements + trying_bytes(layout))
             predicted = prediction_bytes(layout, self.num_held, structure, device)
-            work.append(16 * elements + predicted + kept)
+            work.append(16 * elements + predicted)
         if self.num_drawn:
             drawn = 8 * _SOLVER_COPIES * self.num_drawn * layout.num_params
             work.append(8 * elements + drawn + self._gradient_bytes(device, torch.float32))
@@ -106,7 +106,7 @@ class NetworkPlan:
             climbing = 8 * CLIMBING_VECTORS * layout.num_params + 2 * whitening
             work.append(climbing + max(_COPIES * whitening, self._hessian_bytes(rough, device)))
             work.append(climbing + self._gradient_bytes(device, torch.float64))
-        return beside + max(work)
+        return beside + kept + max(work)
 
     def kept_bytes(self, structure: str, device: torch.device) -> int:
         """Of what val's linearised logits are made of, which all rounds of a search and all integrators share; 0 where it has no room."""
