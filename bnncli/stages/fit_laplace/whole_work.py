@@ -85,8 +85,9 @@ def fit(
     run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, prepared: Prepared
 ) -> Fitted:
     """The Gaussian with what is told of it."""
-    reader, structure = prepared.reader, prepared.structure
-    with reader.recorded.visible(), keeping(reader.network_of(options.layers), prepared.num_kept):
+    reader, structure, network = prepared.reader, prepared.structure, prepared.plan.layout.network
+    assert network is not None
+    with reader.recorded.visible(), keeping(network, prepared.num_kept):
         whole = reader.split(train, options.layers)
         held = None if val is None else reader.split(val, options.layers)
         weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
