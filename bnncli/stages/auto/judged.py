@@ -56,6 +56,9 @@ class Scores:
         self.points: dict[str, Scored] = {}
         self.candidates: list[Predictive] = []
         self._added: set[str] = set()
+        self._networks: dict[
+            Path, tuple[Any, Split]
+        ] = {}  # of more than the last layer, whose inputs are read for them
         self._detected: list[Detected] | None = None
 
     def add(self, rung: Rung) -> None:
@@ -80,9 +83,14 @@ class Scores:
 
     def judged_on(self, path: Path) -> tuple[Any, Split]:
         """A posterior on the device, or what stands for it on rows that it was fitted to; and val as it sees it."""
+        if path in self._networks:
+            return self._networks[path]
         header = read_header(path)
         posterior = Predictor(self.run, path, header, self.train).posterior
-        return self.train.judged_on(header, posterior, self.val), self.train.seen_by(header, self.val)
+        found = self.train.judged_on(header, posterior, self.val), self.train.seen_by(header, self.val)
+        if header.meta.get("layers") is not None:
+            self._networks[path] = found
+        return found
 
     def detect(self, outside: list[Split]) -> list[Detected]:
         """What the combined score of the features detects of each out-of-distribution split; nothing where val is too small for it."""
