@@ -19,7 +19,7 @@ class AutoOptions(Checked):
 
     budget: str | None = option(
         None,
-        "Time for all fits together, as 90s, 5m or 1h: a fit that is not done by then is left out, and continued by the next auto. No limit by default.",
+        "Time for the command, as 90s, 5m or 1h: a fit that is not done by then is left out, and the next auto goes on with it where it can be continued. No limit by default.",
         metavar="TIME",
     )
     prior_precision: str = option(
