@@ -1,4 +1,4 @@
-"""auto: the ladder as one command, from features to a recommended posterior: temperature, stack, laplace, refine, hmc."""
+"""auto: the ladder as one command, from features to a recommended posterior: temperature, ensemble, stack, laplace, refine, hmc."""
 
 from __future__ import annotations
 
