@@ -22,6 +22,7 @@ from bnncli.options import ComputeOptions
 FITS = {
     "fit-laplace": ("--structure", "full"),
     "fit-laplace/kron": ("--structure", "kron", "--name", "kron"),
+    "fit-laplace/loo": ("--structure", "full", "--prior-precision", "loo", "--name", "loo"),
     "fit-laplace/marglik": ("--structure", "diag", "--prior-precision", "marglik", "--name", "diag"),
     "refine": ("--epochs", 1, "--length", 2),
     "refine/batches": ("--epochs", 1, "--batch-size", 16, "--name", "batches"),
