@@ -166,9 +166,10 @@ def test_the_whole_fit_is_to_the_rows_that_were_asked_for(run: Path, name: str) 
 def test_the_numbers_on_val_are_those_of_the_predictions_out_of_fold(run: Path, name: str) -> None:
     metrics = read_header(file_of(run, name)).meta["metrics"]
     labels = rows_of(run, "val")[1].numpy()
-    for key, label in (("laplace", f"{name}.mc"), ("plug-in", f"{name}.plug-in"), ("probit", f"{name}.probit")):
-        probs = predicted(run, label).probs
+    for integrator in ("mc", "plug-in", "probit"):
+        probs = predicted(run, f"{name}.{integrator}").probs
         nll = -np.log(probs[np.arange(len(labels)), labels]).mean()
+        key = "laplace" if integrator == metrics["recommended_integrator"] else integrator
         assert metrics["val"][key]["nll"] == pytest.approx(nll, abs=1e-5), key
 
 
@@ -276,7 +277,7 @@ def test_fewer_rows_than_features_are_fitted_in_their_span(cli: Cli, tmp_path: P
         for target, rows in fold_targets(run, name):
             mode = scipy_mode(target)
             expected = linear(features[rows], *target.layout.split(mode)).softmax(dim=1)
-            np.testing.assert_allclose(plug_in[rows.numpy()], expected.numpy(), atol=5e-4)
+            np.testing.assert_allclose(plug_in[rows.numpy()], expected.numpy(), atol=1e-3)
             whole = fit_gaussian(target, start=mode, structure="full").gaussian  # over all of theta
             by_whole = load_integrator("probit").predict(whole, features[rows].float(), num_samples=None, generator=torch.Generator())  # fmt: skip
             np.testing.assert_allclose(probit[rows.numpy()], by_whole.probs.numpy(), atol=2e-3)

@@ -206,14 +206,14 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     scale = metrics.get("prior_mean_scale")
     about = "" if scale is None else f", about {scale:.4g} times the checkpoint's last layer"
     by_val = "lowest val NLL" + (f", {metrics['num_folds']}-fold cross-validated" if "num_folds" in metrics else "")
-    if metrics.get("prior_precision_for") == "plug-in":
-        by_val += " of the mode alone: draws would need a prior that fits worse"
     chosen = {
         "val": by_val,
         "loo": "lowest leave-one-out NLL of train",
         "marglik": "marginal likelihood",
         "number": "as given",
     }[metrics["prior_precision_by"]]
+    if metrics.get("prior_precision_for") == "plug-in":
+        chosen += " of the mode alone, which predicts better than draws under any precision"
     bias = f", {metrics['bias_precision']:.4g} of the biases" if "bias_precision" in metrics else ""
     compared = metrics.get("structure_nll") or {}
     by_val = ", ".join(f"{name} {value:.4f}" for name, value in compared.items())

@@ -219,28 +219,32 @@ def _fitted(
         found, compared = structure_by_val(
             run, target, found, search_at, closest=closest, layout=target.layout, whole=whole
         )
-    found = _chosen_for(found, plug_in, target, center, run.console)
+    fitted = closest if options.structure == "auto" else found.fit.gaussian.covariance.structure
+    found = _chosen_for(found, plug_in, target, fitted, center, run.console)
     return found.fit, found, compared, searched.counts
 
 
 def _chosen_for(
-    found: PriorSearch, plug_in: PlugInChoice | None, target: LastLayerTarget, center: str, progress: Progress
+    found: PriorSearch,
+    plug_in: PlugInChoice | None,
+    target: LastLayerTarget,
+    structure: str,
+    center: str,
+    progress: Progress,
 ) -> PriorSearch:
-    """The search itself; or that of the precision whose mode alone predicts val best, where it predicts better than draws do under theirs."""
+    """The search itself; or that of the precision whose mode alone predicts best, where it predicts better than draws do under theirs.
+
+    Args:
+        structure: to fit there: that draws of a rough one predict well is no reason then.
+    """
     if plug_in is None:
         return found
     gaussian = found.fit.gaussian
     drawn = found.judge.losses(target.with_prior(gaussian.require_prior()), gaussian.mean, gaussian.covariance)
     if first_near_the_best({SAMPLED: drawn, PLUG_IN: found.judge.plug_in_losses(plug_in.theta)}) == SAMPLED:
         return found
-    prior = target.prior.with_weight_precision(plug_in.precision)
-    fit = fit_gaussian(
-        target.with_prior(prior),
-        structure=gaussian.covariance.structure,
-        center=center,
-        start=plug_in.theta,
-        progress=progress,
-    )
+    own = target.with_prior(target.prior.with_weight_precision(plug_in.precision))
+    fit = fit_gaussian(own, structure=structure, center=center, start=plug_in.theta, progress=progress)
     return replace(
         found, best=plug_in.precision, curve=plug_in.curve, at_edge=plug_in.at_edge, fit=fit, integrator=PLUG_IN
     )
