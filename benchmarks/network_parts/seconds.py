@@ -1,6 +1,6 @@
 """What commands over whole networks take on one machine: chains over a small MLP, and a Gaussian over a LoRA adapter with its predictions.
 
-Needs no files: networks are as they are made and data are random, as sizes alone matter. The MLP is 64-50-10 (3,760 parameters) with
+Needs no files: data are random, and the encoder is as it is made. The MLP is 64-50-10 (3,760 parameters) with
 1,000 training examples; the encoder has six layers of width 384 that read 16 tokens, and adapters of rank 4 at queries and values
 (36,864 parameters), with 300 examples each to train, to judge a prior precision and to predict. A pass of these through the encoder, and
 one back for each of four classes, is what their linearised logits take: `pass` is the time of that, the least that each
@@ -66,13 +66,14 @@ def _adapter(bench: Bench) -> Table:
 
 
 def _random_data(folder: Path, sizes: dict[str, int], *, classes: int) -> list[str]:
-    """Files of random numbers and classes, and what names them."""
-    words = []
+    """Files of random numbers about a centre for each class, and what names them."""
+    words, centers = [], 0.3 * np.random.default_rng(99).normal(size=(classes, 64))
     for seed, (split, size) in enumerate(sizes.items()):
         rng = np.random.default_rng(seed)
         file = folder / f"{split}.npz"
         if not file.exists():
-            np.savez(file, x=rng.normal(size=(size, 64)).astype(np.float32), y=rng.integers(0, classes, size))
+            labels = rng.integers(0, classes, size)
+            np.savez(file, x=(rng.normal(size=(size, 64)) + centers[labels]).astype(np.float32), y=labels)
         words += ["--data", f"{split}=npz:{file.name}"]
     return words
 
