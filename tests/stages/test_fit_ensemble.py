@@ -301,7 +301,7 @@ def test_a_mixture_of_laplace_posteriors_is_the_mean_of_what_each_predicts_by_it
     assert cli("diagnose", "0.pt").code == 0
 
 
-def test_without_labels_of_val_members_choose_their_precision_by_the_marginal_likelihood(cli: Cli) -> None:
+def test_without_labels_of_val_members_choose_their_precision_by_leaving_out_examples(cli: Cli) -> None:
     informative_labels()
     for seed in (0, 1):
         assert cli("extract-features", f"{seed}.pt", *OWN, *DATA[:4]).code == 0

@@ -172,6 +172,7 @@ def test_what_knows_the_last_layer_is_named(room: str) -> None:
         "latent_refit",
         "stacking",
         "combined_score",
+        "leave_one_out",
         "refits",
         "sghmc_refit",
         "simulations",

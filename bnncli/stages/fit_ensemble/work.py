@@ -14,11 +14,12 @@ from bnncli.checkpoints.load import load_checkpoint
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.excess import score
 from bnncli.extraction.head import Head
-from bnncli.inference.costs import NUM_DRAWS
+from bnncli.inference.costs import MOST_LEFT_OUT, NUM_DRAWS
 from bnncli.inference.temperature import SHARED_RANGE, fit_shared_temperature
 from bnncli.machine.memory import require
 from bnncli.options import FitEnsembleOptions, FitLaplaceOptions
 from bnncli.options.fit_ensemble import LAPLACE, TEMPERATURE
+from bnncli.options.fit_laplace import LOO
 from bnncli.posteriors.ensemble import Ensemble
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.mixture import MemberLayout, Mixture
@@ -220,7 +221,9 @@ def _laplace(run: Run, train: Split, val: Split | None) -> tuple[Fitted, Tensor]
         "whole": train.layout if span else None,
     }
     structure = structure_to_fit("auto", span or train.layout, run, **known)
-    criterion, head = "marglik" if val is None else "val", train.head()
+    without_val = LOO if train.layout.num_outputs <= MOST_LEFT_OUT else "marglik"
+    criterion, head = without_val if val is None else "val", train.head()
     assert head is not None
-    fitted = laplace.fit(run, FitLaplaceOptions(), criterion, structure, train, val, in_span=span is not None)
+    options, in_span = FitLaplaceOptions(), span is not None
+    fitted = laplace.fit(run, options, criterion, structure, train, val, in_span=in_span, only_draws=True)
     return fitted, head

@@ -48,8 +48,14 @@ def fit(
     val: Split | None,
     *,
     in_span: bool,
+    only_draws: bool = False,
 ) -> Fitted:
-    """The Gaussian with what is told of it; in the span of the features where `in_span`."""
+    """The Gaussian with what is told of it.
+
+    Args:
+        in_span: whether it is fitted in the span of the features.
+        only_draws: whether a searched precision suits draws, whatever the mode alone predicts.
+    """
     start = train.start().to(run.device)
     # A search puts its candidates in the place of the weights' precision.
     weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
@@ -70,7 +76,16 @@ def fit(
     with counted_passes() as tally:
         if folds is None:
             fit, found, compared, counts = _fitted(
-                run, options, criterion, structure, target, start=start, lift=lift, held_out=held_out, val=val
+                run,
+                options,
+                criterion,
+                structure,
+                target,
+                start=start,
+                lift=lift,
+                held_out=held_out,
+                val=val,
+                only_draws=only_draws,
             )
         else:
             own = priors[1:] if rows is None else [rows.prior(prior) for prior in priors[1:]]
@@ -153,6 +168,7 @@ def _fitted(
     lift: RowLift | None,
     held_out: HeldOutFeatures | None,
     val: Split | None,
+    only_draws: bool,
 ) -> tuple[LaplaceFit, PriorSearch | None, dict[str, float] | None, dict[str, int]]:
     """The fit, the search for its prior precision where there was one, the val NLL of the structures that it was chosen
     among, and how many examples the search has read, where these are not all.
@@ -213,7 +229,7 @@ def _fitted(
             structure = rough_structure_to_search(run, structure, target.layout, num_examples=num_examples)
         quick = structure_to_search(run, structure, target.layout)
     found = search_by(quick, structure, start, run.stream("fit-laplace/val"))
-    plug_in = found.plug_in
+    plug_in = None if only_draws else found.plug_in
     if options.structure == "auto" and criterion == "val":
         whole = None if lift is None else lift.layout
         found, compared = structure_by_val(
