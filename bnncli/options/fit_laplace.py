@@ -42,7 +42,7 @@ def kinds_of(structure: str) -> tuple[str, ...]:
 
 
 def _structure_help() -> str:
-    return f"Structure of the covariance. Of the last layer: {_named('curvature')}. Of other layers (\0layers\0): {_named('network_curvature')}; auto there is full up to 2,000 parameters, else kron, as far as they fit. Of the last layer auto is full where it fits in memory and has at most 6,000 parameters, else block where it is no slower than that, else kron; where val chooses the prior precision, the first of these and the rougher ones whose val NLL is within a standard error, or a hundredth, of the lowest. Of fewer examples than features full and block are fitted in the space that these span, exactly: that is much smaller."
+    return f"Structure of the covariance. Of the last layer: {_named('curvature')}. Of other layers (\0layers\0): {_named('network_curvature')}; auto there is full up to 2,000 parameters, else kron, as far as they fit. Of the last layer auto is full where it fits in memory and has at most 6,000 parameters, else block where it is no slower than that, else kron; where it is not full and val chooses the prior precision, the first of these and the rougher ones whose val NLL is within a standard error, or a hundredth, of the lowest. Of fewer examples than features full and block are fitted in the space that these span, exactly: that is much smaller."
 
 
 @dataclass(frozen=True)

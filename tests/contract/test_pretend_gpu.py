@@ -55,6 +55,7 @@ LINES = (
     "extract-features m.pt --model mlp --model-arg inputs=4 --model-arg hidden=3 --model-arg classes=3 "
     "--data train=npz:raw.npz --hold-out val=train:9 --task multiclass",
     *(f"fit-laplace s --structure {name} --name {name} --prior-precision 5" for name in registry.names("curvature")),
+    "fit-laplace s --prior-precision loo --name left-out",
     *(
         f"fit-laplace m.pt --layers all --structure {name} --name n-{name} --prior-precision 5"
         for name in registry.names("network_curvature")

@@ -94,7 +94,9 @@ def structure_by_val(
     layout: MatrixLayout,
     whole: MatrixLayout | None,
 ) -> tuple[PriorSearch, dict[str, float] | None]:
-    """The search of the structure that predicts best on val, and the val NLL of each that is quick; None for a single one.
+    """The search of the structure to take, and the val NLL of each that is quick, where val chooses among several.
+
+    The exact one is taken wherever it is quick, whatever val says; val chooses among rougher ones.
 
     Args:
         found: of the closest structure, or of a rougher one.
@@ -110,6 +112,12 @@ def structure_by_val(
     if whole is not None:  # a diagonal in the basis of the span, say, is none of theta's
         quick = [name for name in quick if registry.declared("curvature", name, "is_same_in_span")]
     others = quick[quick.index(closest) :] if closest in quick else []
+    if others and closest in registry.declaring("curvature", "is_exact"):
+        if first != closest:
+            around, start = found.best, gaussian.mean
+            generator = run.stream("fit-laplace/val")
+            found = search_at(structure=closest, start=start, generator=generator, around=around)
+        return found, None
     if len(others) < 2:
         return found, None
     choice = choose_structure(target.with_prior(gaussian.require_prior()), found.fit, others, judge=found.judge)
