@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from bnncli import registry
-from bnncli.options.command import Command
+from bnncli.options.command import SECTIONS, Command
 from bnncli.options.parts import declaration
 
 _FAMILY = "stages"
@@ -39,7 +39,7 @@ def _declared(names: tuple[str, ...]) -> tuple[Command, ...]:
         if not isinstance(command, Command):
             raise registry.broken(_FAMILY, name, "it declares no COMMAND")
         found.append(replace(command, name=name))
-    return tuple(sorted(found, key=lambda one: one.place))
+    return tuple(sorted(found, key=lambda one: (SECTIONS.index(one.section), one.place)))
 
 
 COMMANDS = _declared(tuple(registry.own_names(_FAMILY)))

@@ -128,7 +128,7 @@ class _Invocation:
     def _defaults(self) -> dict[str, Any]:
         """Values from the environment and the configuration file, for the command that is being run."""
         command = self._named_command()
-        if command is None or "--help" in self.argv or "-h" in self.argv:
+        if command is None or {"--help", "--help-all", "-h"} & set(self.argv):
             return {}
         config = read_config(config_path(_value_of(self.argv, "--config"), os.environ))
         self.settings = settings = resolve(command, config)

@@ -19,6 +19,9 @@ COMPUTE = (ComputeOptions, RecordOptions, WriteOptions, LockOptions, RunOptions,
 READ = (RunOptions, CommonOptions)
 
 
+SECTIONS = ("Start", "Fit", "Use", "Judge", "Files", "Research", "More")  # of the list of commands, in this order
+
+
 @dataclass(frozen=True)
 class Argument:
     """A positional argument; `is_many` takes one or more, `is_optional` none or one, `writes` a file that is written."""
@@ -39,7 +42,8 @@ class Command:
 
     Args:
         groups: classes of options; the one that is not shared by commands goes to the stage.
-        place: in the list of commands, ascending; those of one place stand in the order of their names.
+        section: of the list of commands: one of SECTIONS.
+        place: within the section, ascending; those of one place stand in the order of their names.
         name: of the stage's file, given by whoever reads the declaration.
     """
 
@@ -49,6 +53,7 @@ class Command:
     examples: tuple[str, ...]
     arguments: tuple[Argument, ...] = (CKPT,)
     parent: str = ""
+    section: str = SECTIONS[-1]
     place: int = 1000
     name: str = ""
 

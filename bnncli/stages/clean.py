@@ -17,7 +17,7 @@ from bnncli.storage.locks import artifact_lock
 from bnncli.storage.run_folder import FEATURES_SUFFIX, POSTERIOR_SUFFIXES
 
 COMMAND = Command(
-    "Remove what dead runs left behind: temporary files and resume states. Artifacts only with --stale.",
+    "Remove temporary files of dead runs, and stale artifacts with --stale.",
     "Files of processes that still run are kept. An artifact that is damaged, or whose state cannot be told, is never removed.",
     (
         own_options(
@@ -28,7 +28,8 @@ COMMAND = Command(
         *READ,
     ),
     ("bnncli clean ckpt.pt", "bnncli clean ckpt.pt --stale --dry-run"),
-    place=170,
+    section="Files",
+    place=30,
 )
 
 

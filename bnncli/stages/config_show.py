@@ -17,7 +17,8 @@ COMMAND = Command(
     ("bnncli config show refine", "BNNCLI_REFINE_EPOCHS=5 bnncli config show refine --json"),
     (Argument("of", "A command; all when not given.", is_optional=True),),
     parent="config",
-    place=190,
+    section="Files",
+    place=60,
 )
 
 

@@ -36,7 +36,8 @@ COMMAND = Command(
             "target", "The safetensors file to write, or an .npz file of a classifier of scikit-learn.", writes=True
         ),
     ),
-    place=160,
+    section="Files",
+    place=50,
 )
 
 

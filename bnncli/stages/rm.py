@@ -14,7 +14,7 @@ from bnncli.run.artifact_states import artifact_files, dependents, remove_artifa
 from bnncli.run.session import Result, Run
 
 COMMAND = Command(
-    "Remove posteriors or predictions by name, with what was made from them.",
+    "Remove posteriors or predictions, with everything made from them.",
     "Predictions, metrics, decisions and recommendations go with what they were made from. Where another posterior or an export was made "
     "from it, nothing is removed unless these are named too, or --dependents is given.",
     (
@@ -31,7 +31,8 @@ COMMAND = Command(
         "bnncli rm ckpt.pt hmc.mc",
     ),
     (CKPT, Argument("name", "Posteriors (laplace) or predictions (laplace.mc) of the run.", is_many=True)),
-    place=172,
+    section="Files",
+    place=40,
 )
 
 

@@ -15,12 +15,13 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.atomic import temporaries
 
 COMMAND = Command(
-    "List the artifacts of a run: fresh, stale, missing, invalid or unknown.",
+    "List a run's artifacts and whether each is up to date.",
     "An artifact is stale when an input it was made from has changed since, by content, and unknown when that cannot be told, "
     "because a file cannot be read.",
     (StatusOptions, *READ),
     ("bnncli status ckpt.pt", "bnncli status ckpt.pt --check || bnncli fit-laplace ckpt.pt"),
-    place=130,
+    section="Files",
+    place=10,
 )
 
 

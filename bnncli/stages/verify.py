@@ -24,12 +24,13 @@ from bnncli.storage.predictions import read_predictions
 from bnncli.storage.trained import read_trained
 
 COMMAND = Command(
-    "Check artifacts in full: digest and every invariant. Exit 65 when one is bad.",
+    "Check artifacts in full: digests and invariants. Exits with 65 if one is bad.",
     "Reads every byte; `inspect` and `status` read headers only.",
     (CommonOptions,),
     ("bnncli verify ckpt.pt.bnn", "bnncli verify ckpt.pt.bnn/features/*.h5"),
     (Argument("file", "Artifacts, or folders of them, to check.", is_many=True),),
-    place=150,
+    section="Files",
+    place=20,
 )
 
 SUFFIXES = (".h5", ".safetensors", ".nc", ".json", ".onnx", ".pt2")

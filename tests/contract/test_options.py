@@ -17,8 +17,8 @@ from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.option_values import option_fields, read_config
 from bnncli.errors import ConfigError
-from bnncli.options.command import Command
-from bnncli.options.declaration import flag_of, made
+from bnncli.options.command import SECTIONS, Command
+from bnncli.options.declaration import flag_of, help_of, made
 
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
@@ -119,6 +119,12 @@ def test_help_names_every_option_and_argument_and_has_examples(cli: Cli, command
         assert argument.name.upper() in done.stdout
     assert "Examples:" in done.stdout
     assert done.stdout == cli(*words, "-h").stdout
+    everything = cli(*words, "--help-all")
+    assert (everything.code, everything.stderr) == (0, "")
+    for name, (spec, _) in option_fields(command).items():
+        text = " ".join(everything.stdout.split())
+        assert f"{flag_of(name)} " in text, name
+        assert " ".join(help_of(spec).split()[:3]) in text, name
 
 
 EXAMPLES = [example for command in COMMANDS for example in command.examples]
@@ -142,6 +148,8 @@ def test_an_example_that_does_not_parse_would_be_seen() -> None:
 def test_the_list_of_commands_is_in_the_help(cli: Cli) -> None:
     done = cli("--help")
     assert all(command.name in done.stdout for command in COMMANDS if not command.parent)
+    titles = [line.removesuffix(":") for line in done.stdout.splitlines() if line.removesuffix(":") in SECTIONS]
+    assert titles == list(SECTIONS[:-1])  # every command of ours is in one
     assert "Exit codes:" in done.stdout
 
 

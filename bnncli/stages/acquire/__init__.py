@@ -38,7 +38,8 @@ COMMAND = Command(
         "bnncli acquire ckpt.pt --pool unlabelled --batch 100",
         "bnncli acquire ckpt.pt --pool unlabelled --by batchbald --batch 20 --exclude done.txt --table next.csv",
     ),
-    place=95,
+    section="Use",
+    place=40,
 )
 
 BATCH_BALD_DRAWS = 100

@@ -30,7 +30,7 @@ _MOST_SIBLINGS = 9
 _FOR_FITS = 0.95  # of the budget: the rest is for what ends, is judged and written after it
 
 COMMAND = Command(
-    "Climb from the network to the posterior that pays, and recommend one.",
+    "Try methods from cheap to costly and recommend one.",
     "Fits one temperature, an ensemble where checkpoints beside this one are of the same network, trained apart, a stack of refitted last layers, then a Gaussian; where that is not good for its target (as diagnose judges) a flow on it, and where that "
     "is not either, hmc. Compares every posterior on the labelled val split, by mc, probit, mean-field and plug-in, with the network at one "
     "temperature. Recommends the simplest that lowers the NLL by more than 1 % beyond chance and does not lose accuracy; where none does, the "
@@ -38,7 +38,8 @@ COMMAND = Command(
     "takes the recommendation where nothing else is named. Writes recommended.json.",
     (AutoOptions, InputOptions, *COMPUTE),
     ("bnncli auto ckpt.pt", "bnncli auto ckpt.pt --budget 5m"),
-    place=15,
+    section="Start",
+    place=50,
 )
 
 

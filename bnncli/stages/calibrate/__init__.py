@@ -25,7 +25,7 @@ from bnncli.storage.predictions import stored_arrays
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
-    "Calibrate decisions with guarantees: prediction sets, accepted predictions, outliers, shift.",
+    "Calibrate decisions with guarantees: prediction sets, acceptance, outliers, shift.",
     "Reads the predictions of a split that chose nothing else, such as extract-features --hold-out calib=test:2000 makes; one that the "
     "posterior was fitted to, tuned on or chosen by is refused. The levels hold for examples like those of the split, whatever the "
     "posterior is worth; predict adds the decisions to its table, evaluate says what they come to on other splits. Exits 3 where no threshold "
@@ -36,7 +36,8 @@ COMMAND = Command(
         "bnncli calibrate ckpt.pt --posterior laplace --risk 0.02 --confidence 0.95 --false-alarm 0.05 --shift-level 0.01",
         "bnncli calibrate ckpt.pt --sets raps --class-conditional --name by-class",
     ),
-    place=85,
+    section="Use",
+    place=20,
 )
 
 

@@ -19,7 +19,7 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
-    "Compare posteriors: each score with its standard error, the best ones marked, or differences from a baseline.",
+    "Compare the scores of posteriors, with standard errors and tests.",
     "One checkpoint: standard errors and tests by a bootstrap over examples, the same ones for all posteriors. Several "
     "checkpoints, seeds of one experiment: means and standard errors over checkpoints, and paired t tests, which find "
     "little with two or three. Marked (* in text) are the best of each column and all that are not significantly worse "
@@ -40,7 +40,8 @@ COMMAND = Command(
             "ckpt", "Checkpoints whose predictions are compared; several are seeds of one experiment.", is_many=True
         ),
     ),
-    place=100,
+    section="Judge",
+    place=20,
 )
 
 _FORMATS = {"csv": as_csv, "markdown": as_markdown, "latex": as_latex}

@@ -16,12 +16,13 @@ from bnncli.stages.demo.fixtures import fixture_path
 from bnncli.storage.atomic import check_writable, publish_bytes
 
 COMMAND = Command(
-    "Run the whole pipeline on the embedded Fashion-MNIST case, into ./bnncli-demo/.",
+    "Run the whole pipeline on embedded data, into ./bnncli-demo/.",
     "A LeNet-5 and subsets of Fashion-MNIST and MNIST travel with the package; under a minute on two cores.",
     (DemoOptions, ComputeOptions, CommonOptions),
     ("bnncli demo",),
     (),
-    place=180,
+    section="Start",
+    place=10,
 )
 
 CHECKPOINT = "lenet5-fmnist.pt"

@@ -15,7 +15,7 @@ from bnncli.stages.diagnose.judgement import judge
 from bnncli.stages.diagnose.tables import diagnosis_tables
 
 COMMAND = Command(
-    "Judge every posterior against its target: ELBO, Pareto k, evidence, R-hat, MMD^2.",
+    "Check how closely each posterior matches its target.",
     "A Gaussian or flow is good when its log importance weights spread by at most 2 nats and Pareto k is below its "
     "threshold; draws are good with R-hat at most 1.05, 400 effective draws and no divergence. What to predict with is another "
     "question: diagnose quotes auto's recommendation, or, without one, compares the posteriors on val by auto's rule. Nothing is written.",
@@ -25,7 +25,8 @@ COMMAND = Command(
         "bnncli diagnose ckpt.pt --posterior laplace --strict --json | jq .verdict",
         "bnncli diagnose ckpt.pt --layers all",
     ),
-    place=110,
+    section="Judge",
+    place=30,
 )
 
 

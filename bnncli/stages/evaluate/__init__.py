@@ -39,7 +39,7 @@ from bnncli.storage.predictions import stored_arrays
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
-    "Score predictions: accuracy, NLL, Brier, ECE, OOD detection, distance to HMC.",
+    "Score predictions: accuracy, NLL, Brier, ECE, OOD detection.",
     "One row for each posterior, integrator and in-distribution split. Numbers with all the choices that define them "
     "are in metrics/<posterior>.<integrator>.json and in --json. Undefined scores are null with a reason. Scores of the "
     "features alone (--score knn) have a row called features, in metrics/features.none.json. An assertion "
@@ -53,7 +53,8 @@ COMMAND = Command(
         "bnncli evaluate ckpt.pt --score max_prob --score energy --score knn",
         "bnncli evaluate ckpt.pt --assert 'ece<=0.02' --assert 'laplace.mc.nll<map.nll'",
     ),
-    place=90,
+    section="Judge",
+    place=10,
 )
 
 

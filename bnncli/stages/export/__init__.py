@@ -30,7 +30,7 @@ from bnncli.storage.headers import Header, interpreting
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
-    "Write network and Bayesian head as one file that predicts without bnncli: ONNX, pt2 or safetensors.",
+    "Export network and posterior as one ONNX, pt2 or safetensors file.",
     "Inputs go in as the run's data has them, a batch of any size; probs, entropy, mutual_information (where the integrator has "
     "it) and ood_score come out. Before the file is published its probabilities are held against those of predict on val, in "
     "onnxruntime and in torch on the CPU; size and milliseconds are said. The file says of what it was made, what its classes and "
@@ -41,7 +41,8 @@ COMMAND = Command(
         "bnncli export ckpt.pt --posterior hmc --head-only --draws 200 --dtype float16",
         "bnncli export ckpt.pt --posterior laplace --integrator probit --head-only --format torch --out head.safetensors",
     ),
-    place=85,
+    section="Use",
+    place=30,
 )
 
 

@@ -29,7 +29,7 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import FeatureFile
 
 COMMAND = Command(
-    "Run the network over the data once, and keep penultimate features and the last linear layer.",
+    "Run the network over the data once and store its penultimate features.",
     "Writes features/<split>.h5 for every split and posteriors/map.safetensors, the network as trained. Every later "
     "command works from these files and needs no network code. The last linear layer is found, and proved: features "
     "times head must equal the network's output.",
@@ -39,7 +39,8 @@ COMMAND = Command(
         "bnncli extract-features ckpt.pt --model net.py:make --model-arg width=4 --data train=images:train --resize 256 --crop 224",
         "bnncli extract-features myrun --from-npz features.npz",
     ),
-    place=10,
+    section="Start",
+    place=40,
 )
 
 

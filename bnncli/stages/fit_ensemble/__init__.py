@@ -23,7 +23,7 @@ from bnncli.storage.freshness import is_same_file
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
-    "Take networks that were trained apart as one posterior: a deep ensemble.",
+    "Combine networks that were trained separately into an ensemble.",
     "CKPT is the first member; its run has recorded the network and the data. MEMBERs are further checkpoints of the same "
     "architecture, other seeds as a rule. All have equal weight, each with its own parameters and batch-norm statistics. --each says "
     "what a member predicts with: the network as trained, at a temperature, or a Gaussian over its last layer (a mixture of Laplace "
@@ -36,7 +36,8 @@ COMMAND = Command(
         "bnncli fit-ensemble a.pt b.pt c.pt --each laplace",
     ),
     (CKPT, Argument("member", "Checkpoints of the other members.", is_many=True)),
-    place=35,
+    section="Fit",
+    place=60,
 )
 
 

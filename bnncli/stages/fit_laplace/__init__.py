@@ -32,7 +32,7 @@ from bnncli.storage.figures import check_figure_path, write_figure
 from bnncli.theta.layout import MatrixLayout
 
 COMMAND = Command(
-    "Fit a Gaussian posterior over the last layer, or over other layers.",
+    "Fit a Gaussian (Laplace) posterior over the last layer, or over other layers.",
     "Finds the mode of the target by Newton's method, to within 0.001 posterior standard deviations (the Newton "
     "decrement, all parameters together), and puts the Laplace approximation there; over other layers (--layers) it is put "
     "at the network's weights, unless --center mode looks for their mode. The prior "
@@ -50,7 +50,8 @@ COMMAND = Command(
         "bnncli fit-laplace ckpt.pt --layers all --structure kron",
         "bnncli fit-laplace ckpt.pt --layers 'layer4*+fc*' --name top",
     ),
-    place=20,
+    section="Fit",
+    place=30,
 )
 
 _BETTER = "a val split (--hold-out val=test:2000) of data that the network was not trained on is better"

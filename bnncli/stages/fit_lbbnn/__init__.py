@@ -17,7 +17,7 @@ from bnncli.stages.fit_lbbnn.summary import summary
 from bnncli.theta.network import NetworkLayout
 
 COMMAND = Command(
-    "Fit a latent binary network: every weight is in or out with a probability of its own.",
+    "Fit a latent binary network, which includes each weight with a probability.",
     "Maximises a bound on the evidence of a spike-and-slab network on the features: the last layer alone, or with "
     "--hidden a network of its own, on raw inputs after extract-features --model flatten. Reports the parts of the bound "
     "and the density. Writes posteriors/lbbnn.safetensors.",
@@ -27,7 +27,8 @@ COMMAND = Command(
         "bnncli fit-lbbnn mnist --hidden 400,600 --estimator lrt --epochs 250",
         "bnncli fit-lbbnn ckpt.pt --estimator mnf --name sparse --resume",
     ),
-    place=60,
+    section="Fit",
+    place=100,
 )
 
 

@@ -18,7 +18,7 @@ from bnncli.run.val_report import warn_if_worse
 from bnncli.stages.fit_sghmc.report import summary
 
 COMMAND = Command(
-    "Draw by stochastic-gradient Hamiltonian Monte Carlo, cyclical or not.",
+    "Sample by stochastic-gradient HMC, cyclical or not.",
     "A baseline for hmc: no step is accepted or refused, so that draws are biased, by the length of steps and by the noise of "
     "minibatches; the summary says by how much along the stiffest direction. All chains run as one batch on the features, or with --layers through "
     "the network in evaluation mode, the statistics of batch norm fixed. Writes posteriors/sghmc.nc, or sghmc-all.nc of all layers.",
@@ -30,7 +30,8 @@ COMMAND = Command(
         "--draws 3 --preconditioner none --name published",
         "bnncli fit-sghmc ckpt.pt --layers all --chains 1 --resume",
     ),
-    place=53,
+    section="Fit",
+    place=90,
 )
 
 # Of each chain: theta, momentum, gradient, noise, RMSprop's mean squares or whitened ones, products; twice for states to resume from.

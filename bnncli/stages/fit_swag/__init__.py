@@ -18,7 +18,7 @@ from bnncli.run.val_report import warn_if_worse
 from bnncli.stages.fit_swag.report import summary
 
 COMMAND = Command(
-    "Fit a Gaussian to the iterates of SGD at a constant learning rate (SWAG).",
+    "Fit a Gaussian to the iterates of SGD (SWAG).",
     "A baseline for fit-laplace: starts at the network's weights, and takes mean, variances and the last deviations of the iterates at "
     "the ends of epochs. The learning rate sets the spread: the summary compares it with the prior's. Over other layers (--layers) the network is in evaluation "
     "mode, the statistics of batch norm fixed. Writes posteriors/swag.safetensors, or swag-all of all layers.",
@@ -28,7 +28,8 @@ COMMAND = Command(
         "bnncli fit-swag ckpt.pt --learning-rate 0.05 --rank 30 --scale 0.5 --name wide",
         "bnncli fit-swag ckpt.pt --layers all --resume",
     ),
-    place=55,
+    section="Fit",
+    place=80,
 )
 
 _VECTORS = 12  # of P numbers: theta, momentum, gradients, mean and squares, and these in a state to resume from

@@ -20,7 +20,7 @@ from bnncli.run.val_report import require_labeled_val
 from bnncli.storage.headers import Header
 
 COMMAND = Command(
-    "Scale the network's logits by the one temperature that the val split prefers.",
+    "Scale the network's logits by one temperature, fitted on val.",
     "The plain baseline of calibration: divides the last layer by T, which minimises the NLL of the val split (labelled "
     "data that the network was not trained on). Confidence changes, the predicted class does not. Writes "
     "posteriors/temperature.safetensors, which predict uses as a single network.",
@@ -29,7 +29,8 @@ COMMAND = Command(
         "bnncli fit-temperature ckpt.pt",
         "bnncli fit-temperature ckpt.pt --base laplace --name laplace-temperature",
     ),
-    place=30,
+    section="Fit",
+    place=10,
 )
 
 

@@ -28,7 +28,8 @@ COMMAND = Command(
         "bnncli fit-vi ckpt.pt --optimizer ivon --name ivon",
         "bnncli fit-vi ckpt.pt --layers all --estimator flipout --resume",
     ),
-    place=57,
+    section="Fit",
+    place=70,
 )
 
 _VECTORS = (

@@ -25,7 +25,7 @@ from bnncli.storage.atomic import check_writable, write_error
 from bnncli.storage.locks import artifact_lock
 
 COMMAND = Command(
-    "Run commands on many checkpoints with many options, side by side.",
+    "Run commands over many checkpoints and options in parallel.",
     "FILE is TOML: `checkpoints`, paths or patterns, and [[step]] after [[step]], each with `command` and options of that command. A list "
     "is an axis: there is a line for each of its values, and posteriors are named after them; of an option that may be given several times "
     "a list is one value, and a list of lists an axis. {NAME} in a value is the posterior of the step of that name (`name`; without one its "
@@ -41,7 +41,8 @@ COMMAND = Command(
         "bnncli grid grid.toml --slurm | sbatch --gpus=1 --time=2:00:00",
     ),
     (Argument("file", "The grid, a TOML file."),),
-    place=160,
+    section="Research",
+    place=40,
 )
 _WAIT = 1.0  # seconds: of a grid that was killed just now a line that was to begin may hold the lock a moment longer
 _HELD = (

@@ -27,7 +27,7 @@ from bnncli.stages.hmc.whole import prepare_network
 from bnncli.theta.prior import Prior
 
 COMMAND = Command(
-    "Draw from the exact posterior by Hamiltonian Monte Carlo.",
+    "Sample the exact posterior by Hamiltonian Monte Carlo.",
     "All chains run as one batch, in coordinates whitened by the Gaussian at the mode. Reports the largest "
     "rank-normalised split R-hat and the smallest effective sample size, of parameters and of predictions on the val "
     "split; over other layers than the last (--layers) predictions decide, as weights are not identified. Compares the draws "
@@ -39,6 +39,7 @@ COMMAND = Command(
         "bnncli hmc ckpt.pt --until 'rhat<=1.01,ess>=1000' --resume",
         "bnncli hmc ckpt.pt --layers all --chains 4 --warmup 100",
     ),
+    section="Fit",
     place=50,
 )
 

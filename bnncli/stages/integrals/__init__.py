@@ -26,7 +26,7 @@ from bnncli.stages.integrals.gaussians import (
 from bnncli.storage.figures import check_figure_path, write_figure
 
 COMMAND = Command(
-    "Measure each integrator against the exact integral, with no checkpoint.",
+    "Measure each integrator's error against the exact integral.",
     "Integrates a Gaussian over one logit (two classes) or several (softmax) with every integrator as predict would, and "
     "shows how far each is from the exact probabilities (quadrature; from four logits on, scrambled Sobol points "
     "where a product rule would need too many nodes). Without --mean: largest and mean error over a grid of means and standard "
@@ -38,7 +38,8 @@ COMMAND = Command(
         "bnncli integrals --plot errors.png",
     ),
     (),
-    place=120,
+    section="Research",
+    place=30,
 )
 
 _MOST_COLUMNS = 6  # of probabilities in the table; --json has all

@@ -18,7 +18,7 @@ from bnncli.stages.hmc.report import summary, verdict
 from bnncli.stages.merge.together import LAST, find_parts, require_together
 
 COMMAND = Command(
-    "Join the chains of hmc runs that were drawn apart.",
+    "Join the chains of separate hmc runs into one posterior.",
     "Several runs of hmc with other seeds, on other GPUs or machines, become one posterior that every command takes as any other. They "
     "must be of one checkpoint, train split, prior, sampler and layout of parameters, and of different seeds. R-hat, effective sample sizes "
     "and E-BFMI are computed anew over all chains; where the runs have found different modes, R-hat tells. Writes posteriors/merged.nc.",
@@ -27,7 +27,8 @@ COMMAND = Command(
         "bnncli merge ckpt.pt --posterior hmc-1 --posterior hmc-2",
         "bnncli merge ckpt.pt --posterior hmc --posterior elsewhere/ckpt.pt.bnn/posteriors/hmc.nc --max-rhat 1.01",
     ),
-    place=52,
+    section="Research",
+    place=50,
 )
 
 

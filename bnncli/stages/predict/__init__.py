@@ -36,7 +36,7 @@ from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
-    "Turn posteriors into class probabilities.",
+    "Compute class probabilities from posteriors.",
     "Predicts every split but train with every posterior of the run, or those named, or over these layers. Several integrators may be asked "
     "for; each setting goes to those that have it and, where it is not the default, into the name: mc with --qmc is "
     "mc-qmc. Writes predictions/<posterior>.<integrator>/<split>.h5; of new data (--data, --follow) a table alone.",
@@ -49,7 +49,8 @@ COMMAND = Command(
         "bnncli predict ckpt.pt --data new=images:incoming --table new.csv",
         "bnncli predict ckpt.pt --posterior laplace --follow incoming --table new.csv",
     ),
-    place=80,
+    section="Use",
+    place=10,
 )
 
 

@@ -24,7 +24,7 @@ from bnncli.storage.freshness import carries_our_mark, is_same_file
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
-    "Write the network that a latent binary network's inclusion probabilities leave over.",
+    "Write the network without the weights that a latent binary network leaves out.",
     "Keeps the weights that are in with probability above 1/2 (the median probability model), or the most probable ones "
     "down to a target density, at their mean. Says what accuracy is kept. Writes posteriors/<posterior>-sparse.safetensors, "
     "compressed by rows, which predict takes as a single network; with --dense also an ordinary state dict.",
@@ -34,7 +34,8 @@ COMMAND = Command(
         "bnncli prune mnist --rule density --density 0.01 --out sparse.safetensors",
         "bnncli prune mnist --dense pruned.safetensors",
     ),
-    place=70,
+    section="Fit",
+    place=110,
 )
 
 

@@ -42,6 +42,7 @@ COMMAND = Command(
         "bnncli refine ckpt.pt --base prior --name naive",
         "bnncli refine ckpt.pt --layers all --subspace 20",
     ),
+    section="Fit",
     place=40,
 )
 

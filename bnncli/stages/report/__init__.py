@@ -23,7 +23,7 @@ from bnncli.stages.report.files import (
 )
 
 COMMAND = Command(
-    "Write one HTML file of a run: the verdict in words, scores, figures, inputs to look at.",
+    "Write an HTML report of a run: verdict, scores, figures, example inputs.",
     "It opens from the disk, asks for nothing outside, and is the same bytes for the same artifacts. What diagnose judges is judged; scores "
     "with their intervals are those of evaluate, so run that first; what is not there is said in a sentence, with the command that makes it. "
     "Figures are drawn from aggregates, each with its numbers as a table. Several checkpoints are compared, and each has its own part.",
@@ -34,7 +34,8 @@ COMMAND = Command(
         "bnncli report seed-1.pt seed-2.pt seed-3.pt",
     ),
     (Argument("ckpt", "Checkpoints that are reported on; several are compared.", is_many=True),),
-    place=112,
+    section="Judge",
+    place=40,
 )
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bnncli.stages.reproduce.parts import RecipePart, Workshop
 
 COMMAND = Command(
-    "List the published experiments as recipes, and run them: every number beside ours, with a verdict.",
+    "Run published experiments and compare their numbers with ours.",
     "RECIPE is one of the list, a work (refinement), or a pattern ('refinement/table-*'); without it the recipes are listed, with what "
     "each needs and whether it can run. A recipe runs commands of bnncli on its own checkpoints and data into --out, and compares what they measure with "
     "what was published: reproduced, differs (a result, no error), or not runnable here and why; tolerances stand in the recipe, beforehand. Claims of the text hold, do not hold, or are open where "
@@ -39,7 +39,8 @@ COMMAND = Command(
         "bnncli reproduce --all --jobs 2",
     ),
     (Argument("recipe", "A recipe, a work or a pattern; none lists them.", is_optional=True),),
-    place=190,
+    section="Research",
+    place=10,
 )
 _MOST_JOBS = 4  # by default: the longest part takes a fifth of all, and each process has a PyTorch of its own
 _WAIT = 1.0  # seconds: of one that was killed just now a step may hold the lock a moment longer

@@ -21,7 +21,7 @@ from bnncli.storage.figures import check_figure_path, write_figure
 from bnncli.storage.headers import Header, interpreting
 
 COMMAND = Command(
-    "Try a fit on simulated labels: are its posteriors what they claim to be?",
+    "Check a fit by simulation-based calibration.",
     "Simulation-based calibration (Talts et al. 2018) on the run's own features: parameters are drawn from the prior, labels simulated by them, "
     "the fit is made anew for each set of labels, and the truth ranked among its draws: the log joint (the log likelihood for fit-lbbnn), "
     "a few weights and biases, logits of held-out inputs. Ranks of an exact fit are uniform. All quantities and all ranks are judged together: a fit with nothing wrong is "
@@ -32,7 +32,8 @@ COMMAND = Command(
         "bnncli sbc ckpt.pt --posterior laplace --truth hmc --strict --plot ranks.png",
         "bnncli sbc ckpt.pt --posterior lbbnn --simulations 100",
     ),
-    place=115,
+    section="Research",
+    place=20,
 )
 
 _LATENT = "lbbnn"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap
 
 COMMAND = Command(
-    "Score predictions that you have: a file of probabilities or logits, with labels; no checkpoint.",
+    "Score a file of your own predictions, without a checkpoint.",
     "FILE is an npz, npy, csv or Parquet file, or a prediction file of predict. Its probabilities or logits (N, C) are "
     "found by their names (probs, logits, columns p_NAME or logit_NAME), so are labels (label, y, target); "
     "FILE:probs=COLUMN,label=COLUMN names them (several columns joined by +, or prefix*), FILE:ARRAY one array of an npz. "
@@ -54,7 +54,8 @@ COMMAND = Command(
         "bnncli score predictions.csv --plot reliability.png",
     ),
     (Argument("file", "The predictions: FILE, FILE:ARRAY, or FILE:probs=COLUMN,label=COLUMN."),),
-    place=105,
+    section="Judge",
+    place=50,
 )
 _FIRST = ("split", "predictions", "examples")
 _OF_GROUPS = ("split", "group", "examples")

@@ -15,13 +15,14 @@ from bnncli.run.session import Result, Run
 from bnncli.run.val_report import require_labeled_val, val_line, warn_if_worse
 
 COMMAND = Command(
-    "Refit the last layer in several ways, and mix them as val prefers.",
+    "Mix the network with refitted last layers, by how well each predicts val.",
     "Members are the network at its best temperature and last layers refitted to train, to val and to both. Each has its own prior "
     "precision. Precisions and weights are those that predict val best by 5-fold cross-validation. A strong plain baseline in seconds, "
     "above all where the network has memorised train. Scores on val are out of fold. Writes posteriors/stack.safetensors.",
     (StackOptions, NameOptions, InputOptions, *COMPUTE),
     ("bnncli stack ckpt.pt", "bnncli stack ckpt.pt --name heads --seed 1"),
-    place=33,
+    section="Fit",
+    place=20,
 )
 FEWEST_ROWS = 10  # of val
 

@@ -37,7 +37,7 @@ SUFFIX = ".safetensors"
 HOLD_OUT_SEED = 0  # of extract-features where nothing is said: every seed is to leave out the same rows
 
 COMMAND = Command(
-    "Train a network on labelled data, and write its checkpoint.",
+    "Train a network on labelled data and write its checkpoint.",
     "CKPT is a safetensors state dict as any other, which says what made it. Inputs lie on the device as one tensor. --hold-out "
     "chooses the rows that extract-features chooses with its own seed 0, whatever the seed here.",
     (TrainOptions, ComputeOptions, RecordOptions, WriteOptions, LockOptions, CommonOptions),
@@ -47,7 +47,8 @@ COMMAND = Command(
         "bnncli train mlp.safetensors --recipe mlp-fmnist --data train=npz:train.npz --seeds 5",
     ),
     (Argument("ckpt", "The checkpoint to write, a name that ends in .safetensors.", writes=True),),
-    place=5,
+    section="Start",
+    place=30,
 )
 
 
