@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems.arrays import make_wide_arrays
 from problems.command_line import Cli, new_run
 from sklearn.metrics import roc_auc_score
 
@@ -83,6 +84,20 @@ def test_the_ladder_is_climbed_where_the_gaussian_is_no_good(cli: Cli, tmp_path:
     names = {rung["posterior"]: rung["is_good"] for rung in found["rungs"]}
     assert {"laplace-auto", "refine-auto", "hmc-auto"} <= names.keys()  # what the user fitted stays
     assert names["hmc-auto"]
+
+
+@pytest.mark.long
+def test_chains_are_left_out_where_the_refined_posterior_is_behind(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "run", make_wide_arrays(num_test=40))
+    found = auto(cli, run)
+    rungs = {rung["name"]: rung for rung in found["rungs"]}
+    assert rungs["refine"]["is_good"] is False
+    val = read_header(tmp_path / "run.bnn/posteriors/refine.safetensors").meta["metrics"]["val"]
+    note = rungs["hmc"]["note"]
+    assert not rungs["hmc"]["is_there"]
+    assert f"refine predicts val worse than temperature (NLL {val['refine']['nll']:.4f}, " in note
+    assert f"temperature {val['temperature']['nll']:.4f}); --full" in note
+    assert val["refine"]["nll"] > 1.01 * val["temperature"]["nll"]
 
 
 def test_what_was_judged_is_not_judged_again_until_it_is_another(

@@ -11,6 +11,7 @@ from typing import Any
 
 from bnncli import options as o
 from bnncli.errors import DataError, DeviceError, MissingInput, NumericError, OutputExists, Untrusted, UsageError
+from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.machine import signals
 from bnncli.machine.signals import BudgetSpent
 from bnncli.options.command_line import CommandLine
@@ -19,6 +20,7 @@ from bnncli.options.fit_ensemble import TEMPERATURE
 from bnncli.options.target import INHERIT
 from bnncli.run.inputs import Split, posterior_source
 from bnncli.run.session import Result, Run
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.provenance import Source
 from bnncli.storage.resume import state_path
 
@@ -130,8 +132,29 @@ class Ladder:
         prior: dict[str, Any] = {} if options.prior_precision in ("auto", "val") else {"prior_precision": INHERIT}
         refined = self._step("refine", o.RefineOptions(base=base.posterior, **prior), "refine", suffix=suffix)
         if not refined.is_good or options.full:
-            self._step("hmc", o.HmcOptions(base=base.posterior, **prior), "hmc", suffix=suffix)
+            behind = None if options.full else self._behind(refined)
+            if behind is None:
+                self._step("hmc", o.HmcOptions(base=base.posterior, **prior), "hmc", suffix=suffix)
+            else:
+                self._add(Rung("hmc", "hmc", None, None, 0.0, f"left out: {behind}; --full samples all the same"))
         return self.rungs
+
+    def _behind(self, refined: Rung) -> str | None:
+        """Say what predicts val better than the refined posterior by more than counts; None where nothing does.
+
+        Draws of the same target predict much as the refined posterior does, and take minutes.
+        """
+        found: dict[str, float] = {}
+        for rung in self.rungs:
+            if rung.source is not None:
+                entries = read_header(rung.source.path).meta.get("metrics", {}).get("val") or {}
+                names = {rung.name.removeprefix("fit-"): rung.posterior, "temperature": "temperature"}
+                found |= {name: entries[key]["nll"] for key, name in names.items() if key in entries}
+        own_nll = found.pop(refined.posterior, None)
+        best = min(found, key=lambda name: found[name], default=None)
+        if own_nll is None or best is None or own_nll <= (1 + WORSE_SHARE) * found[best]:
+            return None
+        return f"{refined.posterior} predicts val worse than {best} (NLL {own_nll:.4f}, {best} {found[best]:.4f})"
 
     def _has_time_to_stack(self, train: Split, val: Split) -> bool:
         if self.deadline is None or self.run.folder.posterior("stack").is_file():
