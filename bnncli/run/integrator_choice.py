@@ -60,6 +60,7 @@ class AskedIntegrators:
         given: settings that were given.
         samples: draws that were asked for.
         top_k: rule, threshold and cap of the ranking that was asked for.
+        keeps_samples: whether each draw's probabilities were asked for.
     """
 
     named: tuple[str, ...]
@@ -67,6 +68,7 @@ class AskedIntegrators:
     given: dict[str, Any]
     samples: int | None
     top_k: dict[str, Any] | None
+    keeps_samples: bool
 
     @classmethod
     def of(cls, options: PredictOptions, headers: Iterable[Header]) -> AskedIntegrators:
@@ -76,7 +78,8 @@ class AskedIntegrators:
             UsageError: a setting or --samples that no chosen integrator has, or a value that one refuses.
         """
         named = tuple(dict.fromkeys(name for name in options.integrator if name != ALL))
-        asked = cls(named, ALL in options.integrator, dict(options.settings), options.samples, _top_k(options))
+        takes_all, top_k = ALL in options.integrator, _top_k(options)
+        asked = cls(named, takes_all, dict(options.settings), options.samples, top_k, options.keep_samples)
         chosen = {name for header in headers for name in asked._names(header)}
         asked._check(chosen)
         return asked
@@ -97,7 +100,7 @@ class AskedIntegrators:
     def _names(self, header: Header) -> list[str]:
         """The integrators asked for, by name; the default of the posterior where none was."""
         everything = [name for name in names("integrators") if name not in self.named] if self.takes_all else []
-        is_plain = self.samples is None and not self.given
+        is_plain = self.samples is None and not self.given and not self.keeps_samples
         default = default_integrator if is_plain else sampling_integrator
         return [*self.named, *everything] or [default(header)]
 

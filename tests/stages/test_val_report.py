@@ -103,9 +103,13 @@ def test_predict_takes_the_integrator_that_val_prefers(cli: Cli, tmp_path: Path)
         ((), "laplace.plug-in"),
         (("--integrator", "mc"), "laplace.mc"),
         (("--samples", "50"), "laplace.mc"),
+        (("--keep-samples",), "laplace.mc"),
     ):
         done = cli("predict", run, "--posterior", "laplace", *words, "--force", "--json").json
         assert {Path(output["path"]).parent.name for output in done["outputs"]} == {folder}, words
+    for rule, integrator in (("bald", "mc"), ("entropy", "plug-in")):
+        done = cli("acquire", run, "--pool", "test", "--by", rule, "--posterior", "laplace", "--batch", "3", "--json")
+        assert done.json["integrator"] == integrator, done.stderr
 
 
 def test_the_prior_is_that_of_the_mode_alone_where_that_predicts_best(cli: Cli, tmp_path: Path) -> None:

@@ -118,11 +118,14 @@ def _maker(run: Run, options: AcquireOptions, num_classes: int) -> tuple[Predict
     path = find_named(run, name, flag="\0posterior\0", otherwise=run.suggest("status"), trust_code=options.trust_code)
     header, _ = posterior_source(run, path, "posterior")
     samples = options.samples or (BATCH_BALD_DRAWS if options.by == "batchbald" else None)
-    asked = PredictOptions(integrator=[] if integrator is None else [integrator], samples=samples)
+    of_draws = options.by in ("bald", "batchbald")
+    asked = PredictOptions(
+        integrator=[] if integrator is None else [integrator], samples=samples, keep_samples=of_draws
+    )
     choices, refusals = AskedIntegrators.of(asked, [header]).choices(header, num_classes)
     if refusals:
         raise refusals[0]
-    if options.by in ("bald", "batchbald") and not choices[0].integrator.is_sampling:
+    if of_draws and not choices[0].integrator.is_sampling:
         raise UsageError(
             f"\0by\0 {options.by} is about draws, and {path.stem} by {choices[0].variant} has none",
             hint="name another posterior, \0integrator\0 mc, or \0by\0 entropy",
