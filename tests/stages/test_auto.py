@@ -479,6 +479,30 @@ def test_checkpoints_of_the_same_network_trained_apart_are_tried_as_an_ensemble(
     assert auto(cli, Path("net-0.pt"))["action"] in ("up_to_date", "replaced")
 
 
+def test_an_ensemble_of_other_siblings_replaces_that_of_auto(cli: Cli, networks: Path) -> None:
+    for place, away in enumerate(("net-2.pt", "net-1.pt", "net-2.pt")):
+        Path(away).rename("away")
+        found = auto(cli, Path("net-0.pt"), "--budget", "60s")
+        Path("away").rename(away)
+        (rung,) = [rung for rung in found["rungs"] if rung["name"] == "fit-ensemble"]
+        assert rung["posterior"] == ("ensemble-auto" if place == 1 else "ensemble")
+        file = Path(f"net-0.pt.bnn/posteriors/{rung['posterior']}.safetensors")
+        assert away not in read_header(file).meta["metrics"]["members"]
+    Path("net-1.pt").unlink()
+    Path("net-2.pt").unlink()
+    torch.save(learner(6).state_dict(), "net-6.pt")
+    auto(cli, Path("net-0.pt"), "--budget", "60s")
+    members = read_header(Path("net-0.pt.bnn/posteriors/ensemble-auto.safetensors")).meta["metrics"]["members"]
+    assert members == ["net-0.pt", "net-6.pt"]
+
+
+def test_features_without_a_network_have_no_siblings(cli: Cli, tmp_path: Path) -> None:
+    for number in range(2):
+        run = new_run(cli, tmp_path / f"run-{number}", separable(60, 4, scale=1))
+        run.write_bytes(b"no checkpoint")
+    assert "fit-ensemble" not in {rung["name"] for rung in auto(cli, run)["rungs"]}
+
+
 def test_no_ensemble_is_made_where_the_data_are_gone_or_the_time_is(cli: Cli, networks: Path) -> None:
     found = auto(cli, Path("net-0.pt"), "--budget", "0.001s")
     (rung,) = [rung for rung in found["rungs"] if rung["name"] == "fit-ensemble"]

@@ -61,7 +61,9 @@ def run(run: Run, options: AutoOptions) -> Result:
     run.require_device()
     from bnncli.stages.auto import judged  # the work: slow to import
 
-    seconds, outside, siblings = options.budget_seconds, outside_splits(run), siblings_of(run.checkpoint_path)
+    seconds, outside = options.budget_seconds, outside_splits(run)
+    has_network = train.content.head_weight is not None
+    siblings = siblings_of(run.checkpoint_path) if has_network and train.checkpoint is not None else []
     scores = judged.Scores(run, val, trust_code=options.trust_code)
     if seconds is not None:  # what comes after the ladder is done before it, and counts
         scores.detect(outside)
@@ -75,7 +77,7 @@ def run(run: Run, options: AutoOptions) -> Result:
     rungs = ladder.climb(
         train,
         val,
-        has_network=train.content.head_weight is not None,
+        has_network=has_network,
         siblings=siblings,
         can_stack=len(val.stored) >= FEWEST_ROWS,
     )

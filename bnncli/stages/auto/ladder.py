@@ -259,21 +259,22 @@ def _made(
 ) -> tuple[Path, str]:
     """The posterior's file and its name.
 
-    What somebody fitted by other options stays, and another is made beside it under a name of its own.
+    What somebody fitted by other options stays, and another is made beside it under a name of its own; that of other members is replaced.
     """
     stage = importlib.import_module(f"bnncli.stages.{command.replace('-', '_')}")
     own = name + suffix.text
-    for tried in (own,) if suffix.is_needed else (None, own):
-        force = run.write.force and tried is not None
+    tries = [(None, False)] * (not suffix.is_needed) + [(own, run.write.force)] + [(own, True)] * bool(members)
+    for place, (tried, force) in enumerate(tries, start=1):
         step = _as_command(run, command, options, name=tried, force=force, members=members)
         try:
-            run.console.info("$ " + step.line.pasted())
+            run.console.info("$ " + step.line.pasted() + (" --force" if force else ""))
             result: Result = _continued(stage, step, options, tried or name)
         except OutputExists as error:
-            if tried == own:
+            if place == len(tries):
                 error.hint = "add \0force\0 to replace it"
                 raise
-            run.console.info(f"  {name} was made with other options: it stays, and this is {own}")
+            if tried is None:
+                run.console.info(f"  {name} was made with other options: it stays, and this is {own}")
             continue
         suffix.is_needed = tried == own
         for text in [] if result.action == "up_to_date" else result.summary:
