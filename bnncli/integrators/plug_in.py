@@ -21,10 +21,6 @@ from bnncli.theta.layout import ClassifierLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FEWEST = (
-    64  # examples at once, even of a network that leaves many numbers of each: one by one takes three times as long
-)
-
 
 class HasCenter(HasLayout, Protocol):
     """A posterior with a representative theta: the point, the Gaussian's mean, the mean of the draws."""

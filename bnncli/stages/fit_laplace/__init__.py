@@ -56,9 +56,9 @@ COMMAND = Command(
 
 _BETTER = "a val split (--hold-out val=test:2000) of data that the network was not trained on is better"
 WITHOUT_VAL = {
-    LOO: "no val split: the prior precision is chosen by leaving out each example of train, whose features may have been fitted to "
+    LOO: "no labelled val split: the prior precision is chosen by leaving out each example of train, whose features may have been fitted to "
     f"its label; {_BETTER}",
-    "marglik": "no val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when "
+    "marglik": "no labelled val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when "
     f"the features have fitted the training data; {_BETTER}",
 }
 

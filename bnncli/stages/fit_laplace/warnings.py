@@ -121,8 +121,9 @@ def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
         if refined is None:
             mend = run.suggest("refine", flow="affine", base=other)
             also.append(f"run {mend} (a {metrics['structure']} covariance is rough; not measured yet)")
-        elif (found := refined.meta["metrics"].get("val")) and found["refine"]["nll"] < metrics["val"]["laplace"][
-            "nll"
-        ]:
-            also.append(f"{to_predict(run, name, 'mc', is_default=True)} ({found['refine']['nll']:.4f})")
+        else:
+            measured = (refined.meta["metrics"].get("val") or {}).get("refine")
+            if measured and measured["nll"] < metrics["val"]["laplace"]["nll"]:
+                by = to_predict(run, name, measured["integrator"], is_default=True)
+                also.append(f"{by} ({measured['nll']:.4f})")
     warn_if_worse(run, path, metrics, method="laplace", also=also)
