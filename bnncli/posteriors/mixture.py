@@ -71,6 +71,11 @@ class MemberLayout:
         return self.whole.num_features
 
     @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one input of the networks."""
+        return self.whole.input_shape
+
+    @property
     def num_outputs(self) -> int:
         """K."""
         return self.head.num_outputs

@@ -282,7 +282,12 @@ def test_a_mixture_of_laplace_posteriors_is_the_mean_of_what_each_predicts_by_it
     assert "up to date" in cli(*words).stderr
     made = cli("predict", "0.pt", "--posterior", "mola", "--trust-code", "--samples", 60000)
     assert made.code == 0, made.stderr
-    found, _ = probabilities(Path("0.pt.bnn/predictions/mola.mc/test.h5"))
+    found, rows = probabilities(Path("0.pt.bnn/predictions/mola.mc/test.h5"))
+    words = ("--posterior", "mola", "--trust-code", "--samples", 60000, "--table", "new.npz", "--probabilities")
+    made = cli("predict", "0.pt", "--data", "new=npz:test.npz", *words)
+    assert made.code == 0, made.stderr
+    with np.load("new.npz") as table:
+        np.testing.assert_allclose(table["probabilities"][rows], found, atol=1e-5)
     np.testing.assert_allclose(
         found, np.mean(own, axis=0), atol=6e-3
     )  # 4 standard errors of 20,000 draws a member, sd .2
