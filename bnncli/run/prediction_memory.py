@@ -23,6 +23,7 @@ from bnncli.run.integrator_choice import OF_THETA, type_of
 from bnncli.run.predictor import LINEARISED
 from bnncli.storage.headers import Header
 from bnncli.theta.activations import forward_growth
+from bnncli.theta.head import HeadLayout
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.tensor_bytes import Growth
 
@@ -68,6 +69,7 @@ class PosteriorMemory:
         structure: of a Gaussian's covariance; empty for others.
         file_bytes: of its file.
         num_stored: draws that its file has; 0 where it makes them.
+        drawn_params: numbers of a draw, of a mixture a member's number and its last layer; 0 for all of the network's.
     """
 
     layout: ModuleLayout
@@ -75,6 +77,7 @@ class PosteriorMemory:
     structure: str
     file_bytes: int
     num_stored: int
+    drawn_params: int = 0
 
     @classmethod
     def of(cls, header: Header, layout: ModuleLayout) -> PosteriorMemory:
@@ -87,7 +90,13 @@ class PosteriorMemory:
             str(meta.get("structure", "")),
             header.path.stat().st_size,
             int(stored or meta.get("default_samples") or 0),
+            1 + HeadLayout.from_meta(meta["head"]).num_params if type_of(header) == "mixture" else 0,
         )
+
+    @property
+    def num_drawn(self) -> int:
+        """Numbers of a draw."""
+        return self.drawn_params or self.layout.num_params
 
     def predicting_bytes(self, device: torch.device, asked: PredictionSizes, *, has_scores: bool = True) -> int:
         """At the peak, beside the inputs.
@@ -106,7 +115,7 @@ class PosteriorMemory:
         elif asked.needs != "center":
             work.append(self._moments(device, num_examples, count))
         if has_scores and self.kind not in (*LINEARISED, "point"):
-            scored = affordable_draws(NETWORK_MEAN_DRAWS, self.layout.num_params)
+            scored = affordable_draws(NETWORK_MEAN_DRAWS, self.num_drawn)
             work.append(kept + max(self._made(scored, needs="sample"), self._kept(scored) + block))
         return max(self.reading_bytes, self.held_bytes + max(work))
 
@@ -142,11 +151,11 @@ class PosteriorMemory:
     def _kept(self, num_draws: int) -> int:
         """Of draws (S, P) float32 that are not those of the file itself."""
         is_all = self.kind == "samples" and num_draws >= self.num_stored
-        return 0 if is_all else 4 * num_draws * self.layout.num_params
+        return 0 if is_all else 4 * num_draws * self.num_drawn
 
     def _made(self, num_draws: int, *, needs: str, is_pushed: bool = False) -> int:
         """Of the same while they are made."""
-        size = self.layout.num_params
+        size = self.num_drawn
         if self.kind == "samples":
             return self._kept(num_draws)
         if is_pushed or self.kind == "linear-draws":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -32,6 +34,15 @@ def test_draws_that_are_made_are_held_in_float32_and_those_of_a_sampler_once() -
     assert bytes_of(samples, None) - bytes_of(samples, 400) == -4 * 400 * size  # all are the file's own
     scored = flow.predicting_bytes(CPU, PredictionSizes("sample", 20, 4000))
     assert scored - bytes_of(flow, 4000) <= 4 * 256 * size  # energies are of draws of their own
+
+
+def test_draws_of_a_mixture_are_of_the_last_layer_alone() -> None:
+    whole = make_memory("mixture")
+    own = replace(whole, drawn_params=whole.layout.num_params // 100)
+    assert 1000 * 4 * own.drawn_params <= own.sampling_bytes(1000) <= whole.sampling_bytes(1000) / 20
+    asked = PredictionSizes("sample", 20, 1000)
+    saved = whole.predicting_bytes(CPU, asked) - own.predicting_bytes(CPU, asked)
+    assert saved >= 1000 * 4 * (whole.layout.num_params - own.drawn_params)
 
 
 def test_a_pass_of_examples_takes_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
