@@ -21,7 +21,7 @@ from bnncli.opened.session import Session, checked_text, open_session
 from bnncli.run.classes import posterior_classes
 from bnncli.run.inputs import load_split, posterior_source
 from bnncli.run.named_posterior import find_named
-from bnncli.run.predictor import Predictor, TrainData, warn_of_few_draws
+from bnncli.run.predictor import Predictor, TrainData, warn_of_draws, warn_of_few_draws
 from bnncli.run.recommendation import recommended
 from bnncli.storage.artifacts import read_header
 
@@ -192,6 +192,7 @@ class OpenedRun:
                     if of_network
                     else self._features(lambda: self._input_network(run), x, layout.num_features)
                 )
+                warn_of_draws(run, predictor.path, header, choice.name)
                 warn_of_few_draws(run, predictor.path, header, samples)
                 return predict(predictor, choice, features, tuple(posterior_classes(run.folder, header)))
 

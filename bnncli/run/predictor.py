@@ -318,6 +318,23 @@ def warn(run: Run, posterior: str, notes: dict[str, Any]) -> None:
         run.console.warn(text)
 
 
+def warn_of_draws(run: Run, path: Path, header: Header, integrator: str) -> None:
+    """Say so where draws predict with a Gaussian whose prior precision suits its mode alone."""
+    metrics = header.meta.get("metrics", {})
+    suits, entries = metrics.get("prior_precision_for"), metrics.get("val") or {}
+    if suits != "plug-in" or integrator == suits:
+        return
+    nll = {
+        name: f"{entries[key]['nll']:.4f}"
+        for name, key in ((integrator, integrator), (suits, "laplace"))
+        if key in entries
+    }
+    scores = f" (NLL {nll[integrator]}, {suits} {nll[suits]})" if len(nll) > 1 else ""
+    run.console.warn(
+        f"{path.stem}: {integrator} predicts val worse than {suits}{scores}: the prior precision suits the mode alone. refine and hmc search for one that suits draws"
+    )
+
+
 def warn_of_few_draws(run: Run, path: Path, header: Header, samples: int | None) -> None:
     """Say so when more draws are asked for than a posterior that is draws has."""
     there = num_stored(header) if is_of_draws(header) else 0

@@ -146,6 +146,8 @@ def _gain_shares(references: Mapping[str, Scored], center: Scored | None, averag
     network = references.get("network")
     if network is None or center is None or average.name == "plug-in":
         return None
+    if np.allclose(center.losses, network.losses, rtol=1e-4, atol=1e-6):  # about the checkpoint: no head was refitted
+        return None
     scaled = references.get("temperature", network)
     steps = {"temperature": (network, scaled), "head": (scaled, center), "averaging": (center, average)}
     found: dict[str, Any] = {"integrator": average.name}

@@ -127,6 +127,9 @@ def test_the_prior_is_that_of_the_mode_alone_where_that_predicts_best(cli: Cli, 
         probs = model.predict_proba(held_out)
         fits[precision] = -np.log(probs[np.arange(len(probs)), arrays["labels_val"]]).mean()
     assert found["val"]["laplace"]["nll"] == pytest.approx(fits[found["prior_precision"]], rel=1e-3)
+    assert not cli("predict", run, "--posterior", "laplace", "--json").json["warnings"]
+    (text,) = cli("predict", run, "--posterior", "laplace", "--integrator", "mc", "--json").json["warnings"]
+    assert f"mc predicts val worse than plug-in (NLL {found['val']['mc']['nll']:.4f}, plug-in " in text
     assert fits[found["prior_precision"]] < fits[100 * found["prior_precision"]]
 
 
@@ -137,6 +140,8 @@ def test_the_steps_of_a_gain_add_up(cli: Cli, tmp_path: Path) -> None:
     total = sum(gain[step]["value"] for step in ("temperature", "head", "averaging"))
     assert total == pytest.approx(val["network"]["nll"] - val["laplace"]["nll"], abs=1e-9)
     assert gain["head"]["value"] == pytest.approx(val["temperature"]["nll"] - val["plug-in"]["nll"], abs=1e-9)
+    about = cli("fit-laplace", run, "--center", "checkpoint", "--name", "about", "--json").json["metrics"]
+    assert about["val_gain"] is None  # no head was refitted
     cli("predict", run)
     shown = f"{gain['head']['value']:+.4f} +- {gain['head']['standard_error']:.4f}"
     for command in ("compare", "diagnose"):

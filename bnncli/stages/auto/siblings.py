@@ -47,7 +47,8 @@ def usable_siblings(run: Run, paths: list[Path], val: Split, *, trust_code: bool
         seen, first = reader.split(val, STATE), reader.recorded.network
         assert val.content.header is not None
         head_name = f"{reader.network(reader.input_split(val, val.content.header))[1].name}.weight"
-        layout, inputs, labels = seen.layout, seen.inputs[:_ROWS], val.labels(torch.device("cpu"))[:_ROWS].numpy()
+        some = slice(None, None, -(-len(seen.inputs) // _ROWS))  # val may be in the order of its classes
+        layout, inputs, labels = seen.layout, seen.inputs[some], val.labels(torch.device("cpu"))[some].numpy()
 
         def looked_at(theta: Tensor) -> tuple[Tensor, float]:
             """The last layer's weights, or all where it has none of its own name, and the accuracy on val."""

@@ -23,7 +23,7 @@ from bnncli.run.integrator_choice import ALL, AskedIntegrators, IntegratorChoice
 from bnncli.run.layers_selection import over_layers
 from bnncli.run.named_posterior import find_named
 from bnncli.run.out_of_fold import knows
-from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_few_draws
+from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_draws, warn_of_few_draws
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.recommendation import recommended
 from bnncli.run.session import Result, Run
@@ -129,6 +129,8 @@ def _pairs(
         warn_of_few_draws(run, posterior.path, posterior.header, options.samples)
         predictor = Predictor(run, posterior.path, posterior.header, train)
         for choice in choices:
+            if ALL not in options.integrator:
+                warn_of_draws(run, posterior.path, posterior.header, choice.name)
             yield predictor, choice, posterior.source
 
 
