@@ -117,7 +117,7 @@ def _states() -> dict[str, tuple[int, int, int]]:
 
 def _stdout(line: Line, text: str, is_strict: bool) -> list[str]:
     if line.is_help:
-        return re.findall(r"^  ([a-z][a-z-]+)  ", text.partition("Commands:")[2], re.MULTILINE)
+        return re.findall(r"^  ([a-z][a-z-]+)  ", text.partition("Start:")[2], re.MULTILINE)
     if "--json" in line.argv and text:
         return list(flatten(json.loads(text), is_strict))
     return text.splitlines()
