@@ -306,7 +306,7 @@ class Both:
     plain: list[Done]
 
 
-@pytest.fixture(scope="module", params=["heads", pytest.param("networks", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.long) for name in ("heads", "networks")])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     lines = [line for line in LINES if is_of_networks(line) == (request.param == "networks")]
     folders = [tmp_path_factory.mktemp(name) for name in ("cpu", "gpu")]

@@ -21,7 +21,7 @@ from faults.trials import serve
 FEW = 1  # trials of each kind and state in the default suite
 SLOW = (  # in the long run only
     "train/seeds", "fit-ensemble", "fit-laplace/layers", "refine/layers", "hmc/layers", "predict/layers", "fit-sghmc", "fit-swag",
-    "fit-sghmc/layers", "fit-vi/layers", "auto", "extract-features/network", "reproduce",
+    "fit-sghmc/layers", "fit-vi/layers", "auto", "extract-features/network", "reproduce", "export", "stack",
 )  # fmt: skip
 HOURS = "demo"  # at every call only
 

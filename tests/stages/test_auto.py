@@ -74,6 +74,7 @@ def test_a_network_at_its_best_temperature_is_recommended_where_posteriors_are_w
     assert next(row for row in found["rows"] if row["is_recommended"])["posterior"] in ("temperature", "map")
 
 
+@pytest.mark.long
 def test_the_ladder_is_climbed_where_the_gaussian_is_no_good(cli: Cli, tmp_path: Path) -> None:
     arrays = separable(40, 6, scale=3.0, seed=1)
     run = new_run(cli, tmp_path / "run", arrays)
@@ -100,6 +101,7 @@ def test_chains_are_left_out_where_the_refined_posterior_is_behind(cli: Cli, tmp
     assert val["refine"]["nll"] > 1.01 * val["temperature"]["nll"]
 
 
+@pytest.mark.long
 def test_what_was_judged_is_not_judged_again_until_it_is_another(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -496,6 +498,7 @@ def test_an_ensemble_of_other_siblings_replaces_that_of_auto(cli: Cli, networks:
     assert members == ["net-0.pt", "net-6.pt"]
 
 
+@pytest.mark.long
 def test_features_without_a_network_have_no_siblings(cli: Cli, tmp_path: Path) -> None:
     for number in range(2):
         run = new_run(cli, tmp_path / f"run-{number}", separable(60, 4, scale=1))

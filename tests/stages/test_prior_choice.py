@@ -31,6 +31,7 @@ def header(run: Path, name: str, command: tuple[Any, ...]) -> Any:
     return read_header(run.with_name("run.bnn") / "posteriors" / f"{name}{SUFFIXES[command[0]]}")
 
 
+@pytest.mark.long
 def test_a_precision_that_is_far_off_is_left_for_one_that_predicts_better(
     cli: Cli, tmp_path: Path, command: tuple[Any, ...]
 ) -> None:
@@ -53,6 +54,7 @@ def test_a_precision_that_is_far_off_is_left_for_one_that_predicts_better(
     assert again.json["action"] == "up_to_date"
 
 
+@pytest.mark.long
 def test_what_inherits_is_what_the_number_gives_and_the_search_changes_nothing_else(
     cli: Cli, tmp_path: Path, command: tuple[Any, ...]
 ) -> None:
