@@ -230,13 +230,14 @@ def _fitted(
         quick = structure_to_search(run, structure, target.layout)
     found = search_by(quick, structure, start, run.stream("fit-laplace/val"))
     plug_in = None if only_draws else found.plug_in
-    if options.structure == "auto" and criterion == "val":
+    is_free = options.structure == "auto" and criterion == "val"
+    found = _chosen_for(found, plug_in, target, closest if is_free else None, center, run.console)
+    if is_free and found.integrator == SAMPLED:
         whole = None if lift is None else lift.layout
         found, compared = structure_by_val(
             run, target, found, search_at, closest=closest, layout=target.layout, whole=whole
         )
-    fitted = closest if options.structure == "auto" else found.fit.gaussian.covariance.structure
-    found = _chosen_for(found, plug_in, target, fitted, center, run.console)
+        found = _chosen_for(found, plug_in, target, closest, center, run.console)
     return found.fit, found, compared, searched.counts
 
 
@@ -244,14 +245,14 @@ def _chosen_for(
     found: PriorSearch,
     plug_in: PlugInChoice | None,
     target: LastLayerTarget,
-    structure: str,
+    structure: str | None,
     center: str,
     progress: Progress,
 ) -> PriorSearch:
     """The search itself; or that of the precision whose mode alone predicts best, where it predicts better than draws do under theirs.
 
     Args:
-        structure: to fit there: that draws of a rough one predict well is no reason then.
+        structure: to fit there, where it is free; the search's own by default.
     """
     if plug_in is None:
         return found
@@ -260,6 +261,7 @@ def _chosen_for(
     if first_near_the_best({SAMPLED: drawn, PLUG_IN: found.judge.plug_in_losses(plug_in.theta)}) == SAMPLED:
         return found
     own = target.with_prior(target.prior.with_weight_precision(plug_in.precision))
+    structure = structure or gaussian.covariance.structure
     fit = fit_gaussian(own, structure=structure, center=center, start=plug_in.theta, progress=progress)
     return replace(
         found, best=plug_in.precision, curve=plug_in.curve, at_edge=plug_in.at_edge, fit=fit, integrator=PLUG_IN
