@@ -104,7 +104,7 @@ def search_folds(
     candidates = _Folds(parts, [fold.num_held_out for fold in folds])
     fits = descend(candidates, grid, is_brief=is_large)
     chosen, integrator = candidates, SAMPLED
-    centers = candidates.by_plug_in(task)
+    centers = candidates.by_plug_in(progress.task("prior precision of the mode", num_judged(grid) * len(folds)))
     if centers.values[centers.best] < candidates.values[candidates.best]:
         approach(centers, grid, is_brief=is_large)
         losses = {SAMPLED: candidates.losses(fits), PLUG_IN: centers.plug_in_losses()}

@@ -361,8 +361,10 @@ def gain_table(headers: Mapping[str, Header]) -> list[Table]:
     ]
     notes = [
         "by how much the NLL on val falls at each step, nats an example: from the network as trained to its",
-        "best temperature, to the posterior's centre as a head, to its average; +- standard error, paired",
+        "best temperature, to the posterior's centre as a head, to its average",
     ]
+    if any(" +- " in cell for row in rows for cell in row):
+        notes[-1] += "; +- standard error, paired"
     return [Table(["gain on val of", *_STEPS.values(), "integrator"], rows, notes=notes)] if rows else []
 
 

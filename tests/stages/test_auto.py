@@ -17,7 +17,7 @@ import bnncli
 from bnncli.machine import signals
 from bnncli.machine.signals import BudgetSpent
 from bnncli.networks import mlp
-from bnncli.stages.auto import _shares, ladder, siblings_of
+from bnncli.stages.auto import ladder, siblings_of
 from bnncli.stages.refine import work
 from bnncli.stages.stack import work as stack_work
 from bnncli.storage.artifacts import read_header
@@ -360,19 +360,6 @@ def test_a_posterior_that_loses_accuracy_is_recommended_by_its_nll_alone(
     by_nll = auto(cli, run, *words, "--criterion", "nll")
     assert (by_nll["action"], by_nll["metrics"]["pays"]) == ("replaced", True)
     assert next(row for row in by_nll["rows"] if row["is_recommended"])["posterior"] == "laplace"
-
-
-def test_the_gain_is_split_between_the_head_and_averaging() -> None:
-    rows = [
-        {"posterior": posterior, "integrator": integrator, "nll": nll, "gain": gain}
-        for posterior, integrator, nll, gain in (
-            ("map", "plug-in", 0.9, {}), ("temperature", "plug-in", 0.5, None), ("stack", "mc", 0.3, {}), ("laplace", "mc", 0.43, {}),
-            ("laplace", "probit", 0.41, {}), ("laplace", "plug-in", 0.45, {}),
-        )
-    ]  # fmt: skip
-    rungs = [ladder.Rung(name, name, None, None, 0.0) for name in ("map", "stack", "laplace", "hmc")]
-    (text,) = _shares(rungs, rows)
-    assert text == "laplace: +0.0500 by refitting the head, +0.0400 by averaging over the posterior (probit)"
 
 
 def test_siblings_are_files_that_differ_in_one_number_and_not_in_size(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_the_steps_of_a_gain_add_up(cli: Cli, tmp_path: Path) -> None:
     assert about["val_gain"] is None  # no head was refitted
     cli("predict", run)
     shown = f"{gain['head']['value']:+.4f} +- {gain['head']['standard_error']:.4f}"
-    for command in ("compare", "diagnose"):
+    for command in ("compare", "diagnose", "auto"):
         assert shown in cli(command, run).stdout, command
 
 

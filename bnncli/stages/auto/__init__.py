@@ -16,7 +16,7 @@ from bnncli.run.network_fit import check_network_fits
 from bnncli.run.produce import Request, produce
 from bnncli.run.recommendation import judged_before, recorded_qualities
 from bnncli.run.session import Result, Run, Table
-from bnncli.run.val_report import has_labeled_val
+from bnncli.run.val_report import gain_table, has_labeled_val
 from bnncli.stages.auto.ladder import ENSEMBLE, Ladder, Rung
 from bnncli.stages.stack import FEWEST_ROWS
 from bnncli.storage.artifacts import read_header
@@ -104,7 +104,9 @@ def run(run: Run, options: AutoOptions) -> Result:
     result.extra |= {"rungs": [rung.to_json() for rung in rungs], "rows": rows, **result.metrics}
     names = {rung.posterior for rung in rungs if rung.source is not None}
     others = [path.stem for path in run.folder.posteriors() if path.stem not in names]
-    result.tables = [_table(rungs, rows, val.content.labels, others), *_qualities_table(result.metrics)]
+    headers = {rung.posterior: read_header(rung.source.path) for rung in rungs if rung.source is not None}
+    tables = _table(rungs, rows, val.content.labels, others), *gain_table(headers)
+    result.tables = [*tables, *_qualities_table(result.metrics)]
     result.lines = [str(result.metrics["sentence"]), str(result.metrics["outside"])]
     took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
     result.extra["siblings"] = [str(path) for path in siblings]
@@ -166,22 +168,6 @@ def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
     return [Table(columns, [one.cells for one in found], notes=notes)]
 
 
-def _shares(rungs: list[Rung], rows: list[dict[str, Any]]) -> list[str]:
-    """How much of a posterior's gain is the refitted head's, at the posterior's centre, and how much is averaging's, in words."""
-    plain = [float(row["nll"]) for row in rows if row["gain"] is None and row["integrator"] == "plug-in"]
-    found = []
-    for rung in rungs if plain else []:
-        by = {row["integrator"]: float(row["nll"]) for row in rows if row["posterior"] == rung.posterior}
-        centre = by.pop("plug-in", None)
-        if centre is None or not by:
-            continue
-        best = min(by, key=lambda name: by[name])
-        found.append(
-            f"{rung.posterior}: {min(plain) - centre:+.4f} by refitting the head, {centre - by[best]:+.4f} by averaging over the posterior ({best})"
-        )
-    return found
-
-
 def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, others: list[str]) -> Table:
     """A row for each rung by its best integrator; others: posteriors of the run that are no rung."""
     cells = []
@@ -211,7 +197,6 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, others: l
     ]
     if any(rung.name == ENSEMBLE and rung.source is not None for rung in rungs):
         notes.append("the one temperature of the ensemble's members was chosen on the same val split too")
-    notes += _shares(rungs, rows)
     if others:
         notes.append(f"other posteriors of the run are not looked at: {', '.join(others)}; compare has them all")
     columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good"]

@@ -18,7 +18,7 @@ from bnncli.run.network_sources import network_sources
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
-from bnncli.run.val_report import labeled_val, require_labeled_val, val_line, warn_if_worse
+from bnncli.run.val_report import labeled_val, require_labeled_val, val_lines, warn_if_worse
 from bnncli.storage.freshness import is_same_file
 from bnncli.storage.provenance import Source
 
@@ -101,5 +101,5 @@ def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
         lines.append(f"prior precision of each: {', '.join(f'{value:.4g} ({name})' for name, value in each)}")
     if metrics["val"] is not None:
         own = ", ".join(f"{value:.4f}" for value in metrics["val_nll_members"])
-        lines += [f"val NLL and ECE: {val_line(metrics['val'])}", f"val NLL of the members: {own}"]
+        lines += [*val_lines(metrics), f"val NLL of the members: {own}"]
     return Report(metrics, lines)

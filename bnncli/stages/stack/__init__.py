@@ -12,7 +12,7 @@ from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
-from bnncli.run.val_report import require_labeled_val, val_line, warn_if_worse
+from bnncli.run.val_report import require_labeled_val, val_lines, warn_if_worse
 
 COMMAND = Command(
     "Mix the network with refitted last layers, by how well each predicts val.",
@@ -70,5 +70,5 @@ def _report(run: Run, path: Any, meta: Mapping[str, Any]) -> Report:
     )
     lines = [f"{metrics['num_members']} of {len(metrics['heads'])} last layers: {heads}"]
     lines += [f"left out: {text}" for text in metrics["left_out"]]
-    lines.append(f"val NLL and ECE (out of fold): {val_line(metrics['val'])}")
+    lines += val_lines(metrics, where=" (out of fold)")
     return Report(metrics, lines)
