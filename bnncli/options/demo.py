@@ -12,3 +12,4 @@ class DemoOptions(Checked):
     """Options of demo."""
 
     dir: str = option("bnncli-demo", "Folder the demo is made in.", metavar="DIR", writes=True)
+    files_only: bool = option(False, "Write the checkpoint and the data, and stop.")

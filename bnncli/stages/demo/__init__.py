@@ -19,7 +19,7 @@ COMMAND = Command(
     "Run the whole pipeline on embedded data, into ./bnncli-demo/.",
     "A LeNet-5 and subsets of Fashion-MNIST and MNIST travel with the package; under a minute on two cores.",
     (DemoOptions, ComputeOptions, CommonOptions),
-    ("bnncli demo",),
+    ("bnncli demo", "bnncli demo --files-only --dir ."),
     (),
     section="Start",
     place=10,
@@ -34,6 +34,9 @@ def run(run: Run, options: o.DemoOptions) -> Result:
     """Run every step into the demo's folder; the result is the table of evaluate."""
     folder = Path(options.dir)
     checkpoint = _copy_fixture(folder)
+    if options.files_only:
+        files = [str(checkpoint), *(str(folder / f"{split}.npz") for split in (*DATA, *OUTSIDE))]
+        return Result(lines=files, extra={"files": files})
     steps = (
         ("extract-features", _extract(folder)),
         ("fit-temperature", o.FitTemperatureOptions()),
