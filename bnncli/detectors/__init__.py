@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LAST = 1000
 # The score by which every command tells splits apart where none is named, and what stands in where predictions lack it, the best first:
-# docs/scores.md has the measurements. Of errors, not outliers, the largest probability tells (selective prediction).
+# docs/explanation/outliers.md has the measurements. Of errors, not outliers, the largest probability tells (selective prediction).
 DEFAULT_SCORE = "combined"
 FALLBACK_SCORES = ("mutual_info", "max_prob")
 

@@ -1,0 +1,268 @@
+"""Write the reference pages of the documentation from the code: python docs/generate.py [FOLDER].
+
+Commands and options, parts, scores, configuration, exit codes and the Python API are declared once, in the package. These pages
+are not committed: the site is built after this script has run.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import bnncli
+from bnncli import errors, opened, registry
+from bnncli.cli.commands import all_commands
+from bnncli.cli.option_values import default_of, option_fields
+from bnncli.options.command import COMPUTE, SECTIONS, Command
+from bnncli.options.declaration import choices_of, flag_of, help_of
+from bnncli.options.parts import Setting, declarations
+
+FAMILIES = (
+    ("data", "Data", "`--data SPLIT=SPEC`"),
+    ("models", "Saved models", "`--model KIND:PLACE`"),
+    ("networks", "Built-in networks", "`--model NAME`"),
+    ("covariances", "Structures", "`fit-laplace --structure NAME`"),
+    ("flows", "Flows", "`refine --flow NAME`"),
+    ("integrators", "Integrators", "`predict --integrator NAME`"),
+)
+ADVICE = {  # what a user does about an exit code
+    "OK": "Nothing.",
+    "BUG": "Report it, with the output of `-v`.",
+    "USAGE": "Read the message and `bnncli COMMAND --help`.",
+    "CHECK": "Look at what failed: an assertion, `--strict`, `--check`, or a network that was probably read wrongly.",
+    "DATA": "Fix the file, or run the command that the message names.",
+    "NOINPUT": "Run the command that the message names, or correct the path.",
+    "DEVICE": "Use `--device cpu`, smaller batches, or fewer draws and chains.",
+    "NUMERIC": "Read the cause; try a stronger prior or a lower learning rate.",
+    "EXISTS": "`--force` replaces the output, `--name` keeps both.",
+    "IO": "Free space or check the disk; nothing was lost.",
+    "LOCKED": "Wait, or add `--wait SECONDS`.",
+    "UNTRUSTED": "Read the code; then add `--trust-code`, or convert with `--trust-pickle`.",
+    "CONFIG": "Correct the line that the message names.",
+}
+
+
+def main() -> None:
+    """Write every page."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "reference"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (folder / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def pages() -> dict[str, str]:
+    """The pages by name."""
+    commands = all_commands()
+    found = {}
+    for section in SECTIONS:
+        own = [command for command in commands if command.section == section]
+        if own:
+            texts = [command_text(command) for command in sorted(own, key=lambda one: (one.place, one.name))]
+            found[f"commands-{section.lower()}"] = "\n".join([f"# {section} commands\n", *texts])
+    return found | {
+        "common": common_page(),
+        "parts": parts_page(),
+        "scores": scores_page(),
+        "configuration": configuration_page(),
+        "exit-codes": exit_codes_page(),
+        "python": python_page(),
+    }
+
+
+def cell(text: str) -> str:
+    """Text that is safe in a table and in Markdown."""
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").strip()
+
+
+def option_rows(options: dict[str, tuple[Any, Any]]) -> list[str]:
+    """A table of options."""
+    rows = ["| Option | Default | Meaning |", "|---|---|---|"]
+    for name, (spec, hint) in options.items():
+        meta, default = spec.metadata, default_of(spec)
+        choices = [str(one) for one in choices_of(meta)]
+        flag = flag_of(name)
+        metavar = meta["metavar"] or ("" if hint is bool or name == "verbose" else "VALUE")
+        shown = f"`{meta['short']}`, " if meta["short"] else ""
+        text = cell(help_of(spec)) + (f" One of: {', '.join(choices)}." if choices else "")
+        value = "" if default is None or default is False or default in ([], "", 0) and hint is not float else f"`{default}`"
+        rows.append(f"| {shown}`{flag}{' ' + cell(metavar) if metavar else ''}` | {value} | {text} |")
+    return rows
+
+
+def command_text(command: Command) -> str:
+    """A command's section: what it does, its arguments, examples and options."""
+    common = {field.name for group in COMPUTE for field in fields(group)}
+    options = option_fields(command)
+    own = {name: one for name, one in options.items() if name not in common}
+    name = command.name.replace("-", " ", 1) if command.parent else command.name
+    lines = [f"## {name}\n", command.summary, "", command.details, "", "```sh", *command.examples, "```", ""]
+    for argument in command.arguments:
+        lines.append(f"- `{argument.name.upper()}{'...' if argument.is_many else ''}`: {argument.help}")
+    lines.append("")
+    if own:
+        lines += [*option_rows(own), ""]
+    shared = [f"`{flag_of(one)}`" for one in options if one in common]
+    if shared:
+        lines += [f"[Common options](common.md): {', '.join(shared)}.", ""]
+    return "\n".join(lines)
+
+
+def common_page() -> str:
+    """Options that most commands have."""
+    seen: dict[str, tuple[Any, Any]] = {}
+    for command in all_commands():
+        for name, one in option_fields(command).items():
+            if any(name in {field.name for field in fields(group)} for group in COMPUTE):
+                seen.setdefault(name, one)
+    return "\n".join(["# Common options\n", "Most commands take these.\n", *option_rows(seen), ""])
+
+
+def first_sentence(path: Path) -> str:
+    """The first line of a module's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+
+
+def parts_page() -> str:
+    """The parts of the families, with their settings."""
+    lines = ["# Models, data, flows, integrators\n"]
+    for family, title, how in FAMILIES:
+        lines += [f"## {title}\n", f"{how}\n", "| Name | What it is |", "|---|---|"]
+        shown = {part: form.text for part, form in declarations(family, "FORM").items()}
+        for part in registry.names(family):
+            text = re.sub(r"^`[^`]*`(?: or `[^`]*`)?[:,] ", "", first_sentence(registry.source_of(family, part))).rstrip(".")
+            lines.append(f"| `{cell(shown.get(part, part))}` | {cell(text)} |")
+        lines.append("")
+        rows = []
+        for part, settings in declarations(family, "SETTINGS").items():
+            for name, setting in settings.items():
+                if isinstance(setting, Setting):
+                    default = "" if setting.default is None else f"`{setting.default}`"
+                    text = setting.text.replace("{default}", str(setting.default))
+                    rows.append(f"| `{part}` | `{flag_of(name)}` | {default} | {cell(text)} |")
+        if rows:
+            lines += ["| Part | Setting | Default | Meaning |", "|---|---|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def scores_page() -> str:
+    """Scores and detectors by name."""
+    from bnncli.scores import declared
+
+    lines = ["# Scores\n", "`evaluate --metric NAME`, assertions, `compare` and JSON use these names.\n"]
+    lines += ["| Name | Column | What it is |", "|---|---|---|"]
+    for name, score in declared().items():
+        text = first_sentence(registry.source_of("scores", name.replace("_", "-")))
+        lines.append(f"| `{name}` | {cell(score.title)} | {cell(text)} |")
+    lines += ["", "## Out-of-distribution scores\n", "`--score NAME`; see [Outlier scores](../explanation/outliers.md).\n"]
+    lines += ["| Name | What it is |", "|---|---|"]
+    for name in registry.names("detectors"):
+        lines.append(f"| `{name.replace('-', '_')}` | {cell(first_sentence(registry.source_of('detectors', name)))} |")
+    return "\n".join([*lines, ""])
+
+
+def configuration_page() -> str:
+    """Where options come from."""
+    shared = [
+        flag_of(name)[2:].replace("-", "_").upper()
+        for group in COMPUTE
+        for name, spec in ((one.name, one) for one in fields(group))
+        if spec.metadata.get("env_common")
+    ]
+    return textwrap.dedent(f"""\
+        # Configuration and environment
+
+        An option's value comes from the first of these that has it:
+
+        1. the command line;
+        2. the environment variable `BNNCLI_<COMMAND>_<OPTION>`, such as `BNNCLI_REFINE_EPOCHS=20`;
+        3. the environment variable `BNNCLI_<OPTION>` for common options: {", ".join(f"`BNNCLI_{one}`" for one in shared)};
+        4. the configuration file: `--config FILE`, else `BNNCLI_CONFIG`, else `./bnncli.toml`;
+        5. the default.
+
+        ```toml
+        [common]
+        device = "cpu"
+
+        [refine]
+        flow = "radial"
+        epochs = 20
+        ```
+
+        `bnncli config show refine` prints every value and where it comes from. An unknown key is an error (exit 78).
+
+        ## Other variables
+
+        | Variable | Effect |
+        |---|---|
+        | `CUDA_VISIBLE_DEVICES` | the GPUs that bnncli sees |
+        | `NO_COLOR` | no colours |
+        | `CI`, `TERM=dumb` | log lines instead of a progress bar |
+        | `OMP_NUM_THREADS` | threads, unless `--threads` is given |
+        | `SOURCE_DATE_EPOCH` | the time that artifacts record |
+        """)
+
+
+def exit_codes_page() -> str:
+    """Exit codes with what they mean and what to do."""
+    meanings = {Exit.exit: inspect.getdoc(Exit) or "" for Exit in vars(errors).values() if _is_error(Exit)}
+    meanings |= {errors.Exit.OK: "Done, or up to date already.", errors.Exit.BUG: "An unexpected error.",
+                 errors.Exit.IO: "Reading or writing failed: full disk, quota, input/output error."}  # fmt: skip
+    lines = ["# Exit codes\n", "| Code | Name | Meaning | What to do |", "|---|---|---|---|"]
+    for code in errors.Exit:
+        lines.append(f"| {code.value} | {code.name} | {cell(meanings[code])} | {ADVICE[code.name]} |")
+    lines += ["| 128+n | signal n | Stopped by a signal: 130 INT, 143 TERM, 129 HUP, 141 PIPE. | Run it again. |", ""]
+    return "\n".join([*lines, "65 to 78 are the values of BSD's `sysexits.h`. See [Troubleshooting](../how-to/troubleshooting.md).", ""])
+
+
+def _is_error(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, errors.BnnError) and value.exit in errors.Exit.__members__.values()
+
+
+def docstring(value: Any) -> list[str]:
+    """A docstring as Markdown: sections become lists."""
+    lines: list[str] = []
+    for line in (inspect.getdoc(value) or "").split("\n"):
+        if re.fullmatch(r"(Args|Raises|Returns|Yields):", line):
+            lines += ["", f"**{line}**", ""]
+        elif re.match(r" {4}\S", line):
+            lines.append("- " + re.sub(r"^([\w, .*]+): ", r"`\1`: ", line.strip()))
+        elif line.startswith("     "):
+            lines.append("  " + line.strip())
+        else:
+            lines.append(line)
+    return [line.replace("<", "&lt;") for line in lines]
+
+
+def signature(function: Any) -> str:
+    """A function's arguments, without the quotes of annotations that are not evaluated."""
+    return str(inspect.signature(function)).replace("'", "").replace("(self, ", "(").replace("(self)", "()")
+
+
+def python_page() -> str:
+    """What `import bnncli` gives, from docstrings."""
+    lines = ["# Python API\n", "See [Python](../how-to/python.md) for an example.\n"]
+    lines += [f"## `bnncli.open{signature(bnncli.open)}`\n", *docstring(bnncli.open), ""]
+    for kind in (opened.OpenedRun, opened.OpenedPosterior, opened.ClassProbabilities, opened.SplitArrays):
+        lines += [f"## `{kind.__name__}`\n", *docstring(kind), ""]
+        for name, member in vars(kind).items():
+            if name.startswith("_"):
+                continue
+            if isinstance(member, property):
+                lines += [f"### `{name}`\n", *docstring(member.fget), ""]
+            elif inspect.isfunction(member):
+                lines += [f"### `{name}{signature(member)}`\n", *docstring(member), ""]
+    lines += ["## `bnncli.errors`\n", "Every error has `exit`, `code`, `message`, `hint` and `path`.\n"]
+    for value in vars(errors).values():
+        if isinstance(value, type) and issubclass(value, errors.BnnError):
+            lines.append(f"- `{value.__name__}`: {(inspect.getdoc(value) or '').split(chr(10))[0]}")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()
