@@ -90,7 +90,11 @@ def option_rows(options: dict[str, tuple[Any, Any]]) -> list[str]:
         metavar = meta["metavar"] or ("" if hint is bool or name == "verbose" else "VALUE")
         shown = f"`{meta['short']}`, " if meta["short"] else ""
         text = cell(help_of(spec)) + (f" One of: {', '.join(choices)}." if choices else "")
-        value = "" if default is None or default is False or default in ([], "", 0) and hint is not float else f"`{default}`"
+        value = (
+            ""
+            if default is None or default is False or (default in ([], "", 0) and hint is not float)
+            else f"`{default}`"
+        )
         rows.append(f"| {shown}`{flag}{' ' + cell(metavar) if metavar else ''}` | {value} | {text} |")
     return rows
 
@@ -102,8 +106,7 @@ def command_text(command: Command) -> str:
     own = {name: one for name, one in options.items() if name not in common}
     name = command.name.replace("-", " ", 1) if command.parent else command.name
     lines = [f"## {name}\n", command.summary, "", command.details, "", "```sh", *command.examples, "```", ""]
-    for argument in command.arguments:
-        lines.append(f"- `{argument.name.upper()}{'...' if argument.is_many else ''}`: {argument.help}")
+    lines += [f"- `{one.name.upper()}{'...' if one.is_many else ''}`: {one.help}" for one in command.arguments]
     lines.append("")
     if own:
         lines += [*option_rows(own), ""]
@@ -135,7 +138,9 @@ def parts_page() -> str:
         lines += [f"## {title}\n", f"{how}\n", "| Name | What it is |", "|---|---|"]
         shown = {part: form.text for part, form in declarations(family, "FORM").items()}
         for part in registry.names(family):
-            text = re.sub(r"^`[^`]*`(?: or `[^`]*`)?[:,] ", "", first_sentence(registry.source_of(family, part))).rstrip(".")
+            text = re.sub(
+                r"^`[^`]*`(?: or `[^`]*`)?[:,] ", "", first_sentence(registry.source_of(family, part))
+            ).rstrip(".")
             lines.append(f"| `{cell(shown.get(part, part))}` | {cell(text)} |")
         lines.append("")
         rows = []
@@ -159,7 +164,11 @@ def scores_page() -> str:
     for name, score in declared().items():
         text = first_sentence(registry.source_of("scores", name.replace("_", "-")))
         lines.append(f"| `{name}` | {cell(score.title)} | {cell(text)} |")
-    lines += ["", "## Out-of-distribution scores\n", "`--score NAME`; see [Outlier scores](../explanation/outliers.md).\n"]
+    lines += [
+        "",
+        "## Out-of-distribution scores\n",
+        "`--score NAME`; see [Outlier scores](../explanation/outliers.md).\n",
+    ]
     lines += ["| Name | What it is |", "|---|---|"]
     for name in registry.names("detectors"):
         lines.append(f"| `{name.replace('-', '_')}` | {cell(first_sentence(registry.source_of('detectors', name)))} |")
@@ -214,14 +223,23 @@ def exit_codes_page() -> str:
     meanings |= {errors.Exit.OK: "Done, or up to date already.", errors.Exit.BUG: "An unexpected error.",
                  errors.Exit.IO: "Reading or writing failed: full disk, quota, input/output error."}  # fmt: skip
     lines = ["# Exit codes\n", "| Code | Name | Meaning | What to do |", "|---|---|---|---|"]
-    for code in errors.Exit:
-        lines.append(f"| {code.value} | {code.name} | {cell(meanings[code])} | {ADVICE[code.name]} |")
+    lines += [f"| {code.value} | {code.name} | {cell(meanings[code])} | {ADVICE[code.name]} |" for code in errors.Exit]
     lines += ["| 128+n | signal n | Stopped by a signal: 130 INT, 143 TERM, 129 HUP, 141 PIPE. | Run it again. |", ""]
-    return "\n".join([*lines, "65 to 78 are the values of BSD's `sysexits.h`. See [Troubleshooting](../how-to/troubleshooting.md).", ""])
+    return "\n".join(
+        [
+            *lines,
+            "65 to 78 are the values of BSD's `sysexits.h`. See [Troubleshooting](../how-to/troubleshooting.md).",
+            "",
+        ]
+    )
 
 
 def _is_error(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, errors.BnnError) and value.exit in errors.Exit.__members__.values()
+    return (
+        isinstance(value, type)
+        and issubclass(value, errors.BnnError)
+        and value.exit in errors.Exit.__members__.values()
+    )
 
 
 def docstring(value: Any) -> list[str]:

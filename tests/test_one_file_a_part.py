@@ -84,8 +84,8 @@ def install(folder: Path, parts: dict[str, str], *, name: str = "theirs") -> Pat
 
 @cache
 def readme_part() -> tuple[str, str, tuple[str, str]]:
-    """Code and entry points of the part that README shows, its command line on a run of this file, and one to compare it with."""
-    section = (PACKAGE.parent / "README.md").read_text().partition("\n## Parts of your own\n")[2].partition("\n## ")[0]
+    """Code and entry points of the part that the documentation shows, its command line on a run of this file, and one to compare it with."""
+    section = (PACKAGE.parent / "docs/development/parts.md").read_text()
     code, table, line = re.findall(r"```(?:python|toml|sh)\n(.*?)```", section, re.DOTALL)
     groups = tomllib.loads(table)["project"]["entry-points"]
     entries = [f"[{group}]\n{name} = {place}" for group, of in groups.items() for name, place in of.items()]

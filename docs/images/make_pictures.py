@@ -1,6 +1,6 @@
 """Makes README's pictures anew, from the demo: the table that it ends with, and its verdict and a few figures of its report.
 
-python .pictures/make_pictures.py [--demo FOLDER]      # needs Chromium; a FOLDER of an earlier demo is used as it is
+python docs/images/make_pictures.py [--demo FOLDER]      # needs Chromium; a FOLDER of an earlier demo is used as it is
 """
 
 from __future__ import annotations

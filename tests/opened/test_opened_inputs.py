@@ -279,10 +279,9 @@ def test_a_run_of_raw_inputs_has_its_inputs_for_features(tmp_path: Path, cli: Cl
     assert np.array_equal(run.predict(x.reshape(90, 16)).probs, expected)  # as wide as features, and bytes
 
 
-def test_the_lines_of_the_readme_run(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    section = readme.partition("\n## From Python\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+def test_the_lines_of_the_page_on_python_run(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/python.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 1
     exec(blocks[0], {})
     said = capsys.readouterr().out.splitlines()
