@@ -24,7 +24,10 @@ from bnncli.targets.stream import FeatureBlocks
 from bnncli.theta.head import HeadLayout
 
 REVISION = 1  # of what `fit` gives for the same features
-NUM_NEIGHBORS, NEIGHBOR_ROWS = 5, 5_000  # as good as 50 of 60,000 (docs/explanation/outliers.md), and small enough to be exported
+NUM_NEIGHBORS, NEIGHBOR_ROWS = (
+    5,
+    5_000,
+)  # as good as 50 of 60,000 (docs/explanation/outliers.md), and small enough to be exported
 COVARIANCE_ROWS = 50_000  # training examples that means and covariance are fitted to
 MOST_KNOTS = 512
 TAIL_SHARE = 0.1  # of val, by which the tail below the lowest score is scaled

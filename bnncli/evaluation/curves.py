@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from bnncli.evaluation.calibration import NUM_BINS, Reliability, reliability
 from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.label_calibration import label_reliability
+from bnncli.lazy import special
 
 MAX_POINTS = 200  # of a curve: a quarter of the pixels of a figure's width
 _DIGITS = 6
@@ -52,6 +53,18 @@ def curve_of_bins(bins: Reliability) -> Curve:
     means = {"confidence": bins.confidence, "accuracy": bins.accuracy}
     shown: Curve = {"edges": bins.edges.tolist(), "count": bins.count.tolist()}
     return shown | {name: [None if np.isnan(v) else float(v) for v in values] for name, values in means.items()}
+
+
+def frequency_interval(share: float, count: int, *, level: float = 0.95) -> tuple[float, float]:
+    """Return the ends of the exact interval of a frequency (Clopper and Pearson 1934), which holds it at least with probability `level`.
+
+    Args:
+        share: of `count` independent examples, those for which the event happened.
+    """
+    happened, tail = round(share * count), (1 - level) / 2
+    low = float(special.betaincinv(happened, count - happened + 1, tail)) if happened else 0.0
+    high = float(special.betaincinv(happened + 1, count - happened, 1 - tail)) if happened < count else 1.0
+    return low, high
 
 
 def risk_coverage_curve(confidence: NDArray, is_right: NDArray) -> Curve:

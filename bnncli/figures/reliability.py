@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from bnncli.evaluation.curves import frequency_interval
 from bnncli.figures._lines import GREY, plain_axes
+from bnncli.figures.inks import INK
 from bnncli.figures.shown import Cell, FigureNumbers
 from bnncli.names import printable
 
@@ -53,9 +55,9 @@ class ReliabilityDiagrams:
     def description(self) -> str:
         """How it is read."""
         return (
-            "Examples are put into bins by their confidence, the probability of the predicted class. Bars: the share of each bin that is "
-            "right. Hatched: the gap from there to the bin's mean confidence; without gaps all bars end on the dashed diagonal. Below: how "
-            "many examples each bin holds, on a logarithmic axis."
+            "Examples are grouped by confidence, the probability of the predicted class. Bars: accuracy of each group, with its exact 95% "
+            "interval. Hatched: the gap to the group's mean confidence. If the network is calibrated, all bars end on the dashed diagonal. "
+            "Below: the number of examples in each group, on a logarithmic axis."
         )
 
     @property
@@ -64,8 +66,13 @@ class ReliabilityDiagrams:
         rows: list[list[Cell]] = []
         for name, curve in self.panels.items():
             bins = zip(pairwise(curve["edges"]), curve["count"], curve["confidence"], curve["accuracy"], strict=True)
-            rows += [[name, low, high, count, mean, right] for (low, high), count, mean, right in bins if count]
-        return FigureNumbers(["posterior", "from", "to", "examples", "mean confidence", "accuracy"], rows)
+            rows += [
+                [name, low, high, count, mean, right, *frequency_interval(right, count)]
+                for (low, high), count, mean, right in bins
+                if count
+            ]
+        columns = ["posterior", "from", "to", "examples", "mean confidence", "accuracy", "95% low", "95% high"]
+        return FigureNumbers(columns, rows)
 
     def draw(self) -> Figure:
         """The diagrams, two beside each other."""
@@ -111,7 +118,7 @@ def draw(
         if place == 0:
             handles = upper.get_legend_handles_labels()
     figure.suptitle(f"Reliability on {split}", fontsize="large")
-    figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     return figure
 
 
@@ -133,6 +140,14 @@ def _draw_accuracy(axes: Axes, curve: Mapping[str, Sequence[Any]]) -> None:
         label="gap to confidence",
         **shared,
     )
+    shown = [
+        (start + size / 2, right, *frequency_interval(right, count))
+        for start, size, right, count in zip(left, width, curve["accuracy"], curve["count"], strict=True)
+        if count
+    ]
+    sides = [[right - low for _, right, low, _ in shown], [high - right for _, right, _, high in shown]]
+    places, heights = [one[0] for one in shown], [one[1] for one in shown]
+    axes.errorbar(places, heights, sides, fmt="none", color=INK, ecolor=INK, elinewidth=1, capsize=1.5, label="95% interval")
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])

@@ -82,7 +82,8 @@ def qualities(
         low, high = accuracy_interval(mine.is_right, theirs.is_right, level) or (None, None)
         right = float(mine.is_right.mean()), float(theirs.is_right.mean())
         found.append(Quality("accuracy", right[0], right[1], low, high, True))
-        found += _paired("ece", _measured_calibration(own, base, seed, level), level)
+        ece = paired_quality("ece", _measured_calibration(own, base, seed, level), level=level)
+        found += [] if ece is None else [ece]
     return found
 
 
@@ -99,16 +100,18 @@ def _measured_calibration(
     return measure_split(groups, [Quantity("ece")], split=(own.name, len(own.examples)), bootstrap=bootstrap)
 
 
-def _paired(name: str, measured: Sequence[Sequence[Measured]], level: float) -> list[Quality]:
-    """The quality of a score measured of both sides; none where it is undefined of either."""
+def paired_quality(
+    name: str, measured: Sequence[Sequence[Measured]], *, level: float, higher_is_better: bool = False
+) -> Quality | None:
+    """Return the quality of a score measured of both sides, with a bootstrap interval of the difference; None where it is undefined of either."""
     from bnncli.evaluation.paired import Sample, difference
 
     if any(not side or side[0].value is None for side in measured):
-        return []
+        return None
     values = [float(side[0].value or 0.0) for side in measured]
     samples = [Sample(np.array([value]), side[0].replicates) for value, side in zip(values, measured, strict=True)]
     gap = difference(*samples, level=level)
-    return [Quality(name, values[0], values[1], gap.low, gap.high, False)]
+    return Quality(name, values[0], values[1], gap.low, gap.high, higher_is_better)
 
 
 def recorded_qualities(recorded: Sequence[dict[str, Any]]) -> list[Quality]:

@@ -1,57 +1,65 @@
-"""The verdict: which posterior to use, whether it pays, how far its confidence can be trusted, in words."""
+"""The verdict: which posterior to use, whether it pays, how far its confidence can be trusted, in plain words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from bnncli.detectors import DEFAULT_SCORE
+from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.paired import holm
 from bnncli.evaluation.recommendation import Quality
 from bnncli.names import counted, percent
 from bnncli.options.assertions import Quantity
-from bnncli.pages.blocks import Block, Missing
+from bnncli.pages.blocks import Block, DataTable, Missing, TableCell
 from bnncli.pages.markup import Markup, bullets, code, element, joined, paragraph, strong
 from bnncli.run.network_fit import misread_splits
+from bnncli.run.paired_scores import measure_detection
 from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.run.recommendation import Recommended, SplitProbabilities, qualities
+from bnncli.run.recommendation import Recommended, SplitProbabilities, paired_quality, qualities
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.stages.diagnose.judgement import Judgement
 from bnncli.stages.report.calibration import score_metric, score_value
 from bnncli.stages.report.subject import Damaged, Subject, tried
+from bnncli.stages.report.terms import linked
 from bnncli.stages.report.words import listed_in_words
 
 _MOST_DOUBTED = 3  # posteriors whose doubts are told
 _MOST_NAMED = 12  # posteriors that are good, or files that are damaged
+_MOST_SPLITS = 3  # out of distribution, in the table
 _CHANCE = 0.05  # of saying of any that are calibrated that they are not
-_KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian bent by a flow", "samples": "draws by Monte Carlo"}
+_OWN_SCORE = "max_prob"  # an outlier score of the posterior's own, as compare has it: the default one depends on the features alone
+_PLAIN = {"temperature": "temperature scaling", "map": "the network as trained"}
+_KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian refined by a flow", "samples": "Monte Carlo draws"}
 
 
 def verdict(subject: Subject) -> list[Block]:
     """The section."""
     judgement, recommended = subject.judgement, subject.recommended
+    beside = tried(partial(_beside_the_network, subject))
     words = [*_misread(subject)]
-    if recommended is not None:
-        words.append(joined(strong("Predict. "), f"{_capital(recommended.sentence.removeprefix('predict '))}."))
-    beside = _beside_the_network(subject)
-    if isinstance(beside, Missing):
-        words.append(joined(strong(f"On {subject.split}. "), beside.sentence))
-    elif beside is not None:
-        texts = "; ".join(one.sentence for one in beside.qualities)
-        words.append(joined(strong(f"On {subject.split}. "), f"{beside.about}, paired by example: {texts}."))
+    if recommended is not None and recommended.sentence:
+        words.append(joined(strong("Why. "), linked(f"{_capital(recommended.sentence)}.")))
     if isinstance(judgement, Missing):
-        words.append(joined(strong("Fit. "), judgement.sentence, *_to_run(judgement.command)))
+        words.append(
+            joined(strong("Is the posterior computed well? "), judgement.sentence, *_to_run(judgement.command))
+        )
     else:
-        words.append(joined(strong("Fit. "), _fit(judgement)))
+        words.append(joined(strong("Is the posterior computed well? "), _fit(judgement)))
     words += [*_calibration(subject), *_outside(subject)]
     is_good = not isinstance(judgement, Missing) and judgement.verdict.is_good
-    summary = beside.summary if isinstance(beside, Beside) else ""
-    first = paragraph(_first(judgement, recommended, summary))
+    first = paragraph(_headline(judgement, recommended, None if isinstance(beside, Missing) else beside))
     box = element("div", first, bullets(words), class_="verdict" if is_good else "verdict doubt")
     blocks: list[Block] = [box, *_left_out_of(subject)]
+    if beside is not None:
+        blocks += [
+            element("h3", "Does it pay?"),
+            *([beside] if isinstance(beside, Missing) else _pays(beside, subject)),
+        ]
     if not isinstance(judgement, Missing):
-        blocks.append(paragraph("In the words of diagnose: ", element("q", judgement.verdict.sentence), kind="note"))
         blocks += [paragraph(gain.sentence) for gain in judgement.gains]
+        blocks.append(paragraph("bnncli diagnose reports: ", element("q", judgement.verdict.sentence), kind="note"))
     return blocks
 
 
@@ -60,33 +68,38 @@ def _capital(text: str) -> str:
 
 
 class Beside(NamedTuple):
-    """The qualities of the predictions that the words are about beside the network's, on the split that is shown."""
+    """The qualities of the recommended predictions and of the network's, on the split that is shown."""
 
-    about: str
+    own: str
     base: str
+    posterior: str
     split: str
+    num_examples: int
     qualities: list[Quality]
+    detection: dict[str, Quality]  # by out-of-distribution split
 
-    @property
-    def summary(self) -> str:
-        """What is better and what is worse, for the headline."""
-        found = {
-            finding: [one.title for one in self.qualities if one.finding == finding] for finding in ("better", "worse")
-        }
-        texts = [f"{finding} in {listed_in_words(titles)}" for finding, titles in found.items() if titles]
-        return f" On {self.split} it is {' and '.join(texts)} than {self.base}." if texts else ""
+    def of(self, score: str) -> Quality | None:
+        """The quality by its score; None where it is unknown."""
+        return next((one for one in self.qualities if one.score == score), None)
 
 
-def _beside_the_network(subject: Subject) -> Beside | Missing | None:
-    """The predictions that the words are about beside those of the network at one temperature, else as trained; None without both."""
+def _beside_the_network(subject: Subject) -> Beside | None:
+    """The recommended predictions beside those of the network at one temperature, else as trained; None without both."""
     focus, plain = subject.focus, [group for group in _told(subject) if group is not subject.focus]
     base = next((group for group in plain if group.posterior == "temperature"), plain[0] if plain else None)
     if focus is None or base is None:
         return None
-    found = tried(lambda: qualities_of(subject, focus, base))
-    own, plain_name = subject.titles[focus.name], subject.titles[base.name]
-    return (
-        found if isinstance(found, Missing) else Beside(f"{own} against {plain_name}", plain_name, subject.split, found)
+    found = qualities_of(subject, focus, base)
+    outside = [name for name in subject.outside[:_MOST_SPLITS] if name in base.splits(is_ood=True)]
+    detection = {name: _detection(subject, focus, base, name) for name in outside if name in focus.splits(is_ood=True)}
+    return Beside(
+        subject.titles[focus.name],
+        subject.titles[base.name],
+        focus.posterior,
+        subject.split,
+        int(focus.splits(is_ood=False)[subject.split].meta["num_examples"]),
+        found,
+        {name: one for name, one in detection.items() if one is not None},
     )
 
 
@@ -100,10 +113,43 @@ def qualities_of(subject: Subject, own: PredictionGroup, base: PredictionGroup) 
     return qualities(read(own, subject.split), read(base, subject.split), seed=subject.run.compute.seed)
 
 
+def _detection(subject: Subject, own: PredictionGroup, base: PredictionGroup, ood: str) -> Quality | None:
+    """The AUROC of each posterior's own largest probability for a split, paired; None where it is undefined."""
+
+    def vectors(group: PredictionGroup, split: str, is_ood: bool) -> Any:
+        return PredictedSplit(group.splits(is_ood=is_ood)[split]).detection_scores([_OWN_SCORE])
+
+    sides = [(vectors(group, subject.split, False), vectors(group, ood, True)) for group in (own, base)]
+    if any(isinstance(side[_OWN_SCORE], str) for pair in sides for side in pair):
+        return None
+    inside, outside = (len(side[_OWN_SCORE]) for side in sides[0])
+    measured = measure_detection(
+        sides,
+        [Quantity("auroc", (ood, _OWN_SCORE))],
+        split=(subject.split, inside),
+        ood=(ood, outside),
+        bootstrap=Bootstrap(level=0.95, seed=subject.run.compute.seed),
+    )
+    return paired_quality("auroc", measured, level=0.95, higher_is_better=True)
+
+
+def _pays(beside: Beside, subject: Subject) -> list[Block]:
+    """A table of the differences, and how it is read."""
+    named = [(one.title, one) for one in beside.qualities]
+    named += [(f"AUROC {ood}, by largest probability", one) for ood, one in beside.detection.items()]
+    if not named:
+        return [Missing(f"Split {beside.split} has no labels, so that predictions cannot be scored.")]
+    rows = [[TableCell(title), *map(TableCell, one.cells[1:])] for title, one in named]
+    columns = ["score", beside.own, beside.base, "difference", "95% interval", "finding"]
+    caption = f"{beside.own} against {beside.base} on {beside.split}, {beside.num_examples:,} examples"
+    note = "Differences are paired by example. If an interval contains zero, these examples cannot tell the two apart."
+    return [DataTable(f"{subject.key}pays", caption, columns, rows, [note])]
+
+
 def _misread(subject: Subject) -> list[Markup]:
     """What extract-features found wrong with the network on the splits that the report is about."""
     found = misread_splits(subject.run, ("train", "val", subject.split))
-    text = f"It probably misreads its inputs or labels, so that all below may be worthless. {'; '.join(found)}."
+    text = f"It probably misreads its inputs or labels. Everything below may be worthless. {'; '.join(found)}."
     return [joined(strong("The network. "), text)] if found else []
 
 
@@ -128,28 +174,39 @@ def _to_run(command: str | None) -> list[str]:
     return [] if command is None else [" Run ", code(command)]
 
 
-def _first(judgement: Judgement | Missing, recommended: Recommended | None, summary: str) -> str:
-    """The sentences that a person remembers; `summary` says what is better and worse than the network."""
-    use = None if isinstance(judgement, Missing) else judgement.verdict.use
-    if recommended is not None:
-        text = f"Predict with {recommended.posterior} by {recommended.integrator}.{summary}"
-    elif isinstance(judgement, Missing):
-        return "There is no verdict on the posteriors of this run."
-    else:
-        text = "What to predict with is unknown without a labelled val split."
-    if use is None:
-        return f"{text} No posterior of this run is known to be close to its target."
-    assert not isinstance(judgement, Missing)
-    kind = _KINDS.get(judgement.entries[use]["type"], "a posterior")
-    if recommended is not None and recommended.posterior == use:
-        return f"{text} {use} is {kind}, close to its target."
-    alone = judgement.entries[use]["type"] == "samples" and _has_densities(judgement)
-    why = "no approximation of this run is close enough to its target" if alone else "it is close to its target"
-    return f"{text} For the posterior itself use {use} ({kind}): {why}."
+def _headline(judgement: Judgement | Missing, recommended: Recommended | None, beside: Beside | None) -> str:
+    """What to do, and what it gains and costs, in one or two sentences."""
+    if recommended is None:
+        if isinstance(judgement, Missing):
+            return "There is no verdict on the posteriors of this run."
+        use = judgement.verdict.use
+        text = "No recommendation: that needs a labelled validation split."
+        if use is None:
+            return f"{text} No posterior is known to match the exact posterior."
+        kind = _KINDS.get(judgement.entries[use]["type"], "a posterior")
+        return f"{text} {use} ({kind}) matches the exact posterior closely."
+    if recommended.posterior in _PLAIN:
+        return f"Keep {_PLAIN[recommended.posterior]}."
+    found = f"Use {recommended.posterior}"
+    if beside is None or beside.posterior != recommended.posterior:
+        return f"{found}."
+    parts = []
+    if (nll := beside.of("nll")) is not None:
+        parts.append(f"NLL {nll.value:.3f} instead of {nll.baseline:.3f}{_doubted(nll)}")
+    if (accuracy := beside.of("accuracy")) is not None:
+        parts.append(f"accuracy {_signed(100 * accuracy.difference, 1)} points{_doubted(accuracy)}")
+    for ood, one in beside.detection.items():
+        parts.append(f"out-of-distribution AUROC {_signed(one.difference, 2)} on {ood}{_doubted(one)}")
+    return f"{found}: {', '.join(parts)}." if parts else f"{found}."
 
 
-def _has_densities(judgement: Judgement) -> bool:
-    return any(entry["type"] in ("gaussian", "flow") for entry in judgement.entries.values())
+def _signed(value: float, digits: int) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def _doubted(one: Quality) -> str:
+    """What is said of a difference that may be chance."""
+    return "" if one.finding in ("better", "worse") else " (not significant)"
 
 
 def _fit(judgement: Judgement) -> Markup:
@@ -159,30 +216,30 @@ def _fit(judgement: Judgement) -> Markup:
     parts = []
     if good:
         parts.append(
-            f"{listed_in_words(good, most=_MOST_NAMED)} {'are' if len(good) > 1 else 'is'} as close to the target as can be asked."
+            f"{listed_in_words(good, most=_MOST_NAMED)} {'match' if len(good) > 1 else 'matches'} the exact posterior closely."
         )
     if bad:
         shown = [f"{name} ({_why(judgement, name)})" for name in bad[:_MOST_DOUBTED]]
         rest = [f"{len(bad) - len(shown)} more"] if len(bad) > len(shown) else []
-        verb = "is" if len(bad) == 1 else "are"
-        parts.append(f"{listed_in_words([*shown, *rest])} {verb} not{'' if good else ' close enough to the target'}.")
+        verb = "does" if len(bad) == 1 else "do"
+        parts.append(f"{listed_in_words([*shown, *rest])} {verb} not.")
     if not parts:
-        parts = ["There is no posterior with a target that could be judged."]
+        parts = ["No posterior of this run has a target to compare it with."]
     command = judgement.verdict.run
-    return joined(" ".join(parts), *([" Next: ", code(command), "."] if command.startswith("bnncli ") else []))
+    return joined(linked(" ".join(parts)), *([" Next: ", code(command), "."] if command.startswith("bnncli ") else []))
 
 
 def _why(judgement: Judgement, name: str) -> str:
     """Why a posterior is not good, by the first of its doubts."""
     doubts = judgement.entries[name]["doubts"]
-    return doubts[0] + (" and more" if len(doubts) > 1 else "")
+    return doubts[0] + (f", {counted(len(doubts) - 1, 'more doubt')}" if len(doubts) > 1 else "")
 
 
 def _calibration(subject: Subject) -> list[Markup]:
     """How far confidences can be taken at their word, of the posterior that the words are about and of the network."""
     found = [(subject.titles[group.name], score_metric(subject, group, Quantity("ece"))) for group in _told(subject)]
     known = [(title, metric) for title, metric in found if metric is not None and metric["value"] is not None]
-    return [joined(strong("Calibration. "), calibration_in_words(subject.split, known))] if known else []
+    return [joined(strong("Calibration. "), linked(calibration_in_words(subject.split, known)))] if known else []
 
 
 def calibration_in_words(split: str, known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
@@ -191,40 +248,42 @@ def calibration_in_words(split: str, known: Sequence[tuple[str, Mapping[str, Any
     Args:
         known: the title of each, and its calibration error as evaluate has stored it.
     """
-    values = listed_in_words([f"{percent(metric['value'])} for {title}" for title, metric in known])
-    text = f"On {split} stated confidences are off by {values}, on average."
+    values = listed_in_words([f"{percent(metric['value'])} ({title})" for title, metric in known])
+    text = f"On {split}, stated confidence and accuracy differ by {values} on average (ECE)."
     judged = [(title, metric) for title, metric in known if metric.get("p_calibrated") is not None]
     if judged:
         floors = [metric["floor"] for _, metric in judged]
         adjusted = holm([metric["p_calibrated"] for _, metric in judged])
         real = [title for (title, _), p in zip(judged, adjusted, strict=True) if p is not None and p <= _CHANCE]
         low, high = percent(min(floors)), percent(max(floors))
-        text += f" Calibrated ones would be off by {low if low == high else f'{low} to {high}'} on so many examples, by chance alone; "
-        text += f"more than chance is the error of {listed_in_words(real)}." if real else "none shows more than that."
+        text += f" A calibrated model would differ by {low if low == high else f'{low} to {high}'} by chance"
+        if real:
+            text += f"; {'only ' if len(real) < len(judged) else ''}{listed_in_words(real)} {'is' if len(real) == 1 else 'are'} significantly miscalibrated."
+        else:
+            text += "; none is significantly miscalibrated."
     return text
 
 
 def _outside(subject: Subject) -> list[Markup]:
-    """How well the default score tells what is out of distribution; where that is of the features, once for all posteriors."""
-    sentences, score = [], subject.shown.curve_score
-    if score == DEFAULT_SCORE and subject.focus is not None:
-        values = {ood: score_value(subject, subject.focus, Quantity("auroc", (ood, score))) for ood in subject.outside}
-        shares = [f"{100 * value:.0f} % of pairs with {ood}" for ood, value in values.items() if value is not None]
-        text = f"Shown one example of {subject.split} and one from elsewhere, the {score} score of the features, the same for every posterior, is higher for the first in {listed_in_words(shares)}. Guessing gives 50 %."
-        return [joined(strong("Out of distribution. "), text)] if shares else []
+    """How well outliers are detected; by a score of the features once for all posteriors."""
+    score, focus = subject.shown.curve_score, subject.focus
+    groups = [focus] if score == DEFAULT_SCORE and focus is not None else _told(subject)
+    sentences = []
     for ood in subject.outside:
         found = [
-            (subject.titles[g.name], score_value(subject, g, Quantity("auroc", (ood, score)))) for g in _told(subject)
+            (subject.titles[group.name], score_value(subject, group, Quantity("auroc", (ood, score))))
+            for group in groups
         ]
-        shares = [f"{100 * value:.0f} % of pairs with {ood} for {title}" for title, value in found if value is not None]
-        if shares:
-            sentences.append(
-                listed_in_words([shares[0], *(one.replace(f"of pairs with {ood} ", "") for one in shares[1:])])
-            )
+        known = [(title, value) for title, value in found if value is not None]
+        if known and len(groups) == 1:
+            sentences.append(f"{ood} {known[0][1]:.3f}")
+        elif known:
+            sentences.append(f"{ood} {listed_in_words([f'{value:.3f} ({title})' for title, value in known])}")
     if not sentences:
         return []
-    text = f"Shown one example of {subject.split} and one from elsewhere, {score} is higher for the first in {'; in '.join(sentences)}. Guessing gives 50 %."
-    return [joined(strong("Out of distribution. "), text)]
+    alike = ", which depends on the features and not on the posterior" if score == DEFAULT_SCORE else ""
+    text = f"AUROC of the outlier score {score}{alike}: {'; '.join(sentences)}. 0.5 is chance, 1 is perfect."
+    return [joined(strong("Out of distribution. "), linked(text))]
 
 
 def _told(subject: Subject) -> list[PredictionGroup]:

@@ -26,9 +26,11 @@ from bnncli.stages.report.origins import origins
 from bnncli.stages.report.posteriors import posteriors
 from bnncli.stages.report.scores import scores
 from bnncli.stages.report.subject import Subject, tried
+from bnncli.stages.report.terms import SECTION, terms
 from bnncli.stages.report.together import together
 from bnncli.stages.report.verdict import summary_of, verdict
 from bnncli.stages.report.words import listed_in_words
+from bnncli.storage.artifacts import read_header
 
 
 class ReportPart(NamedTuple):
@@ -41,16 +43,16 @@ class ReportPart(NamedTuple):
 
 PARTS = (
     ReportPart("verdict", "Verdict", verdict),
-    ReportPart("origins", "What was fitted from what", origins),
     ReportPart("scores", "Scores", scores),
     ReportPart("calibration", "Calibration", calibration),
-    ReportPart("confidence", "Confidence, in and out of distribution", detection),
+    ReportPart("confidence", "Confidence and out-of-distribution detection", detection),
     ReportPart("decisions", "Decisions with guarantees", decisions),
-    ReportPart("posteriors", "Posteriors against their target", posteriors),
+    ReportPart("posteriors", "Posteriors against the exact posterior", posteriors),
     ReportPart("chains", "Chains", chains),
-    ReportPart("fits", "How they were fitted", fits),
-    ReportPart("fidelity", "Fidelity to a reference", fidelity),
-    ReportPart("inputs", "The most and the least certain inputs", inputs),
+    ReportPart("fits", "Fits", fits),
+    ReportPart("fidelity", "Distance to a reference", fidelity),
+    ReportPart("inputs", "Most and least certain inputs", inputs),
+    ReportPart("origins", "Commands and files", origins),
 )
 # Of several checkpoints each has less: the rest is in reports of one.
 _OF_EACH = ("verdict", "origins", "scores", "calibration", "posteriors")
@@ -87,21 +89,22 @@ def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Secti
     for subject in subjects:
         subject.check_named()
         check_is_something_left(subject)
+    explained = Section(SECTION, "What the terms mean", terms())
     if not many:
-        return [_made(part, subjects[0]) for part in PARTS], [summary_of(subjects[0])]
+        return [*(_made(part, subjects[0]) for part in PARTS), explained], [summary_of(subjects[0])]
     names = _OF_EACH if len(runs) <= _FEW else _OF_MANY
     parts = [part for part in PARTS if part.name in names]
     found = [Section("comparison", "The checkpoints together", together(runs, subjects))]
     found += [_made(part, subject) for subject in subjects for part in parts]
-    return found, [f"{one.name}: {summary_of(one)}" for one in subjects]
+    return [*found, explained], [f"{one.name}: {summary_of(one)}" for one in subjects]
 
 
 def page_of(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping[str, Any]) -> bytes:
     """The file, of at most MOST_BYTES: where all would be more, the least important sections are left out, and it says so."""
     names = [run.checkpoint_path.name for run in runs]
     what = listed_in_words(names) if len(names) <= 3 else counted(len(names), "checkpoint")
-    lead = "Calibrated probabilities, what they are worth, and how sure one can be of that."
-    made_by = f"Written by bnncli {__version__}. This file needs no network, and holds aggregates, not the data, but for the inputs that it shows."
+    lead = f"bnncli {__version__}, results of {_newest(runs)}"
+    made_by = "This file opens without a network connection. It holds aggregates, not the data, except for the inputs it shows."
 
     def whole_page(kept: Sequence[Section], ready: dict[str, Markup]) -> bytes:
         return page(f"Report on {what}", lead, kept, made_by=made_by, options=made_with, ready=ready)
@@ -112,6 +115,17 @@ def page_of(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping
             f"the report is kept below {MOST_BYTES:,} bytes: {_titles(found.left_out)} left out; fewer of --posterior or --examples make room"
         )
     return found.content
+
+
+def _newest(runs: Sequence[Run]) -> str:
+    """When the newest posterior or prediction that can be read was made, to the minute."""
+    found = []
+    for run in runs:
+        for path in (*run.folder.posteriors(), *run.folder.prediction_files()):
+            header = tried(partial(read_header, path))
+            found += [] if isinstance(header, Missing) else [str(header.provenance.get("created_at", ""))]
+    newest = max(found, default="")
+    return f"{newest[:10]} {newest[11:16]} UTC" if newest else "an unknown date"
 
 
 def _importance(section: Section) -> float:

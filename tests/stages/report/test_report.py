@@ -22,7 +22,8 @@ from bnncli.storage.locks import artifact_lock
 from bnncli.storage.predictions import read_predictions
 
 SECTIONS = (
-    "verdict", "origins", "scores", "calibration", "confidence", "decisions", "posteriors", "chains", "fits", "fidelity", "inputs",
+    "verdict", "scores", "calibration", "confidence", "decisions", "posteriors", "chains", "fits", "fidelity", "inputs", "origins",
+    "terms",
 )  # fmt: skip
 
 
@@ -70,14 +71,35 @@ def test_the_numbers_of_the_verdict_are_those_of_evaluate_and_diagnose(cli: Cli,
     verdict = cli("diagnose", run, "--json").json["verdict"]
     text = page.one("verdict").text
     focus = verdict["predict"]["posterior"]
-    assert text.startswith(f"VerdictPredict with {focus} by {verdict['predict']['integrator']}.")
-    assert verdict["predict"]["sentence"].removeprefix("predict with ") in text
+    kept = {"temperature": "Keep temperature scaling.", "map": "Keep the network as trained."}
+    assert text.startswith(f"Verdict{kept.get(focus, f'Use {focus}')}")
+    assert verdict["predict"]["sentence"].removeprefix("predict") in text
     for row in cli("evaluate", run, "--split", "test", "--json").json["rows"]:
         if row["posterior"] in (focus, "map"):
             (error,) = [m for m in row["metrics"] if m["name"] == "ece"][:1]
-            assert f"{percent(error['value'])} for {row['posterior']}" in text
+            assert f"{percent(error['value'])} ({row['posterior']})" in text
             (area,) = [m for m in row["metrics"] if m["name"] == "auroc" and m["score"] == "combined"]
-            assert f"{100 * area['value']:.0f} % of pairs with far" in text
+            assert f"far {area['value']:.3f}" in text
+
+
+def test_what_pays_is_what_compare_measures(cli: Cli, run: Path, page: Node) -> None:
+    """NLL, accuracy and detection by the largest probability of the recommended predictions and of the network's."""
+    focus = cli("diagnose", run, "--json").json["verdict"]["predict"]["posterior"]
+    shown = {row["score"]: row for row in page.one("pays").rows()}
+    other = next(name for name in shown["NLL"] if name not in ("score", focus, "difference", "95% interval", "finding"))
+    for row in cli("compare", run, "--split", "test", "--json").json["rows"]:
+        if row["posterior"] in (focus, other):
+            (nll,) = [one["value"] for one in row["scores"] if one["name"] == "nll"]
+            (area,) = [one["value"] for one in row["scores"] if one["name"] == "auroc"]
+            assert shown["NLL"][row["posterior"]] == f"{nll:.4f}"
+            assert shown["AUROC far, by largest probability"][row["posterior"]] == f"{area:.4f}"
+
+
+def test_terms_of_the_verdict_lead_to_their_explanations(page: Node) -> None:
+    links = [link for link in page.one("verdict").all("a") if str(link.attributes["href"]).startswith("#term-")]
+    assert {"NLL", "ECE"} <= {link.text for link in links}
+    for link in links:
+        assert page.one(str(link.attributes["href"])[1:]).text == link.text
 
 
 def test_distances_and_weights_are_those_of_diagnose(cli: Cli, run: Path, page: Node) -> None:

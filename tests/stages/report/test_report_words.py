@@ -81,9 +81,9 @@ def test_lists_and_differences_in_words() -> None:
 @pytest.mark.parametrize(
     ("p_values", "told"),
     [
-        ((0.03, 0.04, 0.5), "none shows more than that"),  # of three together neither is below 0.05
-        ((0.01, 0.04, 0.5), "more than chance is the error of a."),
-        ((0.01, 0.02, 0.5), "more than chance is the error of a and b."),
+        ((0.03, 0.04, 0.5), "none is significantly miscalibrated."),  # of three together neither is below 0.05
+        ((0.01, 0.04, 0.5), "only a is significantly miscalibrated."),
+        ((0.01, 0.02, 0.5), "only a and b are significantly miscalibrated."),
     ],
 )
 def test_calibration_errors_are_more_than_chance_at_one_level_for_all_of_them(
@@ -91,8 +91,8 @@ def test_calibration_errors_are_more_than_chance_at_one_level_for_all_of_them(
 ) -> None:
     known = [(name, {"value": 0.1, "floor": 0.02, "p_calibrated": p}) for name, p in zip("abc", p_values, strict=True)]
     text = calibration_in_words("test", known)
-    assert text.startswith("On test stated confidences are off by 10.0 % for a, 10.0 % for b and 10.0 % for c, on")
-    assert "would be off by 2.0 % on so many examples" in text
+    assert text.startswith("On test, stated confidence and accuracy differ by 10.0 % (a), 10.0 % (b) and 10.0 % (c) on")
+    assert "A calibrated model would differ by 2.0 % by chance" in text
     assert told in text
 
 
