@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLUMNS = 2
+_COLUMNS = 4
+_PANEL_WIDTH = 2.2  # inches
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,12 @@ class ConfidenceHistograms:
         return FigureNumbers(["posterior", "split", "from", "to", "examples", "share"], rows)
 
     def draw(self) -> Figure:
-        """The panels, two beside each other, on common axes."""
+        """The panels, side by side, on common axes."""
         from matplotlib.figure import Figure
 
         rows = math.ceil(len(self.panels) / _COLUMNS)
-        columns = min(_COLUMNS, len(self.panels))
-        figure = Figure(figsize=(PAGE_WIDTH, 1.75 * rows + 0.9), layout="constrained")
+        columns = math.ceil(len(self.panels) / rows)
+        figure = Figure(figsize=(max(PAGE_WIDTH, _PANEL_WIDTH * columns), 1.75 * rows + 0.9), layout="constrained")
         figure.get_layout_engine().set(wspace=0.05)  # type: ignore[union-attr, call-arg]
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
         splits = list(dict.fromkeys(name for counts in self.panels.values() for name in counts))

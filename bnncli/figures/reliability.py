@@ -75,8 +75,8 @@ class ReliabilityDiagrams:
         return FigureNumbers(columns, rows)
 
     def draw(self) -> Figure:
-        """The diagrams, two beside each other."""
-        return draw(self.panels, split=self.split, errors=self.errors, most_columns=2, panel_width=2.1)
+        """The diagrams, side by side."""
+        return draw(self.panels, split=self.split, errors=self.errors, panel_width=2.1)
 
 
 def draw(
@@ -147,7 +147,9 @@ def _draw_accuracy(axes: Axes, curve: Mapping[str, Sequence[Any]]) -> None:
     ]
     sides = [[right - low for _, right, low, _ in shown], [high - right for _, right, _, high in shown]]
     places, heights = [one[0] for one in shown], [one[1] for one in shown]
-    axes.errorbar(places, heights, sides, fmt="none", color=INK, ecolor=INK, elinewidth=1, capsize=1.5, label="95% interval")
+    axes.errorbar(
+        places, heights, sides, fmt="none", color=INK, ecolor=INK, elinewidth=1, capsize=1.5, label="95% interval"
+    )
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])

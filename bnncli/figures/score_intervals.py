@@ -56,8 +56,8 @@ class ScoreIntervals:
         return FigureNumbers(["score", "posterior", "value", "low", "high"], rows)
 
     def draw(self) -> Figure:
-        """The panels, two beside each other."""
+        """The panels, side by side."""
         return draw(
-            self.panels, self.names, title=self.title, marked=self.marked, plain=self.plain, tests=self.tests, most_columns=2,
-            panel_width=1.75,
+            self.panels, self.names, title=self.title, marked=self.marked, plain=self.plain, tests=self.tests, most_columns=3,
+            panel_width=2.3,
         )  # fmt: skip

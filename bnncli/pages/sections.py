@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import re
 from functools import singledispatch
 
 from bnncli.figures.inline import inline_svg
 from bnncli.figures.shown import Shown
 from bnncli.pages.blocks import Block, DataTable, Gallery, Missing, Section, ShownInput, is_figure
 from bnncli.pages.markup import Markup, code, element, joined, paragraph
-from bnncli.pages.tables import numbers_of, table_of
+from bnncli.pages.tables import numbers_of, scrolled, table_of
+
+_COLUMN = 640  # pixels: figures wider than that have a row of their own, and scroll on a phone
 
 
 def section_of(section: Section) -> Markup:
@@ -65,7 +68,12 @@ def _(block: Gallery) -> Markup:
 def figure_of(shown: Shown) -> Markup:
     """The picture, what it is and how it is read, and its numbers."""
     caption = element("figcaption", element("strong", shown.title), " ", element("span", shown.description))
-    return element("figure", Markup(inline_svg(shown)), caption, numbers_of(shown), id=shown.name)
+    picture = Markup(inline_svg(shown))
+    width = re.search(r"max-width: (\d+)px", picture)
+    is_wide = width is not None and int(width[1]) > _COLUMN
+    if is_wide:
+        picture = scrolled(picture, shown.title)
+    return element("figure", picture, caption, numbers_of(shown), id=shown.name, class_="wide" if is_wide else None)
 
 
 def _example(one: ShownInput) -> Markup:

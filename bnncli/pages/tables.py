@@ -18,7 +18,7 @@ def table_of(table: DataTable) -> Markup:
     caption = _caption(table.caption)
     whole = element("table", caption, element("thead", head), element("tbody", *rows), class_="sortable")
     notes = [paragraph(note, kind="note") for note in table.notes]
-    box = element("div", _scrolled(whole, table.caption), *notes, class_="table", id=table.name)
+    box = element("div", scrolled(whole, table.caption), *notes, class_="table", id=table.name)
     return element("details", element("summary", table.caption), box) if table.is_folded else box
 
 
@@ -29,7 +29,7 @@ def numbers_of(shown: Shown) -> Markup:
     rows = [element("tr", *(element("td", _text(cell)) for cell in row)) for row in numbers.rows]
     caption = _caption(f"{title}: the numbers")
     whole = element("table", caption, element("thead", head), element("tbody", *rows))
-    return element("details", element("summary", "Numbers"), _scrolled(whole, f"Numbers of {shown.name}"))
+    return element("details", element("summary", "Numbers"), scrolled(whole, f"Numbers of {shown.name}"))
 
 
 def _cell(cell: TableCell) -> Markup:
@@ -49,8 +49,9 @@ def _caption(text: str) -> Markup:
     return element("caption", element("span", text))
 
 
-def _scrolled(table: Markup, label: str) -> Markup:
-    return element("div", table, class_="scroll", tabindex="0", role="region", aria_label=label)
+def scrolled(content: Markup, label: str) -> Markup:
+    """A box that scrolls sideways where its content is wider than the page."""
+    return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=label)
 
 
 def _text(cell: Cell) -> str:

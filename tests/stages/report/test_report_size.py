@@ -74,11 +74,11 @@ def test_a_crowded_run_has_a_page_below_the_size_with_its_verdict(
     assert done.code == 0, done.stderr
     path = crowded.with_name("small.bnn") / "report.html"
     assert path.stat().st_size <= most
-    assert f"the report is kept below {most:,} bytes: “The most and the least certain inputs”" in done.stderr
+    assert f"the report is kept below {most:,} bytes: “Most and least certain inputs”" in done.stderr
     page = read_page(path)
     check_is_self_contained(page, path.read_text())
     check_names(page)
     sections = [section.attributes["id"] for section in page.all("section")]
     assert (sections[0], sections[-1]) == ("verdict", LEFT_OUT)
-    assert "“The most and the least certain inputs”" in page.one(LEFT_OUT).text
+    assert "“Most and least certain inputs”" in page.one(LEFT_OUT).text
     assert [link.attributes["href"] for link in page.all("nav")[0].all("a")] == [f"#{name}" for name in sections]
