@@ -1,7 +1,7 @@
-"""Post-hoc Bayesian classifiers from saved checkpoints: the package behind the `bnncli` command, and its face in Python.
+"""Post-hoc Bayesian classifiers from saved checkpoints: the package behind the `bnncli` command, and its Python API.
 
-`bnncli.open("ckpt.pt")` gives the run that the commands have made: its splits, posteriors and metrics, and predictions for
-arrays. Importing this imports nothing heavy.
+`bnncli.open("ckpt.pt")` returns the run that the commands created: its splits, posteriors and metrics, and predictions for
+arrays. Importing bnncli imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def open(
     seed: int = 0,
     model: str | None = None,
 ) -> OpenedRun:
-    """The run of a checkpoint, as the commands left it. Nothing is computed, and no posterior read, before it is asked for.
+    """Open the run of a checkpoint. Nothing is computed or read until you ask for it.
 
     Args:
-        ckpt: the checkpoint, or the name of a run that has none.
-        run_dir: the run folder, where it is not the one beside the checkpoint.
-        device: to compute on: auto (a GPU where there is one), cpu, cuda or cuda:N.
-        seed: of every random stream: with that of a command, its numbers.
-        model: the network that the features were made by, as `extract-features` was told it; needed only to predict for
-            inputs, and only where it is code of yours (`file.py:factory`, `package.module:factory`), which is then run, or
-            a saved model (`hf:DIR` and the like), which is then loaded.
+        ckpt: the checkpoint, or the name of a run without one.
+        run_dir: the run folder, if it is not the one beside the checkpoint.
+        device: auto (a GPU if there is one), cpu, cuda or cuda:N.
+        seed: seed of every random stream; with a command's seed you get its numbers.
+        model: the network, as passed to `extract-features --model`. Needed only to predict for inputs, and only if it is your
+            own code (`file.py:factory`, `package.module:factory`), which is then executed, or a saved model (`hf:DIR` and the
+            like), which is then loaded.
 
     Raises:
-        bnncli.errors.BnnError: as the commands say it, with the keywords of these functions for the commands' options:
-            MissingInput where there is no such run, UsageError for a value that an argument does not take.
+        bnncli.errors.BnnError: as the commands, with keyword arguments in place of options: MissingInput if there is no such
+            run, UsageError for a bad value.
     """
     from bnncli.opened.run import open_run
 

@@ -19,6 +19,7 @@ import bnncli
 from bnncli import errors, opened, registry
 from bnncli.cli.commands import all_commands
 from bnncli.cli.option_values import default_of, option_fields
+from bnncli.opened.loaded import LoadedPredictor
 from bnncli.options.command import COMPUTE, SECTIONS, Command
 from bnncli.options.declaration import choices_of, flag_of, help_of
 from bnncli.options.parts import Setting, declarations
@@ -246,7 +247,7 @@ def docstring(value: Any) -> list[str]:
     """A docstring as Markdown: sections become lists."""
     lines: list[str] = []
     for line in (inspect.getdoc(value) or "").split("\n"):
-        if re.fullmatch(r"(Args|Raises|Returns|Yields):", line):
+        if re.fullmatch(r"(Args|Raises|Returns|Yields|Attributes):", line):
             lines += ["", f"**{line}**", ""]
         elif re.match(r" {4}\S", line):
             lines.append("- " + re.sub(r"^([\w, .*]+): ", r"`\1`: ", line.strip()))
@@ -266,7 +267,13 @@ def python_page() -> str:
     """What `import bnncli` gives, from docstrings."""
     lines = ["# Python API\n", "See [Python](../how-to/python.md) for an example.\n"]
     lines += [f"## `bnncli.open{signature(bnncli.open)}`\n", *docstring(bnncli.open), ""]
-    for kind in (opened.OpenedRun, opened.OpenedPosterior, opened.ClassProbabilities, opened.SplitArrays):
+    for kind in (
+        opened.OpenedRun,
+        opened.OpenedPosterior,
+        opened.ClassProbabilities,
+        LoadedPredictor,
+        opened.SplitArrays,
+    ):
         lines += [f"## `{kind.__name__}`\n", *docstring(kind), ""]
         for name, member in vars(kind).items():
             if name.startswith("_"):

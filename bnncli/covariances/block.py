@@ -1,4 +1,4 @@
-"""The block covariance: all pairs of one output's parameters, none of different outputs'.
+"""The block covariance: pairs of parameters of the same output.
 
 One F x F matrix for each of the K outputs: where a full covariance has K^2 F^2 numbers, this has K F^2.
 """

@@ -1,4 +1,4 @@
-"""The covariance by the eigenbasis of the Kronecker factors, with a diagonal that was fitted there; see `network_curvature.ekfac`."""
+"""The covariance in the eigenbasis of the Kronecker factors, with a diagonal fitted there; see `network_curvature.ekfac`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The covariance of some parameters of a network, all others fixed at the mean: Sigma = L L^T with L (P, N), N of its rows not zero.
+"""The covariance of some parameters of a network, the others fixed at the mean: Sigma = L L^T with L (P, N), N nonzero rows.
 
 A draw is made of N standard normals, and its density is that of the N parameters, given all others.
 """

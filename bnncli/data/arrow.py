@@ -1,4 +1,4 @@
-"""`arrow:FILE-or-DIR[:text=COL,label=COL]`: tables of Arrow or Feather files; a pattern such as `DIR/train-*.arrow` as well."""
+"""`arrow:FILE-or-DIR[:text=COL,label=COL]`: Arrow or Feather tables; a pattern such as `DIR/train-*.arrow` as well."""
 
 from __future__ import annotations
 

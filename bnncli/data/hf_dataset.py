@@ -1,4 +1,4 @@
-"""`hf-dataset:DIR[:split]`: a folder of Hugging Face's datasets, of `save_to_disk` or of their cache; read without that library.
+"""`hf-dataset:DIR[:split]`: a Hugging Face dataset folder, from `save_to_disk` or the cache; read without the library.
 
 `save_to_disk` writes Arrow files, `state.json` with their names, and `dataset_info.json` with the features; a DatasetDict is a
 folder of these for each split and `dataset_dict.json` with their names. The cache has the Arrow files of all splits beside

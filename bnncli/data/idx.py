@@ -1,4 +1,4 @@
-"""`idx:IMAGES,LABELS`: the files in which MNIST and its relatives are published, gzipped or not.
+"""`idx:IMAGES,LABELS`: MNIST's own file format, gzipped or not.
 
 Format: two zero bytes, a type code, the number of axes, each size as a big-endian 32-bit number, then the elements.
 """

@@ -1,4 +1,4 @@
-"""`parquet:FILE-or-DIR[:text=COL,label=COL]`: tables of Parquet files; a pattern such as `DIR/train-*.parquet` as well."""
+"""`parquet:FILE-or-DIR[:text=COL,label=COL]`: Parquet tables; a pattern such as `DIR/train-*.parquet` as well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`py:module:factory` or `py:file.py:factory`: a torch Dataset that the user's code makes.
+"""`py:module:factory` or `py:file.py:factory`: a torch Dataset from your own code.
 
 Items are (input, label) or just the input; a label is a class, or zeros and ones, one for each of several labels. Inputs are
 what the network takes, except that uint8 is scaled to [0, 1]; other whole numbers, such as token ids, are passed on as they are.

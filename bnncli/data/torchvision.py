@@ -1,4 +1,4 @@
-"""`torchvision:NAME:ROOT[:split]`: what a class of torchvision.datasets has on disk, read without torchvision.
+"""`torchvision:NAME:ROOT[:split]`: a torchvision dataset on disk, read without torchvision.
 
 NAME is the class, ROOT its `root`, the split as torchvision calls it (train and test where its class asks `train=True`). Nothing is
 ever downloaded. Class names are those of the set; digits are called 0 to 9.

@@ -1,4 +1,4 @@
-"""`webdataset:PATTERN[:image=jpg,label=cls]`: tar files with the files of each example next to each other.
+"""`webdataset:PATTERN[:image=jpg,label=cls]`: tar files with each example's files next to each other.
 
 PATTERN is a file, or several by {0000..0010}, {train,extra}, * and ?. The input is `image` (jpg, png, webp and others), `text` (txt),
 `audio` (wav, flac, mp3 and others) or `x` (npy); the label is `cls`, or a field of a JSON file, as label=json.class. What is not named is found. Labels are whole

@@ -1,4 +1,4 @@
-"""Affine flow: a learned shift and a learned linear scale, the Gaussians that the base can become.
+"""Affine flow: a learned shift and a learned linear scale; the result is a Gaussian.
 
 One such layer is Gaussian variational inference started from the base. The linear part is Kronecker-factored, as
 in Louizos and Welling (2016), arXiv:1603.04733, or diagonal plus low rank, as in Ong, Nott and Smith (2018),

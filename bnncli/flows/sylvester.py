@@ -1,4 +1,4 @@
-"""Sylvester flow: R bends at once, along orthonormal directions, each depending on the ones after it.
+"""Sylvester flow: R planar bends at once, along orthonormal directions, each depending on the ones after it.
 
 Van den Berg, Hasenclever, Tomczak and Welling (2018), arXiv:1803.05649, equations 8 to 13, with Q made of Householder
 reflections; the inverse is by back-substitution, one monotone scalar equation for each direction.

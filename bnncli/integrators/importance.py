@@ -1,4 +1,4 @@
-"""Importance-weighted prediction: draws of an approximation, weighted as the posterior itself would have them.
+"""Importance-weighted prediction: draws of an approximation, weighted towards the exact posterior.
 
 Weights log p(D, theta) - log q(theta), Pareto-smoothed and self-normalised: Vehtari, Simpson, Gelman, Yao and Gabry (2024),
 arXiv:1507.02646. Where Pareto k is above its threshold the weights do not tell their mean, and the same draws are

@@ -1,4 +1,4 @@
-"""Monte Carlo prediction in the space of the logits: K numbers a draw in place of P, of the same distribution.
+"""Monte Carlo prediction in logit space: K numbers per draw instead of P, from the same distribution.
 
 Under a Gaussian over the last layer the logits of an example are exactly N(m, J Sigma J^T), so the integral of the softmax
 is over K dimensions: draws are m_n + R_n z_n with R_n a root of the covariance and z_n standard normal, made of points that

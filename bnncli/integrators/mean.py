@@ -1,4 +1,4 @@
-"""The network at the mean of its weights: every weight at alpha mu, no draws.
+"""The network at its mean weights, alpha mu, without draws.
 
 Skaaret-Lund (2022), section 5.3, 'posterior mean'; with multipliers at their mean, which the thesis draws instead.
 """

@@ -1,4 +1,4 @@
-"""Quadrature: the exact class probabilities of two classes, or of labels each by itself, under Gaussian logits, to 1e-13.
+"""Quadrature: exact class probabilities for two classes, or for independent labels, under Gaussian logits, to 1e-13.
 
 I(m, s) = E sigma(f), f ~ N(m, s^2), is the integral that the others approximate: of one logit, or of the difference of
 two. The trapezoid rule converges exponentially for functions that are analytic around the real line (Trefethen and

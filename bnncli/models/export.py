@@ -1,4 +1,4 @@
-"""`export:FILE.pt2`: a program of torch.export.save; its graph is read as data, and nothing of the file is run but PyTorch's own
+"""`export:FILE.pt2`: a program of torch.export.save; its graph is read as data; only PyTorch's own operators run
 operators."""
 
 from __future__ import annotations

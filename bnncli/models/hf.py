@@ -1,4 +1,4 @@
-"""`hf:DIR`: a classifier of texts, images or sound in a folder of `save_pretrained`, of the library transformers."""
+"""`hf:DIR`: a Hugging Face text, image or audio classifier in a `save_pretrained` folder."""
 
 from __future__ import annotations
 

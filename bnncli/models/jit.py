@@ -1,4 +1,4 @@
-"""`jit:FILE.pt`: a TorchScript program, scripted or traced; it is run, as far as it calls PyTorch's own operators alone."""
+"""`jit:FILE.pt`: a TorchScript program, scripted or traced; it runs if it calls only PyTorch's own operators."""
 
 from __future__ import annotations
 

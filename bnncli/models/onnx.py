@@ -1,4 +1,4 @@
-"""`onnx:FILE`: an ONNX graph, run by onnxruntime; files of tensors beside it belong to it."""
+"""`onnx:FILE`: an ONNX graph, run by onnxruntime, with its external tensor files."""
 
 from __future__ import annotations
 

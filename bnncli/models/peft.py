@@ -1,4 +1,4 @@
-"""`peft:DIR`: an adapter of the library peft, merged into the classifier that it was trained on."""
+"""`peft:DIR`: a peft adapter, merged into the classifier it was trained on."""
 
 from __future__ import annotations
 

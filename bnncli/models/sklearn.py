@@ -1,4 +1,4 @@
-"""`sklearn:FILE`: a linear classifier of scikit-learn, from its arrays in an npz file or from a skops file.
+"""`sklearn:FILE`: a scikit-learn linear classifier, from its arrays in an npz file or from a skops file.
 
 Inputs are its features. Scalers before it are steps of the network and not folded into the weights: the head then sees what
 scikit-learn's own penalty was on, so that a prior of one precision means the same there.

@@ -1,4 +1,4 @@
-"""`timm:NAME`, a classifier of timm filled with the checkpoint; `timm:DIR`, a folder that timm wrote, with weights of its own.
+"""`timm:NAME`, a timm classifier filled with the checkpoint; `timm:DIR`, a folder that timm wrote, with its own weights.
 
 The preprocessing is timm's for evaluation, `create_transform(**resolve_data_config(...), is_training=False)`, of the pretrained_cfg of
 NAME (that of resnet50.a1_in1k is its tag's) or of the folder's config.json. The number of classes is the checkpoint's.

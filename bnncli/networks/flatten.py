@@ -1,4 +1,4 @@
-"""No network at all: the features are the inputs, one row each, and there is no head."""
+"""No network: the features are the inputs, and there is no head."""
 
 from __future__ import annotations
 

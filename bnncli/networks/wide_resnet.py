@@ -1,4 +1,4 @@
-"""Wide residual networks, WRN-depth-width, for 32 x 32 images; WRN-16-4 unless told otherwise.
+"""Wide residual networks, WRN-depth-width, for 32 x 32 images; WRN-16-4 by default.
 
 Source: Zagoruyko, Komodakis 2016, "Wide residual networks" (arXiv 1605.07146), table 1, pre-activation blocks.
 Keys: `conv1`, `block1.layer.0.bn1` ... `block3.layer.1.conv2`, `convShortcut` where the width changes, `bn1`, `fc`.

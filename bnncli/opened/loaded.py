@@ -1,4 +1,4 @@
-"""What predicts with one posterior, loaded once: for a service, which is called more often than the files of a run change."""
+"""A predictor loaded once, for services."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LoadedPredictor:
-    """Predicts as `OpenedRun.predict` does, and looks at no file: what the run has been made into since, it does not see.
+    """A function that predicts as `OpenedRun.predict` does, without reading files: it does not see later changes of the run.
 
     Attributes:
-        posterior: name of the posterior. integrator: that of the integrator, with settings that are not the default.
+        posterior: name of the posterior.
+        integrator: name of the integrator, with settings that are not the default.
         classes: names of the C classes.
     """
 
@@ -47,10 +48,10 @@ class LoadedPredictor:
         return self._choice.variant
 
     def __call__(self, x: Any) -> ClassProbabilities:
-        """Class probabilities of N examples.
+        """Return class probabilities of N examples.
 
         Args:
-            x: as of `OpenedRun.predict`, or a DataLoader: of its batches, or of their first parts where they are tuples.
+            x: as in `OpenedRun.predict`, or a DataLoader, whose batches may be tuples that start with the inputs.
 
         Raises:
             DataError: x is neither features nor inputs, or not finite.

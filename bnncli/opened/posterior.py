@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class OpenedPosterior:
-    """A distribution over theta (P,), the weights that `layout` lays out; read, and on the run's device.
+    """A distribution over the parameters theta (P,), loaded to the run's device.
 
     Attributes:
-        name: in the run.
+        name: its name in the run.
     """
 
     def __init__(self, session: Session, predictor: Predictor) -> None:
@@ -34,38 +34,34 @@ class OpenedPosterior:
 
     @property
     def type(self) -> str:
-        """point, gaussian, flow, samples, latent-binary or sparse."""
+        """Its type: point, gaussian, flow, samples, latent-binary or sparse."""
         return str(self._predictor.posterior.type)
 
     @property
     def method(self) -> str:
-        """What made it: map, laplace, refine, hmc ..."""
+        """The method that created it: map, laplace, refine, hmc, ..."""
         return str(self._predictor.header.meta.get("method"))
 
     @property
     def layout(self) -> ClassifierLayout:
-        """How theta lies: its `parts` have name, shape and place of each weight and bias."""
+        """The layout of theta: its `parts` have the name, shape and place of each weight and bias."""
         layout: ClassifierLayout = self._predictor.posterior.layout
         return layout
 
     @property
     def mean(self) -> Tensor:
-        """The mean of theta, (P,): its own, or that of 256 draws where it has no closed form (a flow).
-
-        In the type that the posterior is stored in, float32 or float64.
-        """
+        """The mean of theta, (P,), in the stored type (float32 or float64); of 256 draws if it has no closed form (a flow)."""
         with self._session.computing():
             return self._predictor.mean_theta.clone()
 
     def sample(self, num: int, *, seed: int | None = None) -> Tensor:
-        """Draws of theta, (S, P) float32.
+        """Return draws of theta, (S, P) float32.
 
-        With the seed of the run, which is the default, they are the draws that `predict` takes with as many samples (mc,
-        without qmc). A posterior that is draws gives `num` of its own, in their order, or all with a warning where it has
-        fewer.
+        With the run's seed, the default, they are the draws that `predict` uses with as many samples (mc, without qmc). A
+        posterior that consists of draws returns its first `num`, or all with a warning if it has fewer.
 
         Raises:
-            UsageError: num or seed are no whole numbers, or too small.
+            UsageError: num or seed is not a whole number, or too small.
             DeviceError: they do not fit into memory.
         """
         with self._session.computing() as run:
@@ -80,10 +76,10 @@ class OpenedPosterior:
             return draws.clone() if 0 < stored <= num else draws  # else they are those that the posterior keeps
 
     def by_name(self, theta: Tensor) -> dict[str, Tensor]:
-        """Draws (..., P) taken apart: each weight and bias by its name, (..., *shape), as views.
+        """Split draws (..., P) into weights and biases by name, (..., *shape), as views.
 
         Raises:
-            DataError: draws of another shape.
+            DataError: theta has another shape.
         """
         with errors_in_python():
             shape, num_params = tuple(getattr(theta, "shape", ())), self.layout.num_params

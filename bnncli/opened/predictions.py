@@ -24,18 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ClassProbabilities:
-    """Probabilities of N examples, in NumPy arrays: what `bnncli predict` stores of them.
+    """Class probabilities of N examples as NumPy arrays, as `bnncli predict` stores them.
 
     Attributes:
-        probs: (N, C) float32, rows sum to one unless each class is a label by itself; the columns are `classes`.
+        probs: (N, C) float32, rows sum to one unless an example has several labels; columns are `classes`.
         entropy: (N,) float32, nats, of probs.
-        mutual_info: (N,) float32, nats: the part of the entropy that is due to not knowing the weights; None without draws.
-        interval: (N, 2) float32, central interval of the probability of the most probable class, or (N, C, 2) of every
-            label's; None where the integrator has none.
-        interval_level: what the intervals hold: 0.95, less with few draws; None without intervals.
+        mutual_info: (N,) float32, nats: disagreement between draws; None without draws.
+        interval: (N, 2) float32, central interval of the most probable class's probability, or (N, C, 2) with several
+            labels; None if the integrator has none.
+        interval_level: the level of the intervals: 0.95, less with few draws; None without intervals.
         classes: names of the C classes.
-        draws: how many draws predicted; None without.
-        posterior: name of the posterior. integrator: that of the integrator, with settings that are not the default.
+        draws: number of draws; None without draws.
+        posterior: name of the posterior.
+        integrator: name of the integrator, with settings that are not the default.
     """
 
     probs: NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""An opened run: what the commands have left in its folder, and predictions for arrays."""
+"""An opened run: its artifacts, and predictions for arrays."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class SplitArrays:
     """A split of a run, as `extract-features` stored it.
 
     Attributes:
-        features: (N, D) float32 or float16, in the file's pages. labels: (N,) int64, or (N, C) uint8 of several labels
-            an example; None without.
-        classes: names of the C classes. is_ood: whether it is out of the distribution.
+        features: (N, D) float32 or float16, memory-mapped.
+        labels: (N,) int64; (N, C) uint8 if an example has several labels; None for an unlabelled split.
+        classes: names of the C classes.
+        is_ood: whether the split is out of distribution.
     """
 
     name: str
@@ -58,7 +59,7 @@ class SplitArrays:
 
 
 class OpenedRun:
-    """A run. Files are looked at when something is asked for, and looked at again each time, as by a command."""
+    """The artifacts of a checkpoint. Each call reads and checks the files it needs, as a command does."""
 
     def __init__(self, session: Session, model: str | None) -> None:
         self._session, self._model = session, model
@@ -71,12 +72,12 @@ class OpenedRun:
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
+        """Path of the run folder."""
         return self._session.folder.root
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Names of the splits that have features, train first."""
+        """Names of the splits with features, train first."""
         return tuple(self._session.folder.splits())
 
     @property
@@ -85,22 +86,22 @@ class OpenedRun:
         return tuple(path.stem for path in self._session.folder.posteriors())
 
     def split(self, name: str, *, allow_stale: bool = False) -> SplitArrays:
-        """Features and labels of a split.
+        """Return the features and labels of a split.
 
         Raises:
-            MissingInput: there is none of this name.
-            DataError: it is damaged, stale, or of another checkpoint.
+            MissingInput: there is no such split.
+            DataError: it is damaged, stale, or belongs to another checkpoint.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
             content = load_split(run, checked_text("name", name)).content
             return SplitArrays(name, content.features, content.labels, tuple(content.classes), content.is_ood)
 
     def posterior(self, name: str, *, allow_stale: bool = False) -> OpenedPosterior:
-        """A posterior of the run, by name or file.
+        """Return a posterior of the run, by name or file.
 
         Raises:
-            MissingInput: there is none.
-            DataError: it is damaged, stale, or of another checkpoint.
+            MissingInput: there is no such posterior.
+            DataError: it is damaged, stale, or belongs to another checkpoint.
             DeviceError: it does not fit into memory.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
@@ -114,16 +115,16 @@ class OpenedRun:
     def metrics(
         self, *, posterior: str | None = None, split: str | None = None, allow_stale: bool = False
     ) -> list[dict[str, Any]]:
-        """The scores that `evaluate` stored, as in its --json: a dict for each posterior, integrator and split.
+        """Return the scores that `evaluate` stored, as in its --json: a dict for each posterior, integrator and split.
 
-        What is stale is left out with a warning, unless its posterior was named: then it is an error, as for the commands.
+        Stale scores are skipped with a warning; if you name their posterior, they are an error.
 
         Args:
             posterior: name of a posterior, or of its predictions (laplace.mc); all by default.
             split: name of a split; all by default.
 
         Raises:
-            MissingInput: there are none such.
+            MissingInput: there are no such scores.
             DataError: they are stale or damaged.
         """
         with self._session.asking(allow_stale=allow_stale) as run:
@@ -134,14 +135,14 @@ class OpenedRun:
     def features(
         self, inputs: ArrayLike | Tensor | Sequence[Image], *, allow_stale: bool = False
     ) -> NDArray[np.floating[Any]]:
-        """Features (N, D) of inputs (N, ...), by the network and the preprocessing that made those of the run.
+        """Return features (N, D) of inputs (N, ...), with the network and preprocessing of the run.
 
-        Where the model brings its own preprocessing, inputs are a list of N texts, of N PIL images, or of N clips of sound:
-        dicts of `array` (T,) and `sampling_rate` in Hz.
+        If the model has its own preprocessing, inputs are a list of N texts, PIL images, or audio clips: dicts of `array` (T,)
+        and `sampling_rate` in Hz.
 
         Raises:
             DataError: the run has no network, it cannot take the inputs, or its code has changed.
-            Untrusted: the network is code, and `open` was not told so.
+            Untrusted: the network is your own code, and `open` was called without `model`.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
             given = as_items(inputs)
@@ -159,24 +160,23 @@ class OpenedRun:
         allow_stale: bool = False,
         **settings: str | float | bool | None,
     ) -> ClassProbabilities:
-        """Class probabilities of N examples; for the features of a split those that `bnncli predict` stores.
+        """Return class probabilities of N examples; for a split's features, the ones that `bnncli predict` stores.
 
         Args:
-            x: features (N, D), real numbers in rows of the posterior's D; an array of any other shape or type is inputs
-                (N, ...), such as images, which the run's network turns into features; so is a list of texts, or of PIL
-                images, or of clips as {"array": (T,), "sampling_rate": Hz}, where the model brings its own preprocessing. Where inputs are rows of D real numbers
-                themselves, `features` says what is meant: run.predict(run.features(x)). A posterior over other layers than
-                the last takes inputs, never features, or the name of a split of the run.
-            posterior: name or file. By default, the posterior and the integrator that `auto` recommends, else laplace.
-            integrator: by default plug-in for the network, mc for all others.
-            samples: draws of a sampling integrator; its own default where it is None.
-            settings: of the integrator, by name, as qmc=True.
+            x: features (N, D), or inputs. Real numbers in rows of D are features; an array of any other shape or type is inputs
+                (N, ...), such as images, and so is a list of texts, PIL images, or audio clips {"array": (T,), "sampling_rate":
+                Hz} if the model has its own preprocessing. If inputs are themselves rows of D real numbers, call
+                run.predict(run.features(x)). A posterior over other layers takes inputs or the name of a split.
+            posterior: name or file; by default what `auto` recommends, else laplace.
+            integrator: by default plug-in for the network, mc for other posteriors.
+            samples: number of draws of a sampling integrator; None for its default.
+            settings: settings of the integrator, such as qmc=True.
 
         Raises:
-            UsageError: an integrator, setting or value that there is not, or that does not fit the posterior.
-            MissingInput: no such posterior.
-            DataError: x is neither features nor inputs, or not finite; a file is stale, damaged or of another checkpoint.
-            Untrusted: the network is code, and `open` was not told so.
+            UsageError: the integrator, a setting or a value does not exist or does not fit the posterior.
+            MissingInput: there is no such posterior.
+            DataError: x is neither features nor inputs, or not finite; a file is stale, damaged or belongs to another checkpoint.
+            Untrusted: the network is your own code, and `open` was called without `model`.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
             posterior, integrator = _wanted(run, posterior, integrator)
@@ -205,7 +205,7 @@ class OpenedRun:
         allow_stale: bool = False,
         **settings: str | float | bool | None,
     ) -> LoadedPredictor:
-        """What predicts as `predict` with these arguments, its files read and checked now and not again.
+        """Return a function that predicts as `predict` does, with files read and checked once, now.
 
         Raises:
             UsageError, MissingInput, DataError: as `predict`.

@@ -1,4 +1,4 @@
-"""The share of examples whose label is the most probable class; of several labels, of which every one is told rightly."""
+"""The share of examples whose label is the most probable class; with several labels, the share with every label right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The share of examples of which a reference predicts the same class."""
+"""The share of examples for which a reference predicts the same class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The area under the precision-recall curve of telling two splits apart, as average precision."""
+"""The area under the precision-recall curve of a score that separates two splits, as average precision."""
 
 from __future__ import annotations
 

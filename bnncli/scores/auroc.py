@@ -1,4 +1,4 @@
-"""The area under the ROC curve of telling two splits apart."""
+"""The area under the ROC curve of a score that separates two splits."""
 
 from __future__ import annotations
 

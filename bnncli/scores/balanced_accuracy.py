@@ -1,4 +1,4 @@
-"""The mean over classes of the share of a class that is recognised."""
+"""The mean over classes of the recall of a class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mean squared distance of the probabilities to the one-hot label, summed over classes."""
+"""The mean squared distance between the probabilities and the one-hot label, summed over classes."""
 
 from __future__ import annotations
 

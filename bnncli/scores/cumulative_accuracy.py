@@ -1,4 +1,4 @@
-"""The same of a plain rule whose sets are as large on average."""
+"""The same share for a plain rule whose sets have the same mean size."""
 
 from __future__ import annotations
 

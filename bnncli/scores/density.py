@@ -1,4 +1,4 @@
-"""The share of the weights of a latent binary network that are in."""
+"""The share of a latent binary network's weights that are included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recalibrated forecasts gain on the share of class 1, of the Brier score or the NLL."""
+"""The gain of recalibrated forecasts over always forecasting the share of class 1, in Brier score or NLL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The area under the risk-coverage curve above that of a perfect order."""
+"""The area under the risk-coverage curve minus that of a perfect ranking."""
 
 from __future__ import annotations
 

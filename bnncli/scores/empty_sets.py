@@ -1,4 +1,4 @@
-"""The share of prediction sets of a rule of calibrate without a class."""
+"""The share of empty prediction sets of a rule of calibrate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The share of one side that is taken for the other where 95 % of the other are recognised."""
+"""The false positive rate at 95% true positives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The share of labels that are told wrongly, where an example has several."""
+"""The share of wrong labels, if an example has several."""
 
 from __future__ import annotations
 

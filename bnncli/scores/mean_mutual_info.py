@@ -1,4 +1,4 @@
-"""The mean mutual information of class and parameters, nats, which draws tell."""
+"""The mean mutual information of class and parameters, nats; needs draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recalibration would take off the Brier score or the NLL of two classes."""
+"""The part of the Brier score or NLL of two classes that recalibration would remove."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranking's sets hold more often than the plain rule's."""
+"""How much more often the ranking's sets contain the label than the plain rule's."""
 
 from __future__ import annotations
 

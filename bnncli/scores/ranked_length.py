@@ -1,4 +1,4 @@
-"""How many classes the uncertainty-aware ranking keeps, on average."""
+"""The mean number of classes that the uncertainty-aware ranking keeps."""
 
 from __future__ import annotations
 

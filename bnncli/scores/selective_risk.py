@@ -1,4 +1,4 @@
-"""The share of wrong ones among the predictions that a rule of calibrate accepts."""
+"""The share of wrong predictions among those a rule of calibrate accepts."""
 
 from __future__ import annotations
 

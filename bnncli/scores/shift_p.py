@@ -1,4 +1,4 @@
-"""The p-value of a split against the calibration split of a rule of calibrate: small where it comes from somewhere else."""
+"""The p-value of a split against the calibration split of a rule of calibrate; small if the split has shifted."""
 
 from __future__ import annotations
 

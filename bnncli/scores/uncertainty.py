@@ -1,4 +1,4 @@
-"""The Brier score or the NLL of forecasting the share of class 1 always."""
+"""The Brier score or NLL of always forecasting the share of class 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The least coverage of a class by the prediction sets of a rule of calibrate."""
+"""The lowest coverage of a class by the prediction sets of a rule of calibrate."""
 
 from __future__ import annotations
 
