@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -10,34 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from PIL import Image
+from problems.documented import DOCS, ROOT, Block, blocks_of, run_block, shortened
 
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 GENERATED = ("commands-", "common", "parts", "scores", "configuration", "exit-codes", "python")
-# The embedded data are smaller than those of the pages.
-SMALLER = {":2000": ":600", "--risk 0.05": "--risk 0.2"}
-
-
-class Block(NamedTuple):
-    """A fenced block: its language, its text, and whether it is marked to be run."""
-
-    language: str
-    text: str
-    runs: bool
-
-
-def blocks_of(page: Path) -> list[Block]:
-    found = re.findall(r"(<!-- run -->\n)?^```(\w+)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    return [Block(language, text, bool(mark)) for mark, language, text in found]
 
 
 def commands_of(block: Block) -> Iterator[list[str]]:
@@ -114,7 +96,8 @@ def test_readme_is_two_screens() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
-RUNNABLE = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
+LIBRARIES = ("text-classifier.md",)  # run beside the library: tests/models/test_hf_tutorial.py
+RUNNABLE = [page for page in PAGES if any(one.runs for one in blocks_of(page)) and page.name not in LIBRARIES]
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +123,6 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for row, label, site in zip(probs, labels[:300] % 3, sites, strict=True)
     ]
     (tmp_path / "predictions.csv").write_text("\n".join(["p_0,p_1,p_2,label,site", *rows]) + "\n")
-    binary = tmp_path / "bin"
-    binary.mkdir()
-    (binary / "bnncli").write_text(f'#!/bin/sh\nexec {sys.executable} -m bnncli "$@"\n')
-    (binary / "bnncli").chmod(0o755)
     return tmp_path
 
 
@@ -161,14 +140,6 @@ def fitted(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_block(text: str, folder: Path, *, language: str = "sh") -> None:
-    words = ["bash", "-euo", "pipefail", "-c", text] if language == "sh" else [sys.executable, "-c", text]
-    path = f"{folder / 'bin'}:{os.environ['PATH']}"
-    surroundings = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=600, env=surroundings)
-    assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run_one_after_another(page: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -177,7 +148,4 @@ def test_the_blocks_of_a_page_run_one_after_another(page: Path, request: pytest.
     is_from_scratch = any("--data train=" in block.text for block in blocks)
     shutil.copytree(request.getfixturevalue("embedded" if is_from_scratch else "fitted"), folder)
     for block in blocks:
-        text = block.text
-        for old, new in SMALLER.items():
-            text = text.replace(old, new)
-        run_block(text, folder, language=block.language)
+        run_block(shortened(block.text), folder, language=block.language)
