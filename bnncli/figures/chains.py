@@ -54,8 +54,8 @@ class ChainTraces:
         shown = len(self.traces[0].chains)
         some = "" if shown == self.num_chains else f" {shown} of {self.num_chains} chains are drawn."
         return (
-            "A line for each chain: means over consecutive draws, from the first to the last kept. Chains that have mixed cross each other all "
-            f"the way and have no trend; one that stays apart, or drifts, has not.{some}"
+            "One line per chain: means over consecutive draws. Chains that have mixed cross each other "
+            f"throughout and show no trend.{some}"
         )
 
     @property

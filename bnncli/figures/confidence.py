@@ -52,10 +52,11 @@ class ConfidenceHistograms:
     def description(self) -> str:
         """How it is read."""
         others = list(dict.fromkeys(name for counts in self.panels.values() for name in counts if name != self.split))
-        outside = f", and of {', '.join(others)}, out of distribution," if others else ""
+        outside = f" and of {', '.join(others)} (out of distribution)" if others else ""
         return (
-            f"How the confidence, the largest probability of a prediction, spreads over the examples of {self.split}{outside} as shares of "
-            "each. Good posteriors are sure of the first, to the right, and unsure of the others, to the left."
+            "Histograms of confidence, the largest probability of a prediction, over the examples of "
+            f"{self.split}{outside}. A good posterior is confident on the first, to the right, and not on the "
+            "others, to the left."
         )
 
     @property

@@ -41,7 +41,7 @@ def draw(
             if medians[name] > 0:
                 axes.axvline(medians[name], color=style["color"], linestyle=":", linewidth=1)
         axes.set_xscale("log")
-        axes.set_xlabel("density: share of weights that is left")
+        axes.set_xlabel("density: share of weights kept")
         axes.set_ylabel(title)
         plain_axes(axes)
     panels[0].legend(

@@ -47,9 +47,9 @@ class DistanceMatrix:
     def description(self) -> str:
         """How it is read."""
         return (
-            "The squared maximum mean discrepancy of the draws of each pair of posteriors over the same weights: 0 for equal distributions, "
-            "larger and darker (on a logarithmic scale) the more they differ. A small p-value, in the table, says that chance alone does not "
-            "make such a distance."
+            "Squared maximum mean discrepancy between the draws of each pair of posteriors: 0 for equal "
+            "distributions, larger and darker (logarithmic scale) the more they differ. A small p-value, in the "
+            "table, means that chance does not explain the distance."
         )
 
     @property

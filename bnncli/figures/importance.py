@@ -58,9 +58,10 @@ class WeightSpread:
     def description(self) -> str:
         """How it is read."""
         return (
-            "Draws of each posterior are weighted by how much more likely its target makes them. Pareto k says how heavy the tail of these "
-            f"weights is, their log's standard deviation how much they differ: with k below its threshold and at most {self.good_sd:g} nats "
-            "(left of the dotted lines, circles) the posterior is close to its target; crosses are beyond."
+            "Draws of each posterior are weighted by the density ratio of the exact posterior. Pareto k "
+            "measures the tail of these weights, the standard deviation of their logarithm their spread. "
+            f"Circles, left of the dotted lines (k below its threshold, spread at most {self.good_sd:g} nats), "
+            "match the exact posterior closely; crosses do not."
         )
 
     @property

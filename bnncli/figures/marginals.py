@@ -59,15 +59,15 @@ class Marginals:
     def description(self) -> str:
         """How it is read."""
         role = (
-            "which the others should lie on"
+            "which the others should match"
             if self.is_reference_good
-            else "which has not converged: what it shows is rough"
+            else "which has not converged and is only a rough guide"
         )
         filled = f" Grey: {self.reference}, {role}." if self.reference else ""
-        points = (
-            " Vertical lines: posteriors that are a single value." if any(one.points for one in self.marginals) else ""
+        points = " Vertical lines: posteriors with a single value." if any(one.points for one in self.marginals) else ""
+        return (
+            f"Densities of single weights under each posterior, estimated from its draws.{filled}{points} {self.chosen}"
         )
-        return f"What each posterior thinks of single weights of the network, as kernel density estimates of its draws.{filled}{points} {self.chosen}"
 
     @property
     def numbers(self) -> FigureNumbers:

@@ -58,9 +58,10 @@ class Mixing:
     def description(self) -> str:
         """How it is read."""
         return (
-            f"Histograms over {self.num_parameters:,} parameters. R-hat is 1 where chains agree, and good up to {self.good_r_hat:g}; effective "
-            f"sample sizes say how many independent draws the chains are worth, for the middle (bulk) and the 5 % and 95 % quantiles (tail), and "
-            f"are good from {self.good_size:g} on. Dotted lines mark what is good where it is within the range; the worst parameter decides."
+            f"Histograms over {self.num_parameters:,} parameters. R-hat is 1 if chains agree, and good up to "
+            f"{self.good_r_hat:g}. The effective sample size is the number of independent draws that would be as "
+            "informative, for the middle (bulk) and for the 5% and 95% quantiles (tail); it is good from "
+            f"{self.good_size:g}. Dotted lines mark these limits. The worst parameter decides."
         )
 
     @property

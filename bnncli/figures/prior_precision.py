@@ -18,7 +18,7 @@ LABELS = {
     "loo": "leave-one-out NLL of train (nats per example)",
     "marglik": "minus log marginal likelihood (nats)",
 }
-EDGE_TEXT = "the best lies at the edge of the range searched"
+EDGE_TEXT = "the best is at the edge of the range searched"
 _TICKS = (1, 2, 3, 5, 7)
 _NEAR = math.sqrt(10) * 1.001  # a factor of the best: what the halved steps around it cover
 _CURVE, _CHOSEN, _NETWORK = "#1f4e79", "#c44601", "#5b5b5b"  # told apart by lightness as well
@@ -56,10 +56,10 @@ class PriorPrecisionCurve:
         """How it is read."""
         best = min(self.curve, key=lambda point: point[1])
         return (
-            f"Each point is a prior precision that was tried (logarithmic axis), its height the {LABELS[self.criterion]}: the lowest was "
-            f"chosen, {best[0]:.4g}. To the left weights are nearly free, to the right they are held at zero. "
-            "Below, the same near the best, where there are enough points."
-            + (f" {EDGE_TEXT.capitalize()}." if self.at_edge else "")
+            "Each point is a prior precision that was tried (logarithmic axis); its height is the "
+            f"{LABELS[self.criterion]}. The lowest was chosen: {best[0]:.4g}. To the left, weights are nearly "
+            "free; to the right, they are held at zero. Below, the same near the best one, if there are enough "
+            "points." + (f" {EDGE_TEXT.capitalize()}." if self.at_edge else "")
         )
 
     @property

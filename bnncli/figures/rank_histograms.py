@@ -56,9 +56,9 @@ class RankHistograms:
         shown = len(self.chains)
         some = "" if shown == self.num_chains else f" {shown} of {self.num_chains} chains are drawn."
         return (
-            "All draws of all chains are ranked together; each panel counts those of one chain from the smallest (left) to the largest "
-            "(right). Where chains have mixed all steps are about as high as the dotted line; the grey band holds a step with probability "
-            f"0.99 where draws are independent, and correlated draws leave it more often.{some}"
+            "All draws of all chains are ranked together; each panel counts the ranks of one chain. If chains "
+            "have mixed, all steps are about as high as the dotted line. The grey band contains a step with "
+            f"probability 0.99 if draws are independent; correlated draws leave it more often.{some}"
         )
 
     @property

@@ -47,7 +47,7 @@ def draw(ranks: Mapping[str, NDArray[np.int64]], law: RankLaw, *, level: float, 
         plain_axes(panel)
     for panel in axes[len(ranks) :]:
         panel.set_axis_off()
-    figure.suptitle(f"{title}; in grey, where uniform ranks stay with probability {1 - level:.3g}", fontsize="medium")
+    figure.suptitle(f"{title}; grey: uniform ranks stay inside with probability {1 - level:.3g}", fontsize="medium")
     figure.supxlabel("rank of the truth among the draws, as a share", fontsize="medium")
-    figure.supylabel("share of ranks below, less that expected", fontsize="medium")
+    figure.supylabel("share of ranks below, minus the expected share", fontsize="medium")
     return figure

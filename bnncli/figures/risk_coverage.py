@@ -41,8 +41,9 @@ class RiskCoverage:
     def description(self) -> str:
         """How it is read."""
         return (
-            "Going from left to right, more and more examples are accepted, the most confident first. The height is the share of errors "
-            "among those accepted; at the right end all are, and it is one less the accuracy. Lower is better, and AURC is the area below."
+            "From left to right, more examples are accepted, the most confident first. The height is the share "
+            "of errors among those accepted; at the right end all are accepted. Lower is better. AURC is the "
+            "area under the curve."
         )
 
     @property

@@ -47,9 +47,10 @@ class Roc:
     def description(self) -> str:
         """How it is read."""
         return (
-            f"An example is accepted where its score is above a threshold. Each curve goes through all thresholds: to the right the share "
-            f"of {self.ood} that is accepted, which should not be; upwards the share of {self.split} that is. Along the dotted diagonal "
-            "the score tells nothing; AUROC is the area below, 1 at best."
+            "An example is accepted if its score is above a threshold; each curve runs through all thresholds. "
+            f"To the right: the share of {self.ood} that is accepted by mistake. Upwards: the share of "
+            f"{self.split} that is accepted. The dotted diagonal is chance. AUROC is the area under the curve; 1 "
+            "is perfect."
         )
 
     @property

@@ -43,7 +43,7 @@ class ScoreIntervals:
     @property
     def description(self) -> str:
         """How it is read."""
-        return f"A panel for each score, in it a mark for each posterior, at its score, on a line as long as its interval. {self.explained}"
+        return f"One panel per score: a mark for each posterior's score on a line for its interval. {self.explained}"
 
     @property
     def numbers(self) -> FigureNumbers:

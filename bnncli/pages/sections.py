@@ -55,7 +55,7 @@ def _(block: DataTable) -> Markup:
 
 @block_of.register
 def _(block: Missing) -> Markup:
-    how = () if block.command is None else (" To make it: ", code(block.command))
+    how = () if block.command is None else (" Run: ", code(block.command))
     return paragraph(block.sentence, *how, kind="missing")
 
 

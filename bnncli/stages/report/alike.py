@@ -27,21 +27,22 @@ def what_differs(subjects: Sequence[Subject], posteriors: Sequence[str], split: 
     named = listed_in_words([subject.name for subject in subjects], most=_MOST_NAMED)
     weights = {header.weights_digest for one in subjects if (header := _any_features(one)) is not None}
     if len(weights) == 1 and None not in weights:
-        return f"{named} are one and the same network: what differs between their numbers is not chance of training."
+        return f"{named} are the same network. Differences between their numbers do not come from training."
     found = [*_examples(subjects, split), *_models(subjects), *_options(subjects, posteriors)]
     if found:
         return (
-            f"Each posterior was fitted to {named}, which differ in more than chance of training: {'; '.join(found)}. Standard errors and tests "
-            "take all of that for chance."
+            f"Each posterior was fitted to {named}, which differ by more than their random training: "
+            f"{'; '.join(found)}. Standard errors and tests treat all of it as chance."
         )
     if not all(_model(subject) for subject in subjects):
         return (
-            f"Each posterior was fitted to {named} with the same options. Whether on the same examples is not known, as features came ready: only "
-            "if so, what differs between its numbers there is chance of training."
+            f"Each posterior was fitted to {named} with the same options. bnncli cannot tell whether the "
+            "examples were the same, because the features were given as arrays. If so, differences between its "
+            "numbers come from the random training."
         )
     return (
-        f"Each posterior was fitted to {named}, on the same examples with the same options: where the networks themselves were trained alike, what "
-        "differs between its numbers there is chance of training."
+        f"Each posterior was fitted to {named}, on the same examples with the same options. If the networks were "
+        "trained alike, differences between its numbers come from the random training."
     )
 
 
@@ -82,7 +83,7 @@ def _examples(subjects: Sequence[Subject], shown: str) -> list[str]:
 
 def _models(subjects: Sequence[Subject]) -> list[str]:
     models = list(dict.fromkeys(str(_model(subject)) for subject in subjects))
-    return [f"they are of different networks ({listed_in_words(models, most=_MOST_NAMED)})"] if len(models) > 1 else []
+    return [f"their networks differ ({listed_in_words(models, most=_MOST_NAMED)})"] if len(models) > 1 else []
 
 
 def _options(subjects: Sequence[Subject], posteriors: Sequence[str]) -> list[str]:

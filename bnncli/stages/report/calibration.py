@@ -22,7 +22,7 @@ def calibration(subject: Subject) -> list[Block]:
     curves = {subject.titles[group.name]: _curve(subject, group) for group in subject.drawn}
     found = {key: curve for key, curve in curves.items() if curve is not None}
     if not found:
-        return [Missing(f"Split {subject.split} has no labels, which calibration is held against.")]
+        return [Missing(f"Split {subject.split} has no labels, so calibration cannot be measured.")]
     errors = {subject.titles[group.name]: score_value(subject, group, Quantity("ece")) for group in subject.drawn}
     return [*left_out(subject), ReliabilityDiagrams(found, subject.split, errors, subject.key)]
 

@@ -42,7 +42,7 @@ def chains(subject: Subject) -> list[Block]:
     if not found:
         blocks = [
             Missing(
-                "The run has no draws of a sampler, which every other posterior can be held against.",
+                "The run has no draws of a sampler to compare the other posteriors with.",
                 subject.run.suggest("hmc"),
             )
         ]
@@ -81,7 +81,8 @@ def _of_posterior(subject: Subject, name: str, header: Header) -> list[Block]:
     if statistics is None:
         found.append(
             Missing(
-                "R-hat and effective sample sizes of single parameters are undefined: chains are short, or stand still."
+                "R-hat and effective sample sizes of single parameters are undefined: the chains are too short, "
+                "or do not move."
             )
         )
     else:

@@ -28,19 +28,19 @@ def decisions(subject: Subject) -> list[Block]:
         rows += [_cells(subject.titles[row["name"]], rules[m["rule"]], m) for m in known]
     if not rows:
         sentence = (
-            f"No rule of calibrate has been scored on {subject.split}: prediction sets, accepted predictions, outliers and shift with guarantees "
-            "need a split that chose nothing else."
+            f"No rule of calibrate was scored on {subject.split}. Prediction sets, accepted predictions, "
+            "outliers and shift alarms with guarantees need a split that chose nothing else."
         )
         return [Missing(sentence, subject.run.suggest("calibrate", sets="lac"))]
     return [
         DataTable(
             f"{subject.key}decisions-table",
-            f"What the rules decide on {subject.split}",
-            ["posterior", "rule", "guaranteed", "what came of it", "value"],
+            f"Decisions on {subject.split}",
+            ["posterior", "rule", "guaranteed", "result", "value"],
             rows,
             notes=[
-                "In brackets the interval of 95 %. What is guaranteed holds for examples like those that the rule was calibrated on; a small shift p "
-                "tells that a split is not."
+                "Brackets: 95% interval. Guarantees hold for examples like those the rule was calibrated on; a "
+                "small shift p means that a split is not like them."
             ],
         )
     ]
@@ -72,4 +72,4 @@ def _guaranteed(rule: DecisionFile) -> str:
         return f"at most {percent(settings['risk'], 'g')} wrong{of_splits}"
     if rule.kind == OOD:
         return f"at most {percent(settings['false_alarm'], 'g')} false alarms{of_splits}"
-    return f"an alarm by chance in at most {percent(settings['shift_level'], 'g')}"
+    return f"at most {percent(settings['shift_level'], 'g')} false alarms for batches"

@@ -32,7 +32,7 @@ def detection(subject: Subject) -> list[Block]:
         command = subject.run.suggest("extract-features", model="MODEL", ood=["NAME=SPEC"])
         blocks.append(
             Missing(
-                "The run has no out-of-distribution split, so that nothing is said of what the network was never shown.",
+                "The run has no out-of-distribution split, so detection of unknown inputs was not measured.",
                 command,
             )
         )

@@ -22,7 +22,7 @@ def fidelity(subject: Subject) -> list[Block]:
         command = (
             subject.run.suggest("evaluate", reference="hmc", force=True) if has_draws else subject.run.suggest("hmc")
         )
-        sentence = "The predictions have not been held against those of a reference, example by example."
+        sentence = "The predictions were not compared with those of a reference."
         return [Missing(sentence, command)]
     titles = list(dict.fromkeys(score_title(metric) for _, metrics in held for metric in metrics))
     rows = []
@@ -32,11 +32,12 @@ def fidelity(subject: Subject) -> list[Block]:
     reference = held[0][1][0].get("reference", "a reference")
     table = DataTable(
         f"{subject.key}fidelity-table",
-        f"Predictions of {subject.split} held against those of {reference}",
+        f"Predictions on {subject.split} compared with those of {reference}",
         ["posterior", *titles],
         rows,
         notes=[
-            "In brackets the interval of 95 %; floor: what two halves of the reference's own draws differ by, which no posterior can do better than."
+            "Brackets: 95% interval. Floor: the difference between two halves of the reference's own draws; no "
+            "posterior can do better."
         ],
     )
     return [table]

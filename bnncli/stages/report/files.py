@@ -39,7 +39,7 @@ def check_folder(run: Run) -> None:
         raise run.no_run()
     if not run.folder.splits():
         raise MissingInput(
-            f"{run.folder.root} has no features, which all else is made from",
+            f"{run.folder.root} has no features",
             hint=run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"]),
             path=run.folder.root,
         )
@@ -126,7 +126,7 @@ def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[Shown], pa
         result = _published("report", path, content, write_page)
     result.outputs[0]["bytes"] = len(content)
     names = {figure.name: figure for figure in figures}
-    with said_when_interrupted("the report is written, not all of its figures are"):
+    with said_when_interrupted("the report was written, but not all of its figures"):
         for target in paths:
             run.console.poll(f"draw {target.name}")
             drawn = figure_file(names[target.stem], target.suffix[1:])

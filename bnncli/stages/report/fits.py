@@ -45,9 +45,9 @@ def fits(subject: Subject) -> list[Block]:
         blocks.append(
             LinePanels(
                 f"{subject.key}elbo",
-                "What each epoch gave",
-                "The quantity that a fit raises, epoch by epoch, as its own noisy estimates: the evidence lower bound (ELBO) of flows and variational "
-                "fits, the log joint of averaged gradient descent. A fit that has ended well has levelled off.",
+                "Progress of each fit",
+                "The objective of each fit by epoch, estimated with noise: the evidence lower bound (ELBO) of "
+                "flows and variational fits, the log joint of SWAG. A fit that has finished has levelled off.",
                 panels,
             )
         )
@@ -55,7 +55,7 @@ def fits(subject: Subject) -> list[Block]:
         run = subject.run
         blocks.append(
             Missing(
-                "No posterior of the run was searched for a prior precision, or fitted in epochs.",
+                "No fit of this run searched for a prior precision or ran in epochs.",
                 run.suggest("refine"),
             )
         )

@@ -39,16 +39,16 @@ def inputs(subject: Subject) -> list[Block]:
         assert isinstance(subject.groups, Missing)
         return [subject.groups]
     if subject.options.examples == 0:
-        return [Missing("No inputs are shown, as was asked for.")]
+        return [Missing("No inputs are shown (--examples 0).")]
     inside, found = subject.binned(group, subject.split), _Look(subject, group, subject.split)
     looks = {ood: _Look(subject, group, ood) for ood in list(group.splits(is_ood=True))[:_MOST_OUTSIDE]}
     blocks: list[Block] = [
-        paragraph(f"As {subject.titles[group.name]} predicts them: the class it finds most probable, and how probable.")
+        paragraph(f"With the class that {subject.titles[group.name]} predicts, and its probability.")
     ]
     blocks += dict.fromkeys(look.stored for look in (found, *looks.values()) if isinstance(look.stored, Missing))
     blocks += [
         paragraph(
-            f"Inputs of {split} are what its code returns now: whether it is what was predicted cannot be told.",
+            f"Inputs of {split} are what its code returns now. They may differ from those that were predicted.",
             kind="note",
         )
         for split, look in {subject.split: found, **looks}.items()
@@ -116,10 +116,11 @@ def _open(subject: Subject, split: str) -> _Stored:
     with interpreting(path):
         spec = header.provenance.get("source")
     if not isinstance(spec, str) or "model" not in header.provenance["params"]:
-        raise DataError(f"the inputs of {split} are not known: its features came ready")
+        raise DataError(f"the inputs of {split} are unknown: its features were given as arrays")
     if spec.startswith(_CODE) and not subject.options.trust_code:
         raise DataError(
-            f"the inputs of {split} are read by code, which is not run", hint="add \0trust_code\0 if it is yours"
+            f"the inputs of {split} are read by code, which is not executed",
+            hint="add \0trust_code\0 if the code is yours",
         )
     dataset, rows = data.open_stored(spec), read_sample_ids(path)
     return _Stored(_as_predicted(header, spec, dataset, rows))
@@ -128,10 +129,10 @@ def _open(subject: Subject, split: str) -> _Stored:
 def _as_predicted(header: Header, spec: str, dataset: Any, rows: np.ndarray) -> InputSplit:
     """The split of these rows. Raises DataError unless its content is what the features were made of."""
     if len(rows) and int(rows.max()) >= len(dataset):
-        raise DataError(f"{spec} has changed since the features were made: it has {len(dataset)} rows")
+        raise DataError(f"{spec} has changed since the features were extracted: it has {len(dataset)} rows now")
     others = [replace(dataset, mode=mode) for mode in _MODES] if hasattr(dataset, "mode") else []
     for one in (dataset, *others):
         split = InputSplit(spec, one, rows, Preprocess(), one.is_labeled and not header.meta.get("is_ood"))
         if split.order_digest == header.meta.get("order_digest"):
             return split
-    raise DataError(f"{spec} has changed since the features were made, and is not shown")
+    raise DataError(f"{spec} has changed since the features were extracted, and is not shown")

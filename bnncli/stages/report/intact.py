@@ -127,7 +127,7 @@ def check_is_something_left(subject: Subject) -> None:
     if subject.damaged and isinstance(subject.judgement, Missing) and isinstance(subject.groups, Missing):
         first = subject.damaged[0]
         raise DataError(
-            f"nothing of {subject.run.folder.root} is left to report on: {first.name}: {first.what}",
+            f"{subject.run.folder.root} has nothing left to report on: {first.name}: {first.what}",
             code="damaged",
             hint=first.command,
             path=first.path,

@@ -38,9 +38,7 @@ def origins(subject: Subject) -> list[Block]:
     made = [entry for entry in entries if _KINDS.get(entry["kind"], 9) <= _KINDS["posterior"]]
     kept = entries[:_MOST_ROWS]
     notes = [f"{len(entries) - len(kept)} more artifacts: {run.suggest('status')} lists them."] * (entries != kept)
-    notes += [
-        f"Not as it should be: {e['name']}, {e['state']} ({e['why']})." for e in entries if e["state"] != "fresh"
-    ][:20]
+    notes += [f"Not fresh: {e['name']}, {e['state']} ({e['why']})." for e in entries if e["state"] != "fresh"][:20]
     columns = ["artifact", "made from", "state", "content digest"]
     table = DataTable(
         f"{subject.key}artifacts",
@@ -52,7 +50,7 @@ def origins(subject: Subject) -> list[Block]:
     )
     first = DataTable(
         f"{subject.key}posterior-files",
-        f"Features and posteriors{subject.of}, what each was made from, and the first digits of their content digests",
+        f"Features and posteriors{subject.of} with their inputs and the start of their content digests",
         columns,
         [_row(entry) for entry in made[:_MOST_ROWS]],
     )
@@ -68,7 +66,7 @@ def origins(subject: Subject) -> list[Block]:
         blocks.append(
             DataTable(
                 f"{subject.key}warnings",
-                f"What the commands{subject.of} warned of",
+                f"Warnings of the commands{subject.of}",
                 ["artifact", "warning"],
                 [[TableCell(name), TableCell(text)] for name, text in warnings],
             )
@@ -81,15 +79,15 @@ def _network(subject: Subject) -> str:
     headers = [tried(partial(read_header, subject.run.folder.features(name))) for name in subject.run.folder.splits()]
     header = next((one for one in headers if isinstance(one, Header)), None)
     if header is None:
-        return "The commands below, in this order, make what this report shows."
+        return "These commands, in this order, produce what this report shows."
     with interpreting(header.path):
         record, params = header.provenance.get("checkpoint"), header.provenance.get("params", {})
         model = f"the model {params['model']}" if params.get("model") else "ready features"
         digest = "" if record is None else f" (weights {_short(str(record['weights_digest']))})"
         size = int(header.meta["num_features"])
     return (
-        f"The run is of {subject.name}{digest}, {model}, with {size} features of its last layer for each example. The commands below, in this order, "
-        "make what this report shows."
+        f"Checkpoint {subject.name}{digest}, {model}, {size} features per example. These commands, in this "
+        "order, produce what this report shows."
     )
 
 

@@ -82,7 +82,7 @@ def _marginals(subject: Subject, judgement: Judgement) -> Marginals | Missing | 
     reference = next((one for one in chains if one.entry["is_good"]), chains[0] if chains else None)
     if reference is None:
         return Missing(
-            "Without draws of a sampler there is nothing to lay densities of single weights over.",
+            "Densities of single weights need draws of a sampler to compare with.",
             subject.run.suggest("hmc"),
         )
     alike = [
@@ -103,10 +103,10 @@ def _marginals(subject: Subject, judgement: Judgement) -> Marginals | Missing | 
     panels = [_marginal(parameter_name(meta, index), index, draws, own, wide) for index in chosen]
     shares = ", ".join(f"{100 * share:g} %" for share in _SHARES[1:])
     how = (
-        f"The first weight is the one that the posteriors place furthest from {own}, in its standard deviations; the others are those at {shares} "
-        "of that order."
+        f"The first weight is the one where posteriors differ most from {own}, in its standard deviations; the "
+        f"others are at {shares} of that order."
         if others
-        else f"Weights are spread over those of {own}."
+        else f"Weights are spread evenly over those of {own}."
     )
     return Marginals(panels, own, how, bool(reference.entry["is_good"]), subject.key)
 

@@ -32,16 +32,15 @@ def scores(subject: Subject) -> list[Block]:
     table = score_table(rows, notes, scores=options.shown_scores, intervals=True)
     blocks: list[Block] = [
         paragraph(
-            "Each score with the interval that holds its true value with probability 0.95, as far as these examples tell. Two posteriors are "
-            "compared fairly by ",
+            "Each score with its 95% interval over examples. To compare two posteriors, use ",
             code(subject.run.suggest("compare")),
-            ", which pairs them example by example.",
+            ", which pairs them by example.",
         ),
         data_table(table, f"{subject.key}score-table", f"Scores on {subject.split}{subject.of}, by evaluate", first=1),
     ]
     figure = _figure(subject)
     blocks += [
-        data_table(table, f"{subject.key}gains", f"Where the gain on val comes from{subject.of}")
+        data_table(table, f"{subject.key}gains", f"Source of the gain on val{subject.of}")
         for table in gain_table(subject.headers)
     ]
     return [*blocks, *([figure] if figure is not None else [])]
@@ -116,6 +115,6 @@ def _figure(subject: Subject) -> ScoreIntervals | None:
         f"{subject.key}scores-{subject.split}",
         [subject.titles[row["name"]] for row in rows],
         panels[:_MOST_PANELS],
-        f"Scores on {subject.split} with 95 % intervals",
-        "Intervals of the calibration error (ECE) are of the error without what chance adds to it, and may lie below the mark.",
+        f"Scores on {subject.split} with 95% intervals",
+        "The interval of ECE is for the error without its floor, and may lie below the mark.",
     )

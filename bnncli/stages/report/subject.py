@@ -100,14 +100,14 @@ class Subject:
         if self.options.posterior and not posteriors:
             names = ", ".join(self.options.posterior)
             maker = self.run.suggest("predict", posterior=self.options.posterior)
-            return Missing(f"There are no predictions of {names}.", maker)
+            return Missing(f"There are no predictions by {names}.", maker)
         found = tried(lambda: open_groups(self.run, posteriors=posteriors, leave_out=self.left_out))
         if isinstance(found, Missing):
             return found
         kept = [group for group in found if self.split in group.splits(is_ood=False)]
         if not kept:
             return Missing(
-                f"There are no predictions of split {self.split}.", self.run.suggest("predict", split=self.split)
+                f"There are no predictions for split {self.split}.", self.run.suggest("predict", split=self.split)
             )
         return kept
 
@@ -119,7 +119,8 @@ class Subject:
         wanted = self.options.split
         if wanted is not None and wanted not in inside:
             raise MissingInput(
-                f"\0split\0: no predictions of an in-distribution split {wanted!r} (there: {', '.join(inside) or 'none'})",
+                f"\0split\0: no predictions for an in-distribution split {wanted!r} (have: "
+                f"{', '.join(inside) or 'none'})",
                 hint=self.run.suggest("predict", split=wanted),
             )
         return wanted or ("test" if "test" in inside or not inside else inside[0])
@@ -179,7 +180,7 @@ class Subject:
         kept = [row for row in found if row.get("name") in order]
         rest = [row for row in found if row.get("posterior") == "features" and not self.options.posterior]
         if not kept:
-            return Missing("The predictions have not been scored.", self.run.suggest("evaluate"))
+            return Missing("The predictions were not scored.", self.run.suggest("evaluate"))
         return sorted(kept, key=lambda row: order.index(row["name"])) + rest
 
     @cached_property

@@ -39,8 +39,9 @@ def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
         f"scores-of-all-{comparison.split}",
         labels(comparison)[:MOST_DRAWN],
         [panel._replace(title=panel.title.replace(", ", "\n"), lines=panel.lines[:MOST_DRAWN]) for panel in panels],
-        f"Means over {len(runs)} checkpoints on {comparison.split} with 95 % intervals",
-        "Small dots are single checkpoints. Marks by paired tests, all of a panel together; intervals of each alone.",
+        f"Means over {len(runs)} checkpoints on {comparison.split} with 95% intervals",
+        "Small dots are single checkpoints. Filled marks come from paired tests over the whole panel, intervals "
+        "from each posterior by itself.",
         "best, or not significantly worse",
         "significantly worse than another",
         f"paired tests at level {comparison.alpha:g}",
@@ -68,7 +69,7 @@ def _verdict(comparison: Comparison, subjects: Sequence[Subject]) -> Markup:
     words = bullets(
         [
             joined(strong(title), f"{_of_each(names)}.")
-            for title, names in (("Predict: ", predicting), ("Close to the target: ", used))
+            for title, names in (("Predict: ", predicting), ("Matches the exact posterior: ", used))
         ]
     )
     return element("div", paragraph(first), words, class_="verdict")
@@ -85,19 +86,15 @@ def lowest_in_words(comparison: Comparison, num_checkpoints: int) -> str:
     samples = [] if place is None else [entry.samples for entry in comparison.columns[place].entries]
     known = [row for row, sample in enumerate(samples) if sample is not None]
     if place is None or not known:
-        return "No NLL is known of every checkpoint."
+        return "No posterior has an NLL for every checkpoint."
     names = labels(comparison)
     best = [names[row] for row in known if comparison.is_marked(place, row)]
     where = f"on {comparison.split}, over {counted(num_checkpoints, 'checkpoint')}"
     if len(known) == 1:
-        return (
-            f"{names[known[0]]} is the only posterior that all checkpoints have predictions of {comparison.split} of."
-        )
+        return f"{names[known[0]]} is the only posterior with predictions on {comparison.split} for every checkpoint."
     if len(best) == 1:
         return f"{best[0]} has the lowest NLL {where}."
     named = listed_in_words(best, most=_MOST_NAMED)
-    if len(best) == len(known) == 2:
-        return f"Neither of {named} can be told to have the lower NLL {where}."
     if len(best) == len(known):
-        return f"None of {named} can be told to have a lower NLL than another {where}."
-    return f"One of {named} has the lowest NLL {where}: which, cannot be told."
+        return f"The NLLs of {named} do not differ significantly {where}."
+    return f"One of {named} has the lowest NLL {where}; these checkpoints do not show which."

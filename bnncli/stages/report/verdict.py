@@ -158,7 +158,13 @@ def _left_out_of(subject: Subject) -> list[Block]:
     told: list[Block] = [_left_out(one) for one in subject.damaged[:_MOST_NAMED]]
     rest = len(subject.damaged) - len(told)
     return (
-        [*told, Missing(f"{counted(rest, 'more artifact')} damaged.", subject.run.suggest("status"))]
+        [
+            *told,
+            Missing(
+                f"{counted(rest, 'more artifact')} {'is' if rest == 1 else 'are'} damaged.",
+                subject.run.suggest("status"),
+            ),
+        ]
         if rest > 0
         else told
     )
@@ -167,7 +173,7 @@ def _left_out_of(subject: Subject) -> list[Block]:
 def _left_out(one: Damaged) -> Missing:
     """What is said of a damaged artifact."""
     what = one.what if one.what.startswith("is ") else f"cannot be used: {one.what}"
-    return Missing(f"{one.name} is left out: it {what}.", one.command)
+    return Missing(f"{one.name} is skipped: it {what}.", one.command)
 
 
 def _to_run(command: str | None) -> list[str]:

@@ -112,7 +112,8 @@ def page_of(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping
     found = fitted(sections, importance=_importance, page_of=whole_page, note=_note, most_bytes=MOST_BYTES)
     if found.left_out:
         runs[0].console.warn(
-            f"the report is kept below {MOST_BYTES:,} bytes: {_titles(found.left_out)} left out; fewer of --posterior or --examples make room"
+            f"the report is limited to {MOST_BYTES:,} bytes: {_titles(found.left_out)} omitted; use fewer "
+            "--posterior or --examples"
         )
     return found.content
 
@@ -136,8 +137,8 @@ def _importance(section: Section) -> float:
 
 def _note(gone: Sequence[Section]) -> Block:
     return Missing(
-        f"So that the page stays below {MOST_BYTES:,} bytes, {_titles(gone)} left out: fewer of --posterior, or --examples, make room, and --figures "
-        "draws all figures as files."
+        f"To keep the page below {MOST_BYTES:,} bytes, {_titles(gone)} omitted. Use fewer --posterior or "
+        "--examples; --figures writes all figures as files."
     )
 
 

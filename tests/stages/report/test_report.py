@@ -322,13 +322,13 @@ def test_what_sets_checkpoints_apart_is_more_than_chance_where_their_examples_or
     section = read_page(two[0].with_name("both.html")).one("comparison")
     text = section.text
     assert (
-        "differ in more than chance of training: their training examples are not the same (60 and 30 of them)" in text
+        "differ by more than their random training: their training examples are not the same (60 and 30 of them)" in text
     )
     assert "options of laplace (prior_precision: 1.0 for one, 100.0 for two)" in text
     headline = section.all("p")[0].text
     assert (
         headline
-        == "Neither of laplace (mc) and laplace (probit) can be told to have the lower NLL on test, over 2 checkpoints."
+        == "The NLLs of laplace (mc) and laplace (probit) do not differ significantly on test, over 2 checkpoints."
     )
 
 

@@ -51,7 +51,7 @@ def test_a_damaged_artifact_is_left_out_and_told_with_a_command_that_mends_it(
     assert f"leaving out {name}: " in warning
     page = read_page(folder / "report.html")
     check_names(page)
-    (told,) = [one for one in page.one("verdict").all("p") if f"{name} is left out" in one.text]
+    (told,) = [one for one in page.one("verdict").all("p") if f"{name} is skipped" in one.text]
     command = told.all("code")[0].text
     assert warning.endswith(f"run: {command}")
     first, _, rest = command.rpartition(" && ")
@@ -101,7 +101,7 @@ def test_damage_that_leaves_nothing_keeps_the_old_report(cli: Cli, small_run: Pa
         damage(path, "cut")
     done = cli("report", small_run)
     assert (done.code, done.stdout) == (65, "")
-    assert "is left to report on" in done.stderr.splitlines()[-2]
+    assert "has nothing left to report on" in done.stderr.splitlines()[-2]
     assert (folder / "report.html").read_text() == OLD
 
 

@@ -76,7 +76,7 @@ def test_data_that_have_changed_or_gone_are_not_shown_and_that_is_said(cli: Cli,
         np.savez(run.with_name("test.npz"), x=255 - file["x"], y=file["y"])
     section = page_of(cli, run).one("inputs")
     assert not section.all("img")
-    assert "has changed since the features were made" in section.text
+    assert "has changed since the features were extracted" in section.text
     assert section.all("li")
     run.with_name("test.npz").unlink()
     section = page_of(cli, run).one("inputs")
@@ -98,7 +98,7 @@ def test_inputs_of_code_are_shown_where_it_is_trusted_as_what_it_returns_now(cli
     assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
     assert cli("predict", run).code == 0
     untrusted, trusted = (page_of(cli, run, *words).one("inputs") for words in ((), ("--trust-code",)))
-    assert "read by code, which is not run; add --trust-code" in untrusted.text
+    assert "read by code, which is not executed; add --trust-code" in untrusted.text
     assert not untrusted.all("img")
     assert trusted.all("img")
     assert "Inputs of test are what its code returns now" in trusted.text

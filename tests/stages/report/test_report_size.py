@@ -74,7 +74,7 @@ def test_a_crowded_run_has_a_page_below_the_size_with_its_verdict(
     assert done.code == 0, done.stderr
     path = crowded.with_name("small.bnn") / "report.html"
     assert path.stat().st_size <= most
-    assert f"the report is kept below {most:,} bytes: “Most and least certain inputs”" in done.stderr
+    assert f"the report is limited to {most:,} bytes: “Most and least certain inputs”" in done.stderr
     page = read_page(path)
     check_is_self_contained(page, path.read_text())
     check_names(page)
