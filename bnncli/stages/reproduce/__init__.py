@@ -44,7 +44,7 @@ COMMAND = Command(
 )
 _MOST_JOBS = 4  # by default: the longest part takes a fifth of all, and each process has a PyTorch of its own
 _WAIT = 1.0  # seconds: of one that was killed just now a step may hold the lock a moment longer
-_HELD = ("another bnncli reproduces into this folder", "wait until it has ended, or choose another --out")
+_HELD = ("another bnncli reproduce is writing to this folder", "wait for it to end, or choose another --out")
 
 
 def run(run: Run, options: ReproduceOptions) -> Result:
@@ -59,12 +59,12 @@ def run(run: Run, options: ReproduceOptions) -> Result:
         entries = listed(places, options.scale)
         return Result(extra={"scale": options.scale, "recipes": entries}, tables=[table_of(entries, options.scale)])
     if asked is not None and options.all:
-        raise UsageError(f"--all runs every recipe, and {asked!r} names some: give one of them")
+        raise UsageError(f"--all runs every recipe, {asked!r} only some: give one of the two")
     workers = team.rank_and_size()
     if workers is not None and workers[1] > 1:
         raise UsageError(
-            f"reproduce runs one command after the other, and torchrun has started {workers[1]} of it: start one, without torchrun",
-            hint="bnncli grid runs the grid.toml of a study, in --out, on several devices",
+            f"reproduce does not run under torchrun (which started {workers[1]} of it): start it alone",
+            hint="to use several devices, run bnncli grid on a study's grid.toml in --out",
         )
     names = recipe_names() if asked is None else chosen(asked)
     folder = Path(options.out)
@@ -87,7 +87,7 @@ def chosen(asked: str) -> list[str]:
         return found or [read_recipe(asked).name]
     near = get_close_matches(asked, names, n=3, cutoff=0.4)
     said = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise UsageError(f"no recipe is like {asked!r}{said}", hint="bnncli reproduce")
+    raise UsageError(f"no recipe matches {asked!r}{said}", hint="bnncli reproduce")
 
 
 def _reproduced(run: Run, options: ReproduceOptions, places: Places, names: list[str]) -> Result:
@@ -177,16 +177,14 @@ def _result(
     differ = [f"{one.recipe.name}: {name}" for one in outcomes for name in one.differs]
     failed = [text for one in outcomes for text in one.failed]
     lacking = [
-        f"{one.recipe.name}: nothing of it can run here: {one.lacking}"
-        for one in outcomes
-        if not one.did_run and one.lacking
+        f"{one.recipe.name}: cannot run here: {one.lacking}" for one in outcomes if not one.did_run and one.lacking
     ]
     result = Result(
         action="computed",
         outputs=[{"role": "reproduce.results", "path": str(path)} for path in paths],
         extra={"scale": options.scale, "recipes": documents},
         tables=tables,
-        summary=[*lacking, *([f"{counted(len(failed), 'line')} failed; results say which"] if failed else [])],
+        summary=[*lacking, *([f"{counted(len(failed), 'line')} failed; see the results"] if failed else [])],
     )
     if options.strict and differ:
         said = f"{counted(len(differ), 'number or claim') if len(differ) == 1 else f'{len(differ)} numbers and claims'} differ from what was published"

@@ -70,8 +70,8 @@ class Worker:
         except (EOFError, OSError):
             self.process.join(GRACE)
             raise DeviceError(
-                f"the process that made {self.part.name} has ended by itself, with {_ending(self.process.exitcode)}",
-                hint="\0jobs\0 1 makes one part at a time, which takes less memory",
+                f"the process for {self.part.name} ended unexpectedly, with {_ending(self.process.exitcode)}",
+                hint="\0jobs\0 1 runs one part at a time and needs less memory",
                 code="process_lost",
             ) from None
         self.part = None
@@ -145,7 +145,7 @@ class Crew:
         """End the workers; what they are at is saved as after any signal."""
         busy = [worker for worker in self.workers if worker.part is not None]
         if busy:
-            self.workshop.run.console.info(f"ending {counted(len(busy), 'part')}; what can go on later saves its state")
+            self.workshop.run.console.info(f"stopping {counted(len(busy), 'part')}; resumable parts save their state")
         for worker in busy:
             worker.process.terminate()
         for worker in self.workers:

@@ -127,7 +127,7 @@ def _estimate(node: ast.expr, numbers: Numbers, correlations: Correlations) -> E
     found = {name: numbers[name] for name in _names(node)}
     counts = {len(one) for one in found.values()} - {1}
     if len(counts) > 1:
-        raise Unmeasured(f"numbers of {min(counts)} and of {max(counts)} checkpoints stand in one formula")
+        raise Unmeasured(f"one formula mixes numbers of {min(counts)} and of {max(counts)} checkpoints")
     try:
         if not counts:
             return _of_one(node, {name: one[0] for name, one in found.items()}, correlations)
@@ -213,7 +213,7 @@ def _check(node: ast.expr) -> None:
             f"expected numbers, names, + - * / **, {', '.join(_FUNCTIONS)}, < and >, and, or; got {ast.unparse(node)!r}"
         )
     if not isinstance(node, ast.BoolOp) and any(isinstance(one, ast.BoolOp | ast.Compare) for one in parts):
-        raise ValueError(f"a comparison stands within a formula: {ast.unparse(node)!r}")
+        raise ValueError(f"a comparison cannot be part of a formula: {ast.unparse(node)!r}")
     if isinstance(node, ast.BoolOp) and not all(isinstance(one, ast.BoolOp | ast.Compare) for one in parts):
         raise ValueError(f"expected comparisons around and, or; got {ast.unparse(node)!r}")
     for one in parts:

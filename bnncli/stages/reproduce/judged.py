@@ -48,7 +48,7 @@ class Numbers:
         """Pass where all that a formula names was measured. Raises Unmeasured otherwise."""
         for name in names_in(formula):
             if name not in self.found:
-                raise Unmeasured(self.why.get(name, self.otherwise or f"the experiment gives no {name}"))
+                raise Unmeasured(self.why.get(name, self.otherwise or f"the experiment does not return {name}"))
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _judged(
         return JudgedCell(cell, definition, ours, None, not_judged)
     judged = agreement(ours, cell.published, cell.tolerance)
     if cell.is_coarse and judged.is_within:
-        why = f"a tolerance of {cell.tolerance:g} is as large as the number: what is within it is no agreement"
+        why = f"the tolerance, {cell.tolerance:g}, is as large as the number, so a match would mean nothing"
         return JudgedCell(cell, definition, ours, None, why)
     return JudgedCell(cell, definition, ours, judged, "")
 
@@ -185,7 +185,7 @@ def _claims(recipe: PaperRecipe, numbers: Numbers, scale: str, absent: Mapping[s
             yield JudgedClaim(claim, SHOWN, known, not_judged)
             continue
         constant = constants(claim.rule, numbers.found) if holds is None else []
-        why = f"the standard error of {', '.join(constant)} is 0: what chance may do is not known" if constant else ""
+        why = f"the standard error of {', '.join(constant)} is 0, so chance cannot be judged" if constant else ""
         yield JudgedClaim(claim, verdict, known, why)
 
 

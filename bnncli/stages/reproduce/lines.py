@@ -77,7 +77,7 @@ def run_lines(run: Run, jobs: list[Job], folder: Path, *, what: str, force: bool
     for job in jobs:
         failed = next((number for number in job.after if ended[number].why is not None), None)
         if failed is not None:
-            said = f"it waits for {jobs[failed].name}: {ended[failed].why}"
+            said = f"it needs {jobs[failed].name}, which failed: {ended[failed].why}"
             ended[job.number] = Done(job.line.pasted(), None, 0.0, (), said)
         else:
             ended[job.number] = _run_line(run, job, folder / f"{job.stem}.json", force=force)

@@ -45,12 +45,14 @@ def table_of(entries: list[dict[str, Any]], scale: str) -> Table:
         can = "yes" if one["can_run"] and not one["missing"] else "in part" if one["can_run"] else "no"
         seconds = "" if not one["can_run"] else "not timed" if one["seconds"] is None else f"{one['seconds']:g}"
         rows.append([one["recipe"], one["title"], seconds, can])
-    notes = [
-        f"scale {scale}; seconds on two cores, of what can run; studies that recipes share are counted with each, though they run once"
-    ]
+    notes = [f"scale {scale}; seconds on two cores; a study that several recipes share runs once"]
     if missing := dict.fromkeys(file for one in entries for file in one["missing"]):
-        notes += ["missing, so that recipes cannot run or run in part:", *(f"  {file}" for file in missing)]
+        notes += [
+            "missing files (recipes that need them cannot run, or run in part):",
+            *(f"  {file}" for file in missing),
+        ]
     notes.append(
-        "next: bnncli reproduce RECIPE, or a part of one as refinement, or --all; --data DIR and --checkpoints DIR for what they need"
+        "next: bnncli reproduce RECIPE (or a paper, such as refinement), or --all; add --data DIR and "
+        "--checkpoints DIR for files they need"
     )
     return Table(["recipe", "what", "seconds", "can run"], rows, notes=notes)

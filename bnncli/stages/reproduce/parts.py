@@ -144,7 +144,7 @@ class Workshop:
         progress, place = self.run.console, self.folder / recipe.name / NAME
         request = request_of(recipe.name, asked, files, seed=self.run.compute.seed, progress=progress)
         if not self.options.force and (measured := kept(place, request)) is not None:
-            progress.info(f"{recipe.name}: measured before with the same settings and inputs; --force measures anew")
+            progress.info(f"{recipe.name}: up to date (same settings and inputs); --force measures again")
             return Experiment(settings, measured, said or None)
         measure = registry.load_module("experiments", recipe.experiment).measure
         generator = self.run.stream(f"reproduce/{recipe.name}")

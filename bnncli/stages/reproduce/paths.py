@@ -73,7 +73,7 @@ def _step(at: Any, part: str | int | dict[str, str], path: str) -> Any:
         return found[0]
     if isinstance(part, int):
         if not isinstance(at, list) or part >= len(at):
-            raise Unmeasured(f"no place {part} at {path}")
+            raise Unmeasured(f"no index {part} at {path}")
         return at[part]
     if not isinstance(at, dict) or part not in at:
         raise Unmeasured(f"no key {part!r} at {path}")

@@ -29,7 +29,7 @@ class Places:
         for place, given in (("data", options.data), ("checkpoints", options.checkpoints)):
             found[place] = None if given is None else Path(given)
             if given is not None and not Path(given).is_dir():
-                raise MissingInput(f"--{place}: expected a folder; {given} is none", path=given)
+                raise MissingInput(f"--{place}: expected a folder; {given} is not one", path=given)
         return cls(found)
 
     def find(self, file: str) -> Path | None:

@@ -308,4 +308,4 @@ def _check_names(recipe: PaperRecipe) -> None:
 def _check_unique(recipe: PaperRecipe, names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
-            raise recipe.fault(f"{name!r} stands there twice")
+            raise recipe.fault(f"{name!r} is given twice")

@@ -30,7 +30,8 @@ def _of_one(outcome: Outcome) -> list[Table]:
     found = []
     if outcome.cells:
         notes = [
-            f"k: two estimates of one number are further apart than the tolerance and k standard errors with probability {LEVEL:g}"
+            f"k: with probability {LEVEL:g}, two estimates of one number differ by more than the tolerance plus "
+            "k standard errors"
         ]
         columns = ["row", "column", "published", "ours", "tolerance", "k", "verdict"]
         rows = [_row(one) for one in outcome.cells if one.ours is not None]
@@ -40,9 +41,9 @@ def _of_one(outcome: Outcome) -> list[Table]:
     if outcome.claims:
         rows = [[one.verdict, one.claim.text, reason(one)] for one in outcome.claims if one.verdict != NOT_RUN]
         why = _reasons([one.why for one in outcome.claims if one.verdict == NOT_RUN], "claim")
-        columns, notes = ["claim", "what the text says", "by"], [CLAIM_RULE, *why]
+        columns, notes = ["claim", "claim", "by"], [CLAIM_RULE, *why]
         found.append(Table(columns, rows, notes=notes) if rows else _of_none(why, ""))
-    return found or [Table(["recipe"], [[recipe.name]], notes=["it has neither numbers nor claims"])]
+    return found or [Table(["recipe"], [[recipe.name]], notes=["no numbers and no claims"])]
 
 
 def _of_none(why: list[str], title: str) -> Table:

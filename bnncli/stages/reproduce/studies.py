@@ -94,7 +94,7 @@ def _document(measure: Reading, lines: Mapping[str, Done], step: str | None = No
     step = measure.step if step is None else step
     done = lines.get(step)
     if done is None:
-        raise Unmeasured(f"no step {step!r}; there are {', '.join(lines)}")
+        raise Unmeasured(f"no step {step!r} (have: {', '.join(lines)})")
     if done.document is None:
         raise Unmeasured(f"{step} failed: {done.why}")
     return done.document

@@ -19,12 +19,13 @@ from bnncli.storage.figures import write_figure
 
 SCHEMA = "bnncli.reproduce/1"
 RULE = (
-    "reproduced where |ours - published| is at most the tolerance plus k times the combined standard error; k is the quantile of "
-    f"Student's t that two estimates of one number exceed with probability {LEVEL:g}"
+    "reproduced: |ours - published| is at most the tolerance plus k times the combined standard error; k is the "
+    f"quantile of Student's t that two estimates of one number exceed with probability {LEVEL:g}"
 )
 CLAIM_RULE = (
-    f"holds, or does not hold, where chance alone would say so with a probability of at most {LEVEL / 2:g}, and open otherwise; scores of the same "
-    "examples are compared in pairs, which their standard errors do not show; numbers without a standard error are taken as they are, and one of 0 leaves what rests on it open"
+    f"holds or does not hold: chance alone would give this verdict with a probability of at most {LEVEL / 2:g}; "
+    "otherwise open. Scores of the same examples are compared in pairs, which their standard errors do not "
+    "show. Numbers without a standard error are taken as exact; a standard error of 0 leaves the claim open"
 )
 
 
@@ -97,7 +98,7 @@ def markdown(outcome: Outcome, *, scale: str, line: str, figures: Sequence[str])
     tables = [one for figure in recipe.figures for one in _figure_table(figure, outcome.numbers)]
     parts += ["## Numbers of the figures", *tables] if tables else []
     if outcome.missing:
-        parts += ["## What is missing", "\n".join(f"- {one}" for one in outcome.missing)]
+        parts += ["## Not run", "\n".join(f"- {one}" for one in outcome.missing)]
     if outcome.failed:
         parts += ["## What failed", "\n".join(f"- `{one}`" for one in outcome.failed)]
     parts += [f"![{name.removesuffix('.png')}]({name})" for name in figures]

@@ -109,7 +109,7 @@ def test_a_rule_of_numbers_that_are_zero_is_decided_no_more_often_than_the_level
         ("a == b", "expected numbers"),
         ("a.b", "expected numbers"),
         ("open('x')", "expected numbers"),
-        ("(a < b) + 1", "a comparison stands within"),
+        ("(a < b) + 1", "a comparison cannot be part of"),
         ("a and b", "expected comparisons"),
         ("True", "expected numbers"),
         ("[a]", "expected numbers"),

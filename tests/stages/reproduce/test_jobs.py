@@ -70,7 +70,7 @@ def is_gone(process: int) -> bool:
     [
         ("all", -9, ""),
         ("all in an orderly way", 143, "hint: continue with: bnncli reproduce"),
-        ("one", 69, "has ended by itself, with signal 9"),
+        ("one", 69, "ended unexpectedly, with signal 9"),
     ],
 )
 def test_after_a_kill_no_process_is_left(tmp_path: Path, what: str, code: int, said: str) -> None:

@@ -23,7 +23,7 @@ def test_a_standard_error_of_zero_leaves_a_claim_open_and_is_said(recipes: Recip
     found = {"nll_map": (Estimate(1.0, 0.0),), "nll_g": (Estimate(2.0, 0.1),)}
     (first, second) = judged_claims(read_recipe(TABLE), Numbers(found, {}), scale="quick", absent={})
     assert (first.verdict, second.verdict) == ("open", "open")
-    assert "the standard error of nll_map is 0: what chance may do is not known" in reason(first)
+    assert "the standard error of nll_map is 0, so chance cannot be judged" in reason(first)
     assert "nll_map 1 ± 0" in reason(first)
 
 
@@ -39,7 +39,7 @@ def test_within_a_tolerance_as_large_as_the_number_nothing_is_reproduced(
     first = judged_cells(read_recipe(TABLE), numbers, scale="quick", definitions="both", absent={})[0]
     assert first.status == status
     assert first.ours == Estimate(ours)
-    assert first.why.startswith("a tolerance of 0.1 is as large" if status == "shown" else "")
+    assert first.why.startswith("the tolerance, 0.1, is as large" if status == "shown" else "")
 
 
 def test_counts_are_in_the_plural_but_of_one() -> None:
@@ -55,7 +55,7 @@ def test_what_was_not_measured_has_its_own_reason_or_the_one_of_all() -> None:
         numbers.check("a + 1")
     with pytest.raises(Unmeasured, match="nothing ran"):
         numbers.check("b + 1")
-    with pytest.raises(Unmeasured, match="the experiment gives no b"):
+    with pytest.raises(Unmeasured, match="the experiment does not return b"):
         Numbers({}, {}).check("b + 1")
 
 

@@ -42,7 +42,7 @@ def test_a_path_leads_to_a_number(path: str, value: float) -> None:
     [
         ("rows[name=no].value", r"0 entries \[name=no\]"),
         ("rows[split=test].name", r"2 entries \[split=test\]"),
-        ("rows[7].name", "no place 7"),
+        ("rows[7].name", "no index 7"),
         ("metrics.no", "no key 'no'"),
         ("rows[0].name", "no number at"),
         ("rows[name=hmc.mc].metrics[0].value", "undefined: it is the reference"),

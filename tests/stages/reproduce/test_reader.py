@@ -38,7 +38,7 @@ Recipes = Callable[..., Path]
         ('measure = "nll_map"', 'measure = "nll_map < 1"', "expected a formula; got 'nll_map < 1'"),
         ('measure = "nll_map"', 'note = "none"', "expected measure"),
         ('rule = "nll_map < -1"', 'rule = "nll_map"', "expected a rule, which compares"),
-        ('id = "negative"', 'id = "positive"', "'positive' stands there twice"),
+        ('id = "negative"', 'id = "positive"', "'positive' is given twice"),
         ("tolerance = 0.1", "", "cells 1: expected 'tolerance', a number; got none"),
         ('value = "rows', 'value = "rows..', "expected keys with dots"),
         ('needs = ["more"]', 'needs = ["less"]', "no optional file is called 'less'"),

@@ -88,7 +88,7 @@ def test_the_pages_tell_the_same_and_show_every_figure(recipes: Recipes, data: P
     page = (folder / "results.md").read_text()
     assert page.count("| not runnable here") == 2
     assert "- **does not hold**: NLL is below minus one." in page
-    assert "with a probability of at most 0.005, and open otherwise" in page
+    assert "with a probability of at most 0.005; otherwise open" in page
     assert document["figures"] == ["numbers.png", "lines.png"]
     assert "NLL, NLL:\n\n| number | 0 | 1 |\n|---|---|---|\n| both | " in page
     for name in document["figures"]:
@@ -152,9 +152,9 @@ def test_a_step_that_fails_says_why_in_each_cell_that_needs_it(
     assert done.code == 0, done.stderr
     found = cells(results(out))
     assert found["network", None]["status"] == "not runnable here"
-    assert "it waits for predict" in found["network", None]["why"]
+    assert "it needs predict" in found["network", None]["why"]
     assert "lost" in found["network", None]["why"]
-    assert "4 lines failed; results say which" in done.stderr
+    assert "4 lines failed; see the results" in done.stderr
 
 
 def test_a_recipe_whose_files_are_not_there_has_results_that_say_what_to_give(
@@ -164,7 +164,7 @@ def test_a_recipe_whose_files_are_not_there_has_results_that_say_what_to_give(
     done = cli("reproduce", TABLE, "--out", out)
     assert done.code == 0, done.stderr
     needs = "needs features.npz (features of a small head): give --data DIR"
-    assert f"{TABLE}: nothing of it can run here: {needs}" in done.stderr
+    assert f"{TABLE}: cannot run here: {needs}" in done.stderr
     document = results(out)
     assert {one["status"] for one in document["cells"]} == {"not runnable here"}
     assert [(one["verdict"], one["why"]) for one in document["claims"]] == [("not runnable here", needs)] * 2
@@ -198,11 +198,11 @@ def test_all_has_a_page_of_every_recipe(recipes: Recipes, data: Path, out: Path,
     ("words", "code", "match"),
     [
         (["nothing"], 2, "no recipe is called 'nothing'"),
-        ([TABLE, "--all"], 2, "give one of them"),
-        ([TABLE, "--data", "absent"], 66, "--data: expected a folder; absent is none"),
+        ([TABLE, "--all"], 2, "give one of the two"),
+        ([TABLE, "--data", "absent"], 66, "--data: expected a folder; absent is not one"),
         ([TABLE, "--scale", "huge"], 2, "scale"),
         (["--strict"], 2, "--strict: expected a recipe to run; got none"),
-        (["tets/*"], 2, "no recipe is like 'tets/*'; did you mean 'test/table-1'?"),
+        (["tets/*"], 2, "no recipe matches 'tets/*'; did you mean 'test/table-1'?"),
         ([TABLE, "more"], 2, "expected 1 argument, RECIPE; got 'more' as well"),
     ],
 )
@@ -221,7 +221,7 @@ def test_under_torchrun_it_is_refused(recipes: Recipes, cli: Cli, monkeypatch: p
 
     assert team.rank_and_size() == (0, 2)
     done = cli("reproduce", TABLE)
-    assert (done.code, "start one, without torchrun" in done.stderr) == (2, True)
+    assert (done.code, "start it alone" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("taken", ["quick", "quick/studies", f"quick/{TABLE}"])
