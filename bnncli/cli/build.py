@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import textwrap
 from collections.abc import Callable
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,19 +13,17 @@ from typer.main import get_command
 
 from bnncli import __version__
 from bnncli.cli.commands import all_commands
+from bnncli.cli.help import HelpCommand, HelpGroup, print_everything
 from bnncli.cli.option_values import default_of, option_fields
-from bnncli.cli.quick_values import QuickCommand, QuickGroup
-from bnncli.options.command import COMPUTE, Argument, Command
+from bnncli.options.command import Argument, Command
 from bnncli.options.declaration import choices_of, flag_of, help_of
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-_EVERYTHING = "help_all"
 ABOUT = """Turn a saved classifier checkpoint into a Bayesian one, post hoc.
 
-The shortest way: extract-features, auto, predict, report. Try `bnncli demo` first. Each command reads files and writes files.
+Try `bnncli demo` first. The usual steps are extract-features, auto, predict, report.
 
-Exit codes: 0 done or up to date, 1 a bug, 2 usage, 3 check failed, 65 bad data, 66 input missing or
-unreadable, 69 device or memory, 70 numeric, 73 output exists, 74 reading or writing failed, 75 locked, 77 untrusted, 78 config, 128+n signal n.
+Exit codes: see `bnncli help exit-codes`. Other topics: see `bnncli help`.
 """
 
 
@@ -40,7 +36,7 @@ def parser(only: Command | None = None) -> Callable[..., Any]:
     """
     app = typer.Typer(
         name="bnncli",
-        cls=QuickGroup,
+        cls=HelpGroup,
         help=ABOUT,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -54,7 +50,7 @@ def parser(only: Command | None = None) -> Callable[..., Any]:
         if command.parent:
             if command.parent not in groups:
                 groups[command.parent] = typer.Typer(
-                    cls=QuickGroup,
+                    cls=HelpGroup,
                     help="Show how options are set.",
                     rich_markup_mode=None,
                     no_args_is_help=True,
@@ -62,59 +58,17 @@ def parser(only: Command | None = None) -> Callable[..., Any]:
                 )
                 app.add_typer(groups[command.parent], name=command.parent, rich_help_panel=command.section)
             parent, name = groups[command.parent], command.name.removeprefix(command.parent + "-")
-        examples = "\b\nExamples:\n" + "\n".join(_pasteable(example) for example in command.examples)
         parent.command(
             name,
-            cls=_Command,
+            cls=type("Command", (HelpCommand,), {"command": command}),
             help=f"{command.summary}\n\n{command.details}",
             short_help=command.summary,
-            epilog=examples,
             rich_help_panel=command.section,
             context_settings=SETTINGS,
             no_args_is_help=any(not a.is_optional for a in command.arguments),
         )(_function(command))
     parse: Callable[..., Any] = get_command(app)
     return parse
-
-
-class _Command(QuickCommand):
-    """A command whose help describes its own options, and names those that most commands have; --help-all describes all."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, the options, and the names of the common ones."""
-        if ctx.meta.get(_EVERYTHING):
-            super().format_options(ctx, formatter)
-            return
-        common = [one for one in self.get_params(ctx) if one.name in _common_names()]
-        own = [one for one in self.get_params(ctx) if one not in common]
-        for kind, title in (("argument", "Arguments"), ("option", "Options")):
-            records = [one.get_help_record(ctx) for one in own if one.param_type_name == kind]
-            if any(records):
-                with formatter.section(title):
-                    formatter.write_dl([record for record in records if record is not None])
-        with formatter.section("Common options (see --help-all)"):
-            names, indent = ", ".join("/".join(reversed(one.opts)) for one in common), " " * formatter.current_indent
-            lines = textwrap.wrap(names, formatter.width - len(indent), break_on_hyphens=False)
-            formatter.write("".join(f"{indent}{line}\n" for line in lines))
-
-
-@cache
-def _common_names() -> frozenset[str]:
-    """Names of the options that most commands have."""
-    return frozenset(field.name for group in COMPUTE for field in fields(group))
-
-
-def _print_everything(ctx: typer.Context, is_asked: bool) -> None:
-    if is_asked:
-        ctx.meta[_EVERYTHING] = True
-        typer.echo(ctx.get_help())
-        raise typer.Exit
-
-
-def _pasteable(example: str, width: int = 74) -> str:
-    """A command on lines that fit the narrowest terminal, each but the last ended by a backslash."""
-    lines = textwrap.wrap(example, width, break_long_words=False, break_on_hyphens=False)
-    return " \\\n      ".join(["  " + lines[0], *lines[1:]])
 
 
 def _print_version(is_asked: bool) -> None:
@@ -135,14 +89,12 @@ def _function(command: Command) -> Callable[..., tuple[Command, dict[str, Any]]]
     """A function whose signature is the command's arguments and options, as Typer reads them."""
     parameters = [_argument(argument) for argument in command.arguments]
     parameters += [_option(name, spec, hint) for name, (spec, hint) in option_fields(command).items()]
-    everything = typer.Option(
-        "--help-all", help="Describe the common options too.", is_eager=True, callback=_print_everything
-    )
+    everything = typer.Option("--help-all", help="Describe all options.", is_eager=True, callback=print_everything)
     keywords: dict[str, Any] = {"default": False, "annotation": Annotated[bool, everything]}
-    parameters.append(inspect.Parameter(_EVERYTHING, inspect.Parameter.KEYWORD_ONLY, **keywords))
+    parameters.append(inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, **keywords))
 
     def body(**values: Any) -> tuple[Command, dict[str, Any]]:
-        return command, {name: value for name, value in values.items() if name != _EVERYTHING}
+        return command, {name: value for name, value in values.items() if name != "help_all"}
 
     body.__name__ = command.stage
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -176,6 +128,8 @@ def _option(name: str, spec: Any, hint: Any) -> inspect.Parameter:
     text = help_of(spec)
     if meta["family"]:
         text = f"{text} One of: {', '.join(choices)}."
+    if isinstance(default, list):
+        text = f"{text} [repeatable]"
     is_count = name == "verbose"
     keywords: dict[str, Any] = {
         "help": text,

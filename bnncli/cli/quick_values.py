@@ -22,19 +22,7 @@ class QuickCommand(TyperCommand):
 
 
 class QuickGroup(TyperGroup):
-    """A group of commands, of which the same is true; its help lists them by section."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands, each with its summary, in the sections that they declare."""
-        sections: dict[str, list[Any]] = {}
-        for name in self.list_commands(ctx):
-            command = self.get_command(ctx, name)
-            if command is not None and not command.hidden:
-                sections.setdefault(getattr(command, "rich_help_panel", None) or "Commands", []).append((name, command))
-        for title, commands in sections.items():
-            limit = formatter.width - 6 - max(len(name) for name, _ in commands)
-            with formatter.section(title if len(sections) > 1 else "Commands"):
-                formatter.write_dl([(name, command.get_short_help_str(limit)) for name, command in commands])
+    """A group of commands, of which the same is true."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """The parameters, each set to read quickly."""

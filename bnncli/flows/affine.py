@@ -21,7 +21,7 @@ from bnncli.theta.layout import MatrixLayout
 
 SETTINGS = {
     "scale": Setting(
-        "Linear part; by default {default}, or low-rank where kron does not fit in memory; diag for other layers than the last, which have no one matrix",
+        "Linear part; {default} by default (low-rank if that does not fit in memory, diag for other layers than the last)",
         default="kron",
         choices=("kron", "block", "low-rank", "diag"),
         is_closed=True,

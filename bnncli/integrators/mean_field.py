@@ -31,7 +31,7 @@ _PASSES = 8  # over arrays of all pairs, which had better stay in the cache
 
 SETTINGS = {
     "order": Setting(
-        "Order of the approximation: {default} (the default), 1 or 2, which use more of the covariances",
+        "Order of the approximation: {default} (the default), 1 or 2; higher orders use more of the covariances",
         int,
         0,
         choices=(0, 1, 2),

@@ -14,33 +14,34 @@ RULES = ("bald", "batchbald", "entropy", "margin", "random")
 class AcquireOptions(Checked):
     """Options of acquire."""
 
-    pool: str = option("pool", "Split to choose from; its labels, if it has any, are not looked at.", metavar="SPLIT")
-    batch: int = option(100, "Examples to choose.", minimum=1)
+    pool: str = option("pool", "Split to choose from. Its labels, if any, are ignored.", metavar="SPLIT")
+    batch: int = option(100, "Number of examples to choose.", minimum=1)
     by: str = option(
         "bald",
-        "bald: the mutual information of label and weights; batchbald: of all labels of the batch together, so that no two tell the same; "
-        "entropy: of the mean probabilities; margin: between the two most probable classes; random.",
+        "Acquisition rule. batchbald scores a batch jointly and so avoids near-duplicates; the others score "
+        "single examples.",
         choices=RULES,
     )
     posterior: str | None = option(
         None,
-        "Posterior, by name or file; by default what auto recommends, or laplace where it has recommended nothing.",
+        "Posterior, by name or file. Default: auto's recommendation, else laplace.",
         metavar="NAME|FILE",
     )
-    integrator: str | None = option(
-        None, "How the posterior becomes probabilities; by default as predict takes it.", family="integrators"
-    )
+    integrator: str | None = option(None, "Integrator. Default: the one predict uses.", family="integrators")
     samples: int | None = option(
-        None, "Draws of a sampling integrator; by default as predict, for batchbald 100.", minimum=1
+        None, "Draws of a sampling integrator. Default: as predict; batchbald 100.", minimum=1, is_rare=True
     )
     candidates: int = option(
-        5000, "Examples with the highest bald that batchbald chooses among; its time grows with them.", minimum=1
+        5000,
+        "Examples with the highest BALD score that batchbald considers. Time grows with their number.",
+        minimum=1,
+        is_rare=True,
     )
     exclude: str | None = option(
-        None, "File of ids or names, one a line, that are not chosen: those that have labels already.", metavar="FILE"
+        None, "File of ids or names, one per line, to skip because they are already labelled.", metavar="FILE"
     )
     table: str | None = option(
-        None, "Write what was chosen as a table, with scores: .csv.", metavar="FILE", writes=True
+        None, "Write the chosen examples and their scores to this .csv file.", metavar="FILE", writes=True
     )
     trust_code: bool = trust_code_option(is_recorded=False)
 

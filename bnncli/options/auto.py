@@ -19,20 +19,20 @@ class AutoOptions(Checked):
 
     budget: str | None = option(
         None,
-        "Time for the command, as 90s, 5m or 1h: a fit that is not done by then is left out, and the next auto goes on with it where it can be continued. No limit by default.",
+        "Time limit, such as 90s, 5m or 1h. Fits that would exceed it are skipped; the next auto resumes them "
+        "where it can.",
         metavar="TIME",
     )
-    prior_precision: str = option(
-        "auto", "As fit-laplace has it: auto is what val prefers.", metavar="NUMBER|val|marglik|auto"
-    )
+    prior_precision: str = option("auto", "Prior precision, as in fit-laplace.", metavar="NUMBER|val|marglik|auto")
     criterion: str = option(
         "nll-keep-accuracy",
-        "What a recommended posterior must have: a lower val NLL without losing accuracy beyond chance, or a lower NLL alone.",
+        "What a recommended posterior must improve: the val NLL without a significant loss of accuracy, or the "
+        "NLL only.",
         choices=("nll-keep-accuracy", "nll"),
     )
-    full: bool = option(False, "Climb all rungs, also where a simpler posterior is good for its target already.")
+    full: bool = option(False, "Try all methods, even when a simpler posterior already fits well.")
     accept_poor_network: bool = accept_poor_network_option()
-    trust_code: bool = trust_code_option(is_recorded=False, also=", as that of an ensemble is")
+    trust_code: bool = trust_code_option(is_recorded=False, also=" and for an ensemble")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,5 +47,5 @@ class AutoOptions(Checked):
             return None
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", self.budget)
         if found is None or float(found[1]) == 0:
-            raise UsageError(f"\0budget\0: expected a time as 90s, 5m or 1h; got {self.budget!r}")
+            raise UsageError(f"\0budget\0: expected a time such as 90s, 5m or 1h; got {self.budget!r}")
         return float(found[1]) * _SECONDS[found[2]]

@@ -25,69 +25,101 @@ class CalibrateOptions(Checked):
 
     split: str = option(
         "calib",
-        "Split to calibrate on: in-distribution examples that nothing was fitted to, tuned on or chosen by.",
+        "Split to calibrate on. No fit or choice may have used its examples.",
         metavar="SPLIT",
         numeric=False,
+        group="Predictions",
     )
     posterior: str | None = option(
         None,
-        "Posterior whose predictions are decided on; by default what auto recommends, every one that has predicted the split where it has recommended nothing.",
+        "Posterior whose predictions to calibrate. Default: auto's recommendation, else every posterior that "
+        "predicted the split.",
         metavar="NAME",
         numeric=False,
+        group="Predictions",
     )
     integrator: str | None = option(
         None,
-        "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc).",
+        "Calibrate only this integrator's predictions: a name (mc), or a name with settings (mc-qmc).",
         metavar="NAME",
         check=check_variant,
         numeric=False,
+        group="Predictions",
     )
     sets: str | None = option(
         None,
-        "Prediction sets that hold the class: lac (the smallest on average), aps (larger for what is harder), raps (aps without the long tail).",
+        "Calibrate prediction sets: lac (smallest on average), aps (larger for harder examples) or raps (aps "
+        "without the long tail).",
         choices=SCHEMES,
+        group="Prediction sets",
     )
-    coverage: float = option(0.9, "Share of examples whose class is in their set.", minimum=0, maximum=1)
-    class_conditional: bool = option(False, "The same coverage for every class, by a threshold of its own.")
+    coverage: float = option(
+        0.9, "Share of examples whose class must be in their set.", minimum=0, maximum=1, group="Prediction sets"
+    )
+    class_conditional: bool = option(
+        False, "Guarantee the coverage for each class separately.", group="Prediction sets"
+    )
     nonempty: bool = option(
-        False, "Put the most probable class into sets that would be empty: coverage only rises, and sets are larger."
+        False,
+        "Add the most probable class to empty sets. Coverage can only rise.",
+        group="Prediction sets",
+        is_rare=True,
     )
     nonrandomized: bool = option(
-        False, "aps and raps without the uniform number an example that makes their coverage exact: larger sets."
+        False,
+        "Do not randomise aps and raps. Sets become larger and coverage is no longer exact.",
+        group="Prediction sets",
+        is_rare=True,
     )
     raps_penalty: float | None = option(
         None,
-        f"Penalty of raps of each rank (lambda); a seeded {percent(TUNING_SHARE, 'g')} of the split chooses it.",
+        f"Penalty per rank (lambda) of raps. Default: tuned on {percent(TUNING_SHARE, 'g')} of the split.",
         minimum=0,
+        group="Prediction sets",
+        is_rare=True,
     )
     raps_rank: int | None = option(
         None,
-        f"Ranks of raps without a penalty (k_reg); a seeded {percent(TUNING_SHARE, 'g')} of the split chooses it.",
+        f"Number of unpenalised ranks (k_reg) of raps. Default: tuned on {percent(TUNING_SHARE, 'g')} of the split.",
         minimum=0,
+        group="Prediction sets",
+        is_rare=True,
     )
     risk: float | None = option(
         None,
-        "Accept predictions of which at most this share is wrong, by the largest probability.",
+        "Accept predictions such that at most this share of them is wrong.",
         minimum=0,
         maximum=1,
+        group="Acceptance, outliers and shift",
     )
     false_alarm: float | None = option(
-        None, "Call at most this share of in-distribution examples out-of-distribution.", minimum=0, maximum=1
+        None,
+        "Flag at most this share of in-distribution examples as out-of-distribution.",
+        minimum=0,
+        maximum=1,
+        group="Acceptance, outliers and shift",
     )
     shift_level: float | None = option(
-        None, "Raise an alarm for a batch that has not shifted with at most this probability.", minimum=0, maximum=1
+        None,
+        "Raise a shift alarm for at most this share of batches that have not shifted.",
+        minimum=0,
+        maximum=1,
+        group="Acceptance, outliers and shift",
     )
     confidence: float | None = option(
         None,
-        f"Share of calibration splits for which a level holds, instead of on average over them; of \0risk\0 {DEFAULT_CONFIDENCE} by default.",
+        f"Confidence that the level holds for this calibration split. Default: {DEFAULT_CONFIDENCE} for "
+        "\0risk\0; for other rules the level holds on average over splits.",
         minimum=0,
         maximum=1,
+        group="Acceptance, outliers and shift",
     )
     score: str | None = option(
         None,
-        "Score of each prediction that \0false_alarm\0 and \0shift_level\0 go by: combined by default, mutual_info or max_prob where "
-        "predictions lack it.",
+        "Score for \0false_alarm\0 and \0shift_level\0. Default: combined, else mutual_info or max_prob.",
         choices=_scores,
+        group="Acceptance, outliers and shift",
+        is_rare=True,
     )
 
     def __post_init__(self) -> None:
@@ -101,23 +133,23 @@ class CalibrateOptions(Checked):
         """Raise UsageError where nothing is asked for, or for an option that only means something beside another one."""
         if not self.kinds:
             raise UsageError(
-                "nothing to calibrate: expected \0sets\0, \0risk\0, \0false_alarm\0 or \0shift_level\0, one or several",
+                "nothing to calibrate: expected \0sets\0, \0risk\0, \0false_alarm\0 or \0shift_level\0",
                 hint="add \0sets\0 lac \0coverage\0 0.9",
             )
         of_sets = {name: getattr(self, name) for name in ("class_conditional", "nonempty", "nonrandomized")}
         of_raps = {"raps_penalty": self.raps_penalty, "raps_rank": self.raps_rank}
         for name, value in {**of_sets, **of_raps}.items():
             if value not in (None, False) and self.sets is None:
-                raise UsageError(f"\0{name}\0 is of prediction sets: add \0sets\0 {RAPS if name in of_raps else 'aps'}")
+                raise UsageError(
+                    f"\0{name}\0 applies to prediction sets: add \0sets\0 {RAPS if name in of_raps else 'aps'}"
+                )
         if self.nonrandomized and self.sets == LAC:
-            raise UsageError("\0nonrandomized\0: lac is not randomised; it is of aps and raps")
+            raise UsageError("\0nonrandomized\0 applies to \0sets\0 aps and raps; lac is not randomised")
         given = [name for name, value in of_raps.items() if value is not None]
         if given and self.sets != RAPS:
-            raise UsageError(f"\0{given[0]}\0 is of raps: add \0sets\0 raps")
+            raise UsageError(f"\0{given[0]}\0 applies to raps: add \0sets\0 raps")
         if len(given) == 1:
-            raise UsageError(
-                "\0raps_penalty\0 and \0raps_rank\0 go together: give both, or neither to have them chosen"
-            )
+            raise UsageError("\0raps_penalty\0 and \0raps_rank\0 go together: give both, or neither to tune them")
 
     @property
     def kinds(self) -> list[str]:

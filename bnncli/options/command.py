@@ -33,7 +33,7 @@ class Argument:
     writes: bool = False
 
 
-CKPT = Argument("ckpt", "The checkpoint; its artifacts lie in the run folder CKPT.bnn beside it.")
+CKPT = Argument("ckpt", "The checkpoint. Its artifacts are in the run folder CKPT.bnn beside it.")
 
 
 @dataclass(frozen=True)

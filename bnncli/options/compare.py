@@ -25,57 +25,66 @@ def _default_metrics() -> list[str]:
 
 def _metric_help() -> str:
     names = ", ".join(_default_metrics())
-    return f"Score to compare, METRIC[:CHOICE...], as ece:equal-mass or auroc:mnist; {names} by default. Repeatable."
+    return f"Score to compare: METRIC[:CHOICE...], such as ece:equal-mass or auroc:mnist. Default: {names}."
 
 
 @dataclass(frozen=True)
 class CompareOptions(Checked):
     """Options of compare, `settings` being those that scores bring."""
 
-    metric: list[str] = option(
-        [],
-        _metric_help,
-        metavar="SCORE",
+    metric: list[str] = option([], _metric_help, metavar="SCORE", group="What to compare")
+    posterior: list[str] = option(
+        [], "Compare only this posterior's predictions.", metavar="NAME", group="What to compare"
     )
-    posterior: list[str] = option([], "Only this posterior's predictions. Repeatable.", metavar="NAME")
-    layers: str | None = chosen_layers_option(is_recorded=False)
+    layers: str | None = chosen_layers_option("What to compare", is_recorded=False)
     integrator: list[str] = option(
         [],
-        "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc). Repeatable.",
+        "Compare only this integrator's predictions: a name (mc), or a name with settings (mc-qmc).",
         metavar="NAME",
         check=check_variant,
+        group="What to compare",
     )
-    split: str = option("test", "Split to compare on.", metavar="SPLIT")
+    split: str = option("test", "Split to compare on.", metavar="SPLIT", group="What to compare")
     baseline: str | None = option(
         None,
-        "Show differences from this posterior instead, POSTERIOR or POSTERIOR.INTEGRATOR, with intervals and p-values.",
+        "Show differences from this posterior (POSTERIOR or POSTERIOR.INTEGRATOR), with intervals and p-values.",
         metavar="NAME",
+        group="Tests",
     )
     alpha: float = option(
-        0.05, "Level of the tests, all of a column together; intervals have 1 - alpha.", minimum=1e-6, maximum=0.5
+        0.05,
+        "Family-wise level of the tests per column. Intervals have level 1 - alpha.",
+        minimum=1e-6,
+        maximum=0.5,
+        group="Tests",
     )
-    bootstrap: int = option(1000, "Bootstrap replicates over examples, where there is one checkpoint.", minimum=100)
+    bootstrap: int = option(
+        1000,
+        "Bootstrap replicates over examples. Used with a single checkpoint.",
+        minimum=100,
+        group="Tests",
+        is_rare=True,
+    )
     settings: dict[str, Any] = collected(of_compared_scores)
     plot: str | None = option(
-        None,
-        "Draw the comparison into this folder, compare-SPLIT.png: a panel for each score, a dot for each checkpoint.",
-        metavar="DIR",
-        writes=True,
+        None, "Draw the comparison as compare-SPLIT.png in this folder.", metavar="DIR", writes=True, group="Output"
     )
     by: str | None = option(
         None,
-        "cost: sort the rows by what each posterior cost, the cheapest first, and show it: gradient passes over the training data, through "
-        "the head or the network.",
+        "cost: sort rows by the cost of each posterior in gradient passes over the training data, cheapest first.",
         choices=("cost",),
+        group="Output",
     )
-    format: str = option("text", "Form of the table on stdout.", choices=("text", "csv", "markdown", "latex"))
+    format: str = option(
+        "text", "Output format of the table.", choices=("text", "csv", "markdown", "latex"), group="Output"
+    )
     seed: int = option(0, "Seed of the bootstrap.", minimum=0, env_common=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.scores  # wrong ones are told before any work
         if len(set(self.metric)) < len(self.metric):
-            raise UsageError("\0metric\0: the same score is named twice")
+            raise UsageError("\0metric\0: the same score is given twice")
 
     @property
     def scores(self) -> list[Quantity]:

@@ -11,11 +11,10 @@ from bnncli.options.declaration import Checked, option
 class ConvertOptions(Checked):
     """Options of convert."""
 
-    trust_pickle: bool = option(
-        False, "Unpickle SOURCE although that can run any code in it. Only for files you trust."
-    )
+    trust_pickle: bool = option(False, "Unpickle SOURCE, which can run any code in it. Only for files you trust.")
     state: str | None = option(
         None,
-        "Which weights of a checkpoint that has several, by the dotted key that inspect lists, or ema for the averaged ones.",
+        "Which weights to take from a checkpoint with several sets: a key that inspect lists, or ema for the "
+        "averaged ones.",
         metavar="NAME",
     )

@@ -30,17 +30,21 @@ def option(
     env_common: bool = False,
     metavar: str = "",
     writes: bool = False,
+    group: str = "",
+    is_rare: bool = False,
     check: Callable[[Any, str], object] | None = None,
 ) -> Any:
     """A dataclass field with what the command line needs to know about it.
 
     Args:
         default: the value when nothing says otherwise; a list makes the option repeatable.
-        text: one line of help; a function where it says what there is, which is looked up when help is shown.
+        text: at most two sentences of help; a function where it says what there is, which is looked up when help is shown.
         family: a registry folder whose file names are the choices.
         choices: the values allowed, when they are fixed, or a function that looks them up; beside a family, further ones.
         minimum, maximum: bounds of a number, inclusive.
         writes: whether the value names a file or folder that the command writes; it is never one of the command's inputs.
+        group: title in the command's help of the options that this one is listed with.
+        is_rare: whether only --help-all describes it.
         check: raises UsageError for a value that is none, naming the option.
         numeric: False when the value changes no number of the artifact that records the options; groups that no artifact
             records say nothing of it.
@@ -56,6 +60,8 @@ def option(
         "env_common": env_common,
         "metavar": metavar,
         "writes": writes,
+        "group": group,
+        "is_rare": is_rare,
         "check": check,
     }
     if isinstance(default, list):
@@ -131,13 +137,15 @@ def _of_parts(family: str) -> Declared:
             maximum=setting.maximum,
             choices=setting.choices if setting.is_closed else (),
             metavar="NAME" if setting.choices and not setting.is_closed and setting.type is str else "",
+            group=f"Settings of {setting.parts}",
+            is_rare=True,
         )
         found[name] = declared_as(name, hint, spec)
     return found
 
 
 def help_of(spec: Field[Any]) -> str:
-    """The help of an option, for the command line."""
+    """Return the help of an option for the command line."""
     text = spec.metadata["help"]
     return str(spelled(text() if callable(text) else text))
 

@@ -11,5 +11,5 @@ from bnncli.options.declaration import Checked, option
 class DemoOptions(Checked):
     """Options of demo."""
 
-    dir: str = option("bnncli-demo", "Folder the demo is made in.", metavar="DIR", writes=True)
+    dir: str = option("bnncli-demo", "Folder for the demo.", metavar="DIR", writes=True)
     files_only: bool = option(False, "Write the checkpoint and the data, and stop.")

@@ -14,16 +14,15 @@ class DiagnoseOptions(Checked):
 
     posterior: list[str] = option(
         [],
-        "Posterior to judge, by name or file; all of the run by default. Repeatable.",
+        "Posterior to judge, by name or file. Default: all of the run.",
         metavar="NAME|FILE",
     )
     layers: str | None = chosen_layers_option(is_recorded=False)
     draws: int | None = option(
         None,
-        "Draws for ELBO and Pareto k; by default 512, doubled up to 8192 until the ELBO's standard error is at most 2 nats and 1 %; "
-        "not where the log weights spread by more than 50 nats, which the first 32 show over other layers than the last, "
-        "and fewer, down to 64, of a network whose passes over the data take long.",
+        "Draws for the ELBO and Pareto k. Default: 512 to 8192, until the ELBO is known to 2 nats or 1%; fewer "
+        "for slow networks.",
         minimum=2,
     )
-    strict: bool = option(False, "Exit 3 unless a posterior is good for its target.")
+    strict: bool = option(False, "Exit 3 unless every posterior judged fits well.")
     trust_code: bool = trust_code_option(is_recorded=False)

@@ -32,23 +32,26 @@ class ShownScores(Checked):
 
     metric: list[str] = option(
         [],
-        "Show only this score, in all its forms, and fail (65) where it is undefined for every posterior. Repeatable.",
+        "Show only this score. Exit 65 if it is undefined for every posterior.",
         choices=_metrics,
         numeric=False,
+        group="Scores",
     )
     assert_: list[str] = option(
         [],
-        "Exit 3 unless this holds, as ece<=0.02, laplace.mc.auroc:mnist>=0.9 or nll<map.nll@test: [POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT], an operator, a number or another score. PART: low or high, an end of the interval (ece-low<=0.02 fails where the error is surely larger); of ece and mce excess, the value less what a calibrated model of as many examples scores, and floor, that. Without a posterior every one of the run is meant, and one that is stale or not predicted fails. Repeatable.",
+        "Exit 3 unless this holds, such as ece<=0.02 or nll<map.nll@test. The form is "
+        "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT], an operator, and a number or another score.",
         metavar="ASSERTION",
         numeric=False,
+        group="Scores",
     )
     per_class: bool = option(
-        False,
-        "Show the scores of every class in a table of their own, and in the rows of \0json\0: recall (of balanced_accuracy), F1, precision, and the AUROC and average precision of the class against the rest; of several labels an example, NLL, Brier score, ECE and share of errors of each too.",
-        numeric=False,
+        False, "Show the scores of each class in a separate table and in \0json\0.", numeric=False, group="Output"
     )
-    intervals: bool = option(False, "Show each score with its bootstrap interval: value [low, high].", numeric=False)
-    level: float = option(0.95, "Level of the bootstrap intervals, between 0 and 1.", minimum=0, maximum=1)
+    intervals: bool = option(
+        False, "Show each score as value [low, high], with its bootstrap interval.", numeric=False, group="Output"
+    )
+    level: float = option(0.95, "Level of the bootstrap intervals.", minimum=0, maximum=1, group="Output", is_rare=True)
 
     def check_intervals(self, replicates: int | None) -> None:
         """Raise UsageError for a wrong assertion or level, or where intervals are asked for and there are none."""
@@ -56,9 +59,9 @@ class ShownScores(Checked):
         if self.level in (0, 1):
             raise UsageError(f"\0level\0: expected a number between 0 and 1; got {self.level}")
         if replicates == 0 and any(side.part in ("low", "high") for side in sides):
-            raise UsageError("\0assert_\0: there are no intervals with \0bootstrap\0 0")
+            raise UsageError("\0assert_\0: \0bootstrap\0 0 computes no intervals")
         if self.intervals and replicates == 0:
-            raise UsageError("\0intervals\0: there are none with \0bootstrap\0 0")
+            raise UsageError("\0intervals\0: \0bootstrap\0 0 computes no intervals")
 
     @property
     def assertions(self) -> list[Assertion]:
@@ -70,43 +73,60 @@ class ShownScores(Checked):
 class EvaluateOptions(ShownScores):
     """Options of evaluate, `settings` being those that scores bring, `detector_settings` those that scores of examples do."""
 
-    posterior: list[str] = option([], "Only this posterior's predictions. Repeatable.", metavar="NAME", numeric=False)
-    layers: str | None = chosen_layers_option()
+    posterior: list[str] = option(
+        [], "Score only this posterior's predictions.", metavar="NAME", numeric=False, group="What to score"
+    )
+    layers: str | None = chosen_layers_option("What to score")
     integrator: list[str] = option(
         [],
-        "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc). Repeatable.",
+        "Score only this integrator's predictions: a name (mc), or a name with settings (mc-qmc).",
         metavar="NAME",
         check=check_variant,
         numeric=False,
+        group="What to score",
     )
-    split: list[str] = option([], "Only this in-distribution split. Repeatable.", metavar="SPLIT", numeric=False)
+    split: list[str] = option(
+        [], "Score only this in-distribution split.", metavar="SPLIT", numeric=False, group="What to score"
+    )
     plot: str | None = option(
         None,
-        "Draw reliability diagrams, risk-coverage and ROC curves into this folder, a PNG for each split.",
+        "Draw reliability diagrams, risk-coverage curves and ROC curves as PNG files in this folder.",
         metavar="DIR",
         writes=True,
         numeric=False,
+        group="Output",
     )
-    curves: bool = option(False, "Add these curves to the rows of \0json\0, at most 200 points each.", numeric=False)
+    curves: bool = option(
+        False,
+        "Add the points of these curves to \0json\0, at most 200 per curve.",
+        numeric=False,
+        group="Output",
+        is_rare=True,
+    )
     score: list[str] = option(
         [],
-        "Detect out-of-distribution splits by this score of the predictions (combined otherwise, or what stands in where they "
-        "lack it: mutual_info, max_prob), or of the features (mahalanobis, relative_mahalanobis, knn). Repeatable.",
+        "Score that detects out-of-distribution examples, from predictions or features. Default: combined, else "
+        "mutual_info or max_prob.",
         choices=_scores,
+        group="Scores",
     )
     detector_settings: dict[str, Any] = collected(of_detectors, numeric=False)
     reference: str | None = option(
         None,
-        "Hold all predictions against those of this posterior of the run (hmc, or hmc.mc), or of a file as score takes it (FILE:ARRAY): "
-        "agreement, total variation, Jensen-Shannon divergence, rank correlation of mutual information. Draws of it are what MMD^2 and "
-        "other distances are measured to; without this option, or where it has none, those of hmc (of posteriors over other layers "
-        "those that hmc makes of the same layers, hmc-all).",
+        "Compare all predictions with those of this posterior (hmc, hmc.mc) or file: agreement, divergences, "
+        "rank correlation. Default: hmc for distances between draws.",
         metavar="NAME|FILE[:ARRAY]",
         numeric=False,
+        group="Scores",
+        is_rare=True,
     )
     settings: dict[str, Any] = collected(of_scores)
     bootstrap: int = option(
-        1000, "Bootstrap replicates of standard errors and intervals, over examples; 0 for none.", minimum=0
+        1000,
+        "Bootstrap replicates over examples for standard errors and intervals. 0: none.",
+        minimum=0,
+        group="Scores",
+        is_rare=True,
     )
 
     def __post_init__(self) -> None:

@@ -27,71 +27,74 @@ class ExportOptions(Checked):
 
     posterior: str | None = option(
         None,
-        "Posterior over the last layer, by name or file; what auto recommends where it is left out.",
+        "Posterior over the last layer, by name or file. Default: auto's recommendation.",
         metavar="NAME|FILE",
         numeric=False,
+        group="What to export",
     )
     integrator: str | None = option(
         None,
-        "How the posterior becomes probabilities; as predict has it by default. probit, mean-field, bridge and plug-in are small and "
-        "exact; of mc draws are stored.",
+        "Integrator. Default: the one predict uses; mc stores draws, the others are small and exact.",
         family="integrators",
         numeric=False,
+        group="What to export",
     )
     settings: dict[str, Any] = collected("integrators", numeric=False)
     format: str = option(
         "onnx",
-        "onnx (a graph, for onnxruntime and others), pt2 (a program of torch.export), or torch (a safetensors file and the Python "
-        "module that reads it, which needs no bnncli; of the head alone).",
+        "File format: onnx (for onnxruntime), pt2 (torch.export), or torch (safetensors with a Python module, "
+        "head only).",
         choices=tuple(FORMATS),
+        group="Output",
     )
     head_only: bool = option(
-        False, "Export the head alone, which takes features; otherwise the network, which takes inputs, is in the file."
+        False, "Export only the head, which takes features instead of inputs.", group="What to export"
     )
     draws: int = option(
         DEFAULT_DRAWS,
-        "Draws that are stored, where there are more: evenly chosen among those of predict. What that loses in NLL is said.",
+        "Maximum number of draws to store. The summary reports the loss in NLL.",
         minimum=1,
+        group="What to export",
     )
     dtype: str = option(
-        "float32",
-        "Numbers are stored in this type, float32 or float16, and computed with as float32.",
-        choices=tuple(TOLERANCES),
+        "float32", "Storage type. Computation uses float32.", choices=tuple(TOLERANCES), group="Output", is_rare=True
     )
     score: str | None = option(
         None,
-        "What ood_score is: one of the scores of evaluate, its sign turned, so that higher is farther from the training data; combined "
-        "by default, mutual_info or max_prob where the run lacks the splits train and val.",
+        "Score that the output ood_score contains; higher means farther from the training data. Default: "
+        "combined, else mutual_info or max_prob.",
         choices=EXPORTED_SCORES,
+        group="What to export",
+        is_rare=True,
     )
     decide: list[str] = option(
         [],
-        "Put what this rule of calibrate decides by into the file: prediction sets as the output `set`, thresholds of ood and risk "
-        "beside its outputs' names. By its name, such as sets; rules of aps and raps that draw numbers are refused. Repeatable.",
+        "Store this calibrated rule in the file (rule names such as sets). Randomised aps and raps rules are refused.",
         metavar="NAME",
+        group="What to export",
     )
     tolerance: float | None = option(
         None,
-        "Publish nothing when a probability of the file is farther than this from that of predict: 1e-5, of float16 1e-2.",
+        "Refuse to publish if a probability differs from predict's by more than this. Default: 1e-5; float16 1e-2.",
         minimum=0,
         maximum=1,
         numeric=False,
+        group="Output",
+        is_rare=True,
     )
     trust_code: bool = option(
         False,
-        "Run the code that the run's features were made by (a network of file.py:factory, package.module:factory or jit:, data of "
-        "py:), which the whole network needs. Without it a run folder that somebody else made runs nothing.",
+        "Execute the code that the run folder names (network factory, jit, py: data). Without it, no such code runs.",
         numeric=False,
+        group="What to export",
     )
 
     def check_together(self) -> None:
         """Raise UsageError for options that exclude each other."""
         if self.format == "torch" and not self.head_only:
-            raise UsageError(
-                "\0format\0 torch has the head alone, as the network's code is your own", hint="add \0head_only\0"
-            )
+            raise UsageError("\0format\0 torch exports only the head", hint="add \0head_only\0")
         if self.head_only and self.trust_code:
-            raise UsageError("\0trust_code\0 is for the whole network: \0head_only\0 runs no code")
+            raise UsageError("\0trust_code\0 applies to whole networks: \0head_only\0 runs no code")
 
     @property
     def own_tolerance(self) -> float:

@@ -24,75 +24,79 @@ EITHER = "give either \0model\0 MODEL with \0data\0 SPLIT=SPEC, or \0from_npz\0 
 def _model_help() -> str:
     built_in = ", ".join(name for name in names("networks") if name != NO_NETWORK)
     return (
-        f"Network: a built-in name ({built_in}; {NO_NETWORK} is none: inputs are the features, CKPT is just the run's "
-        f"name), a saved model ({', '.join(forms('models'))}), package.module:factory or file.py:factory. A factory is "
-        "your code and is run; so is a TorchScript program (jit), as far as it calls PyTorch's operators on tensors. "
-        "With a model that has weights of its own, CKPT is just the run's name."
+        f"Network: {built_in}; a saved model ({', '.join(forms('models'))}); or your code, "
+        f"package.module:factory or file.py:factory. {NO_NETWORK} takes the inputs as features."
     )
 
 
 def _corrupt_help() -> str:
-    return (
-        f"Corrupt the images of the splits given here: {', '.join(CORRUPTIONS)}, at severities 1 to {NUM_SEVERITIES}, which "
-        "are this tool's own (not CIFAR-10-C's); noise is seeded for each row."
-    )
+    return f"Corrupt the images of the splits given here: {', '.join(CORRUPTIONS)}; severities 1 to {NUM_SEVERITIES}."
 
 
 @dataclass(frozen=True)
 class ExtractFeaturesOptions(Checked):
     """Options of extract-features."""
 
-    model: str | None = option(
-        None,
-        _model_help,
-        metavar="MODEL",
-    )
+    model: str | None = option(None, _model_help, metavar="MODEL", group="Network")
     model_arg: list[str] = network_inputs.model_arg()
     base_model: str | None = option(
-        None, "Folder of the model that an adapter (\0model\0 peft:DIR) was trained on.", metavar="DIR"
+        None,
+        "Folder of the base model of an adapter (\0model\0 peft:DIR).",
+        metavar="DIR",
+        group="Network",
+        is_rare=True,
     )
     feature_node: str | None = option(
         None,
-        "Name of the node of a graph whose output is the features, when it is not the one before the last linear layer.",
+        "Graph node whose output is the features. Default: the input of the last linear layer.",
         metavar="NAME",
+        group="Network",
+        is_rare=True,
     )
     allow_download: bool = option(
-        False, "Let \0model\0 fetch what is not on this machine; never done otherwise.", numeric=False
+        False, "Let \0model\0 download what is missing on this machine.", numeric=False, group="Network"
     )
     data: list[str] = network_inputs.data()
     ood: list[str] = option(
         [],
-        "An out-of-distribution split, stored without labels; SPEC as for \0data\0 (with \0from_npz\0 the name alone). Repeatable.",
+        "Out-of-distribution split, SPEC as for \0data\0; labels are ignored. With \0from_npz\0: only its name.",
         metavar="SPLIT=SPEC",
+        group="Data",
     )
     hold_out: list[str] = network_inputs.hold_out()
     from_npz: str | None = option(
         None,
-        "Arrays of your own extractor: features_<split>, labels_<split>, head_weight, head_bias. CKPT is then just the run's name.",
+        "Arrays of your own extractor: features_<split>, labels_<split>, head_weight, head_bias.",
         metavar="FILE",
+        group="Network",
     )
     classes: str | None = option(
         None,
-        "Names of the classes in the order of the network's outputs: a file with one a line, or a,b,c. Without it names that "
-        "the network does not have are numbered in alphabetical order.",
+        "Class names in the order of the network's outputs: a file with one per line, or a,b,c.",
         metavar="FILE|A,B,C",
+        group="Data",
     )
     task: str | None = network_inputs.task()
     last_layer: str | None = option(
         None,
-        "Name of the last linear layer, when it is not the last one called; or identity, for networks whose logits are not "
-        "linear in any features: an identity layer on these logits.",
+        "Name of the last linear layer, or identity to use the logits as features. Default: the last one called.",
         metavar="NAME",
+        group="Network",
+        is_rare=True,
     )
     output: str | None = option(
         None,
-        "Which of the network's outputs its logits are, by name or place (0, 1, ...), when it returns several.",
+        "Which of several outputs holds the logits, by name or index.",
         metavar="NAME",
+        group="Network",
+        is_rare=True,
     )
     state: str | None = option(
         None,
-        "Which weights of a checkpoint that has several, by the dotted key that inspect lists, or ema for the averaged ones.",
+        "Which weights to take from a checkpoint with several sets: a key that inspect lists, or ema for the "
+        "averaged ones.",
         metavar="NAME",
+        group="Network",
     )
     mean: str | None = network_inputs.mean()
     std: str | None = network_inputs.std()
@@ -102,29 +106,37 @@ class ExtractFeaturesOptions(Checked):
     background: str | None = network_inputs.background()
     rotate: float | None = option(
         None,
-        "Turn the images of the splits given here by so many degrees, counter-clockwise, black outside: shifted copies of a "
-        "split may stand beside it, as rot30=npz:test.npz.",
+        "Rotate the images of the splits given here counter-clockwise by this angle, with black corners.",
         minimum=-360,
         maximum=360,
         metavar="DEGREES",
+        group="Images",
+        is_rare=True,
     )
-    corrupt: str | None = option(None, _corrupt_help, metavar="KIND:SEVERITY", check=check_corruption)
-    dtype: str = option("float32", "Type the features are stored in.", choices=("float32", "float16"))
+    corrupt: str | None = option(
+        None, _corrupt_help, metavar="KIND:SEVERITY", check=check_corruption, group="Images", is_rare=True
+    )
+    dtype: str = option(
+        "float32", "Storage type of the features.", choices=("float32", "float16"), group="Computation", is_rare=True
+    )
     autocast: str | None = option(
         None,
-        "Let the network compute in lower precision (torch.autocast), which GPUs and newer CPUs are faster in; how far its "
-        "logits are from float32's is said.",
+        "Run the network in lower precision (torch.autocast). The summary reports the difference in logits.",
         choices=("bf16", "fp16"),
+        group="Computation",
+        is_rare=True,
     )
-    batch_size: int = option(256, "Inputs a batch.", minimum=1, numeric=False)
+    batch_size: int = option(256, "Inputs per batch.", minimum=1, numeric=False, group="Computation")
     num_workers: int = network_inputs.num_workers()
 
-    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Computation")
     save_every: float = option(
         60.0,
-        "Seconds between the states that \0resume\0 continues from; 0 saves after every batch.",
+        "Seconds between saved states for \0resume\0. 0: after every batch.",
         minimum=0,
         numeric=False,
+        group="Computation",
+        is_rare=True,
     )
 
     @property
@@ -140,7 +152,7 @@ class ExtractFeaturesOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.classes is not None and self.from_npz is not None:
-            raise UsageError("\0classes\0 needs \0model\0: with \0from_npz\0 labels are numbers")
+            raise UsageError("\0classes\0 needs \0model\0: labels in \0from_npz\0 are numbers")
         if self.model is not None and self.from_npz is not None:
             raise UsageError(EITHER)
         if self.model is not None and ":" not in self.model:
@@ -154,14 +166,14 @@ class ExtractFeaturesOptions(Checked):
         if self.model is not None and given and not has_name("models", self.model.partition(":")[0]):
             raise UsageError(f"\0{given[0]}\0 needs a saved model: \0model\0 {', '.join(forms('models'))}")
         if self.autocast is not None and self.model in (None, NO_NETWORK):
-            raise UsageError("\0autocast\0 is about a network, and there is none")
+            raise UsageError("\0autocast\0 needs a network")
         if self.model == NO_NETWORK and self.state is not None:
-            raise UsageError("\0state\0 needs a network whose checkpoint has several states")
+            raise UsageError("\0state\0 needs a network whose checkpoint has several sets of weights")
         for name in ("last_layer", "output"):
             if self.model == NO_NETWORK and getattr(self, name) is not None:
-                raise UsageError(f"\0{name}\0 needs a network; with \0model\0 {NO_NETWORK} inputs are the features")
+                raise UsageError(f"\0{name}\0 needs a network; with \0model\0 {NO_NETWORK} the inputs are the features")
         if self.model is not None and not (self.data or self.ood):
-            raise UsageError("\0data\0: give at least one split, as \0data\0 train=npz:train.npz")
+            raise UsageError("\0data\0: give at least one split, such as \0data\0 train=npz:train.npz")
 
 
 def _class_names(text: str) -> tuple[str, ...]:
@@ -179,6 +191,6 @@ def _class_names(text: str) -> tuple[str, ...]:
         found = f"{quoted(twice[0])} twice" if twice else listed(names) or "none"
         raise UsageError(
             f"\0classes\0: expected the names of at least two classes, in the order of the network's outputs; got {found}",
-            hint="give a file with one name a line, or a,b,c",
+            hint="give a file with one name per line, or a,b,c",
         )
     return names

@@ -17,8 +17,8 @@ class FitEnsembleOptions(Checked):
 
     each: str = option(
         TRAINED,
-        "What each member predicts with: its network as trained; the network at one temperature, the same for all, that val prefers; or a "
-        "Gaussian over its last layer, which takes a pass of each network over train.",
+        "What each member predicts with: its network as trained, the network at one shared temperature, or a "
+        "Gaussian over its last layer.",
         choices=(TRAINED, TEMPERATURE, LAPLACE),
         numeric=False,  # recorded where it is given: `each_params`
     )

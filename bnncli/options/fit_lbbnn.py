@@ -39,98 +39,126 @@ class FitLbbnnOptions(Checked):
     """Options of fit-lbbnn."""
 
     hidden: str | None = option(
-        None, "Sizes of hidden layers, as 400,600; none by default: the last layer alone.", metavar="N,..."
+        None,
+        "Sizes of hidden layers, such as 400,600. Default: none, only the last layer.",
+        metavar="N,...",
+        group="Model",
     )
     estimator: str = option(
         "lrt",
-        "How the bound is estimated: activations drawn from their mean and variance (lrt, the quickest), the same with "
-        "every input's weights times a flow's draw (mnf), or weights with relaxed inclusions and a learnt "
-        "prior (concrete).",
+        "Gradient estimator: local reparameterisation (lrt, fastest), lrt with multiplicative flows (mnf), or "
+        "relaxed inclusions with a learned prior (concrete).",
         choices=("lrt", "mnf", "concrete"),
+        group="Model",
     )
     epochs: int | None = option(
-        None,
-        "Passes over the training split; 250 by default with \0hidden\0, without it 60, or as many as make 6,000 steps.",
-        minimum=1,
+        None, "Passes over the training split. Default: 60 or more; with \0hidden\0 250.", minimum=1, group="Training"
     )
-    batch_size: int = option(100, "Examples a step, all where it is larger than the split.", minimum=1)
+    batch_size: int = option(100, "Examples per step.", minimum=1, group="Training")
     learning_rate: float | None = option(
         None,
-        "Learning rate of Adam; by default 0.01 without \0hidden\0, and with it the estimator's own (lrt 0.001, mnf and concrete 0.0001).",
+        "Learning rate of Adam. Default: 0.01; with \0hidden\0 0.001 (lrt) or 0.0001 (mnf, concrete).",
         minimum=1e-12,
+        group="Training",
     )
     flow_rate: float | None = option(
         None,
-        "Learning rate of the multipliers' flows (mnf); that of the rest by default, at most 0.001, for flows run away at higher "
-        "ones. The thesis's simulation has 0.004, falling to 0.0004, beside 0.01.",
+        "Learning rate of the multiplier flows (mnf). Default: \0learning_rate\0, at most 0.001.",
         minimum=1e-12,
+        group="Training",
+        is_rare=True,
     )
     schedule: str | None = option(
         None,
-        "Course of the learning rate; constant by default with \0hidden\0, falling along a cosine without.",
+        "Learning rate schedule. Default: cosine; with \0hidden\0 constant.",
         choices=("constant", "cosine"),
+        group="Training",
+        is_rare=True,
     )
     inclusion_rate: float | None = option(
         None,
-        "Learning rate of the inclusion logits during \0early_epochs\0; the learning rate by default.",
+        "Learning rate of the inclusion logits during \0early_epochs\0. Default: \0learning_rate\0.",
         minimum=1e-12,
+        group="Training",
+        is_rare=True,
     )
     early_epochs: int | None = option(
         None,
-        "Epochs with \0inclusion_rate\0, and in which concrete learns its prior; 20 by default, 0 to keep the prior as it is.",
+        "Epochs that use \0inclusion_rate\0, and in which concrete learns its prior. Default: 20.",
         minimum=0,
+        group="Training",
+        is_rare=True,
     )
     variance: str | None = option(
         None,
-        "Variance of a weight: exact by default, or published, alpha^2 sigma^2 (lrt, mnf), which leaves out that weights "
-        "come and go: draws of the network, which predict takes, are then worse than its mean.",
+        "Variance of a weight: exact, or as published (alpha^2 sigma^2), which ignores the inclusion noise. For "
+        "lrt and mnf.",
         choices=("exact", "published"),
+        group="Training",
+        is_rare=True,
     )
-    prior_inclusion: float = option(0.05, "Prior probability that a weight is in.", minimum=1e-9, maximum=1 - 1e-9)
-    slab_mean: float = option(0.0, "Prior mean of a weight that is in.")
+    prior_inclusion: float = option(
+        0.05, "Prior probability that a weight is included.", minimum=1e-9, maximum=1 - 1e-9, group="Prior"
+    )
+    slab_mean: float = option(0.0, "Prior mean of an included weight.", group="Prior", is_rare=True)
     slab_sd: str = option(
         "auto",
-        "Prior standard deviation of a weight that is in: a number; auto is 1 with \0hidden\0 or without a labelled val split, "
-        "and else what the val split prefers, found by a short fit of ten candidates at once.",
+        "Prior standard deviation of an included weight. auto is 1 with \0hidden\0, else chosen on val.",
         metavar="NUMBER|auto",
+        group="Prior",
     )
-    bias_sd: float = option(1.0, "Prior standard deviation of the biases.", minimum=1e-9)
-    start_inclusion: str = option("0,1", "Inclusion logits start uniformly between these.", metavar="LOW,HIGH")
-    flow_length: int | None = option(None, "Coupling layers of each flow (mnf); 2 by default.", minimum=1)
+    bias_sd: float = option(1.0, "Prior standard deviation of the biases.", minimum=1e-9, group="Prior", is_rare=True)
+    start_inclusion: str = option(
+        "0,1", "Range of the uniform initial inclusion logits.", metavar="LOW,HIGH", group="Training", is_rare=True
+    )
+    flow_length: int | None = option(
+        None, "Coupling layers per flow (mnf). Default: 2.", minimum=1, group="Training", is_rare=True
+    )
     flow_hidden: str | None = option(
-        None, "Hidden units of a coupling layer's network (mnf); 75,75,75,75 by default.", metavar="N,..."
+        None,
+        "Hidden units of a coupling network (mnf). Default: 75,75,75,75.",
+        metavar="N,...",
+        group="Training",
+        is_rare=True,
     )
     multiplier_draws: int | None = option(
-        None, "Draws of the multipliers a step (mnf), each for as many examples; 10 by default.", minimum=1
+        None, "Draws of the multipliers per step (mnf). Default: 10.", minimum=1, group="Training", is_rare=True
     )
     temperature: float | None = option(
         None,
-        "Temperature of the relaxed inclusions (concrete); 0.5 by default. At 0.001, the thesis's, the inclusions get a "
-        "gradient in about one draw of a thousand and learn next to nothing.",
+        "Temperature of the relaxed inclusions (concrete). Default: 0.5.",
         minimum=1e-6,
+        group="Training",
+        is_rare=True,
     )
     prior_weight: float | None = option(
         None,
-        "Weight of \0prior_inclusion\0 and \0slab_sd\0 where concrete learns its prior, in times the layer's own weights; 10 by "
-        "default. With 0, the thesis's Beta(1, 1), the prior goes where the inclusions start.",
+        "Weight of the priors \0prior_inclusion\0 and \0slab_sd\0 in concrete, relative to the layer's weights. "
+        "Default: 10.",
         minimum=0.0,
+        group="Training",
+        is_rare=True,
     )
     repeats: int = option(
         1,
-        "Networks fitted at once, from other starts and with other noise; predict's draws (mc) take them in turn, prune "
-        "and the one-network integrators the one with the highest bound.",
+        "Networks to fit in parallel from different starts. mc averages over them; prune takes the best bound.",
         minimum=1,
+        group="Model",
     )
     standardize: bool = option(
-        False, "Standardise the inputs by the training split; the posterior is for inputs as they are all the same."
+        False,
+        "Standardise the inputs by the training split. The stored posterior still takes unstandardised inputs.",
+        group="Training",
     )
-    no_shuffle: bool = option(False, "Take batches in the order of the data, without shuffling.")
-    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    no_shuffle: bool = option(False, "Take batches in the order of the data.", group="Training", is_rare=True)
+    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Training")
     save_every: float = option(
         60.0,
-        "Seconds between the states that \0resume\0 continues from; 0 saves after every epoch.",
+        "Seconds between saved states for \0resume\0. 0: after every epoch.",
         minimum=0,
         numeric=False,
+        group="Training",
+        is_rare=True,
     )
 
     def __post_init__(self) -> None:
@@ -144,9 +172,7 @@ class FitLbbnnOptions(Checked):
                 whose = " and ".join(estimators)
                 raise UsageError(f"\0{name}\0 is for \0estimator\0 {whose}; the estimator is {self.estimator}")
         if self.early_epochs is not None and self.inclusion_rate is None and self.estimator != "concrete":
-            raise UsageError(
-                "\0early_epochs\0: nothing differs in them without \0inclusion_rate\0 or \0estimator\0 concrete"
-            )
+            raise UsageError("\0early_epochs\0 has no effect without \0inclusion_rate\0 or \0estimator\0 concrete")
 
     def resolved(self, num_examples: int) -> FitLbbnnOptions:
         """The options with the estimator's own choices in place of those that were left open."""
@@ -184,7 +210,7 @@ class FitLbbnnOptions(Checked):
         except ValueError:
             low, high = 1.0, 0.0
         if not -80 <= low <= high <= 80:
-            raise UsageError(f"\0start_inclusion\0: expected LOW,HIGH, as 0,1; got {self.start_inclusion!r}")
+            raise UsageError(f"\0start_inclusion\0: expected LOW,HIGH, such as 0,1; got {self.start_inclusion!r}")
         return low, high
 
 
@@ -193,5 +219,5 @@ def _sizes(flag: str, text: str | None) -> tuple[int, ...]:
         return ()
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"{flag}: expected sizes joined by commas, as 400,600; got {text!r}")
+        raise UsageError(f"{flag}: expected sizes joined by commas, such as 400,600; got {text!r}")
     return tuple(int(part) for part in parts)

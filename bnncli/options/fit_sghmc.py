@@ -18,70 +18,84 @@ class FitSghmcOptions(GivenPriorOptions):
 
     sampler: str | None = option(
         None,
-        "cyclical: the learning rate falls along a cosine in each cycle, which explores without noise first and samples at its end; "
-        "sghmc: one rate, and noise throughout; sgld: the same without momentum. By default sghmc over the last layer, whose posterior has one mode, without \0cycles\0, "
-        "and cyclical over other layers.",
+        "Sampler: cyclical (cosine learning rate per cycle), sghmc, or sgld (no momentum). Default: sghmc for "
+        "the last layer, else cyclical.",
         choices=(CYCLICAL, SGHMC, SGLD),
+        group="Sampling",
     )
-    chains: int = option(4, "Chains, run as one batch; all see the same minibatches.", minimum=1)
+    chains: int = option(4, "Number of chains, run as one batch.", minimum=1, group="Sampling")
     epochs: int | None = option(
         None,
-        "Passes over the training split, of all cycles together; by default 1000, or 250 a cycle, and over other layers than the last 40, or 10.",
+        "Passes over the training split, all cycles together. Default: 1000, or 250 per cycle; other layers 40, "
+        "or 10 per cycle.",
         minimum=1,
+        group="Sampling",
     )
-    cycles: int | None = option(None, "Cycles (cyclical); 4 by default.", minimum=1)
+    cycles: int | None = option(
+        None, "Number of cycles (cyclical). Default: 4.", minimum=1, group="Sampling", is_rare=True
+    )
     draws: int | None = option(
         None,
-        "Draws kept of each chain and cycle, evenly over its sampling epochs and at its end: by default 200, in cycles 50, and over other layers than the last 50, or 3, or as many as there are such epochs.",
+        "Draws to keep per chain and cycle. Default: 200 (50 in cycles); other layers 50 (3 in cycles).",
         minimum=1,
+        group="Sampling",
     )
     exploration: float | None = option(
         None,
-        "Share of each cycle, or of all epochs without cycles, before draws are kept; by default 0.8, without cycles 0.3. In cycles it has no noise.",
+        "Share of each cycle (or of all epochs) before draws are kept. Default: 0.8 in cycles, else 0.3.",
         minimum=0.0,
         maximum=0.99,
+        group="Sampling",
+        is_rare=True,
     )
     batch_size: int | None = option(
-        None,
-        "Examples a step, all where it is larger than the split; by default 65536, over other layers than the last 128. Minibatches "
-        "add noise of their own: the summary says how much.",
-        minimum=1,
+        None, "Examples per step. Default: 65536; other layers 128.", minimum=1, group="Sampling"
     )
     learning_rate: float | None = option(
         None,
-        "Step size for the mean loss, the first of each cycle. By default the largest at which the length of steps makes the variance along "
-        "the stiffest direction, which is looked for, at most 5 % too large while draws are kept.",
+        "Step size for the mean loss, the first of each cycle. Default: the largest with at most 5% bias along "
+        "the stiffest direction.",
         minimum=1e-15,
+        group="Sampling",
     )
     momentum_decay: float | None = option(
         None,
-        "Share of the momentum that a step loses; 0.2 by default with \0preconditioner\0 base, else 0.05, of sgld 1.",
+        "Share of the momentum lost per step. Default: 0.2 with \0preconditioner\0 base, else 0.05.",
         minimum=1e-6,
         maximum=1.0,
+        group="Sampling",
+        is_rare=True,
     )
     temperature: float = option(
         1.0,
-        "Of the posterior: 1 samples it, lower ones are colder, 0 adds no noise. (Published code of cyclical SGHMC has one over the number "
-        "of examples where its text says 1.)",
+        "Posterior temperature. 1 samples the posterior, 0 adds no noise.",
         minimum=0.0,
+        group="Sampling",
+        is_rare=True,
     )
     preconditioner: str | None = option(
         None,
-        "base: the covariance of \0base\0, so that one step size suits all directions, by default over the last layer where that is a Gaussian; rmsprop: one step size a "
-        "parameter, from the gradients of minibatches, that stands still while draws are kept; none.",
+        "Preconditioner: the covariance of \0base\0, rmsprop, or none. Default: base for the last layer if that "
+        "is Gaussian.",
         choices=(BASE, RMSPROP, NONE),
+        group="Sampling",
+        is_rare=True,
     )
     start: str = option(
         "checkpoint",
-        "Where chains start: the network's weights, or init, each from PyTorch's initialisation of the layers (networks without batch norm).",
+        "Start from the checkpoint's weights, or from PyTorch's initialisation (init).",
         choices=("checkpoint", "init"),
+        group="Sampling",
+        is_rare=True,
     )
-    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Sampling")
     save_every: float = option(
         60.0,
-        "Seconds between the states that \0resume\0 continues from; 0 saves after every epoch.",
+        "Seconds between saved states for \0resume\0. 0: after every epoch.",
         minimum=0,
         numeric=False,
+        group="Sampling",
+        is_rare=True,
     )
 
     def __post_init__(self) -> None:
@@ -96,7 +110,7 @@ class FitSghmcOptions(GivenPriorOptions):
             )
         if self.num_draws > self.num_sampling:
             raise UsageError(
-                f"\0draws\0: expected at most {self.num_sampling}, the epochs of a cycle in which draws are kept; got {self.num_draws}",
+                f"\0draws\0: expected at most {self.num_sampling}, the sampling epochs per cycle; got {self.num_draws}",
                 hint="use more \0epochs\0, or a smaller \0exploration\0",
             )
 

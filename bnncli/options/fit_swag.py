@@ -14,39 +14,37 @@ class FitSwagOptions(GivenPriorOptions):
     """Options of fit-swag."""
 
     warmup: int | None = option(
-        None,
-        "Epochs before iterates are taken, in which SGD goes from the network's weights to where the target is; 50 by default, over other layers than the last 5.",
-        minimum=0,
+        None, "Epochs of SGD before collecting iterates. Default: 50; other layers 5.", minimum=0, group="Training"
     )
     epochs: int | None = option(
-        None,
-        "Epochs after that, at whose ends an iterate each is taken; 100 by default, over other layers than the last 20.",
-        minimum=2,
+        None, "Epochs that each contribute one iterate. Default: 100; other layers 20.", minimum=2, group="Training"
     )
     rank: int | None = option(
         None,
-        "Deviations of the last iterates that are kept: the columns of the low-rank half; 20 by default, or as many as there are.",
+        "Rank of the low-rank half of the covariance. Default: 20, or as many as there are iterates.",
         minimum=2,
+        group="Training",
     )
     batch_size: int | None = option(
-        None,
-        "Examples a step: 128 by default, or a quarter of a smaller split. The spread comes of their noise.",
-        minimum=1,
+        None, "Examples per step. Default: 128, or a quarter of a smaller split.", minimum=1, group="Training"
     )
     learning_rate: float | None = option(
         None,
-        "Constant learning rate of SGD for the mean loss, which sets the spread. By default the one at which SGD with fresh noise would be nearest to the "
-        "posterior (Mandt et al. 2017), from the noise of the gradients, but no more than half of what is stable.",
+        "Constant learning rate of SGD, which sets the spread. Default: the rate nearest to the posterior "
+        "(Mandt et al., 2017).",
         minimum=1e-15,
+        group="Training",
     )
-    momentum: float = option(0.9, "Share of the momentum that a step keeps.", minimum=0.0, maximum=0.999)
-    scale: float = option(1.0, "Factor on the covariance, half diagonal and half low-rank as published.", minimum=1e-12)
-    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    momentum: float = option(0.9, "Momentum of SGD.", minimum=0.0, maximum=0.999, group="Training", is_rare=True)
+    scale: float = option(1.0, "Factor on the covariance.", minimum=1e-12, group="Training", is_rare=True)
+    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Training")
     save_every: float = option(
         60.0,
-        "Seconds between the states that \0resume\0 continues from; 0 saves after every epoch.",
+        "Seconds between saved states for \0resume\0. 0: after every epoch.",
         minimum=0,
         numeric=False,
+        group="Training",
+        is_rare=True,
     )
 
     def __post_init__(self) -> None:
@@ -77,9 +75,10 @@ class FitSwagOptions(GivenPriorOptions):
             DataError: there is only one.
         """
         if num_examples < 2:
-            raise DataError("fit-swag needs at least two training examples: its spread is the noise of minibatches")
+            raise DataError("fit-swag needs at least two training examples: minibatch noise sets the spread")
         if self.batch_size is not None and self.batch_size >= num_examples:
             raise UsageError(
-                f"\0batch_size\0: expected fewer than the {num_examples} examples, as SWAG's spread is the noise of minibatches; got {self.batch_size}"
+                f"\0batch_size\0: expected fewer than the {num_examples} examples, because minibatch noise sets "
+                f"SWAG's spread; got {self.batch_size}"
             )
         return self.batch_size or max(1, min(128, num_examples // 4))

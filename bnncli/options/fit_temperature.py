@@ -13,7 +13,7 @@ class FitTemperatureOptions(Checked):
 
     base: str | None = option(
         None,
-        "Posterior whose mean is scaled, by name or file; the network's own last layer by default.",
+        "Posterior whose mean to scale, by name or file. Default: the network's last layer.",
         metavar="NAME|FILE",
         numeric=False,
     )

@@ -18,72 +18,75 @@ class FitViOptions(GivenPriorOptions):
 
     estimator: str | None = option(
         None,
-        "How gradients are estimated: reparam, by draws of theta; local, by draws of each layer's outputs (linear layers); flipout, by one draw with signs "
-        "turned for each example (convolutions too). By default local, over other layers than the last or with \0optimizer\0 ivon reparam.",
+        "Gradient estimator: draws of parameters (reparam), of layer outputs (local), or sign flips (flipout). "
+        "Default: local, or reparam for other layers and ivon.",
         choices=("reparam", "local", "flipout"),
+        group="Training",
+        is_rare=True,
     )
     optimizer: str = option(
-        "adam",
-        "adam, on means and log standard deviations; ivon, which learns the variances from products of gradients and noise.",
-        choices=("adam", "ivon"),
+        "adam", "Optimizer: adam, or ivon (natural gradient).", choices=("adam", "ivon"), group="Training"
     )
     epochs: int | None = option(
         None,
-        f"Passes over the training split, at most; by default 200, and at least {LEAST_STEPS:,} steps, over other layers than the last 20, and at least "
-        f"{LEAST_NETWORK_STEPS:,} steps.",
+        f"Maximum passes over the training split. Default: 200 and at least {LEAST_STEPS:,} steps; other layers "
+        f"20 and {LEAST_NETWORK_STEPS:,}.",
         minimum=1,
+        group="Training",
     )
     batch_size: int | None = option(
-        None,
-        "Examples a step, all where it is larger than the split; 1024 by default, over other layers than the last 128.",
-        minimum=1,
+        None, "Examples per step. Default: 1024; other layers 128.", minimum=1, group="Training"
     )
     learning_rate: float | None = option(
         None,
-        "First learning rate, which decays to 0 along a cosine; by default 0.01 of adam and 0.1 of ivon, over other layers than the last a tenth of that.",
+        "Initial learning rate, with cosine decay. Default: 0.01 (adam), 0.1 (ivon); other layers a tenth of that.",
         minimum=1e-12,
+        group="Training",
     )
     num_draws: int | None = option(
-        None,
-        "Draws of theta a step, of the estimator reparam; 4 by default, over other layers than the last 1.",
-        minimum=1,
+        None, "Draws per step (reparam). Default: 4; other layers 1.", minimum=1, group="Training", is_rare=True
     )
     kl_weight: float = option(
         1.0,
-        "Weight of the divergence to the prior: 1 is the ELBO; smaller ones give a colder posterior, which is no approximation of the target.",
+        "Weight of the KL term. 1 is the ELBO; smaller values give a colder posterior.",
         minimum=1e-9,
+        group="Training",
+        is_rare=True,
     )
     patience: int | None = option(
         None,
-        "End early when the objective has stood still for this many rounds (epochs, or 25 steps where an epoch has fewer), 0 never; 20 by default, of ivon, "
-        "whose variances come late, 0.",
+        "Stop after this many rounds without improvement; 0 never stops early. Default: 20 (adam), 0 (ivon).",
         minimum=0,
+        group="Training",
+        is_rare=True,
     )
     elbo_draws: int | None = option(
-        None,
-        "Draws for the final ELBO, on the full data: 256 by default, over other layers than the last 32.",
-        minimum=2,
+        None, "Draws for the final ELBO. Default: 256; other layers 32.", minimum=2, group="Training", is_rare=True
     )
     start: str = option(
         "checkpoint",
-        "Where the means start: the network's weights, or init, PyTorch's initialisation of the layers (networks without batch norm).",
+        "Start from the checkpoint's weights, or from PyTorch's initialisation (init).",
         choices=("checkpoint", "init"),
+        group="Training",
+        is_rare=True,
     )
-    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Training")
     save_every: float = option(
         60.0,
-        "Seconds between the states that \0resume\0 continues from; 0 saves after every round.",
+        "Seconds between saved states for \0resume\0. 0: after every round.",
         minimum=0,
         numeric=False,
+        group="Training",
+        is_rare=True,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer == "ivon" and self.estimator not in (None, "reparam"):
-            raise UsageError(f"\0optimizer\0 ivon needs draws of theta: \0estimator\0 reparam; got {self.estimator}")
+            raise UsageError(f"\0optimizer\0 ivon needs \0estimator\0 reparam; got {self.estimator}")
         if self.num_draws is not None and self.chosen_estimator != "reparam":
             raise UsageError(
-                f"\0num_draws\0 is of \0estimator\0 reparam; {self.chosen_estimator} draws anew for each example"
+                f"\0num_draws\0 is for \0estimator\0 reparam; {self.chosen_estimator} draws once per example"
             )
 
     @property

@@ -17,31 +17,28 @@ class GridOptions(Checked):
 
     jobs: int | None = option(
         None,
-        "Lines that run side by side on the CPU, whose cores they share out. Without this and \0devices\0 one line runs at a time, "
-        "on a GPU where there is one.",
+        "Run this many jobs in parallel on the CPU. Default: one at a time, on a GPU if there is one.",
         minimum=1,
         maximum=1024,
     )
     devices: str | None = option(
         None,
-        "GPUs, as 0,1,2,3: a line at a time on each. cpu, beside them or alone, is one line on the CPU.",
+        "GPUs to run on, such as 0,1,2,3, one job at a time on each. cpu adds one job on the CPU.",
         metavar="N,N",
     )
     dir: str | None = option(
-        None, "Where the state and the logs lie, when it is not FILE.grid beside it.", metavar="DIR", writes=True
+        None, "Folder for state and logs. Default: FILE.grid beside the file.", metavar="DIR", writes=True
     )
-    dry_run: bool = option(False, "Print the lines that would run, and run nothing.", short="-n")
-    slurm: bool = option(False, "Print an array job of SLURM that runs them, and run nothing.")
+    dry_run: bool = option(False, "Print the commands that would run, without running them.", short="-n")
+    slurm: bool = option(False, "Print a SLURM array job for these commands, without running them.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.places
         if self.jobs is not None and self.devices is not None:
-            raise UsageError("\0jobs\0 and \0devices\0 exclude each other: on GPUs there is one line at a time on each")
+            raise UsageError("\0jobs\0 and \0devices\0 exclude each other: each GPU runs one job at a time")
         if self.slurm and (self.jobs is not None or self.devices is not None or self.dry_run):
-            raise UsageError(
-                "\0slurm\0 prints what SLURM runs: \0jobs\0, \0devices\0 and \0dry_run\0 are for what runs here"
-            )
+            raise UsageError("\0slurm\0 only prints a job script: drop \0jobs\0, \0devices\0 and \0dry_run\0")
 
     @property
     def places(self) -> list[str]:
@@ -49,7 +46,7 @@ class GridOptions(Checked):
         found = [] if self.devices is None else [one.strip() for one in self.devices.split(",")]
         for one in found:
             if one != CPU and not re.fullmatch(r"[0-9]{1,4}", one):
-                raise UsageError(f"\0devices\0: expected numbers of GPUs and cpu, as 0,1,2,3; got {self.devices!r}")
+                raise UsageError(f"\0devices\0: expected GPU numbers and cpu, such as 0,1,2,3; got {self.devices!r}")
             if found.count(one) > 1:
-                raise UsageError(f"\0devices\0: {one} is given twice; one line at a time runs on each")
+                raise UsageError(f"\0devices\0: {one} is given twice; each device runs one job at a time")
         return found

@@ -18,67 +18,90 @@ class HmcOptions(SearchedPriorOptions, TargetOptions):
 
     base: str | None = option(
         None,
-        "Artifact whose prior defines the target: laplace by default, or for \0layers\0 all or a pattern the one that fit-laplace makes of these layers (laplace-all), whose Gaussian also whitens.",
+        "Artifact whose prior defines the target, and whose Gaussian whitens. Default: laplace, or laplace-all "
+        "for \0layers\0 all.",
         metavar="NAME|FILE",
         numeric=False,
+        group="Target",
     )
-    chains: int = option(16, "Chains, run as one batch.", minimum=1)
-    warmup: int = option(60, "Draws of each chain that adapt the step size and are thrown away.", minimum=1)
-    draws: int = option(260, "Draws kept of each chain.", minimum=4)
+    chains: int = option(16, "Number of chains, run as one batch.", minimum=1, group="Sampling")
+    warmup: int = option(60, "Warm-up draws per chain, discarded.", minimum=1, group="Sampling")
+    draws: int = option(260, "Draws to keep per chain.", minimum=4, group="Sampling")
     until: str | None = option(
         None,
-        "After \0draws\0 keep drawing, \0draws\0 / 2 at a time, until these hold for every parameter (of other layers than the last: for every prediction that is judged), as rhat<=1.01,ess>=400 (also ess-tail>=NUMBER). Exit 3 when \0max_draws\0 come first. The numbers that chose the stop flatter the run, and it says so.",
+        "Keep drawing until these conditions hold, such as rhat<=1.01,ess>=400 (also ess-tail>=NUMBER). Exit 3 "
+        "if \0max_draws\0 is reached first.",
         metavar="CONDITIONS",
+        group="Sampling",
     )
     max_draws: int | None = option(
-        None, "Draws of each chain at which \0until\0 gives up; 20 times \0draws\0 by default.", minimum=4
+        None, "Maximum draws per chain with \0until\0. Default: 20 times \0draws\0.", minimum=4, group="Sampling"
     )
-    target_accept: float = option(0.9, "Acceptance that the step size aims at.", minimum=0.1, maximum=0.99)
+    target_accept: float = option(
+        0.9,
+        "Target acceptance rate for step size adaptation.",
+        minimum=0.1,
+        maximum=0.99,
+        group="Sampling",
+        is_rare=True,
+    )
     dynamics: str = option(
         "split",
-        "split: the Gaussian at the mode moves exactly, about the mean of the chains once they have settled (the mode, where steps are very short), and only the rest is stepped; leapfrog: plain.",
+        "Integrator of the dynamics: split (exact Gaussian part) or leapfrog.",
         choices=("split", "leapfrog"),
+        group="Sampling",
+        is_rare=True,
     )
     gradients: str = option(
         "float32",
-        "Digits of the gradients that move the chains: float32; tf32 or bfloat16, for GPUs that multiply these faster (elsewhere they are slower). Draws are of the same posterior, as the energies that accept stay float32; acceptance and effective draws tell what it costs.",
+        "Precision of the gradients that move the chains. Acceptance stays in float32, so the posterior does "
+        "not change.",
         choices=("float32", "tf32", "bfloat16"),
+        group="Sampling",
+        is_rare=True,
     )
-    sampler: str = option("hmc", "hmc, or Pyro's nuts as the independent (slow) reference.", choices=("hmc", "nuts"))
+    sampler: str = option(
+        "hmc",
+        "Sampler. nuts is Pyro's, a slow independent reference.",
+        choices=("hmc", "nuts"),
+        group="Sampling",
+        is_rare=True,
+    )
     max_rhat: float | None = option(
-        None,
-        "Exit 3 when the largest R-hat is above this: of parameters, of other layers than the last of predictions.",
-        minimum=1.0,
-        numeric=False,
+        None, "Exit 3 if the largest R-hat is above this.", minimum=1.0, numeric=False, group="Sampling"
     )
     spread: str | None = option(
         None,
-        "What workers share out (torchrun): chains, in groups of four, each over all data; or examples, of which each worker reads its part. By default chains, unless the data do not fit each worker's GPU; over other layers than the last always chains, one a group.",
+        "What torchrun workers split: chains, or examples. Default: chains, unless the data do not fit on one GPU.",
         choices=("chains", "examples"),
         numeric=False,
+        group="Sampling",
+        is_rare=True,
     )
-    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Sampling")
     save_every: float = option(
         60.0,
-        "Seconds between the states that \0resume\0 continues from; 0 saves after every draw.",
+        "Seconds between saved states for \0resume\0. 0: after every draw.",
         minimum=0,
         numeric=False,
+        group="Sampling",
+        is_rare=True,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sampler == "nuts" and self.dynamics != "split":
-            raise UsageError("\0dynamics\0 is for \0sampler\0 hmc; nuts has its own")
+            raise UsageError("\0dynamics\0 is for \0sampler\0 hmc")
         if self.sampler == "nuts" and self.gradients != "float32":
-            raise UsageError("\0gradients\0 is for \0sampler\0 hmc; nuts takes exact ones")
+            raise UsageError("\0gradients\0 is for \0sampler\0 hmc")
         if not self.is_last_layer and self.gradients != "float32":
-            raise UsageError("\0gradients\0 is for the last layer; with \0layers\0 all or a pattern it is float32")
+            raise UsageError("\0gradients\0 is for the last layer; other layers use float32")
         if self.sampler == "nuts" and (self.until is not None or self.resume):
-            raise UsageError("\0until\0 and \0resume\0 are for \0sampler\0 hmc; nuts runs one chain after the other")
+            raise UsageError("\0until\0 and \0resume\0 are for \0sampler\0 hmc; nuts runs its chains one after another")
         if self.sampler == "nuts" and self.spread == "chains":
-            raise UsageError("\0spread\0 chains is for \0sampler\0 hmc; workers of nuts share out the examples")
+            raise UsageError("\0spread\0 chains is for \0sampler\0 hmc; workers of nuts split the examples")
         if not self.is_last_layer and self.spread == "examples":
-            raise UsageError("\0spread\0 examples is for the last layer; with \0layers\0 all or a pattern it is chains")
+            raise UsageError("\0spread\0 examples is for the last layer; use chains for other layers")
         if self.max_draws is not None and self.max_draws < self.draws:
             raise UsageError(f"\0max_draws\0: expected at least \0draws\0 ({self.draws}); got {self.max_draws}")
         if any(condition.name == "rhat" for condition in self.conditions) and self.chains == 1:

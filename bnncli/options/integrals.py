@@ -17,38 +17,39 @@ class IntegralsOptions(Checked):
 
     mean: str | None = option(
         None,
-        "Means of the logits, joined by commas: one (two classes, sigmoid), or one for each class (softmax).",
+        "Means of the logits, joined by commas: one (sigmoid), or one per class (softmax).",
         metavar="M,...",
     )
     variance: str | None = option(
-        None, "Variances of the logits, as many as means, or one for all; independent.", metavar="V,..."
+        None, "Variances of independent logits: one per mean, or one for all.", metavar="V,..."
     )
     covariance: str | None = option(
-        None, "Covariance of the logits instead: rows joined by semicolons, as '2,1;1,2'.", metavar="V,...;V,..."
+        None,
+        "Covariance matrix of the logits instead: rows joined by semicolons, such as '2,1;1,2'.",
+        metavar="V,...;V,...",
     )
     integrator: list[str] = option(
         [],
-        "Integrator to judge, in all its variants; by default all that fit and need no training data (importance does). Repeatable.",
+        "Integrator to measure, in all its variants. Default: all that need no training data.",
         family="integrators",
     )
     samples: int = option(100, "Draws of the sampling integrators.", minimum=1)
     grid_size: int = option(
         80,
-        "Without \0mean\0: standard deviations on the grid; means are one more, from -max to max.",
+        "Without \0mean\0: number of standard deviations on the grid (means: one more).",
         minimum=2,
         maximum=1000,
+        is_rare=True,
     )
-    max_mean: float = option(10.0, "Largest mean on the grid.", minimum=1e-6, maximum=1e6)
-    max_sd: float = option(
-        10.0, "Largest standard deviation on the grid; the smallest is one step.", minimum=1e-6, maximum=1e6
-    )
+    max_mean: float = option(10.0, "Largest mean on the grid.", minimum=1e-6, maximum=1e6, is_rare=True)
+    max_sd: float = option(10.0, "Largest standard deviation on the grid.", minimum=1e-6, maximum=1e6, is_rare=True)
     plot: str | None = option(
         None,
-        "Draw the grid's errors, a panel for each integrator, as .png, .svg or .pdf.",
+        "Plot the errors on the grid as .png, .svg or .pdf.",
         metavar="FILE",
         writes=True,
     )
-    force: bool = option(False, "Let \0plot\0 replace a file that is no figure of bnncli.", short="-f")
+    force: bool = option(False, "Let \0plot\0 replace a file that bnncli did not create.", short="-f")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,11 +59,9 @@ class IntegralsOptions(Checked):
     def check_together(self) -> None:
         """Pass when the options that are given belong together. Raises UsageError otherwise."""
         if self.mean is None and (self.variance is not None or self.covariance is not None):
-            raise UsageError(
-                "\0mean\0: needed with \0variance\0 or \0covariance\0; without any of them a grid is computed"
-            )
+            raise UsageError("\0variance\0 and \0covariance\0 need \0mean\0; without all three a grid is computed")
         if self.mean is not None and self.plot is not None:
-            raise UsageError("\0plot\0 draws the grid; there is none with \0mean\0")
+            raise UsageError("\0plot\0 draws the grid: drop \0mean\0")
         if self.mean is not None and (self.variance is None) == (self.covariance is None):
             raise UsageError("\0mean\0: give either \0variance\0 or \0covariance\0 with it")
 
@@ -77,7 +76,8 @@ class IntegralsOptions(Checked):
         rows = [_numbers(row, "\0covariance\0") for row in (self.covariance or "").split(";")]
         if len(rows) != len(mean) or any(len(row) != len(mean) for row in rows):
             raise UsageError(
-                f"\0covariance\0: expected {len(mean)} rows of {len(mean)} numbers, as \0mean\0 has; got {self.covariance!r}"
+                f"\0covariance\0: expected {len(mean)} rows of {len(mean)} numbers, one per mean; got "
+                f"{self.covariance!r}"
             )
         if any(abs(rows[i][j] - rows[j][i]) > 1e-9 * abs(rows[i][j]) for i in range(len(rows)) for j in range(i)):
             raise UsageError("\0covariance\0: expected a symmetric matrix")
@@ -88,7 +88,7 @@ def _diagonal(variances: list[float], count: int) -> list[list[float]]:
     if len(variances) == 1:
         variances = variances * count
     if len(variances) != count:
-        raise UsageError(f"\0variance\0: expected one number, or {count} as \0mean\0 has; got {len(variances)}")
+        raise UsageError(f"\0variance\0: expected one number, or {count} (one per mean); got {len(variances)}")
     if min(variances) < 0:
         raise UsageError(f"\0variance\0: expected numbers of at least 0; got {min(variances):g}")
     return [[variances[i] if i == j else 0.0 for j in range(count)] for i in range(count)]

@@ -17,10 +17,10 @@ def trust_code_option(*, is_recorded: bool = True, also: str = "") -> Any:
         also: another case in which that code runs.
     """
     text = (
-        "Run the code that the run's features were made by (a network of file.py:factory, package.module:factory or jit:, data of "
-        f"py:), where a posterior is over other layers than the last{also}. Without it a run folder that somebody else made runs nothing."
+        "Execute the code that the run folder names (network factory, jit, py: data), needed for other layers "
+        f"than the last{also}. Without it, no such code runs."
     )
-    return option(False, text, numeric=not is_recorded)
+    return option(False, text, numeric=not is_recorded, group="Inputs", is_rare=True)
 
 
 def check_layers(layers: str | None, where: str = "\0layers\0", *, is_read: bool = True) -> None:
@@ -30,19 +30,20 @@ def check_layers(layers: str | None, where: str = "\0layers\0", *, is_read: bool
         is_read: whether it chooses among posteriors that are there.
     """
     if layers == STATE and not is_read:
-        raise UsageError(f"{where}: {STATE} is what fit-ensemble makes; buffers have no posterior of another kind")
+        raise UsageError(f"{where}: {STATE} is only for fit-ensemble; buffers have no other posterior")
     if layers is not None and not all(layers.split("+")):
-        raise UsageError(f"{where}: expected last, all or patterns with + between them, got {layers!r}")
+        raise UsageError(f"{where}: expected last, all or patterns joined by +; got {layers!r}")
 
 
-def chosen_layers_option(*, is_recorded: bool = True) -> Any:
+def chosen_layers_option(group: str = "", *, is_recorded: bool = True) -> Any:
     """The option --layers of commands that read posteriors: which of them. Of a group that artifacts record or of another."""
     return option(
         None,
-        "Only posteriors over these parameters, in the words of the command that made them: last, all or a pattern.",
+        "Only posteriors over these parameters, written as for the command that fitted them.",
         metavar="last|all|PATTERN",
         check=check_layers,
         numeric=not is_recorded,
+        group=group,
     )
 
 
@@ -57,11 +58,11 @@ class LayersOptions(Checked):
     may_follow_base: ClassVar[bool] = False
     layers: str = option(
         LAST,
-        "Parameters that the posterior is over: last, the last linear layer; all; or patterns of parameter names with + "
-        "between them, as `layer4*+fc*`, where a module's name stands for all that is in it. Other layers than the last need the network "
-        "and its inputs, which are read as extract-features read them.",
+        "Parameters of the posterior: last (linear layer), all, or patterns joined by +, such as `layer4*+fc*`. "
+        "Other layers need the network and its inputs.",
         metavar="last|all|PATTERN",
         numeric=False,  # recorded where it is given: `layers_params`
+        group="Target",
     )
     trust_code: bool = trust_code_option()
 
@@ -74,7 +75,7 @@ class LayersOptions(Checked):
     def check_trust(self) -> None:
         """Pass where trust is needed, or not given. Raises UsageError otherwise."""
         if self.trust_code and self.is_last_layer:
-            raise UsageError("\0trust_code\0 is for \0layers\0 all or a pattern: the last layer needs no code")
+            raise UsageError("\0trust_code\0 is for \0layers\0 all or a pattern; the last layer needs no code")
 
     @property
     def is_last_layer(self) -> bool:

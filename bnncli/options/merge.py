@@ -14,13 +14,13 @@ class MergeOptions(Checked):
 
     posterior: list[str] = option(
         [],
-        "Draws of hmc, two or more, in the order that their chains shall have. A file may be that of a copy of the run, made elsewhere.",
+        "hmc posterior to merge, two or more, by name or file. A file may come from a copy of the run.",
         metavar="NAME|FILE",
         numeric=False,  # recorded by their names
     )
     max_rhat: float | None = option(
         None,
-        "Exit 3 when the largest R-hat of the joined chains is above this: of parameters, of other layers than the last of predictions.",
+        "Exit 3 if the largest R-hat of the merged chains is above this.",
         minimum=1.0,
         numeric=False,
     )

@@ -11,26 +11,26 @@ from bnncli.options.parts import forms
 
 def model_arg() -> Any:
     """Arguments of the network."""
-    return option([], "Argument of the network, as key=value; repeatable.", metavar="KEY=VALUE")
+    return option([], "Argument of the network.", metavar="KEY=VALUE", group="Network")
 
 
 def data() -> Any:
     """Splits."""
-    return option([], _data_help, metavar="SPLIT=SPEC")
+    return option([], _data_help, metavar="SPLIT=SPEC", group="Data")
 
 
 def _data_help() -> str:
-    return (
-        f"A split whose labels are the network's classes: {', '.join(forms())}; @N takes the first N rows. Repeatable."
-    )
+    return f"A split and where to read it: {', '.join(forms())}; @N takes the first N examples."
 
 
 def hold_out() -> Any:
     """What moves rows from one split into another."""
     return option(
         [],
-        "Move N random rows (seeded) of one split into another, as val=test:2000. Validation rows must be rows that the network was not trained on.",
+        "Move N random examples from one split to another, such as val=test:2000. Validation examples must not "
+        "be training examples.",
         metavar="NEW=OLD:N",
+        group="Data",
     )
 
 
@@ -38,38 +38,40 @@ def task() -> Any:
     """What labels are."""
     return option(
         None,
-        "What labels are: multiclass, binary, or multilabel, zeros and ones (N, L) of which each column is a label by itself. "
-        "Found where labels are zeros and ones with several ones in a row.",
+        "Type of the labels; multilabel is an (N, L) array of zeros and ones. Default: inferred.",
         choices=TASKS,
+        group="Data",
+        is_rare=True,
     )
 
 
 def mean() -> Any:
     """Of the channels."""
-    return option(None, "Mean of each channel, to normalise inputs in [0, 1].", metavar="M[,M,M]")
+    return option(None, "Mean of each channel, to normalise inputs in [0, 1].", metavar="M[,M,M]", group="Images")
 
 
 def std() -> Any:
     """Of the channels."""
-    return option(None, "Standard deviation of each channel.", metavar="S[,S,S]")
+    return option(None, "Standard deviation of each channel.", metavar="S[,S,S]", group="Images")
 
 
 def resize() -> Any:
     """Of images, before they are cropped."""
-    return option(None, "Resize the shorter side of images to this many pixels.", minimum=1)
+    return option(None, "Resize the shorter side of images to this many pixels.", minimum=1, group="Images")
 
 
 def crop() -> Any:
     """Of images."""
-    return option(None, "Crop the centre square of this many pixels.", minimum=1)
+    return option(None, "Crop the centre square of this many pixels.", minimum=1, group="Images")
 
 
 def no_exif() -> Any:
     """Of images."""
     return option(
         False,
-        "Leave images as they are stored. Without it they are turned as their EXIF orientation says, as photographs are shown; "
-        "give it for networks that were trained without that.",
+        "Ignore the EXIF orientation of images. Use it if the network was trained without it.",
+        group="Images",
+        is_rare=True,
     )
 
 
@@ -77,11 +79,21 @@ def background() -> Any:
     """Of images."""
     return option(
         None,
-        "Colour that shows through transparent pixels of images; white where none is given.",
+        "Colour behind transparent pixels. Default: white.",
         choices=("white", "black"),
+        group="Images",
+        is_rare=True,
     )
 
 
 def num_workers() -> Any:
     """That read."""
-    return option(0, "Processes that read, decode images and tokenise texts.", minimum=0, maximum=256, numeric=False)
+    return option(
+        0,
+        "Processes that read data, decode images and tokenise text.",
+        minimum=0,
+        maximum=256,
+        numeric=False,
+        group="Computation",
+        is_rare=True,
+    )

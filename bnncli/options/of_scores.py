@@ -42,6 +42,15 @@ def _declared(options: Mapping[str, ScoreOption]) -> Declared:
     for name, one in options.items():
         hint = one.type | None if one.default is None else one.type
         low, high = one.minimum, one.maximum
-        spec = option(one.default, one.text, minimum=low, maximum=high, metavar=one.metavar, check=one.check)
+        spec = option(
+            one.default,
+            one.text,
+            minimum=low,
+            maximum=high,
+            metavar=one.metavar,
+            check=one.check,
+            group="Scores",
+            is_rare=True,
+        )
         found[name] = declared_as(name, hint, spec)
     return found

@@ -34,6 +34,7 @@ class Setting:
         is_closed: whether the command line takes no others: then parts that share the setting have the same.
         minimum, maximum: bounds of a number, inclusive.
         place: among the options of the parts, ascending.
+        parts: names of those that have it, once they are known.
     """
 
     text: str
@@ -47,6 +48,7 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     place: int = 1000
+    parts: str = ""
 
     def of(self, **own: Any) -> Setting:
         """The same, with what one part has for itself."""
@@ -144,7 +146,9 @@ def settings_of(family: str) -> Mapping[str, Setting]:
             first, (example, *_) = next(iter(by_name[name])), by_name[name].values()
             if _shared(setting) != _shared(example):
                 raise registry.broken(family, part, f"its setting {name} is not the one that {first} declares")
-    merged = {name: replace(next(iter(of.values())), text=_help(of)) for name, of in by_name.items()}
+    merged = {
+        name: replace(next(iter(of.values())), text=_help(of), parts=", ".join(of)) for name, of in by_name.items()
+    }
     return dict(sorted(merged.items(), key=lambda item: item[1].place))
 
 

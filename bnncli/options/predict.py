@@ -11,17 +11,14 @@ from bnncli.options.declaration import Checked, check_suffix, collected, option
 from bnncli.options.layers import chosen_layers_option, trust_code_option
 from bnncli.options.parts import Setting, declarations
 
-QMC = Setting("Draw by scrambled Sobol points instead of pseudo-random numbers", bool, False, place=10)
+QMC = Setting("Use scrambled Sobol points instead of pseudo-random numbers", bool, False, place=10)
 STDIN = "-"  # the data whose files are named there
-PROJECTION = Setting("What the logits are reduced to first", place=20)
+PROJECTION = Setting("How to project the logits first", place=20)
 
 
 def _samples_help() -> str:
-    defaults = ", ".join(f"{part} {draws}" for part, draws in declarations("integrators", "DRAWS").items())
-    return (
-        f"Draws of a sampling integrator; by default {defaults}, what fit-lbbnn wrote with \0hidden\0, and all draws of a "
-        "posterior that is draws (hmc)."
-    )
+    defaults = ", ".join(f"{part} {draws.default}" for part, draws in declarations("integrators", "DRAWS").items())
+    return f"Draws of a sampling integrator. Default: {defaults}; all draws of a sampled posterior."
 
 
 @dataclass(frozen=True)
@@ -30,100 +27,111 @@ class PredictOptions(Checked):
 
     posterior: list[str] = option(
         [],
-        "Posterior to predict with, by name or file, or all; by default what auto recommends, all of the run where it has recommended nothing. Repeatable.",
+        "Posterior to predict with, by name or file, or all. Default: auto's recommendation, else all.",
         metavar="NAME|FILE",
         numeric=False,
+        group="What to predict",
     )
-    layers: str | None = chosen_layers_option()
+    layers: str | None = chosen_layers_option("What to predict")
     integrator: list[str] = option(
         [],
-        "How the posterior becomes probabilities. By default the one that predicted val best when a Gaussian was fitted; else plug-in for map, temperature and what prune writes, logit-mc for Gaussians over other layers than the last, mc for all others; "
-        "all takes every one that fits the posterior. mc averages over draws; plug-in takes one network (the centre; of fit-lbbnn's, the "
-        "weights with inclusion above 1/2), mean the one at fit-lbbnn's mean weights. Repeatable.",
+        "How to turn the posterior into probabilities, or all that apply. Default: the best on val, else mc "
+        "(logit-mc, plug-in where they fit better).",
         family="integrators",
         choices=("all",),
+        group="How",
     )
     split: list[str] = option(
-        [], "Split to predict; all but train by default. Repeatable.", metavar="SPLIT", numeric=False
+        [], "Split to predict. Default: all but train.", metavar="SPLIT", numeric=False, group="What to predict"
     )
     data: list[str] = option(
         [],
-        "Predict new data in one go, instead of splits of the run: the run's network reads them, predictions go to \0table\0, and no "
-        "features are kept unless \0keep_features\0 asks for it. SPEC as for extract-features; - reads the names of image files from stdin, one a line. Repeatable.",
+        "Predict new data instead of the run's splits, into \0table\0. SPEC as for extract-features; - reads "
+        "image file names from stdin.",
         metavar="SPLIT=SPEC",
         numeric=False,
+        group="What to predict",
     )
     ood: list[str] = option(
         [],
-        "New data of other classes than the network's: the same as \0data\0, and whatever labels they have are left out. Repeatable.",
+        "Like \0data\0, but for out-of-distribution data. Labels are ignored.",
         metavar="SPLIT=SPEC",
         numeric=False,
+        group="What to predict",
     )
     keep_features: bool = option(
-        False,
-        "Keep the features of new data as splits of the run, as extract-features writes them, for predict, evaluate and all others to go on with.",
-        numeric=False,
+        False, "Store the features of new data as splits of the run.", numeric=False, group="Output"
     )
     follow: str | None = option(
         None,
-        "Predict the images in this folder and those that arrive, until stopped: each file once, its row appended to \0table\0 (.csv), "
-        "which a later start goes on with.",
+        "Predict the images in this folder and new arrivals until stopped. Appends to \0table\0 (.csv).",
         metavar="DIR",
         numeric=False,
+        group="What to predict",
     )
     idle: float | None = option(
-        None, "End \0follow\0 when nothing has arrived for so many seconds.", minimum=0, numeric=False
-    )
-    samples: int | None = option(
         None,
-        _samples_help,
-        minimum=1,
+        "Stop \0follow\0 after this many seconds without a new file.",
+        minimum=0,
+        numeric=False,
+        group="What to predict",
+        is_rare=True,
     )
+    samples: int | None = option(None, _samples_help, minimum=1, group="How")
     keep_samples: bool = option(
-        False, "Keep the probabilities of every draw as well (float16, draws x examples x classes).", numeric=False
+        False, "Also store the probabilities of every draw (float16).", numeric=False, group="Output", is_rare=True
     )
     settings: dict[str, Any] = collected("integrators")
     top_k: str | None = option(
         None,
-        "Count the most probable classes that cannot be told apart, by the overlap of their marginals: with the one before (neighbor), or with the first (best). For integrators that give a Dirichlet (bridge).",
+        "Count the top classes whose intervals overlap with the previous class (neighbor) or the first (best). "
+        "Needs integrator bridge.",
         choices=("neighbor", "best"),
+        group="Decisions",
+        is_rare=True,
     )
     top_k_threshold: float | None = option(
-        None, "Mass left outside the two quantiles that \0top_k\0 compares; 0.05 by default, less keeps more classes."
+        None, "Probability mass outside the intervals of \0top_k\0. Default: 0.05.", group="Decisions", is_rare=True
     )
-    top_k_cap: int | None = option(None, "Most classes that \0top_k\0 keeps; 10 by default.", minimum=1)
+    top_k_cap: int | None = option(
+        None, "Maximum number of classes for \0top_k\0. Default: 10.", minimum=1, group="Decisions", is_rare=True
+    )
     table: str | None = option(
         None,
-        "Write everything that was predicted as one table, a row an example, with the names of the examples (such as image files) where the features have them: .csv or .npz. low and high are the central interval of the predicted class's probability, level what it holds: 0.95, less with fewer than 39 draws. Of several labels an example, predicted names those of at least 0.5, and each has columns of its own.",
+        "Write predictions as one table, a row per example, to a .csv or .npz file.",
         metavar="FILE",
         writes=True,
         numeric=False,
+        group="Output",
     )
     probabilities: bool = option(
-        False,
-        "Give every class a column in the table, p_CLASS, of its probability (in .npz one array, probabilities).",
-        numeric=False,
+        False, "Add each class's probability to the table, in columns p_CLASS.", numeric=False, group="Output"
     )
     raw_text: bool = option(
         False,
-        "Leave names in a .csv table as they are that begin with =, +, - or @; by default a ' before them keeps spreadsheets from "
-        "running them as formulas.",
+        "Do not quote .csv names that a spreadsheet could run as a formula.",
         numeric=False,
+        group="Output",
+        is_rare=True,
     )
     merge: list[str] = option(
         [],
-        "Give the union of classes columns in the table: its probability, and its interval where there is a Dirichlet. By name or index. Repeatable.",
+        "Add columns for a union of classes to the table. Classes by name or index.",
         metavar="NAME=CLASS,CLASS",
         numeric=False,
+        group="Output",
+        is_rare=True,
     )
 
     decide: list[str] = option(
         [],
-        "Rule of calibrate whose decisions are told, and columns of the table (set, set_size, accept, ood; with the rule's name before them where it has one of its own); by default all that fit, where there is a table; none takes none. Repeatable.",
+        "Calibrated rule to apply; adds columns such as set, accept and ood. Default: all that apply; none "
+        "applies none.",
         metavar="NAME",
         numeric=False,
+        group="Decisions",
     )
-    trust_code: bool = trust_code_option(also=", or new data are given")
+    trust_code: bool = trust_code_option(also=" and for new data")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,17 +151,15 @@ class PredictOptions(Checked):
             ("\0raw_text\0", self.raw_text),
         ):
             if is_given and self.table is None:
-                raise UsageError(f"{flag} is about the table: add \0table\0 FILE")
+                raise UsageError(f"{flag} applies to the table: add \0table\0 FILE")
         if self.is_of_new_data:
             self._check_new_data()
         elif self.idle is not None:
-            raise UsageError("\0idle\0 ends \0follow\0: add \0follow\0 DIR")
+            raise UsageError("\0idle\0 stops \0follow\0: add \0follow\0 DIR")
         elif self.keep_features:
-            raise UsageError("\0keep_features\0 is of new data: add \0data\0 SPLIT=SPEC")
+            raise UsageError("\0keep_features\0 applies to new data: add \0data\0 SPLIT=SPEC")
         if self.top_k is None and (self.top_k_threshold, self.top_k_cap) != (None, None):
-            raise UsageError(
-                "\0top_k_threshold\0 and \0top_k_cap\0 say how \0top_k\0 ranks: add \0top_k\0 neighbor or best"
-            )
+            raise UsageError("\0top_k_threshold\0 and \0top_k_cap\0 apply to \0top_k\0: add \0top_k\0 neighbor or best")
 
     @property
     def is_of_new_data(self) -> bool:
@@ -165,11 +171,11 @@ class PredictOptions(Checked):
         given = [flag for flag, value in (("\0data\0", self.data), ("\0ood\0", self.ood)) if value]
         flag = given[0] if given else "\0follow\0"
         if given and self.follow is not None:
-            raise UsageError(f"{flag} and \0follow\0 exclude each other: give one")
+            raise UsageError(f"{flag} and \0follow\0 exclude each other: give one of them")
         if self.split:
-            raise UsageError(f"\0split\0 is a split of the run, {flag} new data: give one")
+            raise UsageError(f"\0split\0 names a split of the run, {flag} new data: give one of them")
         if self.keep_samples:
-            raise UsageError(f"\0keep_samples\0 is for splits of the run: {flag} writes a table alone")
+            raise UsageError(f"\0keep_samples\0 is for splits of the run: {flag} writes only a table")
         if self.table is None:
             raise UsageError(f"{flag} writes a table: add \0table\0 FILE")
         if self.keep_features:
@@ -181,11 +187,10 @@ class PredictOptions(Checked):
         """Raise UsageError where new data cannot be a split of the run: one that can be read again, and is whole."""
         if self.follow is not None:
             raise UsageError(
-                "\0keep_features\0: a split is whole, and \0follow\0 has no end: of what is in the folder, extract-features "
-                f"\0data\0 SPLIT=images:{self.follow} makes one"
+                "\0keep_features\0 needs a complete split, which \0follow\0 never has: use extract-features "
+                f"\0data\0 SPLIT=images:{self.follow}"
             )
         if any(text.partition("=")[2] == STDIN for text in (*self.data, *self.ood)):
             raise UsageError(
-                "\0keep_features\0: a split is made again of its data when these have changed, and stdin cannot be read again: "
-                "name the files' folder, as \0data\0 SPLIT=images:DIR"
+                "\0keep_features\0 cannot read stdin again: give the files' folder, such as \0data\0 SPLIT=images:DIR"
             )

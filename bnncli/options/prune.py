@@ -15,19 +15,18 @@ class PruneOptions(Checked):
     posterior: str = option("lbbnn", "Latent binary network to prune, by name or file.", metavar="NAME|FILE")
     rule: str = option(
         "median",
-        "Which weights stay: those that are in with probability above 1/2 (median), or the most probable ones, as many "
-        "as \0density\0 says (density).",
+        "Weights to keep: those with inclusion probability above 1/2 (median), or the most probable ones up to "
+        "\0density\0.",
         choices=("median", "density"),
     )
     density: float | None = option(
-        None, "Share of the weights that stays, with \0rule\0 density.", minimum=0.0, maximum=1.0
+        None, "Share of the weights to keep, with \0rule\0 density.", minimum=0.0, maximum=1.0
     )
-    split: str | None = option(
-        None, "Labelled split that accuracy is measured on; test by default, else val.", metavar="SPLIT"
-    )
+    split: str | None = option(None, "Labelled split to measure accuracy on. Default: test, else val.", metavar="SPLIT")
     dense: str | None = option(
         None,
-        "Write a dense state dict as well (safetensors; 0.weight, 0.bias, 2.weight, ... of torch.nn.Sequential).",
+        "Also write a dense state dict for torch.nn.Sequential (0.weight, 0.bias, 2.weight, ...) to this "
+        "safetensors file.",
         metavar="FILE",
         writes=True,
         numeric=False,

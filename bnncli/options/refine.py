@@ -24,68 +24,70 @@ class RefineOptions(SearchedPriorOptions):
     may_follow_base: ClassVar[bool] = True
     base: str = option(
         BASE,
-        "Gaussian to refine: an artifact's name or file, or `prior` (the prior itself). By default that of \0layers\0 (all: laplace-all); "
-        "it is over the same layers, and says them where \0layers\0 is left out.",
+        "Gaussian to refine, by name or file, or `prior`. Default: laplace, or laplace-all for \0layers\0 all.",
         metavar="NAME|FILE|prior",
         numeric=False,
+        group="Target",
     )
     flow: str | None = option(
         None,
-        "Flow layer. affine, a learned shift and linear scale, gains most where a Gaussian is not enough; radial, the published one, moves "
-        "little. By default affine; radial over other layers than the last, without \0subspace\0 or settings of another.",
+        "Flow. Default: affine (shift and linear map); radial for other layers without \0subspace\0.",
         family="flows",
+        group="Flow",
     )
-    length: int | None = option(
-        None, "Number of flow layers; the flow's own choice by default (affine: 2, radial: 5).", minimum=1
-    )
+    length: int | None = option(None, "Number of flow layers. Default: affine 2, radial 5.", minimum=1, group="Flow")
     epochs: int | None = option(
-        None,
-        "Passes over the training split, at most; the flow's own choice by default (affine: 600, radial: 20).",
-        minimum=1,
+        None, "Maximum passes over the training split. Default: affine 600, radial 20.", minimum=1, group="Training"
     )
     batch_size: int | None = option(
-        None,
-        "Examples a step, all where it is larger than the split; the flow's own choice by default (affine: 65536, radial: 128).",
-        minimum=1,
+        None, "Examples per step. Default: affine 65536, radial 128.", minimum=1, group="Training", is_rare=True
     )
     learning_rate: float | None = option(
         None,
-        "First learning rate of Adam, which decays to 0 along a cosine; the flow's own choice by default (affine: 0.03, radial: 0.001).",
+        "Initial learning rate of Adam, with cosine decay. Default: affine 0.03, radial 0.001.",
         minimum=1e-12,
+        group="Training",
     )
     patience: int = option(
         5,
-        "End early when the ELBO has stood still for this many rounds (epochs, or 25 steps where an epoch has fewer); 0 never does.",
+        "Stop after this many rounds without a better ELBO (a round: an epoch, or 25 steps). 0 never stops early.",
         minimum=0,
+        group="Training",
+        is_rare=True,
     )
     space: str = option(
         "auto",
-        "Where the flow acts: coordinates whitened by the base, or weight space; auto is the flow's own choice.",
+        "Coordinates of the flow: whitened by the base, or weights. auto is the flow's own choice.",
         choices=("auto", "whitened", "weight"),
+        group="Flow",
+        is_rare=True,
     )
     subspace: int | None = option(
         None,
-        "Let the flow act in this many directions alone, those in which the base has the largest variance; in all others the base stays "
-        "as it is. By default it acts in all.",
+        "Restrict the flow to this many directions of largest variance. Default: all directions.",
         minimum=1,
         numeric=False,  # recorded where it is given
+        group="Flow",
     )
     settings: dict[str, Any] = collected("flows", recorded=("rank", "hidden", "scale"))
     num_draws: int | None = option(
-        None, "Draws from the flow a step; the flow's own choice by default (affine: 8, radial: 1).", minimum=1
+        None, "Draws per step. Default: affine 8, radial 1.", minimum=1, group="Training", is_rare=True
     )
     elbo_draws: int | None = option(
         None,
-        "Fresh draws for the ELBO before and after, on the full data; up to 16 times as many where they do not decide whether it helped. 256 "
-        "by default, over other layers than the last 32: each is a pass of the whole network over the data.",
+        "Draws for the ELBO before and after; up to 16 times as many if undecided. Default: 256; other layers 32.",
         minimum=2,
+        group="Training",
+        is_rare=True,
     )
-    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Training")
     save_every: float = option(
         60.0,
-        "Seconds between the states that \0resume\0 continues from; 0 saves after every round.",
+        "Seconds between saved states for \0resume\0. 0: after every round.",
         minimum=0,
         numeric=False,
+        group="Training",
+        is_rare=True,
     )
 
     @property

@@ -19,30 +19,26 @@ class ReportOptions(Checked):
 
     out: str | None = option(
         None,
-        "Write to exactly this file, instead of report.html (comparison.html of several checkpoints) in the run folder of the first.",
+        "Write to this file. Default: report.html (or comparison.html) in the first run folder.",
         short="-o",
         metavar="FILE",
         writes=True,
     )
-    posterior: list[str] = option(
-        [], "Only this posterior, by name; all of the run by default. Repeatable.", metavar="NAME"
-    )
+    posterior: list[str] = option([], "Report only this posterior. Default: all of the run.", metavar="NAME")
     split: str | None = option(
         None,
-        "In-distribution split whose predictions are shown; test where there are any of it, else the first.",
+        "In-distribution split to report. Default: test, else the first.",
         metavar="SPLIT",
     )
     examples: int = option(
         6,
-        "Inputs shown at each end, the most and the least certain; 0 for none, so that the file holds nothing of the data.",
+        "Number of most certain and of least certain inputs to show. 0 keeps your data out of the file.",
         minimum=0,
         maximum=24,
     )
-    figures: str | None = option(
-        None, "Draw the figures into this folder as well, a file each.", metavar="DIR", writes=True
-    )
+    figures: str | None = option(None, "Also write the figures to this folder.", metavar="DIR", writes=True)
     figure_format: list[str] = option(
-        [], "Form of these files; png by default. Repeatable.", choices=FIGURE_FORMATS, metavar="png|pdf|svg"
+        [], "Format of these files. Default: png.", choices=FIGURE_FORMATS, metavar="png|pdf|svg"
     )
     trust_code: bool = trust_code_option(is_recorded=False)
     accept_poor_network: bool = accept_poor_network_option(is_recorded=False)
@@ -50,7 +46,7 @@ class ReportOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.figure_format and self.figures is None:
-            raise UsageError("\0figure_format\0 says how \0figures\0 are written: name a folder with that")
+            raise UsageError("\0figure_format\0 needs a folder: add \0figures\0 DIR")
         if self.out is not None and Path(self.out).name in ("", ".."):
             raise UsageError(f"\0out\0: expected a file; got {self.out!r}", hint="add a file name: \0out\0 FOLDER/NAME")
 

@@ -15,24 +15,23 @@ class ReproduceOptions(Checked):
     """Options of reproduce."""
 
     all: bool = option(False, "Run every recipe.")
-    data: str | None = option(
-        None, "Folder with the data sets that recipes need, under the names that the list has.", metavar="DIR"
-    )
-    checkpoints: str | None = option(None, "Folder with the checkpoints that recipes need.", metavar="DIR")
+    data: str | None = option(None, "Folder with the data sets, named as in the list.", metavar="DIR")
+    checkpoints: str | None = option(None, "Folder with the checkpoints.", metavar="DIR")
     scale: str = option(
         "quick",
-        "quick: the smallest case that shows the effect, seconds to two minutes a recipe on two cores; paper: the published setting, for a machine with a GPU.",
+        "quick: the smallest case that shows the effect, at most two minutes on two cores; paper: the published "
+        "setting.",
         choices=SCALES,
     )
     definitions: str = option(
         BOTH,
-        "Where published code departs from its text or from what is right: numbers by the published definition, the right one, or both in rows of their own.",
+        "If published code and text differ: follow the published definition, the right one, or report both.",
         choices=(PUBLISHED, RIGHT, BOTH),
+        is_rare=True,
     )
     jobs: int | None = option(
         None,
-        "Studies and experiments made side by side, in processes that share out the cores: by default one for each core, four at most, and "
-        "one in all on a GPU. With the same \0threads\0 any number gives the same numbers.",
+        "Experiments to run in parallel. Default: one per core, at most four; one on a GPU.",
         minimum=1,
         maximum=1024,
     )
@@ -41,7 +40,7 @@ class ReproduceOptions(Checked):
     )
     force: bool = option(
         False,
-        "Measure and fit anew what is there already: otherwise finished work is taken where nothing that it is of has changed.",
+        "Repeat finished work. Otherwise unchanged results are reused.",
         short="-f",
     )
-    strict: bool = option(False, "Exit 3 where a number differs from the published one, or a claim fails.")
+    strict: bool = option(False, "Exit 3 if a number differs from the published one, or a claim fails.")

@@ -26,55 +26,68 @@ class ScoreOptions(ShownScores):
 
     labels: str | None = option(
         None,
-        "Labels, where they are not with the predictions: a column or array of another file, in the order of its rows.",
+        "Labels from another file: a column or array in the same order.",
         metavar="FILE[:COLUMN]",
+        group="Predictions",
     )
-    logits: bool = option(False, "The predictions are logits, where that cannot be told from their name or values.")
-    probabilities: bool = option(False, "The predictions are probabilities, where that cannot be told.")
+    logits: bool = option(False, "Treat the predictions as logits. Default: inferred.", group="Predictions")
+    probabilities: bool = option(
+        False, "Treat the predictions as probabilities. Default: inferred.", group="Predictions"
+    )
     task: str | None = option(
-        None,
-        "What the labels are: of several classes, of two, or several an example (multilabel), where that cannot be told.",
-        choices=TASKS,
+        None, "Type of the labels. Default: inferred.", choices=TASKS, group="Predictions", is_rare=True
     )
     groups: str | None = option(
         None,
-        "Column of group names, in the file or another one: adds a table with a row a group.",
+        "Column of group names. Adds a table with one row per group.",
         metavar="[FILE:]COLUMN",
+        group="Predictions",
     )
     ood: list[str] = option(
         [],
-        "Predictions outside the distribution, told from the others by scores of each example. Labels in it are not used. Repeatable.",
+        "File of out-of-distribution predictions. Its labels are ignored.",
         metavar="[NAME=]FILE",
+        group="Predictions",
     )
     score: list[str] = option(
         [],
-        "Tell \0ood\0 apart by this score of each example (combined otherwise, of prediction files that have it, else mutual_info or "
-        "max_prob). Repeatable.",
+        "Score that detects the examples of \0ood\0. Default: combined, else mutual_info or max_prob.",
         choices=_scores,
+        group="Scores",
     )
     reference: str | None = option(
         None,
-        "Hold the predictions against those of this file, of the same rows in the same order: agreement, total variation, "
-        "Jensen-Shannon divergence, rank correlation of mutual information. Soft labels are a reference too.",
+        "Compare with the predictions of this file (same rows): agreement, divergences, rank correlation. Soft "
+        "labels work too.",
         metavar="FILE[:ARRAY]",
+        group="Scores",
+        is_rare=True,
     )
     split: str = option(
         "test",
-        "What the split is called, in assertions; prediction files of predict say it themselves.",
+        "Name of the split in assertions. Prediction files of predict have their own.",
         metavar="NAME",
+        group="Predictions",
+        is_rare=True,
     )
     settings: dict[str, Any] = collected(of_predicted_scores)
     bootstrap: int | None = option(
         None,
-        f"Bootstrap replicates of standard errors and intervals, over examples; {REPLICATES} by default, none of more than {MOST_ROWS} rows, where they take minutes.",
+        f"Bootstrap replicates over examples. Default: {REPLICATES}, or 0 above {MOST_ROWS} rows.",
         minimum=0,
+        group="Scores",
+        is_rare=True,
     )
     seed: int = option(0, "Seed of the bootstrap.", minimum=0, env_common=True)
 
     plot: str | None = option(
-        None, "Draw a reliability diagram, and one of each group, as .png, .svg or .pdf.", metavar="FILE", writes=True
+        None,
+        "Plot a reliability diagram, and one per group, as .png, .svg or .pdf.",
+        metavar="FILE",
+        writes=True,
+        group="Output",
     )
-    force: bool = option(False, "Let \0plot\0 replace a file that is no figure of bnncli.", short="-f")
+    force: bool = option(False, "Let \0plot\0 replace a file that bnncli did not create.", short="-f")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +95,7 @@ class ScoreOptions(ShownScores):
             check_suffix(self.plot, "\0plot\0", ("png", "svg", "pdf"))
         self.check_intervals(self.bootstrap)
         if self.logits and self.probabilities:
-            raise UsageError("\0logits\0 and \0probabilities\0 exclude each other: give one")
+            raise UsageError("\0logits\0 and \0probabilities\0 exclude each other: give one of them")
         check_split_name(self.split, "\0split\0")
 
     @property

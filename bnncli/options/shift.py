@@ -11,8 +11,8 @@ def parse_corruption(text: str, option: str = "\0corrupt\0") -> tuple[str, int]:
     kind, _, severity = text.partition(":")
     if kind not in CORRUPTIONS or severity not in {str(one + 1) for one in range(NUM_SEVERITIES)}:
         raise UsageError(
-            f"{option}: expected KIND:SEVERITY, as gaussian-noise:3, of {', '.join(CORRUPTIONS)} and 1 to {NUM_SEVERITIES}; "
-            f"got {text!r}"
+            f"{option}: expected KIND:SEVERITY, such as gaussian-noise:3, with KIND one of "
+            f"{', '.join(CORRUPTIONS)} and SEVERITY 1 to {NUM_SEVERITIES}; got {text!r}"
         )
     return kind, int(severity)
 

@@ -11,10 +11,11 @@ from bnncli.options.declaration import Checked, option
 class StackOptions(Checked):
     """Options of stack: how it goes on after an interruption."""
 
-    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False)
     save_every: float = option(
         60.0,
-        "Seconds between the states that \0resume\0 continues from; 0 saves after every way of refitting.",
+        "Seconds between saved states for \0resume\0. 0: after every refit.",
         minimum=0,
         numeric=False,
+        is_rare=True,
     )

@@ -11,4 +11,4 @@ from bnncli.options.declaration import Checked, option
 class StatusOptions(Checked):
     """Options of status."""
 
-    check: bool = option(False, "Exit 3 unless every artifact is fresh.")
+    check: bool = option(False, "Exit 3 unless every artifact is up to date.")

@@ -17,9 +17,10 @@ class TargetOptions(LayersOptions):
 
     base: str | None = option(
         None,
-        "Artifact whose prior defines the target: laplace by default, or for \0layers\0 all or a pattern the one that fit-laplace makes of these layers (laplace-all).",
+        "Artifact whose prior defines the target. Default: laplace, or laplace-all for \0layers\0 all.",
         metavar="NAME|FILE",
         numeric=False,
+        group="Target",
     )
 
     @property
@@ -42,7 +43,10 @@ class GivenPriorOptions(TargetOptions):
     """The same, and a prior precision in place of the base's."""
 
     prior_precision: float | None = option(
-        None, "Prior precision of the target, biases included, instead of the base's prior.", minimum=1e-30
+        None,
+        "Prior precision of the target, biases included. Default: the base's prior.",
+        minimum=1e-30,
+        group="Target",
     )
 
     @property
@@ -57,10 +61,10 @@ class SearchedPriorOptions(LayersOptions):
 
     prior_precision: str = option(
         AUTO,
-        "Prior precision of the target: auto (searched for on the val split from the base's on, by short runs; kept where none predicts better by "
-        "more than chance), inherit (the base's), or a number, biases included. Over other layers than the last, and without a labelled val "
-        "split, auto is inherit.",
+        "A number (biases included), inherit (the base's), or auto (searched on val around the base's). auto "
+        "means inherit for other layers or without a labelled val split.",
         metavar="NUMBER|inherit|auto",
+        group="Target",
     )
 
     def __post_init__(self) -> None:

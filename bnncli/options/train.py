@@ -49,22 +49,19 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 def _model_help() -> str:
     built_in = ", ".join(name for name in names("networks") if name != "flatten")
-    return f"Network: a built-in name ({built_in}), package.module:factory or file.py:factory. A factory is your code and is run."
+    return f"Network: {built_in}; or your code, package.module:factory or file.py:factory."
 
 
 def _recipe_help() -> str:
-    return (
-        "Published settings, each of which its own option overrides: lenet-fmnist, mlp-fmnist (784-50-10) and wrn-16-4-cifar of "
-        "Kristiadi et al. 2022, resnet20-cifar of He et al. 2016. What no recipe says is as in lenet-fmnist."
-    )
+    return "Published settings to start from; other options override them. See docs/practice.md."
 
 
 @dataclass(frozen=True)
 class TrainOptions(Checked):
     """Options of train."""
 
-    recipe: str | None = option(None, _recipe_help, choices=tuple(RECIPES))
-    model: str | None = option(None, _model_help, metavar="MODEL")
+    recipe: str | None = option(None, _recipe_help, choices=tuple(RECIPES), group="Network")
+    model: str | None = option(None, _model_help, metavar="MODEL", group="Network")
     model_arg: list[str] = network_inputs.model_arg()
     data: list[str] = network_inputs.data()
     hold_out: list[str] = network_inputs.hold_out()
@@ -74,57 +71,69 @@ class TrainOptions(Checked):
     resize: int | None = network_inputs.resize()
     crop: int | None = network_inputs.crop()
     optimizer: str | None = option(
-        None, "adam by default; sgd has momentum, nesterov is sgd with Nesterov's.", choices=OPTIMIZERS
+        None, "Optimizer. Default: adam; nesterov is sgd with Nesterov momentum.", choices=OPTIMIZERS, group="Training"
     )
     learning_rate: float | None = option(
-        None, "Learning rate at the start, 0.001 by default.", minimum=1e-12, maximum=1e6
+        None, "Initial learning rate. Default: 0.001.", minimum=1e-12, maximum=1e6, group="Training"
     )
-    momentum: float | None = option(None, "Momentum of sgd and nesterov, 0.9 by default.", minimum=0, maximum=0.9999)
+    momentum: float | None = option(
+        None, "Momentum of sgd and nesterov. Default: 0.9.", minimum=0, maximum=0.9999, group="Training", is_rare=True
+    )
     weight_decay: float | None = option(
         None,
-        "L2 term of all parameters, 0.0005 by default: N times it is the precision of a Gaussian prior. adamw decouples it.",
+        "L2 weight of all parameters; a Gaussian prior of precision N times this. Default: 0.0005.",
         minimum=0,
         maximum=1e6,
+        group="Training",
     )
-    epochs: int | None = option(None, "Passes over the training split, 100 by default.", minimum=1)
-    batch_size: int | None = option(None, "Examples a step, 128 by default.", minimum=1)
+    epochs: int | None = option(None, "Passes over the training split. Default: 100.", minimum=1, group="Training")
+    batch_size: int | None = option(None, "Examples per step. Default: 128.", minimum=1, group="Training")
     schedule: str | None = option(
         None,
-        "Course of the learning rate: cosine (to zero, the default), step (a tenth from half of the steps on, a hundredth from three "
-        "quarters on) or constant.",
+        "Learning rate schedule; step divides by 10 after 1/2 and after 3/4 of the steps. Default: cosine.",
         choices=SCHEDULES,
+        group="Training",
     )
     augment: str | None = option(
         None,
-        "What happens to images at random: crop (shifts by up to \0padding\0 pixels, black comes in), flip (left to right).",
+        "Random augmentation of images: crop (shift by up to \0padding\0 pixels), flip (left to right).",
         choices=AUGMENTATIONS,
+        group="Images",
     )
-    padding: int = option(4, "Pixels of the largest shift of crop.", minimum=1)
+    padding: int = option(4, "Largest shift of crop, in pixels.", minimum=1, group="Images", is_rare=True)
     label_smoothing: float = option(
-        0.0, "Share of each label that is spread over all classes.", minimum=0, maximum=0.999
+        0.0, "Share of each label to spread over all classes.", minimum=0, maximum=0.999, group="Training", is_rare=True
     )
     ema: float | None = option(
         None,
-        "Keep a running average of the weights too, with this decay a step, as 0.999; extract-features takes it as its \0state\0 ema.",
+        "Also keep an average of the weights with this decay per step, such as 0.999. extract-features "
+        "\0state\0 ema uses it.",
         minimum=0,
         maximum=0.999999,
+        group="Training",
+        is_rare=True,
     )
     autocast: str | None = option(
-        None, "Let the network compute in lower precision (torch.autocast).", choices=("bf16",)
+        None, "Run the network in lower precision (torch.autocast).", choices=("bf16",), group="Training", is_rare=True
     )
     seeds: int | None = option(
         None,
-        "Train so many networks as one batch, of \0seed\0 and those after it: CKPT-SEED.safetensors each. For small networks on a GPU.",
+        "Train this many small networks as one batch, with \0seed\0 and the following seeds. Writes "
+        "CKPT-SEED.safetensors each.",
         minimum=2,
         maximum=1000,
+        group="Training",
+        is_rare=True,
     )
     num_workers: int = network_inputs.num_workers()
-    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Training")
     save_every: float = option(
         60.0,
-        "Seconds between the states that \0resume\0 continues from; 0 saves after every epoch.",
+        "Seconds between saved states for \0resume\0. 0: after every epoch.",
         minimum=0,
         numeric=False,
+        group="Training",
+        is_rare=True,
     )
 
     def __post_init__(self) -> None:
@@ -136,7 +145,7 @@ class TrainOptions(Checked):
                 f"\0model\0: expected a built-in network, package.module:factory or file.py:factory; {self.model!r} has weights already"
             )
         if self.model == "flatten":
-            raise UsageError("\0model\0 flatten is no network: it has nothing to train")
+            raise UsageError("\0model\0 flatten has nothing to train: name a network")
 
     def resolved(self) -> TrainOptions:
         """The options with the recipe's settings, and the defaults, in place of those that were left open.
@@ -151,14 +160,15 @@ class TrainOptions(Checked):
         preset = [argument for argument in recipe.pop("model_arg", []) if argument.partition("=")[0] not in own]
         if self.optimizer not in (None, recipe["optimizer"]) and self.learning_rate is None:
             raise UsageError(
-                f"\0optimizer\0 {self.optimizer} needs a \0learning_rate\0: the one at hand, {recipe['learning_rate']}, is for {recipe['optimizer']}"
+                f"\0optimizer\0 {self.optimizer} needs \0learning_rate\0: the current one, "
+                f"{recipe['learning_rate']}, is for {recipe['optimizer']}"
             )
         open_ones = {name: value for name, value in recipe.items() if getattr(self, name) is None}
         found = replace(self, model_arg=[*preset, *self.model_arg], **open_ones)
         if found.model is None:
-            raise UsageError("\0model\0: name the network, or a \0recipe\0 that has one")
+            raise UsageError("\0model\0: name a network, or a \0recipe\0 that has one")
         if not any(text.startswith("train=") for text in self.data):
-            raise UsageError("\0data\0: give the training split, as \0data\0 train=npz:train.npz")
+            raise UsageError("\0data\0: give the training split, such as \0data\0 train=npz:train.npz")
         if self.momentum is not None and found.optimizer not in ("sgd", "nesterov"):
             raise UsageError(f"\0momentum\0 is for \0optimizer\0 sgd and nesterov; the optimizer is {found.optimizer}")
         return found

@@ -26,7 +26,7 @@ def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
 
 
 K = ScoreOption(
-    text="k of the top-k accuracy, undefined for k classes or fewer.",
+    text="k of the top-k accuracy. Undefined for k classes or fewer.",
     default=5,
     minimum=1,
     place=3,

@@ -19,8 +19,8 @@ def input_numbers(text: str | None, option: str = "\0true_inputs\0") -> tuple[in
 
 
 TRUE_INPUTS = ScoreOption(
-    text="Inputs of the truth, numbered from 1, as 1,3,7: adds the share of them, and of the others, whose inclusion "
-    "probability is above 1/2. For posteriors of fit-lbbnn with one layer and a single logit.",
+    text="True inputs, numbered from 1, such as 1,3,7; adds the rates of true and false inclusions. For fit-lbbnn with "
+    "one layer and one logit.",
     default=None,
     type=str,
     metavar="N,...",

@@ -18,11 +18,11 @@ from bnncli.storage.run_folder import FEATURES_SUFFIX, POSTERIOR_SUFFIXES
 
 COMMAND = Command(
     "Remove temporary files of dead runs, and stale artifacts with --stale.",
-    "Files of processes that still run are kept. An artifact that is damaged, or whose state cannot be told, is never removed.",
+    "Keeps files of processes that still run. Never removes an artifact that is damaged or whose state is unknown.",
     (
         own_options(
-            stale=option(False, "Remove the artifacts too that status calls stale."),
-            dry_run=option(False, "Say what would be removed, and remove nothing.", short="-n"),
+            stale=option(False, "Also remove artifacts that status calls stale."),
+            dry_run=option(False, "Print what would be removed, without removing it.", short="-n"),
         ),
         LockOptions,
         *READ,

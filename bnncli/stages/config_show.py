@@ -11,11 +11,10 @@ from bnncli.run.session import Result, Run, Table
 
 COMMAND = Command(
     "Print the value of every option of a command, and where it comes from.",
-    "Flags win over environment variables (BNNCLI_<COMMAND>_<OPTION>), these over the configuration file, this over "
-    "the defaults.",
+    "Precedence: command line, environment (BNNCLI_<COMMAND>_<OPTION>), configuration file, default.",
     (CommonOptions,),
     ("bnncli config show refine", "BNNCLI_REFINE_EPOCHS=5 bnncli config show refine --json"),
-    (Argument("of", "A command; all when not given.", is_optional=True),),
+    (Argument("of", "A command. Default: all.", is_optional=True),),
     parent="config",
     section="Files",
     place=60,

@@ -21,9 +21,9 @@ from bnncli.storage.freshness import carries_our_mark
 
 COMMAND = Command(
     "Write a checkpoint's weights as a safetensors state dict.",
-    "The only command that may unpickle code, and only with --trust-pickle. Takes the folder of a checkpoint in several files "
-    "too: shards with an index, distributed checkpoints of torch (FSDP), DeepSpeed (ZeRO 1 to 3). "
-    "A TARGET that ends in .npz gets the arrays of a linear classifier of scikit-learn, for --model sklearn:FILE.",
+    "Also takes folders: shards with an index, distributed checkpoints of torch (FSDP) and DeepSpeed (ZeRO 1 to 3). "
+    "A TARGET that ends in .npz gets the arrays of a scikit-learn linear classifier, for --model sklearn:FILE. "
+    "Unpickles code only with --trust-pickle.",
     (ConvertOptions, WriteOptions, CommonOptions),
     (
         "bnncli convert ckpt.ckpt ckpt.safetensors --trust-pickle",
@@ -33,7 +33,7 @@ COMMAND = Command(
     (
         Argument("source", "The checkpoint: a file, or a folder of several."),
         Argument(
-            "target", "The safetensors file to write, or an .npz file of a classifier of scikit-learn.", writes=True
+            "target", "The safetensors file to write, or an .npz file for a scikit-learn classifier.", writes=True
         ),
     ),
     section="Files",

@@ -15,12 +15,12 @@ from bnncli.run.session import Result, Run
 
 COMMAND = Command(
     "Remove posteriors or predictions, with everything made from them.",
-    "Predictions, metrics, decisions and recommendations go with what they were made from. Where another posterior or an export was made "
-    "from it, nothing is removed unless these are named too, or --dependents is given.",
+    "Also removes predictions, metrics, decisions and recommendations made from them. Refuses if another posterior "
+    "or an export depends on them, unless you name it too or pass --dependents.",
     (
         own_options(
-            dependents=option(False, "Remove the posteriors and exports too that were made from the named ones."),
-            dry_run=option(False, "Say what would be removed, and remove nothing.", short="-n"),
+            dependents=option(False, "Also remove posteriors and exports made from the named ones."),
+            dry_run=option(False, "Print what would be removed, without removing it.", short="-n"),
         ),
         LockOptions,
         *READ,

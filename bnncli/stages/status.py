@@ -16,8 +16,7 @@ from bnncli.storage.atomic import temporaries
 
 COMMAND = Command(
     "List a run's artifacts and whether each is up to date.",
-    "An artifact is stale when an input it was made from has changed since, by content, and unknown when that cannot be told, "
-    "because a file cannot be read.",
+    "An artifact is stale if the content of an input has changed since. It is unknown if an input cannot be read.",
     (StatusOptions, *READ),
     ("bnncli status ckpt.pt", "bnncli status ckpt.pt --check || bnncli fit-laplace ckpt.pt"),
     section="Files",

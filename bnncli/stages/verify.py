@@ -24,8 +24,8 @@ from bnncli.storage.predictions import read_predictions
 from bnncli.storage.trained import read_trained
 
 COMMAND = Command(
-    "Check artifacts in full: digests and invariants. Exits with 65 if one is bad.",
-    "Reads every byte; `inspect` and `status` read headers only.",
+    "Check artifacts in full: digests and invariants. Exit 65 if one is bad.",
+    "Reads every byte. `inspect` and `status` read only headers.",
     (CommonOptions,),
     ("bnncli verify ckpt.pt.bnn", "bnncli verify ckpt.pt.bnn/features/*.h5"),
     (Argument("file", "Artifacts, or folders of them, to check.", is_many=True),),

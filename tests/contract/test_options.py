@@ -127,6 +127,41 @@ def test_help_names_every_option_and_argument_and_has_examples(cli: Cli, command
         assert " ".join(help_of(spec).split()[:3]) in text, name
 
 
+def num_sentences(text: str) -> int:
+    return len(re.findall(r"[.?!](?= |$)", text))
+
+
+@every_command
+def test_an_option_is_described_in_two_sentences_and_a_command_in_four(command: Command) -> None:
+    for name, (spec, _) in option_fields(command).items():
+        text = help_of(spec)
+        is_setting = spec.metadata["group"].startswith("Settings of")  # each part may add what it makes of it
+        assert is_setting or (1 <= num_sentences(text) <= 2 and len(text) <= 640), (name, text)
+    assert num_sentences(command.details) <= 4, command.details
+    assert num_sentences(command.summary) <= 2
+
+
+@pytest.mark.parametrize("name", ["predict", "fit-laplace", "hmc", "refine", "extract-features", "auto"])
+def test_the_help_of_a_frequent_command_fits_a_page(cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert len(cli(name, "--help").stdout.splitlines()) <= (60 if name == "predict" else 75)
+
+
+def test_rare_options_are_named_in_the_help_and_described_in_groups_by_help_all(cli: Cli) -> None:
+    shown, everything = (cli("predict", one).stdout for one in ("--help", "--help-all"))
+    rare = shown.partition("More options (see bnncli predict --help-all):")[2].partition("Common options")[0]
+    assert "--points" in rare
+    assert "Points of the quadrature rule" not in shown
+    assert re.search(r"^Settings of quadrature:\n  --rule .*\n(  .*\n)*?  --points <int> ", everything, re.MULTILINE)
+    titles = [line[:-1] for line in shown.splitlines() if re.fullmatch(r"[A-Z][a-z ]+:", line)]
+    assert titles == ["Arguments", "What to predict", "How", "Output", "Decisions", "Examples"]
+
+
+def test_a_command_of_few_options_has_no_groups(cli: Cli) -> None:
+    titles = [line for line in cli("stack", "--help").stdout.splitlines() if re.fullmatch(r"[A-Z][a-z ]+:", line)]
+    assert titles == ["Arguments:", "Options:", "Examples:"]
+
+
 EXAMPLES = [example for command in COMMANDS for example in command.examples]
 
 

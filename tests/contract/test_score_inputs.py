@@ -66,7 +66,7 @@ ARRAYS: dict[str, tuple[dict[str, Any], tuple[str, ...], int, str]] = {
     "undefined by name": ({"probs": PROBS}, ("--metric", "nll"), 65, "--metric nll is undefined on split 'test': no labels"),
     "itself outside": ({"probs": PROBS}, ("--ood", "out=p.npz"), 65, "has the same predictions"),
     "no such file outside": ({"probs": PROBS}, ("--ood", "out=q.npz"), 66, "no file 'q.npz'"),
-    "no intervals": ({"probs": PROBS}, ("--bootstrap", "0", "--intervals"), 2, "there are none with --bootstrap 0"),
+    "no intervals": ({"probs": PROBS}, ("--bootstrap", "0", "--intervals"), 2, "--bootstrap 0 computes no intervals"),
 }  # fmt: skip
 
 

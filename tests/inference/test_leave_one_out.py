@@ -165,4 +165,4 @@ def test_of_many_outputs_the_evidence_chooses(cli: Cli, tmp_path: Path, monkeypa
 def test_where_no_example_can_be_left_out_it_is_refused(cli: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
     run = new_run(cli, tmp_path / "run", small_arrays(40, 6))
     done = cli("fit-laplace", run, "--prior-precision", "loo", *words)
-    assert (done.code, "--prior-precision loo leaves out examples of train" in done.stderr) == (2, True)
+    assert (done.code, "--prior-precision loo is for --layers last at --center mode" in done.stderr) == (2, True)

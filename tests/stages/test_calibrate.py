@@ -341,9 +341,9 @@ def test_a_rule_is_stale_with_its_predictions(cli: Cli, run: Path) -> None:
     ("words", "message"),
     [
         ((), "nothing to calibrate"),
-        (("--class-conditional", "--risk", "0.1"), "--class-conditional is of prediction sets: add --sets"),
+        (("--class-conditional", "--risk", "0.1"), "--class-conditional applies to prediction sets: add --sets"),
         (("--sets", "lac", "--nonrandomized"), "lac is not randomised"),
-        (("--sets", "aps", "--raps-rank", "2"), "--raps-rank is of raps"),
+        (("--sets", "aps", "--raps-rank", "2"), "--raps-rank applies to raps"),
         (("--sets", "raps", "--raps-rank", "2"), "--raps-penalty and --raps-rank go together"),
         (("--sets", "lac", "--coverage", "1"), "--coverage: expected a number between 0 and 1; got 1"),
         (("--sets", "lac", "--integrator", "exact"), "--integrator: expected one of bridge, "),

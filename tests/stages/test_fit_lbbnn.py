@@ -159,7 +159,7 @@ def test_the_same_request_is_up_to_date_and_its_numbers_are_those_of_the_seed(cl
         (("--flow-rate", "0.1"), "--flow-rate is for --estimator mnf"),
         (("--estimator", "concrete", "--variance", "published"), "--variance is for --estimator lrt and mnf"),
         (("--start-inclusion", "2,1"), "expected LOW,HIGH"),
-        (("--early-epochs", "3"), "nothing differs in them"),
+        (("--early-epochs", "3"), "has no effect without"),
         (("--prior-inclusion", "1"), "--prior-inclusion"),
     ],
 )

@@ -257,6 +257,6 @@ def test_what_does_not_belong_together_is_told(cli: Cli, words: tuple[str | int,
 
 def test_the_last_layer_has_one_curvature(cli: Cli) -> None:
     refused = cli("fit-laplace", "ckpt.pt", "--curvature", "fisher")
-    assert (refused.code, "of the last layer ggn is the Hessian" in refused.stderr) == (2, True)
+    assert (refused.code, "for the last layer ggn is the Hessian" in refused.stderr) == (2, True)
     refused = cli("fit-laplace", "ckpt.pt", "--draws", "3")
-    assert (refused.code, "of the last layer the Gaussian itself is made" in refused.stderr) == (2, True)
+    assert (refused.code, "for the last layer the Gaussian itself is stored" in refused.stderr) == (2, True)

@@ -118,9 +118,9 @@ def test_a_dry_run_says_what_is_kept_and_keeps_nothing(folder: Path, cli: Cli) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--keep-features",), "--keep-features is of new data: add --data SPLIT=SPEC"),
-        (("--data", "new=-", *KEPT), "stdin cannot be read again"),
-        (("--follow", "in", *KEPT), "--data SPLIT=images:in makes one"),
+        (("--keep-features",), "--keep-features applies to new data: add --data SPLIT=SPEC"),
+        (("--data", "new=-", *KEPT), "cannot read stdin again"),
+        (("--follow", "in", *KEPT), "use extract-features --data SPLIT=images:in"),
         (("--ood", "new=npz:test.npz", "--follow", "in", "--table", "t.csv"), "--ood and --follow exclude each other"),
         (("--ood", "new=py:code.py:make", *KEPT), "--ood: 'py:code.py:make' is code"),
         (("--ood", "new=npz:test.npz", *DATA, *KEPT), "--ood: a split is named twice"),

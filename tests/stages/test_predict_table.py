@@ -177,7 +177,7 @@ def test_a_union_that_cannot_be_is_refused(texts: list[str], message: str) -> No
     ("words", "message"),
     [
         (("--merge", "a=0,1"), "add --table FILE"),
-        (("--raw-text",), "--raw-text is about the table: add --table FILE"),
+        (("--raw-text",), "--raw-text applies to the table: add --table FILE"),
         (("--table", "t.csv", "--merge", "0,1"), "--merge: expected NAME=CLASS,CLASS"),
         (("--table", "t.csv", "--merge", "a="), "--merge: expected NAME=CLASS,CLASS"),
         (("--table", "t.txt"), "--table: expected a file ending in .csv, .npz"),

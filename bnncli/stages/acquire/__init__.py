@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     "Choose the examples of a pool to label next.",
-    "Prints ids, one a line, the first to label first: names of examples where their features have them, else sample ids. What single "
-    "examples tell (bald, entropy, margin) repeats itself where the pool does; batchbald chooses a batch for what its labels tell together.",
+    "Prints one id per line, most useful first: example names if the features have them, else sample ids. bald, "
+    "entropy and margin score single examples and may pick near-duplicates; batchbald chooses a batch jointly.",
     (AcquireOptions, InputOptions, ComputeOptions, WriteOptions, *READ),
     (
         "bnncli acquire ckpt.pt --pool unlabelled --batch 100",

@@ -31,11 +31,10 @@ _FOR_FITS = 0.95  # of the budget: the rest is for what ends, is judged and writ
 
 COMMAND = Command(
     "Try methods from cheap to costly and recommend one.",
-    "Fits one temperature, an ensemble where checkpoints beside this one are of the same network, trained apart, a stack of refitted last layers, then a Gaussian; where that is not good for its target (as diagnose judges) a flow on it, and where that "
-    "is not either, hmc, unless the flow predicts val worse than a cheaper choice. Compares every posterior on the labelled val split, by mc, probit, mean-field and plug-in, with the network at one "
-    "temperature. Recommends the simplest that lowers the NLL by more than 1 % beyond chance and does not lose accuracy; where none does, the "
-    "temperature. Says what the combined score of the features detects of the run's out-of-distribution splits, whatever the posterior. predict "
-    "takes the recommendation where nothing else is named. Writes recommended.json.",
+    "Fits a temperature, an ensemble (of sibling checkpoints), a stack of last layers and a Gaussian; then a flow "
+    "and hmc if the simpler posterior does not fit well. Compares all of them on val. Recommends the simplest that "
+    "lowers the NLL by more than 1%, significantly and without losing accuracy, else the temperature. Writes "
+    "recommended.json, which predict uses by default.",
     (AutoOptions, InputOptions, *COMPUTE),
     ("bnncli auto ckpt.pt", "bnncli auto ckpt.pt --budget 5m"),
     section="Start",

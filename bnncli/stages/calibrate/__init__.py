@@ -26,10 +26,9 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Calibrate decisions with guarantees: prediction sets, acceptance, outliers, shift.",
-    "Reads the predictions of a split that chose nothing else, such as extract-features --hold-out calib=test:2000 makes; one that the "
-    "posterior was fitted to, tuned on or chosen by is refused. The levels hold for examples like those of the split, whatever the "
-    "posterior is worth; predict adds the decisions to its table, evaluate says what they come to on other splits. Exits 3 where no threshold "
-    "meets --risk. Writes decisions/<posterior>.<integrator>/<rule>.safetensors, of the rules sets, risk, ood and shift.",
+    "Needs predictions of a split that no fit or choice has used, such as extract-features --hold-out "
+    "calib=test:2000. predict adds the decisions to its table; evaluate reports how they perform. Exits 3 if no "
+    "threshold meets --risk. Writes decisions/<posterior>.<integrator>/<rule>.safetensors.",
     (CalibrateOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli calibrate ckpt.pt --sets lac --coverage 0.9",

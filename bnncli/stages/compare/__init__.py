@@ -20,13 +20,9 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Compare the scores of posteriors, with standard errors and tests.",
-    "One checkpoint: standard errors and tests by a bootstrap over examples, the same ones for all posteriors. Several "
-    "checkpoints, seeds of one experiment: means and standard errors over checkpoints, and paired t tests, which find "
-    "little with two or three. Marked (* in text) are the best of each column and all that are not significantly worse "
-    "than another: in each column, posteriors whose true scores are equally best are all marked but for a chance of "
-    "--alpha, however many are compared. With --baseline: those that differ from it, by Holm's adjustment; the p-value "
-    "is the share of bootstrap differences that lie as far from the difference observed as that lies from zero, itself "
-    "counted. Reads predictions; --plot alone writes.",
+    "With one checkpoint, bootstraps over examples. With several (seeds of one experiment), tests over checkpoints. "
+    "Marks the best of each column and all that are not significantly worse (family-wise --alpha per column). With "
+    "--baseline, tests each posterior against it (Holm).",
     (CompareOptions, InputOptions, WriteOptions, *READ),
     (
         "bnncli compare ckpt.pt",
@@ -35,11 +31,7 @@ COMMAND = Command(
         "bnncli compare seed-*.pt --plot figures",
         "bnncli compare ckpt.pt --by cost",
     ),
-    (
-        Argument(
-            "ckpt", "Checkpoints whose predictions are compared; several are seeds of one experiment.", is_many=True
-        ),
-    ),
+    (Argument("ckpt", "Checkpoints to compare; several are seeds of one experiment.", is_many=True),),
     section="Judge",
     place=20,
 )

@@ -16,8 +16,8 @@ from bnncli.stages.demo.fixtures import fixture_path
 from bnncli.storage.atomic import check_writable, publish_bytes
 
 COMMAND = Command(
-    "Run the whole pipeline on embedded data, into ./bnncli-demo/.",
-    "A LeNet-5 and subsets of Fashion-MNIST and MNIST travel with the package; under a minute on two cores.",
+    "Run the whole pipeline on embedded data in ./bnncli-demo/.",
+    "Uses a LeNet-5 and subsets of Fashion-MNIST and MNIST from the package. Takes under a minute on two cores.",
     (DemoOptions, ComputeOptions, CommonOptions),
     ("bnncli demo", "bnncli demo --files-only --dir ."),
     (),

@@ -16,9 +16,9 @@ from bnncli.stages.diagnose.tables import diagnosis_tables
 
 COMMAND = Command(
     "Check how closely each posterior matches its target.",
-    "A Gaussian or flow is good when its log importance weights spread by at most 2 nats and Pareto k is below its "
-    "threshold; draws are good with R-hat at most 1.05, 400 effective draws and no divergence. What to predict with is another "
-    "question: diagnose quotes auto's recommendation, or, without one, compares the posteriors on val by auto's rule. Nothing is written.",
+    "A Gaussian or flow fits well if its log importance weights spread by at most 2 nats and Pareto k is below its "
+    "threshold. Draws fit well with R-hat at most 1.05, 400 effective draws and no divergence. Also shows which "
+    "posterior predicts best on val. Writes nothing.",
     (DiagnoseOptions, InputOptions, ComputeOptions, *READ),
     (
         "bnncli diagnose ckpt.pt",

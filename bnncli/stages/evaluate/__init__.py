@@ -40,11 +40,9 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Score predictions: accuracy, NLL, Brier, ECE, OOD detection.",
-    "One row for each posterior, integrator and in-distribution split. Numbers with all the choices that define them "
-    "are in metrics/<posterior>.<integrator>.json and in --json. Undefined scores are null with a reason. Scores of the "
-    "features alone (--score knn) have a row called features, in metrics/features.none.json. An assertion "
-    "(--assert) without a posterior is about the one that auto recommends, else about every one with predictions but that on its right; without a split about test; without "
-    "choices about the usual form of a score.",
+    "Prints one row per posterior, integrator and in-distribution split. Writes all scores with their settings to "
+    "metrics/<posterior>.<integrator>.json. Undefined scores are null with a reason. An --assert without posterior, "
+    "split or choices refers to auto's recommendation (else to all), test, and the usual form of the score.",
     (EvaluateOptions, InputOptions, *COMPUTE),
     (
         "bnncli evaluate ckpt.pt",

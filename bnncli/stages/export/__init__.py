@@ -31,10 +31,9 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Export network and posterior as one ONNX, pt2 or safetensors file.",
-    "Inputs go in as the run's data has them, a batch of any size; probs, entropy, mutual_information (where the integrator has "
-    "it) and ood_score come out. Before the file is published its probabilities are held against those of predict on val, in "
-    "onnxruntime and in torch on the CPU; size and milliseconds are said. The file says of what it was made, what its classes and "
-    "outputs are, and which ood_score 95 and 99 % of val stay below. Writes exports/<posterior>.<integrator>.onnx.",
+    "The file takes inputs as in the run's data and returns probs, entropy, mutual_information (if available) and "
+    "ood_score. Before publishing it, compares its probabilities with predict's on val. Writes "
+    "exports/<posterior>.<integrator>.onnx.",
     (ExportOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli export ckpt.pt --posterior laplace --integrator probit",

@@ -30,9 +30,9 @@ from bnncli.storage.features import FeatureFile
 
 COMMAND = Command(
     "Run the network over the data once and store its penultimate features.",
-    "Writes features/<split>.h5 for every split and posteriors/map.safetensors, the network as trained. Every later "
-    "command works from these files and needs no network code. The last linear layer is found, and proved: features "
-    "times head must equal the network's output.",
+    "Writes features/<split>.h5 for each split and posteriors/map.safetensors, the network as trained. Later "
+    "commands work from these files and need no network code. Finds the last linear layer and checks that features "
+    "times head equal the network's output.",
     (ExtractFeaturesOptions, *COMPUTE),
     (
         "bnncli extract-features ckpt.pt --model lenet5 --data train=npz:train.npz --data test=npz:test.npz --hold-out val=test:2000 --ood mnist=npz:mnist.npz",

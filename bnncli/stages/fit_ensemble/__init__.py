@@ -24,15 +24,12 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Combine networks that were trained separately into an ensemble.",
-    "CKPT is the first member; its run has recorded the network and the data. MEMBERs are further checkpoints of the same "
-    "architecture, other seeds as a rule. All have equal weight, each with its own parameters and batch-norm statistics. --each says "
-    "what a member predicts with: the network as trained, at a temperature, or a Gaussian over its last layer (a mixture of Laplace "
-    "approximations). Writes posteriors/ensemble.safetensors, or mola.",
+    "CKPT is the first member, MEMBERs are further checkpoints of the same architecture. All have equal weight. "
+    "Writes posteriors/ensemble.safetensors, or mola with --each laplace.",
     (FitEnsembleOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-ensemble lenet-0.safetensors lenet-1.safetensors lenet-2.safetensors",
         "bnncli fit-ensemble a.pt b.pt c.pt d.pt e.pt --name five",
-        "bnncli fit-ensemble a.pt b.pt c.pt --each temperature",
         "bnncli fit-ensemble a.pt b.pt c.pt --each laplace",
     ),
     (CKPT, Argument("member", "Checkpoints of the other members.", is_many=True)),

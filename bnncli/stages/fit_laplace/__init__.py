@@ -33,20 +33,14 @@ from bnncli.theta.layout import MatrixLayout
 
 COMMAND = Command(
     "Fit a Gaussian (Laplace) posterior over the last layer, or over other layers.",
-    "Finds the mode of the target by Newton's method, to within 0.001 posterior standard deviations (the Newton "
-    "decrement, all parameters together), and puts the Laplace approximation there; over other layers (--layers) it is put "
-    "at the network's weights, unless --center mode looks for their mode. The prior "
-    "precision is chosen on the val split (data that the network was not trained on), by leave-one-out on train or by the marginal likelihood, "
-    "unless a number is given. Biases have the weights' unless --bias-precision gives them their own. Writes "
-    "posteriors/laplace.safetensors, or laplace-all of all layers.",
+    "Last layer: finds the mode by Newton's method and fits the Gaussian there. Other layers (--layers): fits it at "
+    "the network's weights, unless --center mode. Chooses the prior precision unless you give a number. Writes "
+    "posteriors/laplace.safetensors, or laplace-all.",
     (FitLaplaceOptions, NameOptions, *COMPUTE),
     (
         "bnncli fit-laplace ckpt.pt",
         "bnncli fit-laplace ckpt.pt --structure kron --prior-precision 510 --name kron",
-        "bnncli fit-laplace ckpt.pt --bias-precision 0.1 --name weak-bias",
-        "bnncli fit-laplace ckpt.pt --fit-on train+val --name both",
         "bnncli fit-laplace ckpt.pt --fit-on val --prior-mean checkpoint --name about",
-        "bnncli fit-laplace ckpt.pt --plot prior-precision.png",
         "bnncli fit-laplace ckpt.pt --layers all --structure kron",
         "bnncli fit-laplace ckpt.pt --layers 'layer4*+fc*' --name top",
     ),

@@ -17,10 +17,10 @@ from bnncli.stages.fit_lbbnn.summary import summary
 from bnncli.theta.network import NetworkLayout
 
 COMMAND = Command(
-    "Fit a latent binary network, which includes each weight with a probability.",
-    "Maximises a bound on the evidence of a spike-and-slab network on the features: the last layer alone, or with "
-    "--hidden a network of its own, on raw inputs after extract-features --model flatten. Reports the parts of the bound "
-    "and the density. Writes posteriors/lbbnn.safetensors.",
+    "Fit a latent binary network, which includes each weight with some probability.",
+    "Maximises a bound on the evidence of a spike-and-slab network on the features: the last layer, or with "
+    "--hidden a whole network on raw inputs (extract-features --model flatten). Reports the bound and the density. "
+    "Writes posteriors/lbbnn.safetensors.",
     (FitLbbnnOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-lbbnn ckpt.pt",

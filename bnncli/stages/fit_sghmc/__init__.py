@@ -19,9 +19,9 @@ from bnncli.stages.fit_sghmc.report import summary
 
 COMMAND = Command(
     "Sample by stochastic-gradient HMC, cyclical or not.",
-    "A baseline for hmc: no step is accepted or refused, so that draws are biased, by the length of steps and by the noise of "
-    "minibatches; the summary says by how much along the stiffest direction. All chains run as one batch on the features, or with --layers through "
-    "the network in evaluation mode, the statistics of batch norm fixed. Writes posteriors/sghmc.nc, or sghmc-all.nc of all layers.",
+    "A baseline for hmc without accept/reject steps: draws are biased by step size and minibatch noise. The summary "
+    "reports the bias along the stiffest direction. With --layers, batch norm statistics stay fixed. Writes "
+    "posteriors/sghmc.nc, or sghmc-all.nc.",
     (FitSghmcOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-sghmc ckpt.pt",

@@ -19,9 +19,8 @@ from bnncli.stages.fit_swag.report import summary
 
 COMMAND = Command(
     "Fit a Gaussian to the iterates of SGD (SWAG).",
-    "A baseline for fit-laplace: starts at the network's weights, and takes mean, variances and the last deviations of the iterates at "
-    "the ends of epochs. The learning rate sets the spread: the summary compares it with the prior's. Over other layers (--layers) the network is in evaluation "
-    "mode, the statistics of batch norm fixed. Writes posteriors/swag.safetensors, or swag-all of all layers.",
+    "A baseline for fit-laplace. Starts at the network's weights; minibatch noise and the learning rate set the "
+    "spread. With --layers, batch norm statistics stay fixed. Writes posteriors/swag.safetensors, or swag-all.",
     (FitSwagOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-swag ckpt.pt",

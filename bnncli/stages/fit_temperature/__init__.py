@@ -21,9 +21,8 @@ from bnncli.storage.headers import Header
 
 COMMAND = Command(
     "Scale the network's logits by one temperature, fitted on val.",
-    "The plain baseline of calibration: divides the last layer by T, which minimises the NLL of the val split (labelled "
-    "data that the network was not trained on). Confidence changes, the predicted class does not. Writes "
-    "posteriors/temperature.safetensors, which predict uses as a single network.",
+    "The plain calibration baseline: divides the logits by the T that minimises the NLL on val. Confidence changes, "
+    "the predicted class does not. Writes posteriors/temperature.safetensors.",
     (FitTemperatureOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-temperature ckpt.pt",

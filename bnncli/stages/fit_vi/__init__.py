@@ -19,9 +19,8 @@ from bnncli.stages.fit_vi.report import summary
 
 COMMAND = Command(
     "Fit independent Gaussians by variational inference.",
-    "A baseline for fit-laplace and refine: maximises the ELBO over a mean and a variance for each parameter, and says the ELBO with its standard error. Over "
-    "other layers (--layers) the network is in evaluation mode, the statistics of batch norm fixed. Writes posteriors/vi.safetensors, a Gaussian of "
-    "diagonal covariance, or vi-all of all layers.",
+    "A baseline for fit-laplace and refine. Maximises the ELBO over a mean and a variance per parameter. With "
+    "--layers, batch norm statistics stay fixed. Writes posteriors/vi.safetensors, or vi-all.",
     (FitViOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-vi ckpt.pt",

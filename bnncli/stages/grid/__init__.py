@@ -26,13 +26,9 @@ from bnncli.storage.locks import artifact_lock
 
 COMMAND = Command(
     "Run commands over many checkpoints and options in parallel.",
-    "FILE is TOML: `checkpoints`, paths or patterns, and [[step]] after [[step]], each with `command` and options of that command. A list "
-    "is an axis: there is a line for each of its values, and posteriors are named after them; of an option that may be given several times "
-    "a list is one value, and a list of lists an axis. {NAME} in a value is the posterior of the step of that name (`name`; without one its "
-    "command, less fit-), {NAME*} all that the lists of that step make; {checkpoint} and {job} tell lines apart, in names of files. A line "
-    "waits for those that it refers to; evaluate, compare and what refers to nothing wait for all before them; `after` says otherwise. "
-    "Paths begin where grid is run. A grid that was killed is run again, and makes what is missing. Exit 3 when a line failed, 78 where "
-    "FILE is wrong.",
+    "FILE is TOML: `checkpoints`, and [[step]] tables with `command` and its options; a list of values is an axis. "
+    "{NAME} refers to the posterior of an earlier step, {NAME*} to all of them. Run an interrupted grid again to "
+    "make what is missing. Exits 3 if a job failed, 78 if FILE is wrong.",
     (GridOptions, CommonOptions),
     (
         "bnncli grid grid.toml --dry-run",

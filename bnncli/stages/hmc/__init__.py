@@ -28,10 +28,9 @@ from bnncli.theta.prior import Prior
 
 COMMAND = Command(
     "Sample the exact posterior by Hamiltonian Monte Carlo.",
-    "All chains run as one batch, in coordinates whitened by the Gaussian at the mode. Reports the largest "
-    "rank-normalised split R-hat and the smallest effective sample size, of parameters and of predictions on the val "
-    "split; over other layers than the last (--layers) predictions decide, as weights are not identified. Compares the draws "
-    "with the network on val. An interrupted run is continued with --resume. Writes posteriors/hmc.nc, or hmc-all.nc of all layers, which ArviZ opens.",
+    "Runs all chains as one batch, in coordinates whitened by the Gaussian at the mode. Reports R-hat and effective "
+    "sample sizes of parameters and of predictions on val; with --layers, predictions decide. Writes "
+    "posteriors/hmc.nc, or hmc-all.nc, which ArviZ opens.",
     (HmcOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli hmc ckpt.pt",

@@ -24,11 +24,11 @@ from bnncli.storage.headers import Header, check_is_file
 
 COMMAND = Command(
     "Show what a file holds: kind, shapes, parameters, provenance, digests.",
-    "Works on checkpoints, programs, data, and folders of saved models, shards and runs, and on artifacts. Prints the "
-    "extract-features line that would work with it, filled in as far as can be known. Never runs code from the file.",
+    "Works on checkpoints, saved models, data, run folders and artifacts. Suggests an extract-features command for "
+    "it. Never runs code from the file.",
     (CommonOptions,),
     ("bnncli inspect ckpt.pt", "bnncli inspect ckpt.pt.bnn/posteriors/laplace.safetensors --json"),
-    (Argument("file", "A checkpoint, an artifact, data, or a folder of these; also as KIND:PLACE."),),
+    (Argument("file", "A checkpoint, an artifact, data, or a folder of these; also KIND:PLACE."),),
     section="Start",
     place=20,
 )

@@ -27,10 +27,9 @@ from bnncli.storage.figures import check_figure_path, write_figure
 
 COMMAND = Command(
     "Measure each integrator's error against the exact integral.",
-    "Integrates a Gaussian over one logit (two classes) or several (softmax) with every integrator as predict would, and "
-    "shows how far each is from the exact probabilities (quadrature; from four logits on, scrambled Sobol points "
-    "where a product rule would need too many nodes). Without --mean: largest and mean error over a grid of means and standard "
-    "deviations of one logit, drawn with --plot.",
+    "Integrates a Gaussian over one logit (sigmoid) or several (softmax) with every integrator and compares with "
+    "the exact probabilities. Without --mean, reports the errors over a grid of means and standard deviations of "
+    "one logit.",
     (IntegralsOptions, ComputeOptions, CommonOptions),
     (
         "bnncli integrals --mean 1.7 --variance 4",

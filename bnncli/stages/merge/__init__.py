@@ -19,9 +19,8 @@ from bnncli.stages.merge.together import LAST, find_parts, require_together
 
 COMMAND = Command(
     "Join the chains of separate hmc runs into one posterior.",
-    "Several runs of hmc with other seeds, on other GPUs or machines, become one posterior that every command takes as any other. They "
-    "must be of one checkpoint, train split, prior, sampler and layout of parameters, and of different seeds. R-hat, effective sample sizes "
-    "and E-BFMI are computed anew over all chains; where the runs have found different modes, R-hat tells. Writes posteriors/merged.nc.",
+    "The runs must share checkpoint, train split, prior and sampler, and have different seeds. Recomputes R-hat, "
+    "effective sample sizes and E-BFMI over all chains. Writes posteriors/merged.nc.",
     (MergeOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli merge ckpt.pt --posterior hmc-1 --posterior hmc-2",

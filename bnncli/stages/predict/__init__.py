@@ -37,17 +37,16 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Compute class probabilities from posteriors.",
-    "Predicts every split but train with every posterior of the run, or those named, or over these layers. Several integrators may be asked "
-    "for; each setting goes to those that have it and, where it is not the default, into the name: mc with --qmc is "
-    "mc-qmc. Writes predictions/<posterior>.<integrator>/<split>.h5; of new data (--data, --follow) a table alone.",
+    "Predicts every split except train, or new data with --data or --follow. Settings of an integrator become part "
+    "of its name: mc with --qmc is mc-qmc. Writes predictions/<posterior>.<integrator>/<split>.h5; for new data "
+    "only a table.",
     (PredictOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli predict ckpt.pt",
-        "bnncli predict ckpt.pt --posterior refine --integrator mc --samples 100 --split test",
         "bnncli predict ckpt.pt --posterior laplace --integrator all --split test",
         "bnncli predict ckpt.pt --layers all --integrator logit-mc",
         "bnncli predict ckpt.pt --data new=images:incoming --table new.csv",
-        "bnncli predict ckpt.pt --posterior laplace --follow incoming --table new.csv",
+        "bnncli predict ckpt.pt --follow incoming --table new.csv",
     ),
     section="Use",
     place=10,

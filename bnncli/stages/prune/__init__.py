@@ -24,10 +24,10 @@ from bnncli.storage.freshness import carries_our_mark, is_same_file
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
-    "Write the network without the weights that a latent binary network leaves out.",
-    "Keeps the weights that are in with probability above 1/2 (the median probability model), or the most probable ones "
-    "down to a target density, at their mean. Says what accuracy is kept. Writes posteriors/<posterior>-sparse.safetensors, "
-    "compressed by rows, which predict takes as a single network; with --dense also an ordinary state dict.",
+    "Write the network without the weights that a latent binary network excludes.",
+    "Keeps the weights with inclusion probability above 1/2 (median probability model), or the most probable ones, "
+    "at their means. Reports the accuracy. Writes posteriors/<posterior>-sparse.safetensors, which predict uses as "
+    "a single network.",
     (PruneOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli prune ckpt.pt",

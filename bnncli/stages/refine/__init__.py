@@ -32,9 +32,8 @@ from bnncli.theta.module import LAST
 
 COMMAND = Command(
     "Refine a Gaussian posterior with a normalizing flow.",
-    "Maximises the ELBO of a flow pushed from the base Gaussian and says, with standard errors, whether it helped. "
-    "The flow is over the layers of its base, the last one by default. Writes posteriors/refine.safetensors, or refine-all "
-    "of all layers.",
+    "Maximises the ELBO of a flow on top of the base Gaussian and reports, with standard errors, whether it helped. "
+    "Writes posteriors/refine.safetensors, or refine-all.",
     (RefineOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli refine ckpt.pt",

@@ -24,16 +24,15 @@ from bnncli.stages.report.files import (
 
 COMMAND = Command(
     "Write an HTML report of a run: verdict, scores, figures, example inputs.",
-    "It opens from the disk, asks for nothing outside, and is the same bytes for the same artifacts. What diagnose judges is judged; scores "
-    "with their intervals are those of evaluate, so run that first; what is not there is said in a sentence, with the command that makes it. "
-    "Figures are drawn from aggregates, each with its numbers as a table. Several checkpoints are compared, and each has its own part.",
+    "The file is self-contained and reproducible byte for byte. Shows the verdict of diagnose and the scores of "
+    "evaluate (run that first), with a table behind each figure. Several checkpoints are compared.",
     (ReportOptions, InputOptions, ComputeOptions, WriteOptions, LockOptions, *READ),
     (
         "bnncli report ckpt.pt",
         "bnncli report ckpt.pt --out report.html --figures figures --figure-format pdf",
         "bnncli report seed-1.pt seed-2.pt seed-3.pt",
     ),
-    (Argument("ckpt", "Checkpoints that are reported on; several are compared.", is_many=True),),
+    (Argument("ckpt", "Checkpoints to report on; several are compared.", is_many=True),),
     section="Judge",
     place=40,
 )

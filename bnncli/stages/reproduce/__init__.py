@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     "Run published experiments and compare their numbers with ours.",
-    "RECIPE is one of the list, a work (refinement), or a pattern ('refinement/table-*'); without it the recipes are listed, with what "
-    "each needs and whether it can run. A recipe runs commands of bnncli on its own checkpoints and data into --out, and compares what they measure with "
-    "what was published: reproduced, differs (a result, no error), or not runnable here and why; tolerances stand in the recipe, beforehand. Claims of the text hold, do not hold, or are open where "
-    "chance may decide. Killed and run again it goes on. Writes results.json, results.md and figures for each recipe.",
+    "RECIPE is a name, a work (refinement) or a pattern ('refinement/table-*'); without it, lists the recipes. Runs "
+    "each recipe in --out and reports whether its numbers match the published ones. Resumes if interrupted. Writes "
+    "results.json, results.md and figures.",
     (ReproduceOptions, ComputeOptions, CommonOptions),
     (
         "bnncli reproduce",
@@ -38,7 +37,7 @@ COMMAND = Command(
         "bnncli reproduce --all",
         "bnncli reproduce --all --jobs 2",
     ),
-    (Argument("recipe", "A recipe, a work or a pattern; none lists them.", is_optional=True),),
+    (Argument("recipe", "A recipe, a work or a pattern. Without it, lists the recipes.", is_optional=True),),
     section="Research",
     place=10,
 )

@@ -22,10 +22,9 @@ from bnncli.storage.headers import Header, interpreting
 
 COMMAND = Command(
     "Check a fit by simulation-based calibration.",
-    "Simulation-based calibration (Talts et al. 2018) on the run's own features: parameters are drawn from the prior, labels simulated by them, "
-    "the fit is made anew for each set of labels, and the truth ranked among its draws: the log joint (the log likelihood for fit-lbbnn), "
-    "a few weights and biases, logits of held-out inputs. Ranks of an exact fit are uniform. All quantities and all ranks are judged together: a fit with nothing wrong is "
-    "called wrong with probability --level at most. Nothing is written but --plot.",
+    "Draws parameters from the prior, simulates labels, refits, and ranks the true values among the draws (Talts et al., "
+    "2018). Ranks of an exact fit are uniform. Rejects a correct fit with probability at most --level. Writes "
+    "nothing except --plot.",
     (SbcOptions, InputOptions, ComputeOptions, *READ),
     (
         "bnncli sbc ckpt.pt --posterior hmc",

@@ -41,11 +41,9 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     "Score a file of your own predictions, without a checkpoint.",
-    "FILE is an npz, npy, csv or Parquet file, or a prediction file of predict. Its probabilities or logits (N, C) are "
-    "found by their names (probs, logits, columns p_NAME or logit_NAME), so are labels (label, y, target); "
-    "FILE:probs=COLUMN,label=COLUMN names them (several columns joined by +, or prefix*), FILE:ARRAY one array of an npz. "
-    "One column is the probability, or the logit, of class 1 of two. Scores are those of evaluate, to the last bit, and so "
-    "are assertions; a group is named as a split is (accuracy@GROUP>=0.8). Nothing is written but --plot.",
+    "FILE is npz, npy, csv, Parquet, or a prediction file of predict. Finds probabilities or logits (N, C) and "
+    "labels by name; FILE:probs=COLUMN,label=COLUMN or FILE:ARRAY names them. Scores and assertions are those of "
+    "evaluate. Writes nothing except --plot.",
     (ScoreOptions, CommonOptions),
     (
         "bnncli score predictions.npz",
@@ -53,7 +51,7 @@ COMMAND = Command(
         "bnncli score predictions.csv --groups hospital --assert 'accuracy@north>=0.8' --assert 'ece<=0.02'",
         "bnncli score predictions.csv --plot reliability.png",
     ),
-    (Argument("file", "The predictions: FILE, FILE:ARRAY, or FILE:probs=COLUMN,label=COLUMN."),),
+    (Argument("file", "Predictions: FILE, FILE:ARRAY, or FILE:probs=COLUMN,label=COLUMN."),),
     section="Judge",
     place=50,
 )

@@ -16,9 +16,9 @@ from bnncli.run.val_report import require_labeled_val, val_lines, warn_if_worse
 
 COMMAND = Command(
     "Mix the network with refitted last layers, by how well each predicts val.",
-    "Members are the network at its best temperature and last layers refitted to train, to val and to both. Each has its own prior "
-    "precision. Precisions and weights are those that predict val best by 5-fold cross-validation. A strong plain baseline in seconds, "
-    "above all where the network has memorised train. Scores on val are out of fold. Writes posteriors/stack.safetensors.",
+    "Members are the network at its best temperature and last layers refitted to train, val and both. 5-fold "
+    "cross-validation on val chooses prior precisions and weights. A strong baseline in seconds. Writes "
+    "posteriors/stack.safetensors.",
     (StackOptions, NameOptions, InputOptions, *COMPUTE),
     ("bnncli stack ckpt.pt", "bnncli stack ckpt.pt --name heads --seed 1"),
     section="Fit",

@@ -38,15 +38,15 @@ HOLD_OUT_SEED = 0  # of extract-features where nothing is said: every seed is to
 
 COMMAND = Command(
     "Train a network on labelled data and write its checkpoint.",
-    "CKPT is a safetensors state dict as any other, which says what made it. Inputs lie on the device as one tensor. --hold-out "
-    "chooses the rows that extract-features chooses with its own seed 0, whatever the seed here.",
+    "Writes a safetensors state dict that records how it was made. --hold-out picks the same examples as "
+    "extract-features with seed 0, regardless of --seed.",
     (TrainOptions, ComputeOptions, RecordOptions, WriteOptions, LockOptions, CommonOptions),
     (
         "bnncli train lenet.safetensors --recipe lenet-fmnist --data train=npz:train.npz --data test=npz:test.npz --hold-out val=test:2000",
         "bnncli train net.safetensors --model net.py:make --data train=images:train --resize 36 --crop 32 --epochs 30",
         "bnncli train mlp.safetensors --recipe mlp-fmnist --data train=npz:train.npz --seeds 5",
     ),
-    (Argument("ckpt", "The checkpoint to write, a name that ends in .safetensors.", writes=True),),
+    (Argument("ckpt", "The checkpoint to write; ends in .safetensors.", writes=True),),
     section="Start",
     place=30,
 )

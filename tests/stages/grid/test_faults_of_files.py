@@ -106,9 +106,9 @@ def test_what_is_not_there_is_66_and_named(cli: Cli, folder: Path) -> None:
     ("words", "why"),
     [
         (["--jobs", 2, "--devices", "cpu"], "--jobs and --devices exclude each other"),
-        (["--devices", "0,x"], "--devices: expected numbers of GPUs and cpu, as 0,1,2,3; got '0,x'"),
+        (["--devices", "0,x"], "--devices: expected GPU numbers and cpu, such as 0,1,2,3; got '0,x'"),
         (["--devices", "1,1"], "--devices: 1 is given twice"),
-        (["--slurm", "--jobs", 2], "--slurm prints what SLURM runs"),
+        (["--slurm", "--jobs", 2], "--slurm only prints a job script"),
         (["--jobs", 2], r"grid.toml:4: step 1 (fit-laplace) device: --jobs says where lines run"),
     ],
 )
