@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bnncli.errors import UsageError
+
 _AVERAGED = re.compile(r"(?:^|[._-])(?:ema|averag\w*|swa|polyak|teacher|shadow)(?:[._-]|$)", re.IGNORECASE)
 
 
@@ -66,6 +68,19 @@ def near_miss(name: str, known: Sequence[str]) -> str | None:
     within = [one for one in known if len(name) > 1 and (folded in one.casefold() or folded.startswith(one.casefold()))]
     near = dict.fromkeys([*difflib.get_close_matches(name, known, n=3), *within])
     return f"did you mean {' or '.join(quoted(one) for one in [*near][:3])}?" if near else None
+
+
+def not_one_of(where: str, given: object, known: Sequence[object], *, also: Sequence[str] = ()) -> UsageError:
+    """Return the error for a value that is none of the known ones: what there is, and what may have been meant.
+
+    Args:
+        where: the option or the place that the value was given for.
+        also: in words, what is allowed beside these.
+    """
+    names = [str(one) for one in known]
+    hint = near_miss(given, names) if isinstance(given, str) else None
+    expected = f"one of {', '.join([*names, *also])}" if names else "nothing"
+    return UsageError(f"{where}: expected {expected}; got {given!r}", hint=hint)
 
 
 def counted(count: int, noun: str) -> str:

@@ -15,7 +15,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from bnncli.errors import UsageError
-from bnncli.names import near_miss
+from bnncli.names import not_one_of
 
 _PACKAGE = Path(__file__).parent
 _PLAIN_BASES = ("Generic[", "nn.")  # of classes: nothing that a command decides by is inherited from these
@@ -134,13 +134,10 @@ def _attributes(family: str, name: str) -> dict[str, ast.expr]:
     return {node.target.id: node.value for node in nodes if isinstance(node.target, ast.Name) and node.value}
 
 
-def check_name(family: str, name: str, *, option: str, also: Iterable[str] = ()) -> str:
+def check_name(family: str, name: str, *, option: str, also: Sequence[str] = ()) -> str:
     """`name` itself, when the family has it. Raises UsageError with the list of choices, and `also`, otherwise."""
     if not has_name(family, name):
-        known = names(family)
-        raise UsageError(
-            f"{option}: expected one of {', '.join([*known, *also])}; got {name!r}", hint=near_miss(name, known)
-        )
+        raise not_one_of(option, name, names(family), also=also)
     return name
 
 

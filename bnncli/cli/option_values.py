@@ -14,6 +14,7 @@ from typing import Any
 
 from bnncli.cli.commands import all_commands
 from bnncli.errors import ConfigError, UsageError
+from bnncli.names import not_one_of
 from bnncli.options.command import Command
 from bnncli.options.declaration import check_value, declared, flag_of
 from bnncli.options.toml_values import base_type, closest, faults_of, line_of, option_value, read_toml, type_name
@@ -135,7 +136,7 @@ def resolve_named(name: str | None, config_file: str | None) -> dict[str, dict[s
     config = read_config(config_path(config_file, os.environ))
     wanted = [command for command in all_commands() if name in (None, command.name)]
     if not wanted:
-        raise UsageError(f"config show: expected one of {', '.join(c.name for c in all_commands())}; got {name!r}")
+        raise not_one_of("config show", name, [command.name for command in all_commands()])
     return {command.name: resolve(command, config) for command in wanted}
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from bnncli.data._split import InputSplit
 from bnncli.errors import UsageError
+from bnncli.names import not_one_of
 from bnncli.numerics.permutation import permutation
 from bnncli.options.declaration import check_split_name
 
@@ -33,7 +34,7 @@ def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
         raise UsageError(f"\0hold_out\0: expected NEW=OLD:N, as val=test:2000; got {text!r}")
     new, old, count = check_split_name(match[1], "\0hold_out\0"), match[2], int(match[3])
     if old not in sizes:
-        raise UsageError(f"\0hold_out\0: expected one of {', '.join(sizes)} before the colon; got {old!r}")
+        raise not_one_of(f"\0hold_out\0 {text}, before the colon", old, [*sizes])
     if new in sizes:
         raise UsageError(f"\0hold_out\0: there is a split {new!r} already")
     if not 0 < count < sizes[old]:

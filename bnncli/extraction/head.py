@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bnncli.errors import DataError, DeviceError, UsageError
 from bnncli.machine.user_code import running
-from bnncli.names import listed, quoted
+from bnncli.names import listed, near_miss, quoted
 from bnncli.options.extract_features import IDENTITY
 from bnncli.theta.head import HeadLayout
 
@@ -118,7 +118,8 @@ def head_of(model: nn.Module, name: str) -> Head:
         before = f" and {len(linear) - _SHOWN} before these" if len(linear) > _SHOWN else ""
         raise UsageError(
             f"\0last_layer\0: expected one of {listed(last, limit=_SHOWN) or 'none: there is no torch.nn.Linear'}{before}; "
-            f"got {name!r}"
+            f"got {name!r}",
+            hint=near_miss(name, [*linear]),
         )
     layer = linear[name]
     bias = None if layer.bias is None else plain_copy(layer.bias)
@@ -290,7 +291,9 @@ def chosen_output(returned: Any, name: str) -> Tensor:
     if name not in outputs and {*outputs} <= {""}:
         raise UsageError(f"\0output\0: the network returns nothing that has a name: leave it out; got {name!r}")
     if name not in outputs:
-        raise UsageError(f"\0output\0: expected one of {listed(outputs, limit=20)}; got {name!r}")
+        raise UsageError(
+            f"\0output\0: expected one of {listed(outputs, limit=20)}; got {name!r}", hint=near_miss(name, [*outputs])
+        )
     return outputs[name]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from bnncli.errors import UsageError
 from bnncli.integrators import HasLayout, chunk_budget, slices
+from bnncli.names import not_one_of
 from bnncli.progress import Progress
 
 if TYPE_CHECKING:
@@ -41,5 +41,4 @@ def example_blocks(features: Tensor, progress: Progress, *, elements: int) -> It
 def check_choice(integrator: str, setting: str, value: object, choices: tuple[object, ...]) -> None:
     """Pass when a setting has one of its values. Raises UsageError with the choices otherwise."""
     if value not in choices:
-        listed = ", ".join(map(str, choices))
-        raise UsageError(f"{integrator}, {setting}: expected one of {listed}; got {value!r}")
+        raise not_one_of(f"{integrator}, {setting}", value, choices)

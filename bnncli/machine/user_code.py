@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
-from bnncli.names import listed, near_miss
+from bnncli.names import listed, near_miss, not_one_of
 
 _NEVER_ASIDE = sys.stdlib_module_names | {"bnncli", "torch", "numpy", "h5py"}  # one of each in a process
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -163,8 +163,7 @@ def convert_arguments(factory: Callable[..., Any], texts: Mapping[str, str], *, 
     hints = _type_hints(factory)
     for name in texts:
         if name not in accepted and not takes_any:
-            choices = ", ".join(accepted) or "no arguments"
-            raise UsageError(f"{option}: expected one of {choices}; got {name!r}")
+            raise not_one_of(option, name, accepted)
     return {name: _convert(text, hints.get(name), f"{option} {name}") for name, text in texts.items()}
 
 

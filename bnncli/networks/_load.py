@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bnncli import registry
 from bnncli.errors import DataError, UsageError
 from bnncli.machine import user_code
-from bnncli.names import listed, prefixes_of, quoted
+from bnncli.names import listed, not_one_of, prefixes_of, quoted
 from bnncli.networks._names import COUNTER, fitted
 
 _FAMILY = "networks"
@@ -58,10 +58,8 @@ def _factory(spec: str, state: Mapping[str, Tensor]) -> tuple[Callable[..., Any]
     if ":" in spec:
         return user_code.load_factory(spec, option="\0model\0"), {}
     if not registry.has_name(_FAMILY, spec):
-        choices = ", ".join(registry.names(_FAMILY))
-        raise UsageError(
-            f"\0model\0: expected one of {choices}, package.module:factory or file.py:factory; got {spec!r}"
-        )
+        also = ["package.module:factory", "file.py:factory"]
+        raise not_one_of("\0model\0", spec, registry.names(_FAMILY), also=also)
     module = registry.load_module(_FAMILY, spec)
     infer: Callable[[Mapping[str, Tensor]], dict[str, Any]] = getattr(module, "arguments_from", lambda state: {})
     return module.build, _inferred(infer, state)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from bnncli.errors import UsageError
+from bnncli.names import not_one_of
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
 
@@ -42,7 +43,7 @@ def build(
         UsageError: for an activation that is not relu, tanh or sigmoid, or a layer without units.
     """
     if activation not in _ACTIVATIONS:
-        raise UsageError(f"activation: expected one of {', '.join(_ACTIVATIONS)}; got {activation!r}")
+        raise not_one_of("activation", activation, [*_ACTIVATIONS])
     if min(inputs, *hidden, classes) < 1:
         raise UsageError(
             f"expected layers of at least one unit; got inputs {inputs}, hidden {','.join(map(str, hidden))}, classes {classes}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from bnncli.errors import UsageError
 from bnncli.lazy import torch
+from bnncli.names import not_one_of
 from bnncli.numerics import dirichlet
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def ranked_lengths(
         UsageError: a rule, threshold or cap that does not exist.
     """
     if rule not in RULES:
-        raise UsageError(f"top-k rule: expected one of {', '.join(RULES)}; got {rule!r}")
+        raise not_one_of("top-k rule", rule, RULES)
     if not 0 < threshold < 1:
         raise UsageError(f"top-k threshold: expected a number between 0 and 1; got {threshold}")
     if cap < 1:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bnncli.errors import UsageError
-from bnncli.names import near_miss
+from bnncli.names import near_miss, not_one_of
 from bnncli.scores import declared
 
 GRAMMAR = "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT] and then <=, <, >=, >, == or != and a number, or another score"
@@ -130,7 +130,7 @@ def _quantity(part: str, text: str, flag: str, metrics: Sequence[str]) -> Quanti
             hint=near_miss(metric, metrics),
         )
     if part is not None and part not in PARTS:
-        raise UsageError(f"{flag}: unknown part {part!r} of {metric} in {text!r}; expected one of {', '.join(PARTS)}")
+        raise not_one_of(f"{flag} {text}: part of {metric}", part, PARTS)
     if part in _OF_FLOORS and not declared()[metric].has_floor:
         owners = ", ".join(name for name, score in declared().items() if score.has_floor and name in metrics)
         raise UsageError(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from bnncli import registry
 from bnncli.errors import UsageError
-from bnncli.names import near_miss
+from bnncli.names import not_one_of
 from bnncli.options.parts import settings_of
 
 _FIELD = re.compile("\0([a-z][a-z0-9_]*)\0")
@@ -182,9 +182,7 @@ def check_value(spec: Field[Any], value: Any, where: str) -> None:
         return
     for item in value if isinstance(value, list) else [value]:
         if not _is_choice(meta, item):
-            known = choices_of(meta)
-            hint = near_miss(item, known) if isinstance(item, str) else None
-            raise UsageError(f"{where}: expected one of {', '.join(known)}; got {item!r}", hint=hint)
+            raise not_one_of(where, item, choices_of(meta))
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"{where}: expected a finite number; got {value}")
     low, high = meta["minimum"], meta["maximum"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bnncli import registry
-from bnncli.errors import UsageError
+from bnncli.names import not_one_of
 
 
 def check_variant(value: str | Sequence[str] | None, flag: str) -> None:
@@ -13,4 +13,4 @@ def check_variant(value: str | Sequence[str] | None, flag: str) -> None:
     families = registry.names("integrators")
     for name in [value] if isinstance(value, str) else value or ():
         if not any(name == family or name.startswith(f"{family}-") for family in families):
-            raise UsageError(f"{flag}: expected one of {', '.join(families)}, or one with its settings; got {name!r}")
+            raise not_one_of(flag, name, families, also=["or one with its settings"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 from bnncli import registry
 from bnncli.errors import DataError, MissingInput
+from bnncli.names import near_miss
 from bnncli.run.layers_selection import layers_of, over_layers
 from bnncli.run.named_posterior import maker_of
 from bnncli.run.session import Run
@@ -186,8 +186,7 @@ def _maker(run: Run, name: str, groups: Sequence[PredictionGroup], integrators: 
     if maker is not None:
         return maker
     there = sorted(known.union(*({group.posterior, group.name} for group in groups)))
-    near = difflib.get_close_matches(name, there, n=1)
-    return f"did you mean {near[0]!r}?" if near else run.suggest("status")
+    return near_miss(name, there) or run.suggest("status")
 
 
 def _unusable(run: Run, group: PredictionGroup, *, is_named: bool) -> DataError | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
 from bnncli.errors import MissingInput, UsageError
+from bnncli.names import near_miss
 from bnncli.options import LockOptions
 from bnncli.options.command import CKPT, READ, Argument, Command, own_options
 from bnncli.options.declaration import option
@@ -71,8 +71,7 @@ def _files_of(run: Run, name: str) -> list[Path]:
     if found:
         return found
     names = list(dict.fromkeys([*(path.stem for path in posteriors), *(path.parent.name for path in predictions)]))
-    near = difflib.get_close_matches(name, names, n=1)
     raise MissingInput(
         f"no posterior or predictions {name!r} in {run.folder.root} (there: {', '.join(names) or 'none'})",
-        hint=f"did you mean {near[0]!r}?" if near else run.suggest("status"),
+        hint=near_miss(name, names) or run.suggest("status"),
     )

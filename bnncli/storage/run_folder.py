@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from bnncli.checkpoints.shards import sharded_folder, shards_of
 from bnncli.errors import MissingInput, OutputExists, UsageError
+from bnncli.names import near_miss
 from bnncli.options.declaration import check_artifact_name, check_split_name
 from bnncli.options.evaluate import FEATURES_NAME
 from bnncli.options.export import FORMATS
@@ -187,8 +187,7 @@ class RunFolder:
             if path.is_file():
                 return path
         names = [path.stem for path in self.posteriors()]
-        near = [] if is_meant else difflib.get_close_matches(name_or_file, names, n=1)
-        there, maker = ", ".join(names) or "none", f"did you mean {near[0]!r}?" if near else maker
+        there, maker = ", ".join(names) or "none", (None if is_meant else near_miss(name_or_file, names)) or maker
         raise MissingInput(
             f"no posterior {name_or_file!r} for {self.checkpoint} (looked for {places[0]}; there: {there})",
             hint=maker,

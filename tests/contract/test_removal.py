@@ -113,7 +113,7 @@ def test_predictions_are_removed_by_their_own_name_with_their_scores(cli: Cli, s
     assert all("map.plug-in" in name for name in gone)
     assert not (small_run.with_name("small.bnn") / "predictions" / "map.plug-in").exists()
     unknown = cli("rm", small_run, "laplac", "--json")
-    assert (unknown.code, unknown.json["error"]["hint"]) == (66, "did you mean 'laplace'?")
+    assert (unknown.code, unknown.json["error"]["hint"]) == (66, "did you mean 'laplace' or 'laplace.mc'?")
 
 
 def test_nothing_is_removed_that_another_process_writes(cli: Cli, small_run: Path) -> None:

@@ -180,7 +180,7 @@ BAD_ARGUMENTS = {
     ("mlp", "activation", "swish"): "one of relu, tanh, sigmoid",
     ("wide-resnet", "depth", "17"): r"10, 16, 22, 28, ... \(6 n \+ 4\); got 17",
     ("wide-resnet", "width", "0"): "at least 1",
-    ("flatten", "classes", "3"): "expected one of no arguments",
+    ("flatten", "classes", "3"): "expected nothing",
 }
 
 
