@@ -152,7 +152,7 @@ def _side(row: dict[str, Any]) -> tuple[str, str]:
 
 def test_a_new_score_is_offered_stored_and_read_back(done: list[Invocation], spherical: float) -> None:
     offered, made, again = done[0], done[1], done[2]
-    assert "shift_p|largest_shift|recognised|spherical" in "".join(offered.stdout.replace("│", "").split())
+    assert "shift_p,largest_shift,recognised,spherical." in "".join(offered.stdout.split())
     assert made.code == 0, made.stderr
     metrics = made.json["rows"][0]["metrics"]
     found = {row["name"]: row for row in metrics if _side(row) == ("in", "combined")}

@@ -18,7 +18,9 @@ from bnncli.cli.option_values import default_of, option_fields
 from bnncli.options.command import Argument, Command
 from bnncli.options.declaration import choices_of, flag_of, help_of
 
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+WIDEST = 80  # characters of choices that stand in the place of the value; more are listed in the text
+MAX_WIDTH = 110
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH}
 ABOUT = """Turn a saved classifier checkpoint into a Bayesian one, post hoc.
 
 Try `bnncli demo` first. The usual steps are extract-features, auto, predict, report.
@@ -126,21 +128,26 @@ def _option(name: str, spec: Any, hint: Any) -> inspect.Parameter:
     default = default_of(spec)
     choices = choices_of(meta)
     text = help_of(spec)
-    if meta["family"]:
+    is_listed = meta["family"] or len("|".join(choices)) > WIDEST
+    if is_listed:
         text = f"{text} One of: {', '.join(choices)}."
     if isinstance(default, list):
         text = f"{text} [repeatable]"
     is_count = name == "verbose"
     keywords: dict[str, Any] = {
         "help": text,
-        "show_default": default is not None and default is not False and default not in ([], "") and not is_count,
+        "show_default": default is not None
+        and default is not False
+        and default not in ([], "")
+        and not is_count
+        and "Default:" not in text,
     }
     if is_count:
         keywords["count"] = True
     elif meta["metavar"]:
         keywords["metavar"] = meta["metavar"]
-    elif choices:  # which the text lists, where a family of parts has them
-        keywords["metavar"] = "NAME" if meta["family"] else "|".join(choices)
+    elif choices:
+        keywords["metavar"] = "NAME" if is_listed else "|".join(choices)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -62,7 +62,7 @@ class FitLaplaceOptions(LayersOptions):
     )
     prior_precision: str = option(
         "auto",
-        "A number, or how to choose it: by NLL on val, by leave-one-out NLL on train (loo), or by marginal "
+        "Prior precision: a number, or how to choose it: NLL on val, leave-one-out NLL on train (loo), or marginal "
         "likelihood. auto takes the first that applies.",
         metavar="NUMBER|val|loo|marglik|auto",
         group="Target",

@@ -74,10 +74,11 @@ class Draws(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a kind of data or of model is named, as `npz:FILE[:x,y]`, and its place among the kinds."""
+    """How a kind of data or of model is named, as `npz:FILE[:x,y]`, its place among the kinds, and a sentence about it."""
 
     text: str
     place: int = 1000
+    about: str = ""
 
 
 def forms(family: str = "data") -> list[str]:

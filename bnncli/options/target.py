@@ -61,8 +61,8 @@ class SearchedPriorOptions(LayersOptions):
 
     prior_precision: str = option(
         AUTO,
-        "A number (biases included), inherit (the base's), or auto (searched on val around the base's). auto "
-        "means inherit for other layers or without a labelled val split.",
+        "Prior precision of the target, biases included: a number, inherit (the base's), or auto (searched on val). "
+        "auto means inherit for other layers or without a labelled val split.",
         metavar="NUMBER|inherit|auto",
         group="Target",
     )

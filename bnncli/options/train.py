@@ -53,7 +53,7 @@ def _model_help() -> str:
 
 
 def _recipe_help() -> str:
-    return "Published settings to start from; other options override them. See docs/practice.md."
+    return "Published settings to start from; other options override them."
 
 
 @dataclass(frozen=True)
