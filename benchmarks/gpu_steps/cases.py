@@ -240,4 +240,5 @@ def _readers(diagnosed: str = "") -> list[str]:
         "clean FOLDER/run",
         "rm FOLDER/run laplace --dependents --dry-run",
         "config show refine",
+        "help specs",
     ]

@@ -78,8 +78,8 @@ class _Invocation:
     """One command line, from parsing to the exit code."""
 
     def __init__(self, argv: list[str], results: TextIO) -> None:
-        self.argv, self.results = argv, results
-        self.command = next((word for word in argv if not word.startswith("-")), "bnncli")
+        self.argv, self.results = _without_help(argv), results
+        self.command = next((word for word in self.argv if not word.startswith("-")), "bnncli")
         self.console = Console(self.command, CommonOptions())
         self.is_json = "--json" in argv
         self.started = time.monotonic()
@@ -162,6 +162,10 @@ class _Invocation:
         arguments = {argument.name: values[argument.name] for argument in command.arguments}
         if command.name == "config-show":
             arguments["resolved"] = resolve_named(arguments["of"], common.config)
+        if command.name == "help":
+            from bnncli.cli.topics import lines_of  # here, for a word in a thousand is this command
+
+            arguments["lines"] = lines_of(arguments["topic"])
         compute = spread.own_device(options.get(ComputeOptions, ComputeOptions()))
         own = next((options[group] for group in command.groups if group not in _SHARED), None)
         run = Run(
@@ -296,6 +300,13 @@ _SHARED = (
     RecordOptions,
     NameOptions,
 )
+
+
+def _without_help(argv: list[str]) -> list[str]:
+    """Return `help COMMAND` as `COMMAND --help`, which prints the same; any other words as they are."""
+    words = argv[1:]
+    is_command = find_command(words) is not None or any(words[:1] == [one.parent] for one in COMMANDS)
+    return [*words, "--help"] if argv[:1] == ["help"] and is_command else argv
 
 
 def _error_json(error: BnnError) -> dict[str, Any]:

@@ -62,6 +62,13 @@ class HelpCommand(QuickCommand):
 class HelpGroup(QuickGroup):
     """A group of commands whose help lists them by section."""
 
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the option --help, not named as the command help: the defaults of commands go by their names."""
+        found = super().get_help_option(ctx)
+        if found is not None:
+            found.name = "show_help"
+        return found
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options, then the commands."""
         _write_records(formatter, "Options", [one.get_help_record(ctx) for one in self.get_params(ctx)])

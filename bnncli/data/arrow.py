@@ -11,7 +11,7 @@ from bnncli.data._preprocess import Preprocess
 from bnncli.data._table import TableDataset, table_dataset
 from bnncli.options.parts import Form
 
-FORM = Form("arrow:FILE-or-DIR[:text=COL,label=COL]", place=15)
+FORM = Form("arrow:FILE-or-DIR[:text=COL,label=COL]", 15, "Arrow or Feather tables.")
 
 _SUFFIXES = (".arrow", ".feather", ".ipc")
 

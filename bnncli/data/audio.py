@@ -20,7 +20,7 @@ from bnncli.numerics.digests import file_sha256
 from bnncli.options.parts import Form
 from bnncli.progress import Progress
 
-FORM = Form("audio:DIR", place=31)
+FORM = Form("audio:DIR", 31, "A folder of sound files, one subfolder per class.")
 
 
 @dataclass(frozen=True, eq=False)

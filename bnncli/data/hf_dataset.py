@@ -22,7 +22,7 @@ from bnncli.machine.json_files import read_object
 from bnncli.names import listed, quoted
 from bnncli.options.parts import Form
 
-FORM = Form("hf-dataset:DIR[:split]", place=16)
+FORM = Form("hf-dataset:DIR[:split]", 16, "A Hugging Face dataset on disk.")
 
 _SPELLED = "hf-dataset"
 _INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"

@@ -22,7 +22,7 @@ from bnncli.numerics.digests import file_sha256
 from bnncli.options.parts import Form
 from bnncli.progress import Progress
 
-FORM = Form("images:DIR", place=30)
+FORM = Form("images:DIR", 30, "A folder of image files, one subfolder per class.")
 
 
 @dataclass(frozen=True, eq=False)

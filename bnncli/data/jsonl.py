@@ -19,7 +19,7 @@ from bnncli.names import quoted
 from bnncli.options.parts import Form
 from bnncli.progress import Progress
 
-FORM = Form("jsonl:FILE[:text=COL,label=COL]", place=13)
+FORM = Form("jsonl:FILE[:text=COL,label=COL]", 13, "One JSON object per line; may be gzipped.")
 
 _FIRST_ROWS = 100  # tell what there is
 _HOLDS = {str: TEXT, bool: WHOLE, int: WHOLE, float: REAL, list: LIST}

@@ -19,7 +19,7 @@ from bnncli.errors import DataError, UsageError
 from bnncli.names import quoted
 from bnncli.options.parts import Form
 
-FORM = Form("npz:FILE[:x,y]", place=10)
+FORM = Form("npz:FILE[:x,y]", 10, "Arrays of inputs and labels in a NumPy archive.")
 
 DEFAULT_NAMES = ("x", "y")
 RATE = "sampling_rate"

@@ -11,7 +11,7 @@ from bnncli.data._preprocess import Preprocess
 from bnncli.data._table import TableDataset, table_dataset
 from bnncli.options.parts import Form
 
-FORM = Form("parquet:FILE-or-DIR[:text=COL,label=COL]", place=14)
+FORM = Form("parquet:FILE-or-DIR[:text=COL,label=COL]", 14, "Parquet tables.")
 
 _SUFFIXES = (".parquet", ".pq")
 

@@ -32,7 +32,7 @@ from bnncli.progress import Progress
 if TYPE_CHECKING:
     from bnncli.data._split import Stored
 
-FORM = Form("py:module:factory", place=40)
+FORM = Form("py:module:factory", 40, "A torch Dataset that your code makes (or py:file.py:factory).")
 
 
 @dataclass(frozen=True, eq=False)

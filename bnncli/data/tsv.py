@@ -10,7 +10,7 @@ from bnncli.data._preprocess import Preprocess
 from bnncli.data._table import TableDataset, table_dataset
 from bnncli.options.parts import Form
 
-FORM = Form("tsv:FILE[:text=COL,label=COL]", place=12)
+FORM = Form("tsv:FILE[:text=COL,label=COL]", 12, "A tab-separated table with column names; may be gzipped.")
 
 
 def exists(place: str) -> bool:

@@ -34,7 +34,7 @@ from bnncli.numerics.digests import file_sha256
 from bnncli.options.parts import Form
 from bnncli.progress import Progress
 
-FORM = Form("webdataset:PATTERN[:image=jpg,label=cls]", place=90)
+FORM = Form("webdataset:PATTERN[:image=jpg,label=cls]", 90, "Tar files with the files of each example side by side.")
 
 _MOST_LABEL_BYTES = 1 << 24
 

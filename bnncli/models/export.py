@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
-FORM = Form("export:FILE.pt2", place=50)
+FORM = Form("export:FILE.pt2", 50, "A program saved by torch.export.")
 EXTRA: str | None = None
 TAKES = ("feature_node",)
 

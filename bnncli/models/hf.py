@@ -28,7 +28,7 @@ from bnncli.options.parts import Form
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-FORM = Form("hf:DIR", place=10)
+FORM = Form("hf:DIR", 10, "A Hugging Face classifier saved by save_pretrained.")
 EXTRA: str | None = "hf"
 TAKES: tuple[str, ...] = ("allow_download",)
 

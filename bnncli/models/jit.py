@@ -14,7 +14,7 @@ from bnncli.options.parts import Form
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-FORM = Form("jit:FILE.pt", place=60)
+FORM = Form("jit:FILE.pt", 60, "A TorchScript program.")
 EXTRA: str | None = None
 TAKES = ("feature_node",)
 

@@ -16,7 +16,7 @@ from bnncli.options.parts import Form
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-FORM = Form("onnx:FILE", place=70)
+FORM = Form("onnx:FILE", 70, "An ONNX graph, run by onnxruntime.")
 EXTRA: str | None = "onnx"
 TAKES = ("feature_node",)
 

@@ -32,7 +32,7 @@ from bnncli.options.parts import Form
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-FORM = Form("peft:DIR", place=20)
+FORM = Form("peft:DIR", 20, "A PEFT adapter, merged into its base model.")
 EXTRA: str | None = "peft"
 TAKES: tuple[str, ...] = ("base_model", "allow_download")
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from bnncli.data import Transformed
 
-FORM = Form("timm:NAME-or-DIR", place=30)
+FORM = Form("timm:NAME-or-DIR", 30, "A timm model filled with CKPT, or a folder with its own weights.")
 EXTRA: str | None = "timm"
 TAKES: tuple[str, ...] = ("model_arg",)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from bnncli.data import Transformed
 
-FORM = Form("torchvision:NAME[:WEIGHTS]", place=40)
+FORM = Form("torchvision:NAME[:WEIGHTS]", 40, "A torchvision model filled with CKPT.")
 EXTRA: str | None = "torchvision"
 TAKES: tuple[str, ...] = ("model_arg",)
 

@@ -75,6 +75,12 @@ NOTHING_TO_DO = (
     "clean small --stale --dry-run",
     "rm small hmc.mc --dry-run",
     "config show refine",
+    "help",
+    "help exit-codes",
+    "help common",
+    "help environment",
+    "help specs",
+    "help predict",
 )
 # These work whenever they are called, or their work is to read every byte.
 ALWAYS_WORK = {
@@ -173,7 +179,9 @@ def test_every_command_that_may_have_nothing_to_do_is_tried() -> None:
 
 
 def test_a_missing_input_is_told_without_slow_imports(folder: Path) -> None:
-    commands = [one for one in COMMANDS if one.arguments and one.name not in ("config-show", "train", "reproduce")]
+    commands = [
+        one for one in COMMANDS if one.arguments and one.name not in ("config-show", "help", "train", "reproduce")
+    ]
     lines = [f"{one.name} absent.pt {MISSING.get(one.name, '')}" for one in commands]
     for line, (code, _, stderr) in zip(lines, results_of(folder, lines), strict=True):
         assert code == 66, f"{line}: {stderr}"

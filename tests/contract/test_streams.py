@@ -66,6 +66,7 @@ def words_of(name: str, run: Path) -> list[object]:
         "grid": [name, run.with_name("grid.toml")],
         "rm": [name, run, "hmc.mc", "--dry-run"],
         "reproduce": [name],
+        "help": [name, "exit-codes"],
         "fit-ensemble": [name, *(run.with_name(f"net-{seed}.safetensors") for seed in (0, 1))],
     }.get(name, [name, run])
 

@@ -107,5 +107,7 @@ def test_the_digest_is_that_of_the_data(tmp_path: Path, images: np.ndarray) -> N
 
 @pytest.mark.parametrize("text", ["fog:1", "jpeg", "jpeg:0", "jpeg:6", "jpeg:two"])
 def test_unknown_corruptions_are_refused_with_the_kinds(text: str) -> None:
-    with pytest.raises(UsageError, match=r"KIND:SEVERITY, such as gaussian-noise:3, with KIND one of gaussian-noise.*jpeg"):
+    with pytest.raises(
+        UsageError, match=r"KIND:SEVERITY, such as gaussian-noise:3, with KIND one of gaussian-noise.*jpeg"
+    ):
         Shift(corrupt=text)

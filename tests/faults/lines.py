@@ -342,6 +342,7 @@ LINES = {
         Line("inspect", (_LAPLACE,), is_read_only=True),
         Line("verify", ("small.bnn",), inputs=(_TRAIN, _LAPLACE, _MC), is_read_only=True),
         Line("config show", ("refine",), is_read_only=True),
+        Line("help", ("specs",), is_read_only=True),
     )
 }  # fmt: skip
 # Options that name a file or folder which is written, and those that name one which is read.

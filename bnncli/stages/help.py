@@ -1,0 +1,25 @@
+"""help: what a topic says. The command line knows the topics; this hands them on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bnncli.options import CommonOptions
+from bnncli.options.command import Argument, Command
+from bnncli.run.session import Result, Run
+
+COMMAND = Command(
+    "Explain exit codes, common options, environment variables or specs.",
+    "Without a topic, lists the topics. With the name of a command, prints the help of that command.",
+    (CommonOptions,),
+    ("bnncli help exit-codes", "bnncli help predict"),
+    (Argument("topic", "A topic or a command. Default: list them.", is_optional=True),),
+    section="Start",
+    place=60,
+)
+
+
+def run(run: Run, options: Any) -> Result:
+    """The lines of the topic."""
+    lines: list[str] = run.arguments["lines"]
+    return Result(extra={"topic": run.arguments["topic"], "lines": lines}, lines=lines)

@@ -1,0 +1,135 @@
+"""bnncli help: every topic says all that the code has of it, and a terminal gets the help in colour."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from problems.command_line import Cli
+
+import bnncli
+from bnncli.cli.commands import COMMANDS
+from bnncli.cli.help import common_names
+from bnncli.cli.topics import ENVIRONMENT, TOPICS
+from bnncli.errors import Exit
+from bnncli.options.declaration import flag_of
+from bnncli.options.parts import forms
+from bnncli.registry import names
+
+# What other libraries read and we only set, or set where it is not set.
+SET = {"GOMP_SPINCOUNT", "OPENBLAS_THREAD_TIMEOUT", "OPENBLAS_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"}
+SET |= {"CUBLAS_WORKSPACE_CONFIG", "TORCH_CPP_LOG_LEVEL", "TOKENIZERS_PARALLELISM"}
+
+
+def test_the_topics_are_listed_and_each_has_lines(cli: Cli) -> None:
+    listed = cli("help")
+    assert (listed.code, listed.stderr) == (0, "")
+    for topic in TOPICS:
+        assert f"  {topic} " in listed.stdout
+        done = cli("help", topic)
+        assert (done.code, done.stderr) == (0, "")
+        assert cli("help", topic, "--json").json["lines"] == done.stdout.splitlines()
+        assert all(len(line) <= 110 for line in done.stdout.splitlines())
+
+
+def test_every_exit_code_has_a_meaning(cli: Cli) -> None:
+    lines = cli("help", "exit-codes").stdout
+    assert {int(code) for code in re.findall(r"^  (\d+) +[A-Z]", lines, re.MULTILINE)} == {int(code) for code in Exit}
+
+
+def test_every_common_option_is_described(cli: Cli) -> None:
+    lines = cli("help", "common").stdout
+    for name in common_names():
+        assert re.search(rf"^  (-. ?, )?(-.,? )?{flag_of(name)}\b", lines, re.MULTILINE), name
+
+
+def test_every_kind_of_model_and_data_is_described(cli: Cli) -> None:
+    lines = cli("help", "specs").stdout
+    for form in (*forms("models"), *forms("data")):
+        _, found, text = lines.partition(f"  {form}")
+        assert found, form
+        assert re.match(r"\s+[A-Z]", text), form
+    assert all(name in lines for name in names("networks"))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_the_help_of_a_command_is_a_topic(cli: Cli, command: object) -> None:
+    words = command.name.split("-", 1) if command.parent else [command.name]  # type: ignore[attr-defined]
+    assert cli("help", *words).stdout == cli(*words, "--help").stdout
+
+
+def test_a_topic_that_is_none_is_answered_with_the_one_that_was_meant(cli: Cli) -> None:
+    done = cli("help", "exitcodes")
+    assert done.code == 2
+    assert done.stderr.startswith("error: help: expected one of exit-codes, common, environment, specs, demo, ")
+    assert done.stderr.endswith("; got 'exitcodes'\nhint: did you mean 'exit-codes'?\n")
+    assert "did you mean 'predict'?" in cli("help", "predit").stderr
+
+
+def read_variables() -> Iterator[tuple[str, Path]]:
+    """Names of environment variables in our code: of what is asked of os.environ, in words or by a constant of the file."""
+    for path in Path(bnncli.__file__).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text if "environ" in text else "")
+        pairs = [(one.targets[0], one.value) for one in tree.body if isinstance(one, ast.Assign)]
+        pairs += [
+            two for one in pairs if isinstance(one[0], ast.Tuple) for two in zip(one[0].elts, one[1].elts, strict=True)
+        ]  # type: ignore[attr-defined]
+        constants = {ast.unparse(name): value.value for name, value in pairs if isinstance(value, ast.Constant)}
+        for node in ast.walk(tree):
+            keys: list[ast.expr] = []
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                keys = node.args[:1] if ast.unparse(node.func.value).endswith("environ") else []
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
+                keys = [node.slice]
+            elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]).endswith("environ"):
+                keys = [node.left]
+            for key in keys:
+                if isinstance(key, ast.Constant) or (isinstance(key, ast.Name) and key.id in constants):
+                    yield str(key.value if isinstance(key, ast.Constant) else constants[key.id]), path  # type: ignore[attr-defined]
+
+
+def test_every_variable_that_the_code_reads_is_in_the_topic(cli: Cli) -> None:
+    told = {name for names in ENVIRONMENT for name in names.split(", ")}
+    read = {name for name, _ in read_variables()}
+    assert {"CI", "RANK", "SOURCE_DATE_EPOCH", "BNNCLI_CONFIG", "NO_COLOR"} <= read
+    assert read - SET == told
+    assert read >= SET
+    assert all(name in cli("help", "environment").stdout for name in told)
+
+
+def on_a_terminal(words: list[str], **variables: str) -> str:
+    """What a command prints on a pseudo-terminal."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "bnncli", *words]
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment | {"TERM": "xterm"} | variables):
+        os.close(theirs)
+        found = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            found += part
+    os.close(ours)
+    return found.decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_gets_headings_and_options_in_colour_unless_it_wants_none(cli: Cli) -> None:
+    plain = cli("status", "--help").stdout
+    coloured = on_a_terminal(["status", "--help"], COLUMNS="80")
+    assert "\x1b[1mOptions\x1b[0m:" in coloured
+    assert "\x1b[36m--check\x1b[0m" in coloured
+    for without in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        assert on_a_terminal(["status", "--help"], COLUMNS="80", **without) == re.sub("\x1b\\[[0-9]*m", "", coloured)
+    assert "\x1b" not in plain
