@@ -13,13 +13,13 @@ from typer.main import get_command
 
 from bnncli import __version__
 from bnncli.cli.commands import all_commands
-from bnncli.cli.help import HelpCommand, HelpGroup, print_everything
+from bnncli.cli.completion import completes, completes_argument
+from bnncli.cli.help import MAX_WIDTH, HelpCommand, HelpGroup, print_everything
 from bnncli.cli.option_values import default_of, option_fields
 from bnncli.options.command import Argument, Command
 from bnncli.options.declaration import choices_of, flag_of, help_of
 
 WIDEST = 80  # characters of choices that stand in the place of the value; more are listed in the text
-MAX_WIDTH = 110
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH}
 ABOUT = """Turn a saved classifier checkpoint into a Bayesian one, post hoc.
 
@@ -114,6 +114,7 @@ def _argument(argument: Argument) -> inspect.Parameter:
         help=argument.help,
         metavar=f"[{metavar}]" if argument.is_optional else metavar,
         show_default=False,
+        autocompletion=completes_argument(argument.name),
         readable=False,  # whether it can be read is for the command to say, with its own exit code
     )
     return inspect.Parameter(
@@ -136,6 +137,7 @@ def _option(name: str, spec: Any, hint: Any) -> inspect.Parameter:
     is_count = name == "verbose"
     keywords: dict[str, Any] = {
         "help": text,
+        "autocompletion": completes(name, meta),
         "show_default": default is not None
         and default is not False
         and default not in ([], "")

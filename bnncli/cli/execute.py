@@ -102,13 +102,15 @@ class _Invocation:
         return int(self.code)
 
     def _parse(self) -> tuple[Command, dict[str, Any]] | None:
-        """The command and its values; None after --help. Raises BrokenPipeError where Typer would exit with 1."""
+        """The command and its values; None after --help and what a shell completes. Raises BrokenPipeError where Typer would exit with 1."""
         self._check_order()
         parse, defaults = parser(self._named_command()), self._defaults()
         try:
             found = parse(args=list(self.argv), prog_name="bnncli", standalone_mode=False, default_map=defaults)
-        except SystemExit:
-            raise BrokenPipeError from None
+        except SystemExit as left:
+            if left.code:
+                raise BrokenPipeError from None
+            return None
         return found if isinstance(found, tuple) else None
 
     def _check_order(self) -> None:

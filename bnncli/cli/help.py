@@ -17,6 +17,7 @@ from bnncli.cli.option_values import option_fields
 from bnncli.cli.quick_values import QuickCommand, QuickGroup
 from bnncli.options.command import COMPUTE, Command
 
+MAX_WIDTH = 110
 FEW = 8  # shown options that need no groups
 _EVERYTHING = "help_all"
 _FLAG = re.compile(r"(?<!\S)--?[a-z][a-z-]*")

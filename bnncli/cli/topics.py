@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Callable, Iterable
 from shutil import get_terminal_size
 
-from bnncli.cli.build import MAX_WIDTH
 from bnncli.cli.commands import COMMANDS
+from bnncli.cli.help import MAX_WIDTH
 from bnncli.cli.option_values import option_fields
 from bnncli.errors import Exit
 from bnncli.names import not_one_of

@@ -19,6 +19,7 @@ from bnncli.cli.commands import COMMANDS
 from bnncli.cli.help import common_names
 from bnncli.cli.topics import ENVIRONMENT, TOPICS
 from bnncli.errors import Exit
+from bnncli.options.command import Command
 from bnncli.options.declaration import flag_of
 from bnncli.options.parts import forms
 from bnncli.registry import names
@@ -60,8 +61,8 @@ def test_every_kind_of_model_and_data_is_described(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_the_help_of_a_command_is_a_topic(cli: Cli, command: object) -> None:
-    words = command.name.split("-", 1) if command.parent else [command.name]  # type: ignore[attr-defined]
+def test_the_help_of_a_command_is_a_topic(cli: Cli, command: Command) -> None:
+    words = command.name.split("-", 1) if command.parent else [command.name]
     assert cli("help", *words).stdout == cli(*words, "--help").stdout
 
 
@@ -80,8 +81,11 @@ def read_variables() -> Iterator[tuple[str, Path]]:
         tree = ast.parse(text if "environ" in text else "")
         pairs = [(one.targets[0], one.value) for one in tree.body if isinstance(one, ast.Assign)]
         pairs += [
-            two for one in pairs if isinstance(one[0], ast.Tuple) for two in zip(one[0].elts, one[1].elts, strict=True)
-        ]  # type: ignore[attr-defined]
+            two
+            for one in pairs
+            if isinstance(one[0], ast.Tuple) and isinstance(one[1], ast.Tuple)
+            for two in zip(one[0].elts, one[1].elts, strict=True)
+        ]
         constants = {ast.unparse(name): value.value for name, value in pairs if isinstance(value, ast.Constant)}
         for node in ast.walk(tree):
             keys: list[ast.expr] = []
@@ -93,7 +97,7 @@ def read_variables() -> Iterator[tuple[str, Path]]:
                 keys = [node.left]
             for key in keys:
                 if isinstance(key, ast.Constant) or (isinstance(key, ast.Name) and key.id in constants):
-                    yield str(key.value if isinstance(key, ast.Constant) else constants[key.id]), path  # type: ignore[attr-defined]
+                    yield str(key.value if isinstance(key, ast.Constant) else constants[key.id]), path
 
 
 def test_every_variable_that_the_code_reads_is_in_the_topic(cli: Cli) -> None:
