@@ -30,4 +30,4 @@ def memory_advice(command: Command | None, *, is_gpu: bool) -> str:
     ways = [text.format(flag_of(name)) for name, text in _WAYS.items() if name in options][:_MOST_NAMED]
     if is_gpu and "device" in options:
         ways.append("--device cpu")
-    return "use " + " or ".join(ways) if ways else "free memory, or run it where there is more"
+    return "use " + " or ".join(ways) if ways else "free memory, or use a machine with more"

@@ -125,10 +125,7 @@ def unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
             known |= {*_variables(command, name, spec)}
     unknown = [name for name in given if name not in known]
     near = {name: difflib.get_close_matches(name, sorted(known), n=1) for name in unknown}
-    return [
-        f"{name} is set and means nothing" + (f"; did you mean {near[name][0]}?" if near[name] else "")
-        for name in unknown
-    ]
+    return [f"no command reads {name}" + (f"; did you mean {near[name][0]}?" if near[name] else "") for name in unknown]
 
 
 def resolve_named(name: str | None, config_file: str | None) -> dict[str, dict[str, OptionValue]]:

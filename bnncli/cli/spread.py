@@ -16,6 +16,7 @@ from bnncli.lazy import torch
 from bnncli.machine import signals, team
 from bnncli.machine.devices import device_name
 from bnncli.machine.last_words import LOST
+from bnncli.names import counted
 from bnncli.options import CommonOptions, ComputeOptions, ExtractFeaturesOptions
 
 SPREAD = (
@@ -49,7 +50,7 @@ def own_device(options: ComputeOptions) -> ComputeOptions:
     here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if here > count:  # all workers know it, and the first says it
         raise UsageError(
-            f"torchrun: {here} workers on this machine, and {count} GPUs",
+            f"torchrun started {here} workers on this machine, which has {counted(count, 'GPU')}",
             hint=f"start {count} with --nproc-per-node {count}, or use \0device\0 cpu",
         )
     return replace(options, device=f"cuda:{local}")
@@ -79,11 +80,11 @@ def workers_joined(command: str, own: object, options: ComputeOptions, console: 
     if not is_in_step and (extraction is None or not extraction.has_network):
         what = command if extraction is None else f"{command} without a network"
         if rank == 0:
-            console.warn(f"{what} is not shared out among workers: the first of {size} does all of it")
+            console.warn(f"{what} does not run in parallel: worker 0 of {size} does all the work")
         yield rank == 0
         return
     if size > 1:
-        console.info(f"the first of {size} workers, as torchrun has it (unset WORLD_SIZE to work alone)")
+        console.info(f"worker 0 of {size}, started by torchrun (unset WORLD_SIZE to run alone)")
     joined = team.Team(rank, size, options.shards or NUM_SHARDS, is_in_step)
     team.join(joined, torch.device(device_name(options.device)))
     try:
@@ -122,7 +123,7 @@ def _part(error: BaseException, joined: team.Team, console: Console) -> None:
         time.sleep(0.05)
     if known.code == LOST:
         known = team.heard() or known
-    told: BnnError = DeviceError("the first worker says why", code=LOST)
+    told: BnnError = DeviceError("worker 0 reports why", code=LOST)
     told.exit = known.exit
     raise told from error
 

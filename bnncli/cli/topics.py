@@ -37,7 +37,7 @@ ADVICE = {
 # What the code reads of the environment, beside what sets options.
 ENVIRONMENT = {
     "BNNCLI_CONFIG": "Configuration file, used if --config is not given. The default is ./bnncli.toml.",
-    "NO_COLOR": "Set it to print help without colours.",
+    "NO_COLOR": "Set it to print without colours.",
     "TERM": "`dumb` turns off progress bars and colours.",
     "CI": "If set, progress is reported as log lines instead of a bar.",
     "CUDA_VISIBLE_DEVICES": "GPUs that bnncli may use. grid hands them out to its jobs.",

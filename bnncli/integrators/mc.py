@@ -56,7 +56,7 @@ class CanSample(HasLayout, Protocol):
 
 
 SETTINGS = {"qmc": QMC}
-DRAWS = Draws(1000, quasi=256, note="200 of other layers than the last; fewer of more than 67,000 weights")
+DRAWS = Draws(1000, quasi=256)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from bnncli.errors import UsageError
 from bnncli.names import near_miss, not_one_of
 from bnncli.scores import declared
 
-GRAMMAR = "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT] and then <=, <, >=, >, == or != and a number, or another score"
+GRAMMAR = "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT], then <=, <, >=, >, == or !=, then a number or another score"
 PARTS = ("excess", "floor", "low", "high")  # what can be asked of a metric instead of its value
 _OF_FLOORS = ("excess", "floor")  # of metrics that a calibrated model scores above 0 by chance
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -108,7 +108,7 @@ def parse_score(text: str, flag: str, metrics: Sequence[str]) -> Quantity:
     """The score METRIC[:CHOICE...] that `text` says, of no posterior or split in particular. Raises UsageError otherwise."""
     match = _QUANTITY.fullmatch(text)
     if match is None or any(match.group(place) is not None for place in (1, 2, 4, 6)):
-        raise UsageError(f"{flag}: expected METRIC[:CHOICE...], as ece or auroc:mnist; got {text!r}")
+        raise UsageError(f"{flag}: expected METRIC[:CHOICE...], such as ece or auroc:mnist; got {text!r}")
     return _quantity(text, text, flag, metrics)
 
 
@@ -134,10 +134,10 @@ def _quantity(part: str, text: str, flag: str, metrics: Sequence[str]) -> Quanti
     if part in _OF_FLOORS and not declared()[metric].has_floor:
         owners = ", ".join(name for name, score in declared().items() if score.has_floor and name in metrics)
         raise UsageError(
-            f"{flag}: {metric} has no {part} in {text!r}; there is one of {owners}, and of {metric} low and high"
+            f"{flag}: {metric} has no {part} in {text!r}; expected low or high, or a metric with {part}: {owners}"
         )
     return Quantity(metric, tuple(choices.split(":")[1:]), posterior, integrator, split, part)
 
 
 def _refusal(flag: str, text: str) -> UsageError:
-    return UsageError(f"{flag}: expected {GRAMMAR}, as ece<=0.02 or nll<map.nll; got {text!r}")
+    return UsageError(f"{flag}: expected {GRAMMAR}, such as ece<=0.02 or nll<map.nll; got {text!r}")

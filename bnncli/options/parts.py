@@ -61,16 +61,10 @@ class Setting:
 
 
 class Draws(NamedTuple):
-    """How many draws a sampling integrator takes by default, and `quasi` of scrambled Sobol points; `note` says what else."""
+    """How many draws a sampling integrator takes by default, and `quasi` of scrambled Sobol points."""
 
     default: int
     quasi: int | None = None
-    note: str = ""
-
-    def __str__(self) -> str:
-        notes = [f"{self.quasi} with \0qmc\0"] if self.quasi is not None else []
-        notes += [self.note] if self.note else []
-        return f"{self.default} ({'; '.join(notes)})" if notes else str(self.default)
 
 
 class Form(NamedTuple):

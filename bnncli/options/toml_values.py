@@ -101,7 +101,7 @@ def type_name(hint: Any) -> str:
         float: "a number",
         str: "text",
         bool: "true or false",
-        list: "a list of texts",
+        list: "a list of strings",
     }
     return names[base_type(hint)]
 

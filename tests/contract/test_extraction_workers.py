@@ -265,7 +265,7 @@ def test_what_has_no_network_is_done_by_the_first_worker(cli: Cli, folder: Path)
     words = ("--model", "flatten", "--data", "train=npz:train.npz")
     first, second = run_workers(2, "extract-features", "flat", *words, cwd=folder)
     assert (first.code, second.code, second.stdout, second.stderr) == (0, 0, "", "")
-    assert "without a network is not shared out among workers: the first of 2 does all of it" in first.stderr
+    assert "without a network does not run in parallel: worker 0 of 2 does all the work" in first.stderr
 
 
 @pytest.mark.long

@@ -247,7 +247,7 @@ def test_each_worker_has_a_gpu_of_its_own_or_all_know_that_there_are_too_few(
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(spread, "device_name", lambda device: "cuda:0")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with nullcontext() if given else pytest.raises(UsageError, match="3 workers on this machine, and 2 GPUs"):
+    with nullcontext() if given else pytest.raises(UsageError, match="3 workers on this machine, which has 2 GPUs"):
         assert spread.own_device(ComputeOptions()).device == given
 
 
@@ -257,7 +257,7 @@ def test_a_command_whose_work_is_not_shared_is_done_by_the_first_worker(cli: Cli
     assert cli("fit-laplace", run, "--prior-precision", 3).code == 0
     first, second = run_workers(2, "diagnose", run, cwd=tmp_path)
     assert (first.code, second.code, second.stdout, second.stderr) == (0, 0, "", "")
-    assert "diagnose is not shared out among workers: the first of 2 does all of it" in first.stderr
+    assert "diagnose does not run in parallel: worker 0 of 2 does all the work" in first.stderr
 
 
 @pytest.mark.long

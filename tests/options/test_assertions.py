@@ -80,7 +80,7 @@ def test_anything_else_is_refused_with_the_grammar(text: str) -> None:
     ("text", "why"),
     [("0.1>nll", "put the score there"), ("nll<nan", "finite"), ("nll<inf", "finite"), ("nil<1", "unknown metric 'nil'"), ("nll<map.nil", "unknown metric 'nil'"),
      ("ece-exces<1", "ece-exces<1: part of ece: expected one of excess, floor, low, high; got 'exces'"),
-     ("nll-floor<1", "nll has no floor in 'nll-floor<1'; there is one of ece, and of nll low and high")],
+     ("nll-floor<1", "nll has no floor in 'nll-floor<1'; expected low or high, or a metric with floor: ece")],
 )  # fmt: skip
 def test_what_means_nothing_is_refused_with_its_reason(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):

@@ -227,7 +227,7 @@ def test_a_damaged_file_of_another_posterior_is_no_hindrance(cli: Cli, small_run
 
 def test_a_name_that_nothing_has_is_told_with_the_name_that_was_meant(cli: Cli, small_run: Path) -> None:
     done = cli("evaluate", small_run, "--posterior", "laplce")
-    assert (done.code, done.stderr.splitlines()[1]) == (66, "hint: did you mean 'laplace'?")
+    assert (done.code, done.stderr.splitlines()[1]) == (66, "hint: did you mean 'laplace' or 'laplace.mc'?")
     done = cli("evaluate", small_run.with_name("other"))
     assert (done.code, f"no checkpoint {small_run.with_name('other')}" in done.stderr) == (66, True)
 
