@@ -20,9 +20,8 @@ class DiagnoseOptions(Checked):
     layers: str | None = chosen_layers_option(is_recorded=False)
     draws: int | None = option(
         None,
-        "Draws for the ELBO and Pareto k. Default: 512 to 8192, until the ELBO is known to 2 nats or 1%; fewer "
-        "for slow networks.",
+        "Draws for the ELBO and Pareto k. Default: 512 to 8192, until the ELBO is known to 2 nats; fewer for slow networks.",
         minimum=2,
     )
-    strict: bool = option(False, "Exit 3 unless every posterior judged fits well.")
+    strict: bool = option(False, "Exit 3 if none of the judged posteriors fits well.")
     trust_code: bool = trust_code_option(is_recorded=False)

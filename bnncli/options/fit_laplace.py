@@ -115,8 +115,8 @@ class FitLaplaceOptions(LayersOptions):
     )
     draws: int | None = option(
         None,
-        "Draw this many samples by sample-then-optimise, without forming a covariance. \0structure\0 then only "
-        "preconditions.",
+        "Draw this many samples by sample-then-optimise, without forming a covariance. \0structure\0 then "
+        "chooses the prior precision and preconditions.",
         minimum=1,
         numeric=False,
         group="Gaussian",

@@ -53,8 +53,7 @@ class FitSghmcOptions(GivenPriorOptions):
     )
     learning_rate: float | None = option(
         None,
-        "Step size for the mean loss, the first of each cycle. Default: the largest with at most 5% bias along "
-        "the stiffest direction.",
+        "Initial step size of each cycle, for the mean loss. Default: the largest with a small bias along the stiffest direction.",
         minimum=1e-15,
         group="Sampling",
     )

@@ -25,7 +25,7 @@ class FitViOptions(GivenPriorOptions):
         is_rare=True,
     )
     optimizer: str = option(
-        "adam", "Optimizer: adam, or ivon (natural gradient).", choices=("adam", "ivon"), group="Training"
+        "adam", "Optimizer: adam, or ivon (variational online Newton).", choices=("adam", "ivon"), group="Training"
     )
     epochs: int | None = option(
         None,

@@ -35,7 +35,7 @@ class PredictOptions(Checked):
     layers: str | None = chosen_layers_option("What to predict")
     integrator: list[str] = option(
         [],
-        "How to turn the posterior into probabilities, or all that apply. Default: the best on val, else mc "
+        "Turns the posterior into probabilities; all takes every integrator that applies. Default: the best on val, else mc "
         "(logit-mc, plug-in where they fit better).",
         family="integrators",
         choices=("all",),
