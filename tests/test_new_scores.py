@@ -120,7 +120,7 @@ def done(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[I
     chosen = [word for name in ("spherical", "recognised", "largest_shift") for word in ("--metric", name)]
     detected = ("--metric", "auroc:concentration")
     lines = (
-        ("evaluate", "--help"),
+        ("evaluate", "--help-all"),
         ("evaluate", run, *own, "--force", "--json"),
         ("evaluate", run, *own, *chosen),
         ("evaluate", run, *own, *ASSERTED),
@@ -128,7 +128,7 @@ def done(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[I
         ("compare", run, "--metric", "spherical", "--metric", "recognised", *detected, "--bootstrap", 100, "--json"),
         ("compare", run, "--metric", "largest_shift"),
         ("evaluate", run, "--posterior", "hmc"),
-        ("compare", "--help"),
+        ("compare", "--help-all"),
         ("evaluate", run, *own, "--stretch", 0.5),
         ("evaluate", run, *own, "--stretch", 2),
         ("evaluate", run, *own, "--stretch", 0.5, "--first-rows", 100, "--force", "--json"),
@@ -189,7 +189,7 @@ def test_a_new_score_of_examples_tells_splits_apart(done: list[Invocation], fini
     assert "AUROC far concentration" in done[4].stdout
     assert "AUROC far feature_length" in done[4].stdout
     offered = "".join(done[0].stdout.replace("│", "").split())
-    assert all(names in offered for names in ("max_logit|concentration|mahalanobis", "knn|feature_length|all"))
+    assert all(names in offered for names in ("max_logit,concentration,mahalanobis", "knn,feature_length,all."))
 
 
 def test_metrics_made_before_there_was_the_score_are_not_up_to_date(done: list[Invocation]) -> None:
@@ -255,7 +255,7 @@ def test_a_score_of_an_installed_distribution_is_offered(tmp_path: Path) -> None
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(tmp_path)])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "shift_p|round_score" in "".join(done.stdout.split())
+    assert "shift_p,round_score." in "".join(done.stdout.split())
 
 
 OF_TABLES = ("density", "true_positive_rate", "false_positive_rate")  # of evaluate's further tables
