@@ -194,7 +194,7 @@ def test_ten_classes_have_a_standard_error_and_the_seed_decides(cli: Cli) -> Non
         (["--mean", "a", "--variance", "1"], "--mean: expected finite numbers"),
         (["--mean", "1,nan", "--variance", "1"], "--mean: expected finite numbers"),
         (["--mean", "1"], "either --variance or --covariance"),
-        (["--variance", "1"], "--mean: needed with"),
+        (["--variance", "1"], "--variance and --covariance need --mean"),
         (["--mean", "1", "--variance", "1", "--covariance", "1"], "either --variance or --covariance"),
         (["--mean", "1,2,3", "--variance", "1,2"], "one number, or 3"),
         (["--mean", "1", "--variance", "-1"], "at least 0; got -1"),

@@ -240,12 +240,12 @@ def test_what_does_not_fit_is_refused_with_what_does(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--curvature", "hessian", "--structure", "diag"), "expected full or subnetwork, got 'diag'"),
+        (("--curvature", "hessian", "--structure", "diag"), "expected full or subnetwork; got 'diag'"),
         (("--curvature", "fisher", "--center", "mode"), "is for --center checkpoint"),
-        (("--precision-per", "layer", "--prior-precision", "val"), "by the marginal likelihood"),
+        (("--precision-per", "layer", "--prior-precision", "val"), "by marginal likelihood"),
         (("--rank", "3"), "is for --structure low-rank"),
         (("--size", "3"), "is for --structure subnetwork"),
-        ((*SUBNETWORK, "--draws", "3"), "leave out --curvature and --structure subnetwork"),
+        ((*SUBNETWORK, "--draws", "3"), "drop --curvature and --structure subnetwork"),
         ((*SUBNETWORK, "--bias-precision", "3"), "give --prior-precision a number"),
         ((*SUBNETWORK, "--center", "mode"), "give --prior-precision val or a number"),
     ],

@@ -133,7 +133,7 @@ def test_simulations_under_a_prior_about_a_mean_are_calibrated(cli: Cli, run_abo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--layers", "all"), "--prior-mean checkpoint is for --layers last, got --layers all"),
+        (("--layers", "all"), "--prior-mean checkpoint is for --layers last; got --layers all"),
         (("--prior-precision", "marglik", "--prior-mean", "network"), "--prior-mean"),
     ],
 )
