@@ -39,7 +39,7 @@ def chosen_layers_option(group: str = "", *, is_recorded: bool = True) -> Any:
     """The option --layers of commands that read posteriors: which of them. Of a group that artifacts record or of another."""
     return option(
         None,
-        "Only posteriors over these parameters, written as for the command that fitted them.",
+        "Use only posteriors over these parameters, written as for the command that fitted them.",
         metavar="last|all|PATTERN",
         check=check_layers,
         numeric=not is_recorded,
