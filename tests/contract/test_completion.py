@@ -54,6 +54,8 @@ def test_names_in_the_run_folder_of_the_line_are_completed(cli: Cli, small_run: 
     assert {"laplace", "map"} <= set(posteriors)
     assert completed("predict", str(small_run), "--posterior", "") == posteriors
     assert completed("evaluate", str(small_run), "--reference", "lap") == ["laplace"]
+    assert completed("predict", str(small_run), "--follow", str(folder.parent), "--posterior", "lap") == ["laplace"]
+    assert completed("rm", str(small_run), "hmc.") == ["hmc.mc"]
     elsewhere = folder.rename(folder.with_name("elsewhere"))
     assert completed("predict", str(small_run), "--split", "t") == []
     assert completed("predict", str(small_run), "--run-dir", str(elsewhere), "--split", "t") == ["test", "train"]

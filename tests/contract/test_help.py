@@ -24,9 +24,15 @@ from bnncli.options.declaration import flag_of
 from bnncli.options.parts import forms
 from bnncli.registry import names
 
-# What other libraries read and we only set, or set where it is not set.
+# What other libraries read and we only set; and the line that a shell completes.
 SET = {"GOMP_SPINCOUNT", "OPENBLAS_THREAD_TIMEOUT", "OPENBLAS_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"}
-SET |= {"CUBLAS_WORKSPACE_CONFIG", "TORCH_CPP_LOG_LEVEL", "TOKENIZERS_PARALLELISM"}
+SET |= {
+    "COMP_WORDS",
+    "_TYPER_COMPLETE_ARGS",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "TORCH_CPP_LOG_LEVEL",
+    "TOKENIZERS_PARALLELISM",
+}
 
 
 def test_the_topics_are_listed_and_each_has_lines(cli: Cli) -> None:
