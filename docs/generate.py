@@ -19,6 +19,7 @@ import bnncli
 from bnncli import errors, opened, registry
 from bnncli.cli.commands import all_commands
 from bnncli.cli.option_values import default_of, option_fields
+from bnncli.cli.topics import ADVICE, ENVIRONMENT
 from bnncli.opened.loaded import LoadedPredictor
 from bnncli.options.command import COMPUTE, SECTIONS, Command
 from bnncli.options.declaration import choices_of, flag_of, help_of
@@ -32,21 +33,6 @@ FAMILIES = (
     ("flows", "Flows", "`refine --flow NAME`"),
     ("integrators", "Integrators", "`predict --integrator NAME`"),
 )
-ADVICE = {  # what a user does about an exit code
-    "OK": "Nothing.",
-    "BUG": "Report it, with the output of `-v`.",
-    "USAGE": "Read the message and `bnncli COMMAND --help`.",
-    "CHECK": "Look at what failed: an assertion, `--strict`, `--check`, or a network that was probably read wrongly.",
-    "DATA": "Fix the file, or run the command that the message names.",
-    "NOINPUT": "Run the command that the message names, or correct the path.",
-    "DEVICE": "Use `--device cpu`, smaller batches, or fewer draws and chains.",
-    "NUMERIC": "Read the cause; try a stronger prior or a lower learning rate.",
-    "EXISTS": "`--force` replaces the output, `--name` keeps both.",
-    "IO": "Free space or check the disk; nothing was lost.",
-    "LOCKED": "Wait, or add `--wait SECONDS`.",
-    "UNTRUSTED": "Read the code; then add `--trust-code`, or convert with `--trust-pickle`.",
-    "CONFIG": "Correct the line that the message names.",
-}
 
 
 def main() -> None:
@@ -109,8 +95,9 @@ def command_text(command: Command) -> str:
     lines = [f"## {name}\n", command.summary, "", command.details, "", "```sh", *command.examples, "```", ""]
     lines += [f"- `{one.name.upper()}{'...' if one.is_many else ''}`: {one.help}" for one in command.arguments]
     lines.append("")
-    if own:
-        lines += [*option_rows(own), ""]
+    for title in dict.fromkeys(spec.metadata["group"] or "Options" for spec, _ in own.values()):
+        members = {one: own[one] for one in own if (own[one][0].metadata["group"] or "Options") == title}
+        lines += [f"**{title}**\n", *option_rows(members), ""]
     shared = [f"`{flag_of(one)}`" for one in options if one in common]
     if shared:
         lines += [f"[Common options](common.md): {', '.join(shared)}.", ""]
@@ -210,37 +197,16 @@ def configuration_page() -> str:
 
         | Variable | Effect |
         |---|---|
-        | `CUDA_VISIBLE_DEVICES` | the GPUs that bnncli sees |
-        | `NO_COLOR` | no colours |
-        | `CI`, `TERM=dumb` | log lines instead of a progress bar |
-        | `OMP_NUM_THREADS` | threads, unless `--threads` is given |
-        | `SOURCE_DATE_EPOCH` | the time that artifacts record |
-        """)
+        """) + "".join(f"| `{name}` | {cell(text)} |\n" for name, text in ENVIRONMENT.items())
 
 
 def exit_codes_page() -> str:
     """Exit codes with what they mean and what to do."""
-    meanings = {Exit.exit: inspect.getdoc(Exit) or "" for Exit in vars(errors).values() if _is_error(Exit)}
-    meanings |= {errors.Exit.OK: "Done, or up to date already.", errors.Exit.BUG: "An unexpected error.",
-                 errors.Exit.IO: "Reading or writing failed: full disk, quota, input/output error."}  # fmt: skip
-    lines = ["# Exit codes\n", "| Code | Name | Meaning | What to do |", "|---|---|---|---|"]
-    lines += [f"| {code.value} | {code.name} | {cell(meanings[code])} | {ADVICE[code.name]} |" for code in errors.Exit]
-    lines += ["| 128+n | signal n | Stopped by a signal: 130 INT, 143 TERM, 129 HUP, 141 PIPE. | Run it again. |", ""]
-    return "\n".join(
-        [
-            *lines,
-            "65 to 78 are the values of BSD's `sysexits.h`. See [Troubleshooting](../how-to/troubleshooting.md).",
-            "",
-        ]
-    )
-
-
-def _is_error(value: Any) -> bool:
-    return (
-        isinstance(value, type)
-        and issubclass(value, errors.BnnError)
-        and value.exit in errors.Exit.__members__.values()
-    )
+    lines = ["# Exit codes\n", "| Code | Name | Meaning, and what to do |", "|---|---|---|"]
+    lines += [f"| {int(code)} | {code.name} | {cell(text)} |" for code, text in ADVICE.items()]
+    lines += ["| 128+n | signal n | Stopped by a signal: 130 INT, 143 TERM, 129 HUP, 141 PIPE. |", ""]
+    closing = "65 to 78 are the values of BSD's `sysexits.h`. See [Troubleshooting](../how-to/troubleshooting.md)."
+    return "\n".join([*lines, closing, ""])
 
 
 def docstring(value: Any) -> list[str]:
