@@ -10,7 +10,7 @@ from bnncli.options.declaration import Checked, option
 from bnncli.theta.module import LAST, STATE
 
 
-def trust_code_option(*, is_recorded: bool = True, also: str = "") -> Any:
+def trust_code_option(*, is_recorded: bool = True, also: str = "", group: str = "Inputs", is_rare: bool = True) -> Any:
     """The option --trust-code, of a group that artifacts record or of another.
 
     Args:
@@ -20,7 +20,7 @@ def trust_code_option(*, is_recorded: bool = True, also: str = "") -> Any:
         "Execute the code that the run folder names (network factory, jit, py: data), needed for other layers "
         f"than the last{also}. Without it, no such code runs."
     )
-    return option(False, text, numeric=not is_recorded, group="Inputs", is_rare=True)
+    return option(False, text, numeric=not is_recorded, group=group, is_rare=is_rare)
 
 
 def check_layers(layers: str | None, where: str = "\0layers\0", *, is_read: bool = True) -> None:
@@ -35,7 +35,7 @@ def check_layers(layers: str | None, where: str = "\0layers\0", *, is_read: bool
         raise UsageError(f"{where}: expected last, all or patterns joined by +; got {layers!r}")
 
 
-def chosen_layers_option(group: str = "", *, is_recorded: bool = True) -> Any:
+def chosen_layers_option(group: str = "", *, is_recorded: bool = True, is_rare: bool = False) -> Any:
     """The option --layers of commands that read posteriors: which of them. Of a group that artifacts record or of another."""
     return option(
         None,
@@ -44,6 +44,7 @@ def chosen_layers_option(group: str = "", *, is_recorded: bool = True) -> Any:
         check=check_layers,
         numeric=not is_recorded,
         group=group,
+        is_rare=is_rare,
     )
 
 

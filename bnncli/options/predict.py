@@ -32,7 +32,7 @@ class PredictOptions(Checked):
         numeric=False,
         group="What to predict",
     )
-    layers: str | None = chosen_layers_option("What to predict")
+    layers: str | None = chosen_layers_option("What to predict", is_rare=True)
     integrator: list[str] = option(
         [],
         "Turns the posterior into probabilities; all takes every integrator that applies. Default: the best on val, else mc "
@@ -131,7 +131,7 @@ class PredictOptions(Checked):
         numeric=False,
         group="Decisions",
     )
-    trust_code: bool = trust_code_option(also=" and for new data")
+    trust_code: bool = trust_code_option(also=" and for new data", group="What to predict", is_rare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
