@@ -223,7 +223,7 @@ def _print(posterior: str, repeated: list[dict[str, Any]], shifted: list[dict[st
         if "band" in row:
             low, high = row["band"]
             print(f"  {row['rule']:<5} coverage {row['mean']:.4f} (expected {row['expected']:.4f} +- {row['standard_error']:.4f}), "
-                  f"{row['in_band']:.0%} within the 95 % band {low:.4f} to {high:.4f}")  # fmt: skip
+                  f"{row['in_band']:.0%} within the 95% band {low:.4f} to {high:.4f}")  # fmt: skip
         elif row["rule"] == "risk":
             print(
                 f"  risk  {row['mean']:.4f} of {row['accepted']:.1%} accepted, above {RISK} in {row['exceeded']:.0%} (allowed: {1 - CERTAINTY:.0%})"

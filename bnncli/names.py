@@ -89,12 +89,12 @@ def counted(count: int, noun: str) -> str:
 
 
 def percent(share: float, form: str = ".1f") -> str:
-    """A share, of which 1 is all, in percent: 0.117 as `11.7 %`, with the space of the SI.
+    """Return a share in percent: 0.117 as `11.7%`.
 
     Args:
         form: of the number, as format() takes it.
     """
-    return f"{100 * share:{form}} %"
+    return f"{100 * share:{form}}%"
 
 
 def with_article(word: str) -> str:

@@ -89,7 +89,7 @@ def _mixed(metrics: dict[str, Any]) -> str:
         f"R-hat {metrics[f'{of}max_rhat']:.3f}, ESS {metrics[f'{of}min_ess_bulk']:.0f}" for of in ("", "heldout_")
     )
     steps = f"{metrics['mean_steps']:.0f} steps of {metrics['step_size']:.3g} a draw"
-    return f"hmc-all: worst weight {weights}; worst val label {labels}; {steps}, {100 * metrics['acceptance_rate']:.0f} % accepted"
+    return f"hmc-all: worst weight {weights}; worst val label {labels}; {steps}, {100 * metrics['acceptance_rate']:.0f}% accepted"
 
 
 def _hmc(bench: Bench, folder: Folder) -> dict[str, Done]:

@@ -63,7 +63,7 @@ class LayerGain:
             "as good": f"the last layer alone ({self.last_layer}) is as good as {self.posterior}",
             "untold": f"val is too small to tell {self.posterior} from {self.last_layer}, of the last layer alone",
         }[self.finding]
-        interval = "no interval" if self.low is None else f"95 % interval {self.low:+.4f} to {self.high:+.4f}"
+        interval = "no interval" if self.low is None else f"95% interval {self.low:+.4f} to {self.high:+.4f}"
         shown = "p unknown" if self.p_adjusted is None else f"p {self.p_adjusted:.2g}"
         allows = f" after Holm for {self.num_compared} posteriors" if self.num_compared > 1 else ""
         return f"{says}: val NLL {self.value:+.4f} ({interval}, {shown}{allows}, paired)"

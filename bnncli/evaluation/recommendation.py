@@ -102,7 +102,7 @@ class Quality:
     def sentence(self) -> str:
         """The same in words."""
         score, value, baseline, difference, interval, finding = self.cells
-        return f"{score} {value} against {baseline} ({difference}, 95 % interval {interval}): {finding}"
+        return f"{score} {value} against {baseline} ({difference}, 95% interval {interval}): {finding}"
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON takes it."""

@@ -65,7 +65,7 @@ class RankHistograms:
     def numbers(self) -> FigureNumbers:
         """A row for each chain, a column for each part of the ranks."""
         num_bins = len(self.counts[0])
-        heads = [f"{100 * place / num_bins:.3g} to {100 * (place + 1) / num_bins:.3g} %" for place in range(num_bins)]
+        heads = [f"{100 * place / num_bins:.3g} to {100 * (place + 1) / num_bins:.3g}%" for place in range(num_bins)]
         rows: list[list[Cell]] = [[chain, *counts] for chain, counts in zip(self.chains, self.counts, strict=True)]
         return FigureNumbers(["chain", *heads], rows)
 

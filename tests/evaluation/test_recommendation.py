@@ -100,7 +100,7 @@ def test_a_quality_is_better_or_worse_where_its_interval_leaves_out_zero() -> No
     none = "no difference shown"
     assert findings == ["better", "worse", none, none, "worse", "better", none, none]
     assert Quality("accuracy", 0.862, 0.8725, -0.019, -0.0026, True).sentence == (
-        "accuracy 86.2 % against 87.2 % (-1.05 pp, 95 % interval -1.90 pp to -0.26 pp): worse"
+        "accuracy 86.2% against 87.2% (-1.05 pp, 95% interval -1.90 pp to -0.26 pp): worse"
     )
 
 

@@ -48,7 +48,7 @@ def judge(*posteriors: Judged) -> Verdict:
         (CHAINS, {"ess_tail": 399.0}, "ESS 399 (below 400)"),
         (CHAINS, {"divergences": 1}, "1 divergence"),
         (CHAINS, {"divergences": 2}, "2 divergences"),
-        (CHAINS, {"lowest_acceptance": 0.01}, "a chain accepts 1.0 %"),
+        (CHAINS, {"lowest_acceptance": 0.01}, "a chain accepts 1.0%"),
         (CHAINS, {"lowest_bfmi": 0.2}, "E-BFMI 0.20 (below 0.3)"),
         (CHAINS, {"lowest_bfmi": None, "divergences": None, "lowest_acceptance": None}, None),
         (POINT, {}, "a point is no distribution"),

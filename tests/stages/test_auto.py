@@ -70,7 +70,7 @@ def test_a_network_at_its_best_temperature_is_recommended_where_posteriors_are_w
     arrays = separable(12, 30, scale=1.0)  # the head is the truth, which twelve examples do not tell
     run = new_run(cli, tmp_path / "run", arrays)
     found = auto(cli, run)
-    assert "no posterior beats it by more than 1 %" in found["metrics"]["sentence"]
+    assert "no posterior beats it by more than 1%" in found["metrics"]["sentence"]
     assert next(row for row in found["rows"] if row["is_recommended"])["posterior"] in ("temperature", "map")
 
 

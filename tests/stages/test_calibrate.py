@@ -378,9 +378,9 @@ def test_the_report_has_what_the_rules_guarantee_and_what_came_of_it(cli: Cli, r
     assert cli("report", run, "--force").code == 0
     text = page.read_text()
     for said in (
-        "lac: 80 % covered",
-        "at most 20 % wrong (95 % sure)",
-        "at most 10 % false alarms",
-        "at most 5 % false alarms for batches",
+        "lac: 80% covered",
+        "at most 20% wrong (95% sure)",
+        "at most 10% false alarms",
+        "at most 5% false alarms for batches",
     ):
         assert said in text

@@ -139,7 +139,7 @@ def test_the_baseline_is_shown_and_the_others_as_differences(cli: Cli, small_run
     for name in ("map", "refine", "hmc"):
         assert rows[name].lstrip("* ")[0] in "+-"
         assert "p=" in rows[name]
-    assert "for laplace.mc; for the others the difference from it, with its 95 % interval" in done.stdout
+    assert "for laplace.mc; for the others the difference from it, with its 95% interval" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -479,4 +479,4 @@ def test_thresholds_of_rules_decide_on_what_the_file_gives_as_the_rules_do(cli: 
     is_accepted = np.zeros(len(probs), bool) if least is None else found["probs"].numpy().max(axis=1) >= least
     assert (is_accepted == accepted.accepts(probs.max(axis=1))).mean() >= 0.98
     assert (about["ood"]["false_alarm"], about["risk"]["risk"], about["sets"]["coverage"]) == (0.2, 0.6, 0.8)
-    assert "is an outlier, at 20.0 % false alarms" in done.stderr
+    assert "is an outlier, at 20.0% false alarms" in done.stderr

@@ -74,8 +74,8 @@ TOLD = {
     ("unit", "f255"): r"test: values are about 255 times as large as those of train (uint8 is divided by 255",
     ("unit", "tiny"): "test: values are about 255 times as small as those of train",
     ("f255", "bytes"): "test: values are about 255 times as small as those of train",
-    ("unit", "signed"): "% of the values are negative, of those of train 0 %: one is normalised, the other not",
-    ("signed", "unit"): "test: 0 % of the values are negative, of those of train ",
+    ("unit", "signed"): "% of the values are negative, of those of train 0%: one is normalised, the other not",
+    ("signed", "unit"): "test: 0% of the values are negative, of those of train ",
 }
 
 
@@ -142,7 +142,7 @@ def test_texts_of_another_vocabulary_are_told() -> None:
     found = [difference("test", one, "train", train, is_scale_alone=False) for one in (same, unknown, others, few)]
     assert found[0] is None
     assert found[1] is not None
-    assert "60 % of its tokens are number 1, of those of train 0 %: the unknown token?" in found[1]
+    assert "60% of its tokens are number 1, of those of train 0%: the unknown token?" in found[1]
     assert found[2] is not None
     assert "of its tokens" in found[2]
     assert found[3] is None

@@ -162,7 +162,7 @@ def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
     found = recorded_qualities(metrics["qualities"])
     if not found:
         return []
-    columns = ["val", *metrics["about"], "difference", "95 % interval", "finding"]
+    columns = ["val", *metrics["about"], "difference", "95% interval", "finding"]
     notes = ["paired by example; each interval holds by itself"]
     return [Table(columns, [one.cells for one in found], notes=notes)]
 

@@ -74,7 +74,7 @@ def _draw(comparison: Comparison) -> Figure:
     )
     shown = "means" if many else "values"
     subject = f"{shown} of scores" if zero is None else f"differences from {zero}"
-    title = f"{subject[0].upper()}{subject[1:]} on {comparison.split} ({what}) with {level:g} % intervals"
+    title = f"{subject[0].upper()}{subject[1:]} on {comparison.split} ({what}) with {level:g}% intervals"
     tests = f"marks by paired tests at level {comparison.alpha:g}, all of a panel together; intervals of each alone"
     return figure.draw(
         score_panels(comparison), labels(comparison), title=title, marked=marked, plain=plain, tests=tests, zero=zero

@@ -165,7 +165,7 @@ class Comparison:
         """How far the level is off where rare large losses are missing from few examples."""
         few = self.num_checkpoints == 1 and self.num_examples < _FEW_EXAMPLES
         return (
-            "; if losses are rare and large, few examples make the chance larger: at 5 %, up to 15 % with 100 and 8 % with 1,000"
+            "; if losses are rare and large, few examples make the chance larger: at 5%, up to 15% with 100 and 8% with 1,000"
             if few
             else ""
         )

@@ -191,7 +191,7 @@ def _about_draws(outputs: list[dict[str, Any]]) -> list[str]:
     for maker, output in by_maker.items():
         level = output["interval_level"]
         if level is not None and level < LEVEL:
-            lines.append(f"{maker}: too few draws for 95 %; its intervals hold {percent(level)}")
+            lines.append(f"{maker}: too few draws for 95%; its intervals hold {percent(level)}")
     return lines
 
 

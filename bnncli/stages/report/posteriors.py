@@ -101,7 +101,7 @@ def _marginals(subject: Subject, judgement: Judgement) -> Marginals | Missing | 
     chosen = spread_over(apart(draws[own], others), _SHARES)
     meta = judgement.headers[own].meta
     panels = [_marginal(parameter_name(meta, index), index, draws, own, wide) for index in chosen]
-    shares = ", ".join(f"{100 * share:g} %" for share in _SHARES[1:])
+    shares = ", ".join(f"{100 * share:g}%" for share in _SHARES[1:])
     how = (
         f"The first weight is the one where posteriors differ most from {own}, in its standard deviations; the "
         f"others are at {shares} of that order."

@@ -34,7 +34,7 @@ def marginals(figure: MarginalFigure, folder: Path, *, seed: int) -> Marginals |
     others = {called: one for called, one in draws.items() if called != reference}
     distances = apart(draws[reference], others)
     panels = [_panel(index, distances[index], draws) for index in spread_over(distances, _SHARES)]
-    shares = ", ".join(f"{100 * share:g} %" for share in _SHARES[1:])
+    shares = ", ".join(f"{100 * share:g}%" for share in _SHARES[1:])
     how = (
         f"The first weight is the one where a posterior differs most from {reference}; the others are at {shares} of "
         "that order."

@@ -201,9 +201,9 @@ def _table(ranked: list[RankedQuantity], options: SbcOptions) -> Table:
         f"{options.simulations} simulations, each ranked among {options.draws} draws; p of uniform ranks, each to be held against "
         f"{options.level:g} / {len(ranked)} = {options.level / len(ranked):.3g}",
         "mean rank: 0.5 where draws are not shifted; spread of ranks: 1 where they are as wide as they should be, above where too "
-        "narrow, below where too wide; 50 % and 90 %: how often these intervals of the draws hold the truth",
+        "narrow, below where too wide; 50% and 90%: how often these intervals of the draws hold the truth",
     ]
-    return Table(["quantity", "p", "mean rank", "spread", "50 %", "90 %"], cells, notes=notes)
+    return Table(["quantity", "p", "mean rank", "spread", "50%", "90%"], cells, notes=notes)
 
 
 def _plot(path: Path, ranked: list[RankedQuantity], options: SbcOptions, name: str) -> list[dict[str, Any]]:

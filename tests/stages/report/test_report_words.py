@@ -91,8 +91,8 @@ def test_calibration_errors_are_more_than_chance_at_one_level_for_all_of_them(
 ) -> None:
     known = [(name, {"value": 0.1, "floor": 0.02, "p_calibrated": p}) for name, p in zip("abc", p_values, strict=True)]
     text = calibration_in_words("test", known)
-    assert text.startswith("On test, stated confidence and accuracy differ by 10.0 % (a), 10.0 % (b) and 10.0 % (c) on")
-    assert "A calibrated model would differ by 2.0 % by chance" in text
+    assert text.startswith("On test, stated confidence and accuracy differ by 10.0% (a), 10.0% (b) and 10.0% (c) on")
+    assert "A calibrated model would differ by 2.0% by chance" in text
     assert told in text
 
 
