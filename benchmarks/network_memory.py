@@ -207,7 +207,7 @@ class Folder:
     def measure(self, *words: str) -> Peak:
         """Of a command's work."""
         said, peak = self.run(*words, "--trust-code", *(("--force",) if words[0] != "diagnose" else ()))
-        found = re.search(r"the process has ([\d.]+ \w+) of memory, the work takes about ([\d.]+ \w+) more", said)
+        found = re.search(r"the process uses ([\d.]+ \w+) of memory, the work needs about ([\d.]+ \w+) more", said)
         if found is None:
             raise RuntimeError(f"no plan of the memory in:\n{said[-2000:]}")
         before, planned = (_mib(text) for text in found.groups())

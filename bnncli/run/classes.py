@@ -15,7 +15,7 @@ from bnncli.storage.features import FeatureFile, SplitClasses, head_digest, read
 from bnncli.storage.headers import Header
 from bnncli.storage.run_folder import RunFolder
 
-_HINT = "give all splits in one command with \0force\0, or use another \0run_dir\0"
+_HINT = "extract all splits in one command with \0force\0, or use another \0run_dir\0"
 
 
 class RunClasses(NamedTuple):
@@ -53,16 +53,16 @@ def run_classes(
         )
     if split.labels is not None and split.labels.ndim == 2 and split.labels.shape[1] != len(names):
         raise DataError(
-            f"split {split.name!r} has {split.labels.shape[1]} labels an example, split {source.stem!r} of this run has "
-            f"{len(names)} classes",
+            f"split {split.name!r} has {split.labels.shape[1]} labels per example, but split {source.stem!r} of "
+            f"this run has {len(names)} classes",
             code="class_mismatch",
             hint=_HINT,
             path=path,
         )
     if split.labels is not None and split.labels.ndim == 1 and int(split.labels.max()) >= len(names):
         raise DataError(
-            f"split {split.name!r} has labels up to {int(split.labels.max())}, split {source.stem!r} of this run has "
-            f"{len(names)} classes",
+            f"split {split.name!r} has labels up to {int(split.labels.max())}, but split {source.stem!r} of this "
+            f"run has {len(names)} classes",
             code="class_mismatch",
             hint=_HINT,
             path=path,

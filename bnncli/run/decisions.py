@@ -90,7 +90,7 @@ def open_decisions(run: Run, name: str, *, only: Sequence[str] = ()) -> list[Dec
         except BnnError as error:
             if only:
                 raise
-            run.console.warn(f"skipping the rule {path.stem} of {name}: {error.message}{error.advice}")
+            run.console.warn(f"skipping rule {path.stem} of {name}: {error.message}{error.advice}")
             continue
         found.append(decision)
     return found
@@ -100,7 +100,7 @@ def _missing_rule(run: Run, name: str, path: Path, there: Sequence[str]) -> Miss
     posterior, _, integrator = name.partition(".")
     asked = _ASKED_BY.get(path.stem, _ASKED_BY[SETS])
     return MissingInput(
-        f"{name} has no rule {path.stem!r} (there: {', '.join(there) or 'none'})",
+        f"{name} has no rule {path.stem!r} (have: {', '.join(there) or 'none'})",
         hint=run.suggest("calibrate", posterior=posterior, integrator=integrator, **asked),
         path=path,
     )
@@ -109,16 +109,18 @@ def _missing_rule(run: Run, name: str, path: Path, there: Sequence[str]) -> Miss
 def why_unfit(decision: DecisionFile, header: Header, classes: Sequence[str]) -> str | None:
     """Why a rule says nothing of these predictions; None where it does."""
     if header.meta["split"] == decision.header.meta["split"]:
-        return "it is the split that the rule was calibrated on"
+        return "the rule was calibrated on this split"
     return why_unfit_for(decision, maker_of(header), classes)
 
 
 def why_unfit_for(decision: DecisionFile, maker: Mapping[str, Any], classes: Sequence[str]) -> str | None:
     """Why a rule says nothing of new data that are predicted so; None where it does."""
     if maker != decision.header.meta["maker"]:
-        return f"they were predicted in another way than split {decision.header.meta['split']}, on which the rule was calibrated"
+        return (
+            f"the rule was calibrated on split {decision.header.meta['split']}, which was predicted with other settings"
+        )
     if list(classes) != decision.header.meta["classes"]:
-        return "they have other classes than those that the rule was calibrated on"
+        return "the rule was calibrated with other classes"
     return None
 
 

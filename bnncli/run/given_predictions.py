@@ -86,7 +86,7 @@ class GivenPredictions:
             if hint is not None and "these look like" in hint and "percent" not in hint:
                 hint = "if they are logits (or log-probabilities, which have the same softmax), add \0logits\0"
             elif hint is not None and "sum to 1" in hint:
-                hint = f"{hint}; \0task\0 multilabel, where each class is a label by itself"
+                hint = f"{hint}; if each class is a label of its own, add \0task\0 multilabel"
             raise DataError(f"{quoted(self.path, limit=300)}: {error.message}", hint=hint, path=self.path) from None
 
     def check(self) -> None:
@@ -145,7 +145,7 @@ def open_given(
     path, named = divide_given(place)
     if magic_of(path) == HDF5_MAGIC:
         if named:
-            raise UsageError(f"{place!r}: a prediction file of bnncli has no columns to name")
+            raise UsageError(f"{place!r} is a prediction file of bnncli, which has no columns to name")
         found = _of_prediction_file(path, name, said)
     else:
         given = read_given(place, wanted=said.holds, has_labels=is_labeled and labels is None)
@@ -159,14 +159,14 @@ def open_given(
 def _of_prediction_file(path: Path, name: str | None, said: Said) -> GivenPredictions:
     if said.holds == LOGITS:
         raise UsageError(
-            f"\0logits\0: {quoted(path, limit=300)} holds probabilities: it is a prediction file of bnncli"
+            f"\0logits\0: {quoted(path, limit=300)} is a prediction file of bnncli, which holds probabilities"
         )
     file = read_predictions(path)
     assert file.header is not None
     meta = file.header.meta
     is_exclusive = has_exclusive_classes(recorded_name(meta))
     if said.task is not None and (said.task == MULTILABEL) == is_exclusive:
-        raise UsageError(f"\0task\0 {said.task}: {quoted(path, limit=300)} says otherwise")
+        raise UsageError(f"\0task\0 {said.task}: {quoted(path, limit=300)} was predicted for another task")
     names = ("mutual_info", "energy", "max_logit", "combined", "log_concentration", "top_k")
     arrays = {key: array for key in names if (array := getattr(file, key)) is not None}
     return GivenPredictions(
@@ -183,14 +183,17 @@ def _of_file(given: GivenFile, said: Said, name: str) -> GivenPredictions:
     if holds == LOGITS:
         is_called = "logit" in given.column.casefold()
         if said.holds and not is_called and _are_distributions(given.values, likelihood):
-            doubt = f"{where}: {quoted(given.column)} is taken for logits, and its rows sum to 1 as probabilities do; are they? Leave out \0logits\0"
+            doubt = (
+                f"{where}: {quoted(given.column)} is read as logits, but its rows sum to 1 like probabilities; if "
+                "they are, omit \0logits\0"
+            )
         probs, of_logits = _from_logits(given.values, likelihood, f"{where}: {given.column}")
         arrays |= of_logits
     else:
         if given.holds == LOGITS and said.holds is None:
             raise DataError(
-                f"{where}: {quoted(given.column)} is called logits, and its rows are probabilities", code="which",
-                hint="say which: \0probabilities\0 or \0logits\0", path=given.path,
+                f"{where}: {quoted(given.column)} is called logits, but its rows are probabilities", code="which",
+                hint="add \0probabilities\0 or \0logits\0", path=given.path,
             )  # fmt: skip
         probs = given.values
         if likelihood.is_exclusive and num_outputs == likelihood.num_classes:
@@ -220,10 +223,10 @@ def _likelihood(labels: NDArray | None, num_outputs: int, said: Said, where: str
     if said.task == MULTILABEL:
         name = MULTILABEL
     if name == MULTILABEL and num_outputs < 2:
-        raise DataError(f"{where}: several labels an example need a column each, got one", code="bad_shape")
+        raise DataError(f"{where}: multilabel predictions need one column per label; got one column", code="bad_shape")
     likelihood = likelihood_of(num_outputs, name)
     if said.task == "binary" and likelihood.num_classes > 2:
-        raise DataError(f"{where}: \0task\0 binary needs one column or two, got {num_outputs}", code="bad_shape")
+        raise DataError(f"{where}: \0task\0 binary needs one or two columns; got {num_outputs}", code="bad_shape")
     return likelihood
 
 
@@ -232,19 +235,20 @@ def _with_labels(split: GivenPredictions, labels: NDArray, said: Said, where: st
     num_rows, num_classes = split.probs.shape
     if len(labels) != num_rows:
         raise DataError(
-            f"{where} has {len(labels)} labels, {quoted(split.path, limit=300)} has {num_rows} predictions",
+            f"{where} has {len(labels)} labels, but {quoted(split.path, limit=300)} has {num_rows} predictions",
             code="bad_labels",
         )
     task = said.task if split.is_exclusive else MULTILABEL
     common_task({where: labels}, task or "multiclass")
     if labels.ndim == 2 and labels.shape[1] != num_classes:
         raise DataError(
-            f"{where}: {labels.shape[1]} labels an example, the predictions have {num_classes}", code="bad_labels"
+            f"{where} has {labels.shape[1]} labels per example, but the predictions have {num_classes}",
+            code="bad_labels",
         )
     if labels.ndim == 1 and labels.max(initial=0) >= num_classes:
         row = int(labels.argmax())
         raise DataError(
-            f"{where}: row {row} has label {labels[row]}, expected 0 to {num_classes - 1}: there are {num_classes} classes",
+            f"{where}: row {row} has label {labels[row]}; expected 0 to {num_classes - 1} ({num_classes} classes)",
             code="bad_labels", hint=FROM_1 if labels.min() == 1 else None,
         )  # fmt: skip
     return replace(split, labels=labels)
@@ -276,16 +280,21 @@ def _found(given: GivenFile, likelihood: Likelihood, where: str) -> str:
     if given.holds == LOGITS:
         return LOGITS
     if largest <= 0 and likelihood.is_exclusive and values.shape[1] > 1 and _sum_to_one(values, np.exp):
-        raise DataError(f"{column}: these are log-probabilities", hint=_LOG_HINT, code="which", path=given.path)
+        raise DataError(
+            f"{column}: expected probabilities or logits; got log-probabilities",
+            hint=_LOG_HINT,
+            code="which",
+            path=given.path,
+        )
     if smallest < 0:
         return LOGITS
     raise DataError(
-        f"{column}: neither probabilities nor surely logits, from {smallest:g} to {largest:g}", code="which", path=given.path,
-        hint="say \0logits\0 if they are; percentages must be divided by 100",
+        f"{column}: cannot tell whether these are probabilities or logits (values from {smallest:g} to {largest:g})", code="which", path=given.path,
+        hint="add \0logits\0 if they are logits; divide percentages by 100",
     )  # fmt: skip
 
 
-_LOG_HINT = "add \0logits\0, whose softmax is the same, or exponentiate them first"
+_LOG_HINT = "add \0logits\0 (the softmax is the same), or exponentiate them first"
 
 
 def _are_within(values: NDArray) -> bool:
@@ -320,7 +329,7 @@ def _with_unit_sums(values: NDArray, where: str) -> tuple[NDArray, str | None]:
         return values, None
     divided = np.asarray(values, np.float64) / np.sum(values, axis=1, dtype=np.float64, keepdims=True)
     kept = divided.astype(np.promote_types(values.dtype, np.float32))
-    return kept, f"{where}: rows sum to 1 within {worst:.1g} only, as {what} do; each was divided by its sum"
+    return kept, f"{where}: rows of {what} sum to 1 only within {worst:.1g}; each row was divided by its sum"
 
 
 _MOST_ROUNDING = 0.05  # rows that are further from 1 have lost a class, whatever their numbers are rounded to
@@ -329,14 +338,14 @@ _MOST_ROUNDING = 0.05  # rows that are further from 1 have lost a class, whateve
 def _roundings(values: NDArray) -> Iterator[tuple[float, str]]:
     """What the values are rounded to: how far from 1 a row of such numbers may sum to, and what they are called."""
     if values.dtype == np.float16:
-        yield 2.0**-10, "numbers of 16 bits"
+        yield 2.0**-10, "16-bit numbers"
     if values.dtype == np.float32 and not (np.ascontiguousarray(values).view(np.uint32) & 0xFFFF).any():
         yield 2.0**-7, "bfloat16 numbers"
     for decimals in range(5, 0, -1):
         scaled = np.asarray(values, np.float64) * 10**decimals
         if np.abs(scaled - np.round(scaled)).max() > 10**decimals * np.finfo(values.dtype).eps:
             return
-        yield 0.5 * values.shape[1] * 10.0**-decimals, f"probabilities of {decimals} decimals"
+        yield 0.5 * values.shape[1] * 10.0**-decimals, f"probabilities with {decimals} decimals"
 
 
 def _from_logits(logits: NDArray, likelihood: Likelihood, where: str) -> tuple[NDArray, dict[str, NDArray]]:
@@ -368,7 +377,7 @@ def check_together(one: GivenPredictions, other: GivenPredictions) -> None:
             f"{shown[0]} has {len(one.classes)} classes, {shown[1]} has {len(other.classes)}", code="other_classes"
         )
     if one.is_exclusive != other.is_exclusive:
-        raise DataError(f"only one of {' and '.join(shown)} has several labels an example", code="other_classes")
+        raise DataError(f"only one of {' and '.join(shown)} has several labels per example", code="other_classes")
     if one.has_names and other.has_names and one.classes != other.classes:
         place = next(k for k, pair in enumerate(zip(one.classes, other.classes, strict=True)) if pair[0] != pair[1])
         same = "the same classes in another order" if {*one.classes} == {*other.classes} else "other classes"

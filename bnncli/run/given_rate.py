@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from bnncli.errors import NumericError
 
-LEAVE_OUT = "leave \0learning_rate\0 out, and one is chosen"
+LEAVE_OUT = "omit \0learning_rate\0 to have one chosen"
 
 
 @contextmanager

@@ -84,13 +84,13 @@ def _of_numbers(
     is_few = found["num_rows"] < _FEW_ROWS
     if min(factors) >= most:
         return (
-            f"values are about {min(factors):.3g} times as large as those of {reference} "
-            "(uint8 is divided by 255, real numbers are taken as they are)"
+            f"values are about {min(factors):.3g} times as large as in {reference} (uint8 is divided by 255, "
+            "floats are used unchanged)"
         )
     if max(factors) <= 1 / most and not is_few:
         return (
-            f"values are about {1 / max(max(factors), 1e-9):.3g} times as small as those of {reference} "
-            "(uint8 is divided by 255, real numbers are taken as they are)"
+            f"values are about {1 / max(max(factors), 1e-9):.3g} times as small as in {reference} (uint8 is "
+            "divided by 255, floats are used unchanged)"
         )
     if is_scale_alone:
         return None
@@ -106,12 +106,12 @@ def _of_numbers(
     more, less = max(found["negative"], known["negative"]), min(found["negative"], known["negative"])
     if less == 0 and more >= _MUCH_NEGATIVE and (shift > _SHIFT or spread > _SPREAD):
         of_found, of_known = percent(found["negative"], ".0f"), percent(known["negative"], ".0f")
-        return f"{of_found} of the values are negative, of those of {reference} {of_known}: one is normalised, the other not"
+        return f"{of_found} of the values are negative, but {of_known} in {reference}: only one of them is normalised"
     mirrored = known["min"] + known["max"] - _mean(known["mean"])
     if shift > _INVERTED and spread < _ALIKE and abs(_mean(found["mean"]) - mirrored) < _NEAR * own:
-        return f"images look inverted beside those of {reference}"
+        return f"images look inverted compared with {reference}"
     if shift > _LARGE_SHIFT:
-        return f"the mean is {shift:.2g} standard deviations from that of {reference} (normalised otherwise?)"
+        return f"the mean is {shift:.2g} standard deviations from that of {reference}; is it normalised differently?"
     return None
 
 
@@ -126,13 +126,14 @@ def _of_tokens(name: str, found: Mapping[str, Any], reference: str, known: Mappi
     token, share = max(shares.items(), key=lambda pair: pair[1])
     if share >= _ONE_TOKEN and share >= _TIMES * own.get(token, 0.0):
         return (
-            f"{name}: {percent(share, '.0f')} of its tokens are number {token}, of those of {reference} "
-            f"{percent(own.get(token, 0.0), '.2g')}: the unknown token? The texts or the tokenizer differ"
+            f"{name}: {percent(share, '.0f')} of its tokens are number {token}, but "
+            f"{percent(own.get(token, 0.0), '.2g')} in {reference}; if this is the unknown token, the texts or "
+            "the tokenizer differ"
         )
     if covered < of_own / _COVERED:
         return (
-            f"{name}: {percent(covered, '.2g')} of its tokens are among the {len(own)} commonest of {reference}, which are "
-            f"{percent(of_own, '.2g')} of those: the texts or the tokenizer differ"
+            f"{name}: {percent(covered, '.2g')} of its tokens are among the {len(own)} most common ones of "
+            f"{reference}, where these make up {percent(of_own, '.2g')}: the texts or the tokenizer differ"
         )
     return None
 
@@ -145,7 +146,10 @@ def _is_lenient(header: Header) -> bool:
 
 def _numbers(one: Mapping[str, Any]) -> str:
     mean, std = (", ".join(f"{value:.3g}" for value in one[name]) for name in ("mean", "std"))
-    return f"{one['min']:.3g} to {one['max']:.3g}, mean {mean}, deviation {std}, {percent(one['zeros'], '.0f')} zeros"
+    return (
+        f"{one['min']:.3g} to {one['max']:.3g}, mean {mean}, standard deviation {std}, "
+        f"{percent(one['zeros'], '.0f')} zeros"
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

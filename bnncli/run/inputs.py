@@ -104,7 +104,7 @@ class Split:
     def labels(self, device: torch.device) -> Tensor:
         """(N,) int64, or (N, C) uint8, on the device. Raises DataError for a split without labels."""
         if self.content.labels is None:
-            raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
+            raise DataError(f"split {self.content.name!r} has no labels, which are needed here", code="no_labels")
         return torch.from_numpy(self.content.labels).to(device)
 
     def take(self, rows: Tensor) -> Split:
@@ -117,20 +117,21 @@ class Split:
     def check_labeled(self) -> Split:
         """The split itself. Raises DataError when it has no labels, before any work."""
         if self.content.labels is None:
-            raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
+            raise DataError(f"split {self.content.name!r} has no labels, which are needed here", code="no_labels")
         return self
 
     def check_fits(self, layout: ClassifierLayout) -> None:
         """Pass when a posterior with this layout is one for the split's features and classes. Raises DataError otherwise."""
         name, num_classes = self.content.name, len(self.content.classes)
         if self.content.head_weight is not None and not layout.can_replace(self.layout):
-            raise DataError(f"the posterior is for {layout}, split {name!r} has {self.layout}", code="wrong_layout")
+            raise DataError(f"the posterior takes {layout}, but split {name!r} has {self.layout}", code="wrong_layout")
         if layout.num_classes != num_classes:
-            message = f"split {name!r} has {num_classes} classes, the posterior {layout.num_classes}"
+            message = f"split {name!r} has {num_classes} classes, but the posterior has {layout.num_classes}"
             raise DataError(message, code="class_mismatch")
         if layout.num_features != self.content.features.shape[1]:
             message = (
-                f"split {name!r} has {self.content.features.shape[1]} features, the posterior {layout.num_features}"
+                f"split {name!r} has {self.content.features.shape[1]} features, but the posterior takes "
+                f"{layout.num_features}"
             )
             raise DataError(message, code="wrong_layout")
 
@@ -188,7 +189,7 @@ def load_split(run: Run, name: str) -> Split:
             raise run.no_run()
         there = run.folder.splits()
         near = difflib.get_close_matches(name, there, n=1)
-        has = f"splits there: {', '.join(there)}" if there else "there are none"
+        has = f"have: {', '.join(there)}" if there else "no splits yet"
         has += f"; did you mean {near[0]!r}?" if near else ""
         raise MissingInput(
             f"no features of split {name!r} for {run.checkpoint_path} (looked for {path}; {has})",
@@ -203,9 +204,9 @@ def load_split(run: Run, name: str) -> Split:
     assert content.header is not None
     if content.name != name:
         raise DataError(
-            f"{path} holds the features of split {content.name!r}, not of {name!r}",
+            f"{path} holds the features of split {content.name!r}, not {name!r}",
             code="wrong_split",
-            hint="move it to where its name says, and extract the other again",
+            hint="rename the file to match its split, and extract the other split again",
             path=path,
         )
     run.use(content.header)
@@ -214,7 +215,7 @@ def load_split(run: Run, name: str) -> Split:
     first = run.heads.setdefault("head", (name, identity))
     if first[1] != identity:
         raise DataError(
-            f"splits {first[0]!r} and {name!r} have different heads: they come from different networks",
+            f"splits {first[0]!r} and {name!r} have different heads, so they come from different networks",
             code="wrong_head",
             hint="extract all splits again in one command, with \0force\0",
             path=path,
@@ -305,8 +306,8 @@ def posterior_prior(path: Path, header: Header) -> Prior:
     prior = recorded_prior(header)
     if prior is None:
         raise DataError(
-            f"{path}: has no prior precision",
-            hint="give \0prior_precision\0 NUMBER, or \0base\0 with a fitted posterior",
+            f"{path} has no prior precision",
+            hint="give \0prior_precision\0 NUMBER, or \0base\0 NAME of a fitted posterior",
             path=path,
         )
     return prior
@@ -334,7 +335,7 @@ def _recorded_mean(header: Header) -> Tensor | None:
         mean = read_tensor(header.path, "prior.mean")
     num_params = sum(math.prod(part["shape"]) for part in header.meta["param_layout"])
     if tuple(mean.shape) != (num_params,):
-        raise ValueError(f"the prior's mean has shape {tuple(mean.shape)}, expected ({num_params},)")
+        raise ValueError(f"the prior mean has shape {tuple(mean.shape)}; expected ({num_params},)")
     return mean
 
 

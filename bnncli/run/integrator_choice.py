@@ -128,15 +128,15 @@ class AskedIntegrators:
             if not any(setting in settings_of(integrator) for integrator in built.values()):
                 having = [name for name in names("integrators") if setting in settings_of(load_integrator(name))]
                 raise UsageError(
-                    f"\0{setting}\0: {_listed(built)} no such setting; integrators that have it: {', '.join(having)}",
+                    f"\0{setting}\0: {_listed(built)} no such setting; these integrators have it: {', '.join(having)}",
                     hint=f"add \0integrator\0 {having[0]}",
                 )
         if self.samples is not None and not any(integrator.is_sampling for integrator in built.values()):
             having = [name for name in names("integrators") if load_integrator(name).is_sampling]
-            raise UsageError(f"\0samples\0: {_listed(built)} no draws; integrators that draw: {', '.join(having)}")
+            raise UsageError(f"\0samples\0: {_listed(built)} no draws; these integrators draw: {', '.join(having)}")
         if self.top_k is not None and not any(integrator.gives_dirichlet for integrator in built.values()):
             having = [name for name in names("integrators") if load_integrator(name).gives_dirichlet]
-            message = f"\0top_k\0: {_listed(built)} no Dirichlet; integrators that give one: {', '.join(having)}"
+            message = f"\0top_k\0: {_listed(built)} no Dirichlet; these integrators have one: {', '.join(having)}"
             raise UsageError(message, hint=f"add \0integrator\0 {having[0]}")
 
 
@@ -207,13 +207,13 @@ def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: i
     if not has_attribute("posteriors", posterior_type, integrator.needs):
         return f"\0integrator\0 {variant(name, settings_of(integrator))} does not work for {with_article(posterior_type)} posterior ({header.path.stem})"
     if posterior_type == "samples" and integrator.needs == "center" and header.meta.get("layers") is not None:
-        why = "draws of other layers than the last may lie in several modes, and their mean is no network of these"
+        why = "draws over other layers may come from several modes, and their mean is not a useful network"
         return f"\0integrator\0 {name} does not work for {header.path.stem}: {why}"
     is_exclusive = has_exclusive_classes(recorded_name(header.meta))
     if not does_classes(integrator, num_classes, is_exclusive=is_exclusive):
         if not is_exclusive:
             return f"\0integrator\0 {name} {NO_LABELS}"
-        return f"\0integrator\0 {name} works for at most {integrator.max_classes} classes; there are {num_classes}"
+        return f"\0integrator\0 {name} works for at most {integrator.max_classes} classes; got {num_classes}"
     return None
 
 

@@ -28,15 +28,16 @@ def labelled_inputs(
     for batch in split.batches(_READ, num_workers=num_workers):
         if isinstance(batch.inputs, dict):
             raise DataError(
-                f"split {split.name}: inputs of several names ({', '.join(batch.inputs)}), expected one tensor an example",
-                code="wrong_inputs", hint="train takes images, rows of numbers and sound of one length",
+                f"split {split.name} has several inputs per example ({', '.join(batch.inputs)}); expected one "
+                    "tensor per example",
+                code="wrong_inputs", hint="train takes images, rows of numbers, and sound of one length",
             )  # fmt: skip
         if batch.labels is None:
-            raise DataError(f"split {split.name}: {split.spec} gives no labels", code="no_labels")
+            raise DataError(f"split {split.name}: {split.spec} has no labels", code="no_labels")
         if start == 0:
             one = batch.inputs[0]
             memory.require(
-                len(split) * one.nbytes, device, what=f"split {split.name}", hint="take fewer examples: SPEC@N"
+                len(split) * one.nbytes, device, what=f"split {split.name}", hint="use fewer examples: SPEC@N"
             )
             inputs = torch.empty((len(split), *one.shape), dtype=one.dtype, device=device)
             labels = torch.empty((len(split), *batch.labels.shape[1:]), dtype=batch.labels.dtype, device=device)
@@ -63,5 +64,5 @@ def _check_finite(split: InputSplit, start: int, inputs: torch.Tensor) -> None:
         row = int(split.rows[start + int(bad[0])])
         raise DataError(
             f"split {split.name}: expected finite inputs; row {row} of {split.spec} has NaN or infinite values",
-            code="not_finite", hint="replace these values, or leave out the rows that have them",
+            code="not_finite", hint="fix these values, or drop the rows that have them",
         )  # fmt: skip

@@ -50,13 +50,13 @@ def over_layers(
             kept.append(one)
         elif are_named:
             raise UsageError(
-                f"\0posterior\0 {name} is over \0layers\0 {over}, asked is \0layers\0 {layers}: give one of the two"
+                f"\0posterior\0 {name} is over \0layers\0 {over}, but got \0layers\0 {layers}; give only one of the two"
             )
     if not kept:
         over_others = {} if layers == LAST else {"layers": layers, "trust_code": trust_code}
         there = "; ".join(f"over {over}: {', '.join(own)}" for over, own in names.items())
         raise MissingInput(
-            f"{run.checkpoint_path} has no {what} over \0layers\0 {layers} (there: {there or 'none'})",
+            f"{run.checkpoint_path} has no {what} over \0layers\0 {layers} (have: {there or 'none'})",
             hint=maker or run.suggest("fit-laplace", **over_others),
         )
     return kept

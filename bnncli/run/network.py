@@ -76,7 +76,7 @@ class Network:
         """
         if spec == NO_NETWORK or own_files(saved, run.checkpoint_path) is not None:
             if state is not None:
-                raise UsageError(f"\0state\0: {spec!r} has weights of its own, and no state to choose")
+                raise UsageError(f"\0state\0: {spec!r} has its own weights, so there is no state to choose")
             return cls(run, spec, arguments, last_layer, None, saved, output)
         checkpoint = load_checkpoint(run.checkpoint_path, wanted=state, progress=run.console)
         for note in checkpoint.notes:
@@ -112,7 +112,7 @@ class Network:
         digest, before = files.sha256(self.run.console), files.states()
         module = self.saved.build(None)
         if files.states() != before:
-            message = f"a file in {files.folder} was replaced while it was read"
+            message = f"a file in {files.folder} was replaced while bnncli read it"
             raise DataError(message, code="input_replaced", hint="run the command again", path=files.folder)
         named: dict[str, Any] = {"": np.array([digest])}  # another tokenizer is another model, with the same weights
         named |= {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}

@@ -43,7 +43,7 @@ def check_logits(layout: ModuleLayout, inputs: Tensor, stored: NDArray, *, name:
     error = float(np.abs(ours - theirs).max())
     if not error <= tolerance * (1 + float(np.abs(theirs).max())):
         raise DataError(
-            f"the network gives other logits for split {name!r} than when its features were made: they differ by {error:.3g}",
+            f"the network's logits for split {name!r} differ by {error:.3g} from those stored with its features",
             code="stale_input",
             hint="extract the features again, with \0force\0",
         )
@@ -89,9 +89,9 @@ def _check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
         why = " ".join(str(error).split())[:160]
         raise _refused(f"it cannot be differentiated by torch.func ({type(error).__name__}: {why})") from error
     if not bool((back - forth.sum()).abs() <= _SAME * forth.abs().sum() + _SAME):
-        raise _refused("its derivatives forward and backward differ: part of it changes gradients alone")
+        raise _refused("its forward and backward derivatives differ: part of it changes only the gradients")
     if torch.equal(both[0], both[1]):
-        raise _refused("its logits do not depend on them")
+        raise _refused("its logits do not depend on these parameters")
     (gradient,) = pull(
         torch.arange(1, outputs.numel() + 1, dtype=theta.dtype, device=theta.device).cos().view_as(outputs)
     )
@@ -104,9 +104,9 @@ def _check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
     if change > _SAME * _STEP * (1 + outputs.abs().max()):
         names = listed(part.name for part in still)
         raise _refused(
-            f"its logits have no derivative by {names}, but move with them: part of it is detached, or rounds"
+            f"changing {names} changes its logits, but their derivative is zero: part of it is detached or rounds"
         )
 
 
 def _refused(why: str) -> DataError:
-    return DataError(f"\0layers\0: no posterior over these parameters of the network: {why}", code="not_differentiable")
+    return DataError(f"\0layers\0: cannot fit a posterior over these parameters: {why}", code="not_differentiable")

@@ -80,9 +80,12 @@ class NetworkFit:
 
     def sentence(self, split: str) -> str:
         """Return the line for one split."""
-        text = f"{split}: the network's accuracy is {percent(self.accuracy)}, its NLL {self.nll:.4f}"
+        text = f"{split}: network accuracy {percent(self.accuracy)}, NLL {self.nll:.4f}"
         if self.verdict == OVERCONFIDENT:
-            text += f", above the {self.uniform_nll:.4f} of equal probabilities: it is accurate but overconfident (see fit-temperature)"
+            text += (
+                f", above {self.uniform_nll:.4f} for equal probabilities: the network is accurate but overconfident "
+                "(see fit-temperature)"
+            )
         return text
 
     def doubt(self, split: str) -> str:
@@ -93,9 +96,9 @@ class NetworkFit:
         )
         if self.relabelled is not None:
             how, accuracy = self.relabelled["how"], percent(self.relabelled["accuracy"])
-            text += f", labels look {how} the accuracy would be {accuracy}"
+            text += f"; labels look {how}: accuracy would be {accuracy}"
         elif self.is_of_another_scale:
-            text += f", {self.nats_of_error:.0f} nats an error"
+            text += f"; {self.nats_of_error:.0f} nats per error"
         return text
 
 
@@ -230,9 +233,10 @@ def check_network_fits(run: Run, names: Iterable[str], *, is_accepted: bool) -> 
     """Pass where the network was not found to misread these splits, or that is accepted. Raises CheckFailed otherwise."""
     found = [] if is_accepted else misread_splits(run, names)
     if found:
-        others = f"; {counted(len(found) - 1, 'more split')} like it" if len(found) > 1 else ""
+        others = f"; {counted(len(found) - 1, 'more split')} like this" if len(found) > 1 else ""
         raise CheckFailed(
             f"the network of {run.checkpoint_path} probably misreads its inputs or labels: {found[0]}{others}",
-            hint="extract the features again from the right inputs and labels, with \0force\0, or add \0accept_poor_network\0",
+            hint="extract the features again from the right inputs and labels with \0force\0, or add "
+            "\0accept_poor_network\0",
             code="poor_network",
         )

@@ -17,7 +17,7 @@ from bnncli.run.inputs import RESIDENT_SHARE
 
 BATCH = 512  # examples read at once
 _MOST_WORKERS = 8
-_HINT = "take fewer rows (SPLIT=SPEC@N), or more memory"
+_HINT = "use fewer rows (SPLIT=SPEC@N), or a machine with more memory"
 
 
 def read_inputs(split: data.InputSplit, module: nn.Module, *, progress: Progress = SILENT) -> Tensor:
@@ -64,12 +64,12 @@ def packed_inputs(batch: data.Batch) -> Tensor:
         DataError: several arguments of different shapes or of real numbers; clips that the network sees each without its padding.
     """
     if batch.lengths is not None and len({*batch.lengths}) > 1:
-        raise _unsupported("it sees each example without its padding")
+        raise _unsupported("it processes each example without its padding")
     if not isinstance(batch.inputs, dict):
         return batch.inputs.float()
     parts = list(batch.inputs.values())
     if len({part.shape for part in parts}) > 1 or (len(parts) > 1 and parts[0].is_floating_point()):
-        raise _unsupported("it takes several inputs of different shapes, or of real numbers")
+        raise _unsupported("it takes several inputs that differ in shape or are not integers")
     return torch.stack([part.float() for part in parts], dim=1)
 
 
@@ -80,7 +80,7 @@ def has_tokens(inputs: data.Inputs) -> bool:
 
 
 def _unsupported(why: str) -> DataError:
-    message = f"\0layers\0: the network's inputs cannot be read as one tensor: {why}; only its last layer is supported"
+    message = f"\0layers\0: cannot read the network's inputs as one tensor: {why}; only its last layer is supported"
     return DataError(message, code="unsupported_inputs")
 
 
@@ -89,9 +89,9 @@ def _joined(parts: list[Tensor], names: list[str], module: nn.Module) -> Tensor:
     longest, count = max(part.shape[-1] for part in parts), sum(map(len, parts))
     is_padded = any(part.shape[-1] != longest for part in parts)
     if is_padded and (getattr(getattr(module, "config", None), "pad_token_id", None) or 0) < 0:
-        raise _unsupported("its tokenizer has no token for padding")
+        raise _unsupported("its tokenizer has no padding token")
     if MASK not in names and is_padded:
-        raise _unsupported(f"it is not told where texts are padded ({MASK})")
+        raise _unsupported(f"it has no attention mask ({MASK}) for padded texts")
     padding = torch.zeros(len(names), 1, dtype=parts[0].dtype)
     if "input_ids" in names:
         padding[names.index("input_ids")] = getattr(getattr(module, "config", None), "pad_token_id", None) or 0

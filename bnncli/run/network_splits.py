@@ -87,7 +87,7 @@ class NetworkSplit(Split):
         fits = layout.takes_any_length or layout.num_features == self.layout.num_features
         if not fits or layout.num_classes != len(self.content.classes):
             raise DataError(
-                f"the posterior is for inputs of {layout.num_features} numbers and {layout.num_classes} classes, split "
+                f"the posterior takes {layout.num_features} inputs and {layout.num_classes} classes, but split "
                 f"{self.content.name!r} has {self.layout.num_features} and {len(self.content.classes)}",
                 code="wrong_layout",
             )
@@ -163,7 +163,7 @@ class NetworkReader:
         try:
             return open_recorded(RecordedNetwork, self.run, header, spec if self.trusts_code else None)
         except Untrusted as error:
-            hint = "if the code is yours, or you have read it, add \0trust_code\0"
+            hint = "if the code is yours or you have read it, add \0trust_code\0"
             raise Untrusted(error.message, hint=hint) from None
 
     def network(self, example: data.InputSplit) -> tuple[ModuleNetwork, Head]:
@@ -177,9 +177,7 @@ class NetworkReader:
             head = recorded.network.head(example)
             recorded.check_head(head)
             if head is None:
-                raise DataError(
-                    "the run's inputs are its features: there is no network but the last layer", code="no_network"
-                )
+                raise DataError("the run's inputs are features, so it has only a last layer", code="no_network")
             module = with_plain_attention(recorded.network.module.eval().requires_grad_(False))
             first = next(example.take(np.arange(1)).batches(1)).inputs
             names = tuple(first) if isinstance(first, dict) else ()
@@ -271,7 +269,7 @@ class NetworkReader:
         inputs = read_inputs(split, self.recorded.network.module, progress=self.run.console)
         if not layout.takes_any_length and tuple(inputs.shape[1:]) != layout.input_shape:
             raise DataError(
-                f"inputs of shape (N, {', '.join(map(str, inputs.shape[1:]))}), the posterior takes "
+                f"the inputs have shape (N, {', '.join(map(str, inputs.shape[1:]))}), but the posterior takes "
                 f"(N, {', '.join(map(str, layout.input_shape))})",
                 code="wrong_inputs",
             )
@@ -289,8 +287,8 @@ class NetworkReader:
         kind, _, place = spec.partition(":")
         if kind == _CODE and not self.trusts_code:
             raise Untrusted(
-                f"the inputs of split {split.content.name!r} are read by {spec!r}, which is code",
-                hint="if it is yours, or you have read it, add \0trust_code\0",
+                f"the inputs of split {split.content.name!r} are read by code: {spec!r}",
+                hint="if the code is yours or you have read it, add \0trust_code\0",
             )
         again = self.run.remake(header, force=True) or "extract-features with \0force\0"
         try:
@@ -298,18 +296,19 @@ class NetworkReader:
                 spec, name=split.content.name, preprocess=self.recorded.preprocess, takes_any_labels=True
             )
         except MissingInput as error:
-            message = f"{error.message}, of which the features of split {split.content.name!r} were made"
+            message = f"{error.message}; the features of split {split.content.name!r} were extracted from it"
             hint = (
-                f"work in the folder where they were made, or make them again of the data where they are now: {again}"
+                "run from the folder where they were extracted, or extract them again from the data's current "
+                f"place: {again}"
             )
             raise MissingInput(message, hint=hint, path=error.path) from None
         rows = np.asarray(split.content.sample_id)
         if len(rows) and int(rows.max()) >= len(opened.dataset):
-            raise DataError(f"{spec} has fewer examples than when the features were made", code="stale_input")
+            raise DataError(f"{spec} has fewer examples than when the features were extracted", code="stale_input")
         chosen = replace(opened, rows=rows, is_labeled=False, shift=shift_of(header.provenance.get("params", {})))
         recorded = header.meta.get("order_digest")
         if recorded is not None and chosen.order_digest != recorded:
-            message = f"{place} is not as it was when {header.path} was made from it"
+            message = f"{place} has changed since {header.path} was created from it"
             raise DataError(message, code="stale_input", hint=again, path=header.path)
         return chosen
 

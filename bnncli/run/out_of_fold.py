@@ -208,15 +208,15 @@ def out_of_fold(header: Header, posterior: Any, split: Split, target: Callable[[
     """
     if "num_folds" not in header.meta:
         raise DataError(
-            f"{header.path.stem} was fitted to the rows of val: what it predicts of them looks better than it is",
+            f"{header.path.stem} was fitted to val, so its predictions of val look better than they are",
             code="in_sample",
-            hint="predict another split, or val by its base, whose predictions are out of fold",
+            hint="predict another split, or predict val with its base, whose predictions are out of fold",
             path=header.path,
         )
     rows = read_tensor(header.path, "folds.rows")
     if len(rows) != len(split.content.features):
         message = (
-            f"{header.path.stem} has folds of {len(rows)} rows of val, which has {len(split.content.features)} now"
+            f"{header.path.stem} has folds for {len(rows)} rows of val, which now has {len(split.content.features)}"
         )
         raise DataError(message, code="stale_input", hint="fit it again with \0force\0", path=header.path)
     named, num_params = rows.unique().tolist(), posterior.layout.num_params

@@ -169,7 +169,11 @@ def _ranking(inside: NDArray | str, outside: NDArray | str, ood: str, rankings: 
         if isinstance(side, str):
             return side
     if len(inside) == 0 or len(outside) == 0:
-        return "empty in-distribution split" if len(inside) == 0 else f"only one class present: split {ood} is empty"
+        return (
+            "the in-distribution split is empty"
+            if len(inside) == 0
+            else f"split {ood} is empty, so there is only one class"
+        )
     rankings.append(Ranking(np.asarray(inside), np.asarray(outside)))
     return len(rankings) - 1
 

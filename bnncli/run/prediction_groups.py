@@ -109,7 +109,7 @@ def open_groups(
     kept = [group for group in wanted if errors[group.name] is None]
     if not kept:
         first = next(error for error in errors.values() if error is not None)
-        raise DataError("every prediction of the run is stale", code="stale_input", hint=first.hint, path=first.path)
+        raise DataError("all predictions of the run are stale", code="stale_input", hint=first.hint, path=first.path)
     if skipped is not None:
         skipped += [Skipped(g.posterior, g.name, one.message) for g in wanted if (one := errors[g.name]) is not None]
         skipped += [] if posteriors else _without_predictions(run, groups, layers)
@@ -141,18 +141,18 @@ def _named(
     for name in posteriors:
         if not any(group.is_named([name], []) for group in groups):
             raise MissingInput(
-                f"no predictions of posterior {name!r} (there: {there})", hint=_maker(run, name, groups, integrators)
+                f"no predictions of posterior {name!r} (have: {there})", hint=_maker(run, name, groups, integrators)
             )
     for name in integrators:
         if not any(group.is_named([], [name]) for group in groups):
             family = _family(name)
             hint = None if family is None else run.suggest("predict", integrator=family)
-            raise MissingInput(f"no predictions by integrator {name!r} (there: {there})", hint=hint)
+            raise MissingInput(f"no predictions by integrator {name!r} (have: {there})", hint=hint)
     if not run.folder.root.is_dir():
         raise run.no_run()
     wanted = [group for group in groups if group.is_named(posteriors, integrators)]
     if not wanted:
-        what = f"no such predictions (there: {there})" if groups else "no predictions"
+        what = f"no such predictions (have: {there})" if groups else "no predictions"
         raise MissingInput(f"{run.checkpoint_path} has {what}", hint=run.suggest("predict"))
     return wanted
 
@@ -198,7 +198,7 @@ def _unusable(run: Run, group: PredictionGroup, *, is_named: bool) -> DataError 
     if len(makers) > 1:
         made = " and ".join(f"{posterior} by {variant}" for posterior, variant in sorted(makers))
         raise DataError(
-            f"predictions {group.name!r} mix {made}: one name holds one posterior and one integrator",
+            f"predictions {group.name!r} mix {made}; predictions of one name need one posterior and one integrator",
             code="mixed_predictions",
             hint=run.suggest("predict", posterior=group.posterior, name="OTHER"),
             path=group.headers[0].path.parent,

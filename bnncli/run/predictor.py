@@ -104,7 +104,7 @@ class TrainData:
         except MissingInput:
             return []
         except DataError as error:
-            self.run.console.warn(f"there is no {DEFAULT_SCORE} score: {error.message}{error.advice}")
+            self.run.console.warn(f"no {DEFAULT_SCORE} score: {error.message}{error.advice}")
             return []
         return [train, val] if len(train.content.features) and len(val.content.features) >= FEWEST_ROWS else []
 
@@ -178,8 +178,8 @@ class Predictor:
             return self.given
         posterior, header = open_posterior(self.path)
         if header.content_digest != self.header.content_digest:
-            message = f"{self.path} was replaced while it was read"
-            raise DataError(message, code="stale_input", hint="do it again", path=self.path)
+            message = f"{self.path} was replaced while bnncli read it"
+            raise DataError(message, code="stale_input", hint="try again", path=self.path)
         if header.meta.get("layers") is not None:
             posterior = posterior.bound_to(self.train.reader.network_of(str(header.meta["layers"])))
         return posterior.to(self.run.device)
@@ -251,11 +251,12 @@ class Predictor:
         folds = out_of_fold(self.header, self.posterior, split, self.train.target)
         if choice.integrator.needs_target:
             raise UsageError(
-                f"{choice.name} weighs draws by all rows that {self.path.stem} was fitted to, those of {split.content.name} among them",
+                f"{choice.name} weights draws by all rows that {self.path.stem} was fitted to, which include "
+                f"{split.content.name}",
                 code="unsupported_integrator",
                 hint="use another integrator, or predict another split",
             )
-        self.run.console.info(f"{self.path.stem}: {split.content.name} is predicted out of fold, by {len(folds)} folds")
+        self.run.console.info(f"{self.path.stem}: predicting {split.content.name} out of fold, with {len(folds)} folds")
         found, order = [], []
         for posterior, rows in folds.parts():
             part = replace(self, given=posterior, _ready=None)
@@ -331,7 +332,8 @@ def warn_of_draws(run: Run, path: Path, header: Header, integrator: str) -> None
     }
     scores = f" (NLL {nll[integrator]}, {suits} {nll[suits]})" if len(nll) > 1 else ""
     run.console.warn(
-        f"{path.stem}: {integrator} predicts val worse than {suits}{scores}: the prior precision suits the mode alone. refine and hmc search for one that suits draws"
+        f"{path.stem}: {integrator} predicts val worse than {suits}{scores}: the prior precision was chosen for "
+        "the mode only. refine and hmc search for one that suits draws"
     )
 
 
@@ -340,4 +342,4 @@ def warn_of_few_draws(run: Run, path: Path, header: Header, samples: int | None)
     there = num_stored(header) if is_of_draws(header) else 0
     if samples is not None and 0 < there < samples:
         what = "draws" if header.kind == "samples" else "members"
-        run.console.warn(f"{path.stem} has {there} {what}, fewer than \0samples\0 {samples}: all are used")
+        run.console.warn(f"{path.stem} has only {there} {what}, fewer than \0samples\0 {samples}; using all of them")

@@ -36,16 +36,16 @@ def with_prior_choice(
         return options
     why = None
     if not options.is_last_layer:
-        why = f"over \0layers\0 {options.layers} no other is searched for"
+        why = f"no search over \0layers\0 {options.layers}"
     elif val is None:
-        why = "there is no labelled val split to search for another"
+        why = "no labelled val split to search on"
     elif num_drawn * val.layout.num_params > _MOST_DRAWN:
-        why = f"draws of {val.layout.num_params:,} parameters are too large to search for another"
+        why = f"draws of {val.layout.num_params:,} parameters are too large to search"
     elif too_short is not None:
-        why = f"{too_short}, too short to search for another"
+        why = f"{too_short}, too short to search"
     if why is None:
         return options
-    run.console.info(f"the prior precision is the base's: {why}")
+    run.console.info(f"using the base's prior precision: {why}")
     return replace(options, prior_precision=INHERIT)
 
 
@@ -85,12 +85,14 @@ def prior_line(metrics: Mapping[str, Any]) -> list[str]:
     nll, base = dict(curve), metrics["prior_precision_base"]
     chosen = min(nll, key=lambda one: abs(one - metrics["prior_precision"]))
     tried = ", ".join(f"{precision:.3g} {value:.4f}" for precision, value in curve)
-    cut = "; the search ended as it had taken as long as the run" if metrics["prior_precision_search_cut"] else ""
+    cut = "; the search stopped after taking as long as the run" if metrics["prior_precision_search_cut"] else ""
     if chosen == base:
         others = counted(len(curve) - 1, "other")
         return [
-            f"prior precision {chosen:.4g}, the base's: of {others} none predicts val better by more than chance (NLL by short runs: {tried}){cut}"
+            f"prior precision {chosen:.4g}, from the base: none of {others} predicts val significantly better "
+            f"(NLL in short runs: {tried}){cut}"
         ]
     return [
-        f"prior precision {chosen:.4g}, which predicts val better than {base:.4g}, the base's (NLL by short runs: {tried}){cut}"
+        f"prior precision {chosen:.4g}, which predicts val better than the base's {base:.4g} (NLL in short runs: "
+        f"{tried}){cut}"
     ]

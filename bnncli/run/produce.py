@@ -184,8 +184,8 @@ def _published_together(computed: Computed, provenance: dict[str, Any], *, may_r
     told: str = others.told_by_leader(digest)
     if computed.publish is not None and told != digest:
         raise NumericError(
-            "it has come to other numbers than the first worker: what is written is that one's",
-            hint="workers must have the same kind of device and the same libraries",
+            "this worker's result differs from worker 0's; worker 0's result was written",
+            hint="run all workers on the same kind of device with the same libraries",
         )
     return told
 
@@ -195,12 +195,16 @@ def expected(memory: int | None) -> str:
     if memory is None:
         return ""
     give_back_freed()
-    return f"; the process has {bytes_text(resident_bytes())} of memory, the work takes about {bytes_text(memory)} more"
+    return (
+        f"; the process uses {bytes_text(resident_bytes())} of memory, the work needs about {bytes_text(memory)} more"
+    )
 
 
 def _decide(run: Run, request: Request) -> Decision:
     if request.kind != CHECKPOINT and is_same_file(request.target, run.checkpoint_path):
-        raise UsageError(f"the output {request.target} is the checkpoint; choose another with \0name\0 or \0out\0")
+        raise UsageError(
+            f"the output {request.target} would overwrite the checkpoint; choose another with \0name\0 or \0out\0"
+        )
     return decide(
         request.target,
         kind=request.kind,
@@ -229,7 +233,9 @@ def _planned(run: Run, request: Request, decision: Decision) -> Result:
     size = request.estimated_bytes()
     memory = None if decision.action == "skip" else request.estimated_memory()
     disk = f"{max(1, size >> 20)} MiB"
-    takes = f"about {disk}" if memory is None else f"takes about {max(1, memory >> 20)} MiB of memory, {disk} of disk"
+    takes = (
+        f"about {disk}" if memory is None else f"needs about {max(1, memory >> 20)} MiB of memory and {disk} of disk"
+    )
     lines = [f"{action}: {request.target} ({takes}, on {run.device_name})"]
     lines += [f"  from {source.role}: {source.path} {source.content_digest[:27]}" for source in request.sources]
     planned = "skip" if decision.action == "skip" else decision.action

@@ -148,8 +148,8 @@ def recommended(run: Run) -> Recommended | None:
             str(row["posterior"]), str(row["integrator"]), str(header.meta["rows"][-1].get("sentence", ""))
         )
     except (DataError, KeyError, StopIteration, TypeError) as error:
-        why = error.message if isinstance(error, DataError) else "it recommends nothing"
+        why = error.message if isinstance(error, DataError) else "it has no recommended row"
         raise DataError(
-            f"the recommendation of auto cannot be used: {why}", code="stale_input", path=path,
+            f"cannot use auto's recommendation: {why}", code="stale_input", path=path,
             hint=f"run {run.suggest('auto')} again, or name a posterior: \0posterior\0 NAME",
         ) from None  # fmt: skip

@@ -51,7 +51,7 @@ class RecordedNetwork:
         self.folder = CodeFolder(spec) if ":" in spec and not is_kind(spec) else None
         record = self.network.record
         if record is not None and record["weights_digest"] != header.weights_digest:
-            raise DataError(f"{header.path} was made from other weights", code="wrong_checkpoint", path=header.path)
+            raise DataError(f"{header.path} was created from other weights", code="wrong_checkpoint", path=header.path)
 
     def is_of(self, header: Header, code: str | None) -> bool:
         """Whether it was made as this header says, of this code."""
@@ -67,7 +67,7 @@ class RecordedNetwork:
         digest = tensor_digest({name: part.numpy() for name, part in parts.items() if part is not None})
         if digest != self.header.meta.get("head_digest"):
             raise DataError(
-                f"the last linear layer of {self.network.spec!r} is not the head of {self.header.path}",
+                f"the last linear layer of {self.network.spec!r} is not the head stored in {self.header.path}",
                 code="wrong_head",
                 hint=self.network.run.remake(self.header, force=True) or UNKNOWN_MAKER,
                 path=self.header.path,
@@ -112,9 +112,9 @@ def open_recorded(
     spec = params.get("model")
     if not isinstance(spec, str):
         raise DataError(
-            f"the run {run.checkpoint_path} has no network to make features of inputs with",
+            f"the run {run.checkpoint_path} has no network to compute features with",
             code="no_network",
-            hint="its features were made elsewhere: make these there too",
+            hint="its features were computed elsewhere; compute features for these inputs there too",
         )
     if named is None and runs_code(spec):
         raise Untrusted(
@@ -142,7 +142,7 @@ def _check_same_code(spec: str, named: str) -> None:
         return  # whether its files are the same is looked at next
     (place, _, factory), (own, _, recorded) = named.rpartition(":"), spec.rpartition(":")
     if not (place.endswith(".py") and own.endswith(".py") and factory == recorded):
-        raise UsageError(f"\0model\0: the features of this run were made by {spec!r}; got {named!r}")
+        raise UsageError(f"\0model\0: the features of this run come from {spec!r}; got {named!r}")
 
 
 def _checked_code(run: Run, header: Header, named: str) -> str | None:
@@ -158,13 +158,13 @@ def _checked_code(run: Run, header: Header, named: str) -> str | None:
     place, digest = found
     if not recorded or recorded == [digest]:
         return digest
-    message = f"{place} is not as it was when {header.path} was made from it"
+    message = f"{place} has changed since {header.path} was created from it"
     if is_kind(named):  # the folder that has all of several files says little
-        message = f"{named!r} has other files than {header.path} was made from, or has them elsewhere"
+        message = f"the files of {named!r} have changed or moved since {header.path} was created from them"
     if not run.inputs.allow_stale:
         hint = run.remake(header, force=True) or UNKNOWN_MAKER
         raise DataError(message, code="stale_input", hint=hint, path=place)
-    run.console.warn(f"{message}; used all the same (\0allow_stale\0)")
+    run.console.warn(f"{message}; using it anyway (\0allow_stale\0)")
     return digest
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bnncli.evaluation.fidelity import Forecasts, ReferencePredictions
 
 Row = dict[str, Any]
-_OLD = "the reference's predictions keep no groups of draws; predict again"
+_OLD = "the reference's predictions store no groups of draws; predict again"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def check_against(
     if reference.is_exclusive != ours.is_exclusive or reference.probs.shape[1] != ours.probs.shape[1]:
         what = f"{reference.probs.shape[1]}" + ("" if reference.is_exclusive else " that do not exclude each other")
         raise DataError(
-            f"{_shown(reference)}: expected {ours.probs.shape[1]} classes, as split {ours.split!r} has; got {what}"
+            f"{_shown(reference)}: expected {ours.probs.shape[1]} classes, as in split {ours.split!r}; got {what}"
         )
     reference.check()
     return matching_rows(ours, reference, tell=tell)
@@ -103,7 +103,7 @@ def matching_rows(
         rows = None if np.array_equal(ids, theirs) else _places(ids, theirs)
         if rows is None and not np.array_equal(ids, theirs):
             raise DataError(
-                f"{_shown(reference)} has not all examples of split {ours.split!r}: their rows in the data differ",
+                f"{_shown(reference)} lacks some examples of split {ours.split!r}: their rows in the data differ",
                 code="other_rows",
             )
     elif others != size:
@@ -112,12 +112,13 @@ def matching_rows(
         )
         if not is_whole or ids is None:
             raise DataError(
-                f"{_shown(reference)} has {others} rows, split {ours.split!r} has {size}", code="other_rows",
-                hint="a reference has the rows of the split, in their order, or those of the data that it was held out of",
+                f"{_shown(reference)} has {others} rows, but split {ours.split!r} has {size}", code="other_rows",
+                hint="a reference needs the rows of the split in the same order, or those of the data it was held "
+                    "out from",
             )  # fmt: skip
         rows = ids.astype(np.int64)
         tell(
-            f"reference {_shown(reference)}: {size} of its {others} rows, those that split {ours.split!r} has of its data"
+            f"reference {_shown(reference)}: using the {size} of its {others} rows that belong to split {ours.split!r}"
         )
     _check_labels(ours, reference, rows)
     return rows
@@ -142,7 +143,7 @@ def _check_labels(ours: MatchedForecasts, reference: GivenPredictions, rows: NDA
     if count:
         raise DataError(
             f"{_shown(reference)} has other labels than split {ours.split!r} in {count} of {len(theirs)} rows", code="other_rows",
-            hint="its rows must stand in the order of the split",
+            hint="its rows must be in the order of the split",
         )  # fmt: skip
 
 

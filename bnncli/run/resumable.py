@@ -66,12 +66,12 @@ class Resumable:
         if not self._resume:
             if self.is_stored:
                 console.info(
-                    f"{self._path}: an interrupted run can be continued with \0resume\0; this one starts afresh"
+                    f"{self._path}: found an interrupted run; starting from scratch (\0resume\0 would continue it)"
                 )
             return None
         state = read_state(self._path, self._identity)
         if state is None:
-            console.info(f"nothing to resume (no {self._path.name}): starting afresh")
+            console.info(f"nothing to resume (no {self._path.name}); starting from scratch")
         else:
             console.info(f"resuming{where(state)}")
             self._is_ours = True

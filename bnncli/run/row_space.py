@@ -69,4 +69,4 @@ def span_line(metrics: Mapping[str, Any]) -> list[str]:
     if rank is None:
         return []
     reached = f"the training features span {rank:,} of {metrics['num_features']:,} directions"
-    return [f"{reached}: fitted there, exactly; in all others the posterior is the prior"]
+    return [f"{reached}: the fit is exact there, and the prior holds in all others"]

@@ -199,7 +199,7 @@ def _checks(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
             check["holds"] = assertion.holds(one, other)
         found.append(check)
     if not found:
-        raise UsageError(f"\0assert_\0 {assertion}: there is no posterior but the reference itself")
+        raise UsageError(f"\0assert_\0 {assertion}: the reference is the only posterior")
     return found
 
 
@@ -223,9 +223,9 @@ def _value(wanted: Quantity, row: Row, rows: Sequence[Row]) -> tuple[float | Non
         ):
             return (None, f"it has no {label}") if named else (None, None)
         choices = ", ".join(dict.fromkeys(forms(named) or [metric["name"] for metric in row["metrics"]])) or "none"
-        raise UsageError(f"\0assert_\0: {_label(row)} has no score {label} (there: {choices})")
+        raise UsageError(f"\0assert_\0: {_label(row)} has no score {label} (have: {choices})")
     if len(found) > 1:
-        raise UsageError(f"\0assert_\0: {label} of {_label(row)} may mean {', '.join(forms(found))}; name one")
+        raise UsageError(f"\0assert_\0: {label} of {_label(row)} is ambiguous; name one of {', '.join(forms(found))}")
     if wanted.posterior is None and found[0].get("reference") in (row["posterior"], _name(row)):
         return None, None  # a distance to itself
     return _part(found[0], wanted.part)
@@ -272,7 +272,7 @@ def _right_row(right: Quantity, rows: Sequence[Row], left: Row) -> Row:
             found = [row for row in found if rule(row)] or found
     if len(found) > 1:
         choices = ", ".join(f"{_name(row)}.{right.metric}" for row in found)
-        raise UsageError(f"\0assert_\0: {right} may mean {choices}; name one")
+        raise UsageError(f"\0assert_\0: {right} is ambiguous; name one of {choices}")
     return found[0]
 
 
@@ -284,14 +284,14 @@ def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
         is_of_features = not set(of_features()).isdisjoint(wanted.choices)
         found = [row for row in rows if (row["posterior"] == FEATURES_NAME) == is_of_features]
         if is_of_features and not found:
-            raise MissingInput(f"\0assert_\0 {wanted}: scores of the features are not evaluated here; add \0score\0")
+            raise MissingInput(f"\0assert_\0 {wanted}: no scores of the features here; add \0score\0")
     if wanted.integrator is not None:
         found = [row for row in found if wanted.integrator in (row["integrator"], row.get("variant"))]
     if found:
         return found
     there = ", ".join(dict.fromkeys(map(_name, rows))) or "none"
     name = ".".join(part for part in (wanted.posterior, wanted.integrator) if part is not None)
-    raise MissingInput(f"\0assert_\0 {wanted}: {quoted(name)} is not evaluated here (there: {there})")
+    raise MissingInput(f"\0assert_\0 {wanted}: {quoted(name)} is not evaluated here (have: {there})")
 
 
 def _of_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]:
@@ -299,9 +299,9 @@ def _of_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]
     there = list(dict.fromkeys(str(row["split"]) for row in rows))
     split = wanted.split or (other if other in there else "test" if "test" in there else there[0])
     if split not in there:
-        raise MissingInput(f"\0assert_\0 {wanted}: no predictions of split {split!r} (there: {', '.join(there)})")
+        raise MissingInput(f"\0assert_\0 {wanted}: no predictions of split {split!r} (have: {', '.join(there)})")
     if wanted.split is None and split not in ("test", other) and len(there) > 1:
-        raise UsageError(f"\0assert_\0 {wanted}: of which split? Add @SPLIT, one of {', '.join(there)}")
+        raise UsageError(f"\0assert_\0 {wanted}: name the split with @SPLIT, one of {', '.join(there)}")
     return [row for row in rows if row["split"] == split]
 
 
@@ -332,7 +332,7 @@ def _label(row: Row) -> str:
 def _sentence(check: Row) -> str:
     if check["integrator"] is None or check["split"] is None:
         way = f"predict {check['posterior']}, or name another: POSTERIOR.{check['metric']}"
-        return f"{check['metric']} of {check['name']} is not known ({check['reason']}), asserted {check['expr']}: {way}"
+        return f"{check['metric']} of {check['name']} is unknown ({check['reason']}), asserted {check['expr']}: {way}"
     title = posterior_title(check["posterior"], check["integrator"], check["name"])
     where = f"{check['metric']} of {title} ({check['integrator']}, {check['split']})"
     if "reason" in check:

@@ -155,9 +155,9 @@ def rare_class_warnings(
     check_labels(labels, (len(labels), len(classes)))
     absent, few = rare_classes(labels, list(classes))
     if absent:
-        yield f"split {split} has no examples of {_listed(absent)}: means over classes leave them out"
+        yield f"split {split} has no examples of {_listed(absent)}: means over classes omit them"
     if few:
-        yield f"split {split} has few examples of {_listed(few)}: scores of single classes say little"
+        yield f"split {split} has few examples of {_listed(few)}: their scores are imprecise"
 
 
 def _one_sided_warnings(split: str, labels: NDArray, classes: Sequence[str]) -> Iterator[str]:
@@ -166,7 +166,7 @@ def _one_sided_warnings(split: str, labels: NDArray, classes: Sequence[str]) -> 
     for names, who in zip(one_sided_labels(labels, list(classes)), ("no example", "every example"), strict=True):
         if names:
             text = _listed(names).replace("class", "label", 1).replace("labeles", "labels", 1)
-            yield f"split {split}: {who} has {text}: means over labels leave them out where they are undefined"
+            yield f"split {split}: {who} has {text}: means over labels omit their undefined scores"
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
@@ -231,4 +231,4 @@ def _check_differs(split: PredictedSplit, other: PredictedSplit) -> None:
         return
     ours, theirs = split.file.probs, other.file.probs
     if all(np.array_equal(ours[rows], theirs[rows]) for rows in row_blocks(*ours.shape)):
-        raise DataError(f"splits {split.name!r} and {other.name!r} are the same examples", code="same_split")
+        raise DataError(f"splits {split.name!r} and {other.name!r} hold the same examples", code="same_split")

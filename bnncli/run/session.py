@@ -237,7 +237,7 @@ class Run:
         current = self._current_weights(recorded)
         if current != recorded["weights_digest"]:
             raise DataError(
-                f"{header.path} was made from another checkpoint than {self.checkpoint_path}",
+                f"{header.path} was created from another checkpoint than {self.checkpoint_path}",
                 code="wrong_checkpoint",
                 hint=self.remake(header) or UNKNOWN_MAKER,
                 path=header.path,
@@ -259,7 +259,7 @@ class Run:
         except DataError as error:
             if not self.inputs.allow_stale or error.code != "stale_input":
                 raise
-            self.console.warn(f"{error.message}; used all the same (\0allow_stale\0)")
+            self.console.warn(f"{error.message}; using it anyway (\0allow_stale\0)")
 
     def _current_weights(self, recorded: dict[str, Any]) -> str:
         """Digest of the checkpoint's weights as they are now; a file with the recorded bytes is not parsed."""
@@ -268,14 +268,16 @@ class Run:
             try:
                 digest = files.sha256(self.console)
             except MissingInput as error:
-                message = f"{error.message}, of the model that the run was made from"
-                raise MissingInput(message, hint="put it back, or make the features again", path=error.path) from None
+                message = f"{error.message}; the run was created from this model"
+                raise MissingInput(
+                    message, hint="put it back, or extract the features again", path=error.path
+                ) from None
             return str(recorded["weights_digest"]) if digest == recorded["file_sha256"] else f"files:{digest}"
         if not hasattr(self, "_weights"):
             path = self.checkpoint_path
             if not path.exists():
                 raise MissingInput(
-                    f"no checkpoint {path}", hint="give the checkpoint that the run was made from", path=path
+                    f"no checkpoint {path}", hint="give the checkpoint that the run was created from", path=path
                 )
             if checkpoint_sha256(path) == recorded["file_sha256"]:
                 self._weights = str(recorded["weights_digest"])

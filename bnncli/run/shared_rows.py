@@ -36,7 +36,7 @@ def shared_rows(folder: RunFolder, names: Collection[str] | None = None) -> list
         count = len(np.intersect1d(ids, others))
         if count:
             found.append(
-                f"splits {first!r} and {second!r} share {count} rows of {sources[first]}: scores on one are not "
-                "independent of what was fitted or tuned on the other"
+                f"splits {first!r} and {second!r} share {count} rows of {sources[first]}: scores on one depend "
+                "on what was fitted or tuned on the other"
             )
     return found

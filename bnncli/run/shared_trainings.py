@@ -19,7 +19,9 @@ def say_who_works(run: Run, team: Team, num_batches: int) -> None:
     """Say it where some workers have nothing to train."""
     if team.size > num_batches:
         batches = f"{num_batches} {'batch' if num_batches == 1 else 'batches'}"
-        run.console.info(f"{batches} of networks for {team.size} workers: {team.size - num_batches} of them wait")
+        run.console.info(
+            f"{batches} of networks for {team.size} workers: {team.size - num_batches} of the workers wait"
+        )
 
 
 def begun_before(state: dict[str, Tensor] | None) -> dict[int, State]:

@@ -40,24 +40,23 @@ def legend(
     names = options.metric or [name for name, score in scores.items() if score.is_shown]
     metrics = [m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in names]
     if any("floor" in metric and "reference" not in metric for metric in metrics):
-        lines.append(
-            "floor: what a calibrated model with the same confidences scores on so many examples, by chance alone"
-        )
+        lines.append("floor: the score of a calibrated model with the same confidences, due to chance")
     if any(metric.get("p_value") is not None for metric in metrics):
         lines.append(
-            "MMD^2 +- standard error; p: of a permutation test, small where the draws are not from the reference's distribution"
+            "MMD^2 +- standard error; p: permutation test, small if the draws differ in distribution from the "
+            "reference's"
         )
     there = {metric["name"] for metric in metrics} if not options.metric else set()
     lines += [score.note for name, score in scores.items() if name in there and score.note is not None]
     if any(recorded_name(row) is not None for row in rows):
         lines.append(
-            "several labels an example: accuracy is of examples with every label right (at 0.5); NLL, Brier score and ECE are of "
-            "each label's decision; class AUROC and average precision are means over labels; max_prob is of the likeliest label"
+            "multilabel: accuracy needs every label right (at 0.5); NLL, Brier score and ECE are per label; "
+            "class AUROC and average precision are means over labels; max_prob is of the likeliest label"
         )
     if options.intervals:
         lines.append(
-            f"[low, high]: {percent(options.level, 'g')} intervals by a bootstrap over examples ({replicates} replicates); "
-            "those of ECE, from inverted tests, and of MCE are of the error without the floor, and may lie below the value"
+            f"[low, high]: {percent(options.level, 'g')} intervals (bootstrap over examples, {replicates} "
+            "replicates); those of ECE and MCE estimate the error without the floor and may lie below the value"
         )
     return lines
 
@@ -95,11 +94,11 @@ def _why_absent(name: str, rows: Sequence[Row]) -> str:
     is_of_split = any(one.of_split is not None for one in makers)
     if is_of_split:
         has_labels = any(recorded_name(row) is not None for row in rows)
-        return "it is not for several labels an example" if has_labels else "it is for several labels an example"
+        return "it does not support several labels per example" if has_labels else "it needs several labels per example"
     if any(one.of_reference is not None for one in makers):
-        return "nothing to hold the predictions against is named (\0reference\0 is missing)"
+        return "it needs predictions to compare with (\0reference\0)"
     if any(one.of_draws is not None for one in makers):
         return "it compares draws of weights, and predictions have none"
     if score.is_of_rule:
-        return "these predictions have no rule of calibrate that it tells of"
+        return "these predictions have no calibrated rule that it applies to"
     return "there is no out-of-distribution split"

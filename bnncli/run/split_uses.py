@@ -26,14 +26,14 @@ def require_unused(run: Run, group: PredictionGroup, header: Header) -> None:
     """
     split = str(header.meta["split"])
     uses = dict(_uses(run, group, header))
-    why = f"the network was trained on it, as {split!r}" if split in _ALWAYS else uses.get(split)
+    why = f"the network was trained on it (as {split!r})" if split in _ALWAYS else uses.get(split)
     if why is None:
         known = [name for name in dict.fromkeys([*_ALWAYS, *uses]) if name in run.folder.splits()]
         shared = [text for name in known for text in shared_rows(run.folder, (name, split))]
         why = shared[0].partition(":")[0] if shared else None
     if why is None:
         return
-    message = f"split {split!r} cannot calibrate {group.name}: {why}. What it was fitted to or chosen by looks better there than it is"
+    message = f"split {split!r} cannot calibrate {group.name}: {why}, so results on it look better than they are"
     raise DataError(message, code="split_was_used", hint=fresh_split(run, split), path=header.path)
 
 
@@ -54,7 +54,7 @@ def _uses(run: Run, group: PredictionGroup, header: Header) -> Iterator[tuple[st
         for entry in found.inputs:
             role, _, name = entry["role"].partition(".")
             if role == _FEATURES:
-                yield name, f"auto recommends {group.name} by it"
+                yield name, f"auto used it to recommend {group.name}"
 
 
 def _followed(header: Header, skipped: set[str], seen: set[Path]) -> Iterator[tuple[str, str]]:
@@ -64,7 +64,7 @@ def _followed(header: Header, skipped: set[str], seen: set[Path]) -> Iterator[tu
             continue
         role, _, name = entry["role"].partition(".")
         if role == _FEATURES:
-            yield name, f"{_titled(header)} was made with it"
+            yield name, f"{_titled(header)} was fitted or chosen with it"
             continue
         path = header.input_path(entry)
         if path.resolve() not in seen and path.is_file():
@@ -74,7 +74,7 @@ def _followed(header: Header, skipped: set[str], seen: set[Path]) -> Iterator[tu
 
 def _titled(header: Header) -> str:
     if header.kind == "predictions":
-        return f"the integrator {header.meta['integrator']} of it"
+        return f"its integrator {header.meta['integrator']}"
     return f"the {header.kind} {header.path.stem!r}"
 
 
@@ -93,4 +93,7 @@ def fresh_split(run: Run, split: str) -> str:
             held = [value for option, value in line.parts if option == "hold_out"]
             asked = [*held, f"{name}=test:{count}"]
             return f"{line.having('hold_out', asked).having('force', True).pasted()}, and predict again"
-    return f"extract again with a split that chooses nothing, such as \0hold_out\0 {name}=test:2000, with \0force\0, and predict"
+    return (
+        f"extract again with a split that chooses nothing, such as \0hold_out\0 {name}=test:2000, with \0force\0, "
+        "then predict"
+    )

@@ -67,21 +67,20 @@ def find_base(run: Run, options: TargetOptions) -> Base | None:
     """
     if options.given_precision is not None:
         if options.base not in (None, options.default_base):
-            raise UsageError(
-                "\0prior_precision\0 and \0base\0 exclude each other: both say what the prior precision is"
-            )
+            raise UsageError("give only one of \0prior_precision\0 and \0base\0: both set the prior precision")
         return None
     path = named_posterior.find_base(run, options, options.base)
     header, source = posterior_source(run, path, "base")
     layers = str(header.meta.get("layers") or "last")
     if layers != options.layers:
         raise UsageError(
-            f"\0base\0 {path.stem} is over \0layers\0 {layers}, asked is \0layers\0 {options.layers}",
+            f"\0base\0 {path.stem} is over \0layers\0 {layers}, but got \0layers\0 {options.layers}",
             hint="name a base over these layers, or give \0prior_precision\0 NUMBER",
         )
     if "num_varying" in header.meta:
         raise UsageError(
-            f"\0base\0 {path.stem} fixes all but {header.meta['num_varying']:,} parameters, this moves all of them",
+            f"\0base\0 {path.stem} fixes all but {header.meta['num_varying']:,} parameters, but this method "
+            "moves all of them",
             hint="name a base that fixes none, or give \0prior_precision\0 NUMBER",
         )
     return Base(path, header, source, posterior_prior(path, header))

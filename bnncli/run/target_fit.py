@@ -105,7 +105,7 @@ def produce_fit(
     train = load_fitted(run, fit_on(base.header if base else None))
     val = held_out_of(train, labeled_val(run))
     if not options.is_last_layer and train.content.head_weight is None:
-        raise UsageError(f"\0layers\0 {options.layers}: this run has no network, only features")
+        raise UsageError(f"\0layers\0 {options.layers}: this run has only features, no network")
     run.require_device()
     job = _Job(run, options, asked, train, val, base)
     request = job.request()
@@ -121,7 +121,8 @@ def weaker_prior(meta: Mapping[str, Any]) -> list[str]:
     if meta.get("layers") is None or precision is None:
         return []
     return [
-        f"run the same with a weaker prior than \0prior_precision\0 {precision:.3g}, which may suit the linearised network alone"
+        f"run it again with a weaker prior than \0prior_precision\0 {precision:.3g}, which may suit only the "
+        "linearised network"
     ]
 
 

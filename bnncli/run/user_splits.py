@@ -103,7 +103,7 @@ def open_splits(
         splits = data.hold_out(splits, text, seed=seed)
     found = sorted(splits.values(), key=lambda split: split.name != "train")
     if classes is None:
-        named = "name all classes, in the order of the network's outputs: \0classes\0 FILE or a,b,c"
+        named = "name all classes in the order of the network's outputs: \0classes\0 FILE or a,b,c"
         data.check_same_classes(
             found, hint=named if hasattr(options, "classes") else "give every split the same classes"
         )
@@ -140,7 +140,7 @@ def check_outputs(task: str | None, likelihood: str | None, num_outputs: int) ->
     if why is None:
         return
     if task is None:
-        raise DataError(f"an example has several labels, and {why}", code="bad_labels")
+        raise DataError(f"examples have several labels, but {why}", code="bad_labels")
     raise UsageError(f"\0task\0 {task}: {why}")
 
 

@@ -44,8 +44,8 @@ OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared
 PLAINER = {  # what a posterior is compared with, in words
     "network": "the network as trained",
     "temperature": "the network at its best temperature",
-    "plug-in": "its own centre (plug-in)",
-    "base": "the base that it refines",
+    "plug-in": "its mean (plug-in)",
+    "base": "its base",
 }
 
 
@@ -177,8 +177,8 @@ def _measurable(run: Run, posterior: Any, val: Split, name: str) -> Split:
         return val
     rows = torch.randperm(num_rows, generator=run.stream("val/measured"))[: max(most, _FEWEST_MEASURED)]
     run.console.info(
-        f"what it is worth on val is measured on {len(rows)} of its {num_rows} examples, at random: "
-        f"each takes {num_draws} passes of the network"
+        f"measuring val scores on {len(rows)} of its {num_rows} examples, drawn at random: each takes "
+        f"{num_draws} passes of the network"
     )
     return val.take(rows.sort().values)
 
@@ -275,8 +275,9 @@ def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: s
     elif (reference := _untold(metrics)) is not None:
         own = metrics["val"][method]
         run.console.info(
-            f"{path.stem} has a higher NLL on val than what is simpler: {own['nll']:.4f} ({own['integrator']}{_draws(own)}), against "
-            f"{_against(metrics, reference)}; {metrics['val_num_examples']} examples do not tell which predicts better"
+            f"{path.stem} has a higher NLL on val than a simpler choice: {own['nll']:.4f} "
+            f"({own['integrator']}{_draws(own)}), against {_against(metrics, reference)}; the difference is not "
+            f"significant with {metrics['val_num_examples']} examples"
         )
 
 
@@ -297,10 +298,11 @@ def _warning(
 ) -> str:
     own = metrics["val"][method]
     found = [_against(metrics, reference) for reference in worse]
-    share = f"{100 * metrics['val_false_alarm']:g} times in 100"
+    share = f"{100 * metrics['val_false_alarm']:g}%"
     return (
-        f"{name} predicts worse on val than what is simpler: NLL {own['nll']:.4f}, ECE {percent(own['ece'])} ({own['integrator']}{_draws(own)}), "
-        f"against {'; '.join(found)} ({metrics['val_num_examples']} examples, paired; such a warning is false at most {share}). "
+        f"{name} predicts val worse than simpler choices: NLL {own['nll']:.4f}, ECE {percent(own['ece'])} "
+        f"({own['integrator']}{_draws(own)}), against {'; '.join(found)} ({metrics['val_num_examples']} "
+        f"examples, paired; false alarms at most {share}). "
         f"{_sentence([*_remedies(run, metrics, worse, name=name, own=own['nll']), *also])}"
     )
 
@@ -340,7 +342,7 @@ def val_lines(metrics: Mapping[str, Any], *, where: str = "") -> list[str]:
         return lines
     lines.append(f"gain on val: {gain_text(gain)}")
     if metrics["recommended_integrator"] == "plug-in" and "plug-in" not in entries:
-        lines.append("predict uses plug-in by default: averaging makes the predictions on val worse")
+        lines.append("predict uses plug-in by default, because averaging worsens the predictions on val")
     return lines
 
 
@@ -360,8 +362,8 @@ def gain_table(headers: Mapping[str, Header]) -> list[Table]:
         [name, *(_signed(gain[step]) for step in _STEPS), gain["integrator"]] for name, gain in gains.items() if gain
     ]
     notes = [
-        "by how much the NLL on val falls at each step, nats an example: from the network as trained to its",
-        "best temperature, to the posterior's centre as a head, to its average",
+        "fall of the val NLL in nats per example, from the network as trained to its best temperature, then to the",
+        "posterior's mean as head, then to the average over draws",
     ]
     if any(" +- " in cell for row in rows for cell in row):
         notes[-1] += "; +- standard error, paired"
@@ -379,7 +381,7 @@ def _against(metrics: Mapping[str, Any], reference: str) -> str:
     if "temperature" in entry:
         words += f", {entry['temperature']:.3g}"
     error = "" if gap["standard_error"] is None else f" +- {gap['standard_error']:.4f}"
-    return f"{entry['nll']:.4f}, {percent(entry['ece'])} of {words} (worse by {gap['value']:.4f}{error})"
+    return f"{entry['nll']:.4f}, {percent(entry['ece'])} for {words} (worse by {gap['value']:.4f}{error})"
 
 
 def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, own: float) -> list[str]:

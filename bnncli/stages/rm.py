@@ -72,6 +72,6 @@ def _files_of(run: Run, name: str) -> list[Path]:
         return found
     names = list(dict.fromkeys([*(path.stem for path in posteriors), *(path.parent.name for path in predictions)]))
     raise MissingInput(
-        f"no posterior or predictions {name!r} in {run.folder.root} (there: {', '.join(names) or 'none'})",
+        f"no posterior or predictions {name!r} in {run.folder.root} (have: {', '.join(names) or 'none'})",
         hint=near_miss(name, names) or run.suggest("status"),
     )

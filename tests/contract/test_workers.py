@@ -211,7 +211,7 @@ def test_a_repeat_that_fails_on_another_worker_is_told_once_by_the_first(cli: Cl
     assert (first.code, second.code, second.stdout + second.stderr) == (70, 70, "")
     assert first.stderr.count("error: ") == 1
     assert "error: the bound is not finite in epoch 1" in first.stderr
-    assert "1 batch of networks for 2 workers: 1 of them wait" in first.stderr
+    assert "1 batch of networks for 2 workers: 1 of the workers wait" in first.stderr
     assert list((tmp_path / "run.bnn/posteriors").glob("*lbbnn*")) == []
 
 

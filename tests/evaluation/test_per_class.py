@@ -131,7 +131,7 @@ def test_evaluate_names_missing_classes_and_gives_the_values_of_each_on_request(
         "evaluate", run, "--metric", "balanced_accuracy", "--metric", "class_auroc", "--assert", "macro_f1@val>0"
     )
     assert done.code == 0
-    assert "split val has no examples of class 2: means over classes leave them out" in done.stderr
+    assert "split val has no examples of class 2: means over classes omit them" in done.stderr
     assert "split test" not in done.stderr
     assert {"balanced accuracy", "class AUROC"} <= {word.strip() for word in done.stdout.splitlines()[0].split("|")}
     shown = cli("evaluate", run, "--split", "val", "--per-class", "--json").json["rows"][0]["metrics"]

@@ -83,7 +83,7 @@ def test_a_graph_without_a_linear_head_takes_an_identity_layer(form: str, tmp_pa
     np.testing.assert_array_equal(opened.features(INPUTS), features)
     other = shutil.copy(tmp_path / file, tmp_path / f"other{Path(file).suffix}")
     with pytest.raises(
-        DataError, match=r"other.*' has other files than .*train.h5 was made from, or has them elsewhere"
+        DataError, match=r"the files of '.*other.*' have changed or moved since .*train.h5 was created from them"
     ):
         bnncli.open(tmp_path / "run", model=f"{form}:{other}").features(INPUTS)
 

@@ -494,7 +494,7 @@ def test_new_data_ask_for_trust_only_where_a_program_is_run(
         if done.code:
             assert done.code == 77
             assert f"bnncli will not run the code of {spec!r} just because the run folder names it" in done.stderr
-            assert "if the code is yours, or you have read it, add --trust-code" in done.stderr
+            assert "if the code is yours or you have read it, add --trust-code" in done.stderr
             assert cli(*asked, "--trust-code").code == 0
 
 

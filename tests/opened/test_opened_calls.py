@@ -79,7 +79,7 @@ def test_a_posterior_that_is_replaced_while_it_is_read_is_refused(
 
     other = small_run.with_name("small.bnn") / "posteriors" / "refine.safetensors"
     monkeypatch.setattr(predictor, "open_posterior", lambda path: open_posterior(other))
-    with pytest.raises(DataError, match=r"laplace.safetensors was replaced while it was read"):
+    with pytest.raises(DataError, match=r"laplace.safetensors was replaced while bnncli read it"):
         bnncli.open(small_run).posterior("laplace")
 
 

@@ -146,7 +146,7 @@ def test_another_checkpoint_is_refused_by_a_run_that_is_open(images: Path) -> No
     assert run.predict(x).probs.shape == (300, 3)
     torch.save(build(inputs=16, hidden=(6,), classes=3).state_dict(), "ckpt.pt")
     for ask in (lambda: run.predict(x), lambda: run.features(x), lambda: run.metrics(posterior="laplace")):
-        with pytest.raises(DataError, match=r"was made from another checkpoint than ckpt.pt") as caught:
+        with pytest.raises(DataError, match=r"was created from another checkpoint than ckpt.pt") as caught:
             ask()
         assert caught.value.code == "wrong_checkpoint"
     Path("ckpt.pt").unlink()
@@ -165,7 +165,7 @@ def test_code_that_a_file_names_is_run_only_if_the_caller_names_it(coded: Path) 
     named = bnncli.open("ckpt.pt", model=f"{coded}/net.py:make")
     assert np.array_equal(named.features(x), run.split("train").features)
     assert Path("was-run").exists()
-    with pytest.raises(UsageError, match=r"^model: the features of this run were made by 'net.py:make'; got 'mlp'$"):
+    with pytest.raises(UsageError, match=r"^model: the features of this run come from 'net.py:make'; got 'mlp'$"):
         bnncli.open("ckpt.pt", model="mlp").predict(x)
 
 
@@ -210,11 +210,11 @@ def test_code_that_has_changed_since_is_refused(coded: Path) -> None:
     features = bnncli.open("ckpt.pt").split("train").features
     Path("net.py").write_text(NETWORK + "\n# another\n")
     run = bnncli.open("ckpt.pt", model="net.py:make")
-    changed = r"net.py is not as it was when ckpt.pt.bnn/features/train.h5 was made from it"
+    changed = r"net.py has changed since ckpt.pt.bnn/features/train.h5 was created from it"
     with pytest.raises(DataError, match=changed) as refused:
         run.features(x)
     assert refused.value.__notes__ == [AGAIN]
-    with pytest.warns(BnnWarning, match=r"net.py is not as it was .*used all the same \(allow_stale\)") as caught:
+    with pytest.warns(BnnWarning, match=r"net.py has changed since .*using it anyway \(allow_stale\)") as caught:
         assert np.array_equal(run.features(x, allow_stale=True), features)
     assert caught[0].filename == __file__
 
@@ -224,12 +224,12 @@ def test_code_is_looked_at_in_every_call(coded: Path) -> None:
     features = run.features(x)
     Path("net.py").write_text(NETWORK + "\n# another\n")
     for _ in range(2):
-        with pytest.raises(DataError, match=r"net.py is not as it was"):
+        with pytest.raises(DataError, match=r"net.py has changed"):
             run.features(x)
-        with pytest.warns(BnnWarning, match=r"net.py is not as it was .*used all the same"):
+        with pytest.warns(BnnWarning, match=r"net.py has changed since .*using it anyway"):
             assert np.array_equal(run.features(x, allow_stale=True), features)
     Path("net.py").write_text(NETWORK.replace("nn.ReLU()", "nn.Tanh()"))
-    with pytest.warns(BnnWarning, match=r"net.py is not as it was"):
+    with pytest.warns(BnnWarning, match=r"net.py has changed"):
         assert not np.array_equal(run.features(x, allow_stale=True), features)
     Path("net.py").write_text(NETWORK)
     assert np.array_equal(run.features(x), features)
@@ -261,7 +261,7 @@ def make(width):
 def test_a_network_that_gives_another_head_is_refused_whatever_is_allowed(coded: Path) -> None:
     Path("net.py").write_text(NETWORK + DOUBLED)
     run = bnncli.open("ckpt.pt", model="net.py:make")
-    expected = r"the last linear layer of 'net.py:make' is not the head of ckpt.pt.bnn/features/train.h5"
+    expected = r"the last linear layer of 'net.py:make' is not the head stored in ckpt.pt.bnn/features/train.h5"
     with pytest.warns(BnnWarning), pytest.raises(DataError, match=expected) as caught:
         run.features(make_images()["train"]["x"], allow_stale=True)
     assert (caught.value.code, caught.value.__notes__) == ("wrong_head", [AGAIN])

@@ -135,7 +135,7 @@ def test_more_draws_than_there_are_give_all_with_a_warning(finished_run: Path) -
     run = bnncli.open(finished_run)
     with pytest.warns(BnnWarning, match=r"^hmc has 128 draws, fewer than 129: all are given$"):
         assert len(run.posterior("hmc").sample(129)) == 128
-    with pytest.warns(BnnWarning, match=r"^hmc has 128 draws, fewer than samples 500: all are used$") as caught:
+    with pytest.warns(BnnWarning, match=r"^hmc has only 128 draws, fewer than samples 500; using all of them$") as caught:
         assert run.predict(run.split("test").features, posterior="hmc", samples=500).draws == 128
     assert caught[0].filename == __file__
 
@@ -200,7 +200,7 @@ REFUSED = [
     ({"samples": 0}, "^samples: expected a whole number of at least 1; got 0$", None),
     ({"samples": 10**30}, "^samples: expected a whole number of at most 2147483647; got 1000", None),
     ({"samples": 2.5}, "^samples: expected a whole number; got 2.5$", None),
-    ({"integrator": "probit", "samples": 9}, "^samples: probit has no draws; integrators that draw: ", None),
+    ({"integrator": "probit", "samples": 9}, "^samples: probit has no draws; these integrators draw: ", None),
     ({"heat": 3}, r"^expected a setting of an integrator \(qmc, .*\); got 'heat'$", None),
     ({"qmc": 1}, "^qmc: expected True or False; got 1$", None),
     ({"order": 1}, "^order: mc has no such setting", "add integrator mean-field"),

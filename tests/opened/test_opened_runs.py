@@ -163,7 +163,7 @@ def test_what_is_stale_is_an_error_unless_it_is_allowed(small_run: Path, cli: Cl
         run.predict(features, posterior="hmc")
     assert caught.value.code == "stale_input"
     assert caught.value.__notes__[0].startswith(f"run: bnncli hmc {small_run} ")
-    with pytest.warns(BnnWarning, match=r"hmc.nc is stale.*used all the same \(allow_stale\)") as warned:
+    with pytest.warns(BnnWarning, match=r"hmc.nc is stale.*using it anyway \(allow_stale\)") as warned:
         after = run.predict(features, posterior="hmc", allow_stale=True).probs
     assert np.array_equal(after, before)
     assert {one.filename for one in warned} == {__file__}

@@ -18,8 +18,8 @@ def wide_run(cli: Cli, tmp_path: Path) -> Path:
 
 
 def warning(cli: Cli, *words: object) -> str:
-    (text,) = [text for text in cli(*words, "--json").json["warnings"] if "predicts worse on val" in text]
-    return str(text).partition("in 100). ")[2].replace("Run bnncli", "run bnncli").replace("Use the", "use the")
+    (text,) = [text for text in cli(*words, "--json").json["warnings"] if "predicts val worse" in text]
+    return str(text).partition("%). ")[2].replace("Run bnncli", "run bnncli").replace("Use the", "use the")
 
 
 def test_each_step_that_was_taken_makes_way_for_the_one_after_it(cli: Cli, wide_run: Path) -> None:

@@ -38,7 +38,7 @@ def test_as_many_rows_stand_in_the_order_of_the_split() -> None:
 def test_of_the_whole_data_those_that_the_split_holds_are_taken_and_told() -> None:
     rows, told = rows_of(reference(9))
     assert rows == [7, 2, 5]
-    assert told == ["reference 'ref': 3 of its 9 rows, those that split 'test' has of its data"]
+    assert told == ["reference 'ref': using the 3 of its 9 rows that belong to split 'test'"]
 
 
 def test_a_reference_that_knows_its_own_rows_is_matched_by_them() -> None:
@@ -49,11 +49,11 @@ def test_a_reference_that_knows_its_own_rows_is_matched_by_them() -> None:
 @pytest.mark.parametrize(
     ("theirs", "of", "said"),
     [
-        (reference(5), None, "has 5 rows, split 'test' has 3"),  # and row 7 is asked for
-        (reference(9), ours(None), "has 9 rows, split 'test' has 3"),
-        (reference(2), None, "has 2 rows, split 'test' has 3"),
-        (reference(3, ids=[7, 2, 4]), None, "has not all examples of split 'test'"),
-        (reference(4, ids=[7, 2, 5, 5]), None, "has not all examples of split 'test'"),
+        (reference(5), None, "has 5 rows, but split 'test' has 3"),  # and row 7 is asked for
+        (reference(9), ours(None), "has 9 rows, but split 'test' has 3"),
+        (reference(2), None, "has 2 rows, but split 'test' has 3"),
+        (reference(3, ids=[7, 2, 4]), None, "lacks some examples of split 'test'"),
+        (reference(4, ids=[7, 2, 5, 5]), None, "lacks some examples of split 'test'"),
     ],
 )
 def test_other_rows_are_refused(theirs: GivenPredictions, of: MatchedForecasts | None, said: str) -> None:

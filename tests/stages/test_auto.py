@@ -272,7 +272,7 @@ def test_a_damaged_recommendation_is_refused_where_no_posterior_is_named(cli: Cl
     path.write_text(json.dumps(document, sort_keys=True, indent=1) + "\n")
     done = cli("predict", run, "--split", "test")
     assert done.code == 65
-    assert "the recommendation of auto cannot be used" in done.stderr
+    assert "cannot use auto's recommendation" in done.stderr
     assert "--posterior NAME" in done.stderr
     assert cli("predict", run, "--split", "test", "--posterior", "all").code == 0
     assert len(list((tmp_path / "run.bnn/predictions").iterdir())) > 1
@@ -284,7 +284,7 @@ def test_a_stale_recommendation_is_refused_where_no_posterior_is_named(cli: Cli,
     auto(cli, run)
     new_run(cli, run, {**arrays, "features_val": arrays["features_val"] + 1}, "--force")
     done = cli("predict", run, "--split", "test")
-    assert (done.code, "the recommendation of auto cannot be used" in done.stderr) == (65, True), done.stderr
+    assert (done.code, "cannot use auto's recommendation" in done.stderr) == (65, True), done.stderr
     assert cli("predict", run, "--split", "test", "--posterior", "map").code == 0
 
 

@@ -148,7 +148,7 @@ def test_the_baseline_is_shown_and_the_others_as_differences(cli: Cli, small_run
         (["--baseline", "nobody"], 66, "no posterior 'nobody'"),
         (["--baseline", "map", "--posterior", "map"], 2, "no other posterior"),
         (["--posterior", "nobody"], 66, "no predictions of posterior 'nobody'"),
-        (["--split", "far"], 66, "no posterior has predictions of an in-distribution split 'far' (there: test, val)"),
+        (["--split", "far"], 66, "no posterior has predictions of an in-distribution split 'far' (have: test, val)"),
         (["--metric", "mmd2"], 2, "unknown metric 'mmd2'"),
         (["--metric", "map.nll"], 2, "expected METRIC"),
         (

@@ -244,7 +244,7 @@ def test_predictions_with_a_name_of_their_own_have_it_in_the_table_and_in_assert
     one = cli("evaluate", small_run, "--assert", "more.nll<0", "--json").json["checks"]
     assert [(check["name"], check["left"] > 0) for check in one] == [("more", True)]
     two = cli("evaluate", small_run, "--assert", "map.nll<laplace.nll")
-    assert (two.code, "may mean laplace.mc.nll, more.nll; name one" in two.stderr) == (2, True)
+    assert (two.code, "is ambiguous; name one of laplace.mc.nll, more.nll" in two.stderr) == (2, True)
     words = [word for name in ("laplace.mc", "more") for word in ("--assert", f"map.nll<{name}.nll")]
     first, second = (check["right"] for check in cli("evaluate", small_run, *words, "--json").json["checks"])
     assert first != second
@@ -257,7 +257,7 @@ def test_the_table_shows_the_floor_beside_calibration_errors_and_says_what_it_is
     assert found["excess"] == pytest.approx(found["value"] - found["floor"])
     assert 0 < found["p_calibrated"] <= 1
     assert f"{found['value']:.4f} (floor {found['floor']:.4f})" in done.stdout
-    assert "floor: what a calibrated model" in done.stdout
+    assert "floor: the score of a calibrated model" in done.stdout
     assert "floor:" not in cli("evaluate", small_run, "--metric", "nll").stdout
     shown = cli("evaluate", small_run, "--split", "test", "--posterior", "map", "--intervals").stdout
     ends = found["interval"]

@@ -156,7 +156,7 @@ def test_score_has_the_same_numbers(cli: Cli, small_run: Path) -> None:
 def test_neither_a_posterior_nor_a_file(cli: Cli, small_run: Path) -> None:
     done = cli("evaluate", small_run, "--reference", "nobody")
     assert done.code == 66
-    assert "'nobody' is no posterior of the run (there: " in done.stderr
+    assert "'nobody' is no posterior of the run (have: " in done.stderr
 
 
 def test_what_differs_in_the_reference_alone_is_made_anew_without_force(cli: Cli, small_run: Path) -> None:

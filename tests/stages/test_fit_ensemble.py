@@ -69,7 +69,7 @@ def test_predictions_are_the_mean_of_the_networks_own(cli: Cli) -> None:
     assert cli("extract-features", "0.pt", *OWN, *DATA).code == 0
     done = cli("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code")
     assert (done.code, done.stdout) == (0, "0.pt.bnn/posteriors/ensemble.safetensors\n")
-    assert ("3 members" in done.stderr, "predicts worse" in done.stderr) == (True, False)
+    assert ("3 members" in done.stderr, "predicts val worse" in done.stderr) == (True, False)
     assert "up to date" in cli("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code").stderr
     made = cli("predict", "0.pt", "--posterior", "ensemble", "--split", "test", "--trust-code")
     assert made.code == 0, made.stderr
@@ -104,7 +104,7 @@ def test_members_that_spoil_the_first_network_are_warned_of(cli: Cli) -> None:
     done = cli("fit-ensemble", "0.pt", "spoilt.pt", "--trust-code", "--json")
     assert done.code == 0, done.stderr
     assert done.json["metrics"]["val_excess"]["network"]["is_worse"]
-    assert "ensemble predicts worse on val than what is simpler" in done.stderr
+    assert "ensemble predicts val worse than simpler choices" in done.stderr
     assert "bnncli predict 0.pt --posterior map" in done.stderr
 
 

@@ -240,20 +240,20 @@ def test_val_calibrates_nothing_that_was_fitted_to_it(cli: Cli, run: Path) -> No
     done = cli("calibrate", run, "--posterior", "val", "--integrator", "mc", "--sets", "lac", "--split", "val")
     assert done.code == 65
     assert "split 'val' cannot calibrate val.mc" in done.stderr
-    assert "the posterior 'val' was made with it" in done.stderr
+    assert "the posterior 'val' was fitted or chosen with it" in done.stderr
 
 
 def test_weighing_draws_by_all_rows_is_refused_out_of_fold(cli: Cli, run: Path) -> None:
     done = cli("predict", run, "--posterior", "val", "--integrator", "importance", "--split", "val")
     assert done.code == 2
-    assert "importance weighs draws by all rows that val was fitted to" in done.stderr
+    assert "importance weights draws by all rows that val was fitted to" in done.stderr
     assert cli("predict", run, "--posterior", "val", "--integrator", "importance", "--split", "test").code == 0
 
 
 def test_it_is_said_that_val_is_predicted_out_of_fold(cli: Cli, run: Path) -> None:
     done = cli("predict", run, "--posterior", "both", "--integrator", "bridge", "--split", "val", "--force")
     assert done.code == 0
-    assert "both: val is predicted out of fold, by 5 folds" in done.stderr
+    assert "both: predicting val out of fold, with 5 folds" in done.stderr
 
 
 def test_val_alone_needs_no_train(cli: Cli, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_folds_of_another_val_are_refused_even_where_stale_inputs_are_allowed(cl
     new_run(cli, run, shorter, "--force")
     done = cli("predict", run, "--posterior", "laplace", "--split", "val", "--allow-stale")
     assert done.code == 65
-    assert "laplace has folds of 80 rows of val, which has 70 now" in done.stderr
+    assert "laplace has folds for 80 rows of val, which now has 70" in done.stderr
 
 
 def test_the_file_has_the_folds(run: Path) -> None:

@@ -31,7 +31,7 @@ def test_numbers_on_val_are_those_of_predict(cli: Cli, tmp_path: Path) -> None:
     fit = cli("fit-temperature", run, "--json").json["metrics"]
     assert found["temperature"]["temperature"] == pytest.approx(fit["temperature"], rel=1e-6)
     assert "val NLL and ECE: " in done.stderr
-    assert "predicts worse" not in done.stderr
+    assert "predicts val worse" not in done.stderr
 
 
 def test_draws_that_predict_worse_than_the_network_are_warned_of(cli: Cli, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_draws_that_predict_worse_than_the_network_are_warned_of(cli: Cli, tmp_p
     excess = done["metrics"]["val_excess"]["temperature"]
     assert excess["is_worse"]
     assert excess["value"] > 2 * excess["standard_error"] > 0
-    (text,) = [text for text in done["warnings"] if "predicts worse on val" in text]
+    (text,) = [text for text in done["warnings"] if "predicts val worse" in text]
     assert f"bnncli fit-temperature {run}" in text
     again = cli(*words, 1e-3, "--json").json
     assert (again["action"], text in again["warnings"]) == ("up_to_date", True)

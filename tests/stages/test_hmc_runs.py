@@ -206,7 +206,7 @@ def test_a_state_that_nobody_asks_for_is_reported_and_overtaken(cli: Cli, small_
     assert cli("hmc", small_run, *SMALL, "--name", "cut").code == 143
     stop_after(-1)
     done = cli("hmc", small_run, *SMALL, "--name", "cut", "--json")
-    assert "an interrupted run can be continued with --resume" in done.stderr
+    assert "found an interrupted run; starting from scratch (--resume would continue it)" in done.stderr
     assert digest_of(done) == digest_of(cli("hmc", small_run, *SMALL, "--name", "whole", "--json"))
     assert hidden_files(small_run) == []
 

@@ -71,11 +71,11 @@ def test_the_numbers_are_those_of_numpy(cli: Cli, folder: Path, tmp_path: Path) 
 TOLD = {
     ("unit", "bytes"): None,
     ("unit", "dark"): None,
-    ("unit", "f255"): r"test: values are about 255 times as large as those of train (uint8 is divided by 255",
-    ("unit", "tiny"): "test: values are about 255 times as small as those of train",
-    ("f255", "bytes"): "test: values are about 255 times as small as those of train",
-    ("unit", "signed"): "% of the values are negative, of those of train 0%: one is normalised, the other not",
-    ("signed", "unit"): "test: 0% of the values are negative, of those of train ",
+    ("unit", "f255"): r"test: values are about 255 times as large as in train (uint8 is divided by 255",
+    ("unit", "tiny"): "test: values are about 255 times as small as in train",
+    ("f255", "bytes"): "test: values are about 255 times as small as in train",
+    ("unit", "signed"): "% of the values are negative, but 0% in train: only one of them is normalised",
+    ("signed", "unit"): "test: 0% of the values are negative, but ",
 }
 
 
@@ -93,7 +93,7 @@ def test_another_scale_is_told_with_numbers(cli: Cli, folder: Path, train: str, 
     for _ in range(2):  # up to date, and still told
         warnings = extract(cli, folder, *line)
         assert len(warnings) == (told is not None)
-        assert told is None or (told in warnings[0] and "(train: " in warnings[0] and ", deviation " in warnings[0])
+        assert told is None or (told in warnings[0] and "(train: " in warnings[0] and ", standard deviation " in warnings[0])
 
 
 def test_ood_data_may_differ_in_all_but_a_factor(cli: Cli, folder: Path, tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_new_data_and_arriving_images_are_compared_with_the_run(cli: Cli, folder
         ):
             done = cli(*predicted, tmp_path / f"{train}{number}.csv", *words)
             assert done.code == 0, done.stderr
-            assert done.stderr.count("times as small as those of train") == told
+            assert done.stderr.count("times as small as in train") == told
     kept = (tmp_path / "kept.csv", "--data", f"kept=npz:{folder}/bytes.npz", "--keep-features")
-    assert cli(*predicted, *kept).stderr.count("kept: values are about 255 times as small as those of train") == 1
+    assert cli(*predicted, *kept).stderr.count("kept: values are about 255 times as small as in train") == 1
 
 
 def statistics(split: InputSplit) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def test_texts_of_another_vocabulary_are_told() -> None:
     found = [difference("test", one, "train", train, is_scale_alone=False) for one in (same, unknown, others, few)]
     assert found[0] is None
     assert found[1] is not None
-    assert "60% of its tokens are number 1, of those of train 0%: the unknown token?" in found[1]
+    assert "60% of its tokens are number 1, but 0% in train; if this is the unknown token," in found[1]
     assert found[2] is not None
     assert "of its tokens" in found[2]
     assert found[3] is None
@@ -160,7 +160,7 @@ def test_inverted_images_are_told() -> None:
     train, inverted = (InputSums.of(one).statistics() for one in (images, 1 - images))
     told = difference("test", inverted, "train", train, is_scale_alone=False)
     assert told is not None
-    assert told.startswith("test: images look inverted beside those of train: 0")
+    assert told.startswith("test: images look inverted compared with train: 0")
     assert difference("test", inverted, "train", train, is_scale_alone=True) is None
 
 

@@ -197,10 +197,10 @@ def test_the_table_shows_what_matters_of_labels_and_says_what_it_is(cli: Cli, ru
     done = cli("evaluate", run, "--bootstrap", 20)
     assert "Hamming loss" in done.stdout
     assert "class AUROC" in done.stdout
-    assert "several labels an example: accuracy is of examples with every label right" in done.stdout
+    assert "multilabel: accuracy needs every label right" in done.stdout
     done = cli("evaluate", run, "--bootstrap", 20, "--metric", "aurc")
     assert done.code == 65
-    assert "it is not for several labels an example" in done.stderr
+    assert "it does not support several labels per example" in done.stderr
     asserted = ("--assert", "hamming_loss<=0.5", "--assert", "class_auroc:micro>=0.5")
     assert cli("evaluate", run, "--bootstrap", 20, *asserted).code == 0
 
@@ -235,7 +235,7 @@ def test_rare_labels_are_named(cli: Cli, tmp_path: Path) -> None:
     for command, *words in (("extract-features", "--from-npz", tmp_path / "a.npz"), ("predict", "--split", "test")):
         assert cli(command, tmp_path / "a", *words).code == 0
     done = cli("evaluate", tmp_path / "a", "--bootstrap", 0)
-    assert "split test: no example has label 0: means over labels leave them out" in done.stderr
+    assert "split test: no example has label 0: means over labels omit their undefined scores" in done.stderr
 
 
 @pytest.mark.long

@@ -66,7 +66,7 @@ def test_accuracy_and_nll_are_those_of_scikit_learn(cli: Cli, tmp_path: Path) ->
         assert found["accuracy"] == pytest.approx(accuracy_score(labels, probs.argmax(axis=1)), abs=1e-6)
         assert found["nll"] == pytest.approx(log_loss(labels, probs), abs=1e-5)
         assert (found["verdict"], found["num_examples"]) == ("fits", 400)
-        assert f"{split}: the network's accuracy is {100 * found['accuracy']:.1f}%, its NLL {found['nll']:.4f}" in (
+        assert f"{split}: network accuracy {100 * found['accuracy']:.1f}%, NLL {found['nll']:.4f}" in (
             done.stderr
         )
         recorded = recorded_fit(read_header(tmp_path / f"run.bnn/features/{split}.h5"))
@@ -135,8 +135,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("data", "words", "told"),
     [
         ("", (), None),
-        ("-shifted", (), "labels look shifted by one: with label - 1 the accuracy would be "),
-        ("-bytes", (), "nats an error"),
+        ("-shifted", (), "labels look shifted by one: with label - 1: accuracy would be "),
+        ("-bytes", (), "nats per error"),
         ("-bytes", (), "(--mean 0 --std 255 gives accuracy "),
         ("", ("--mean", "-9", "--std", "0.05"), "(--mean 0 --std 1 gives accuracy "),
         ("", ("--mean", "-9", "--std", "0.05"), "channels in another order (RGB, BGR)"),
@@ -183,7 +183,7 @@ def test_auto_and_report_go_on_where_that_is_accepted(cli: Cli, tmp_path: Path) 
     assert cli("report", run, "--accept-poor-network").code == 0
     page = (tmp_path / "run.bnn/report.html").read_text()
     assert "probably misreads" in page
-    assert "with label - 1 the accuracy would be" in page
+    assert "with label - 1: accuracy would be" in page
 
 
 def test_features_of_earlier_versions_have_no_verdict(cli: Cli, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_permutation_of_some_classes_is_told_by_their_names() -> None:
     )
     two = fitted(num_classes=2)
     exchanged = fit_of_logits(two["features_test"] @ two["head_weight"].T, 1 - two["labels_test"])
-    assert "'1' as '0', '0' as '1' the accuracy would be" in exchanged.doubt("test")
+    assert "'1' as '0', '0' as '1': accuracy would be" in exchanged.doubt("test")
 
 
 def test_an_accurate_network_that_is_too_sure_is_overconfident_and_no_more(cli: Cli, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_one_that_predicts_worse_than_what_is_simpler_is_warned_of(cli: Cli, net
     assert {"network", "temperature"} <= set(excess)
     assert excess["temperature"]["is_worse"]
     assert excess["temperature"]["value"] == pytest.approx(found[method]["nll"] - found["temperature"]["nll"])
-    (text,) = [text for text in done.json["warnings"] if "predicts worse on val" in text]
+    (text,) = [text for text in done.json["warnings"] if "predicts val worse" in text]
     assert f"bnncli fit-temperature {network}" in text
     used = found[method]["integrator"]
     words = ("--posterior", f"{method}-all", "--split", "val", "--integrator", used)
@@ -98,7 +98,7 @@ def test_passes_that_take_long_are_of_some_examples_and_it_is_said(
     monkeypatch.setitem(val_report._MOST_NUMBERS, "cpu", 1)
     done = cli(*line, "some")
     metrics = done.json["metrics"]
-    assert "measured on 100 of its 150 examples, at random: each takes 200 passes of the network" in done.stderr
+    assert "measuring val scores on 100 of its 150 examples, drawn at random: each takes 200 passes of the network" in done.stderr
     assert (every["metrics"]["val_num_examples"], metrics["val_num_examples"]) == (150, 100)
     assert metrics["val"]["vi"]["nll"] != every["metrics"]["val"]["vi"]["nll"]
     for name, one in every["metrics"]["val"].items():
@@ -116,8 +116,8 @@ def test_one_that_may_predict_worse_is_told_of_without_a_warning(cli: Cli, tmp_p
     assert not any(gap["is_worse"] for gap in gaps.values())
     assert own > 1.01 * metrics["val"]["network"]["nll"]
     assert (
-        f"wide has a higher NLL on val than what is simpler: {own:.4f} (logit-mc, 256 draws), against " in done.stderr
+        f"wide has a higher NLL on val than a simpler choice: {own:.4f} (logit-mc, 256 draws), against " in done.stderr
     )
     assert f"(worse by {gaps['network']['value']:.4f} +- {gaps['network']['standard_error']:.4f})" in done.stderr
-    assert "150 examples do not tell which predicts better" in done.stderr
+    assert "the difference is not significant with 150 examples" in done.stderr
     assert "higher NLL" not in cli(*words, 1e4, "--name", "narrow").stderr

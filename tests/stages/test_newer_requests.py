@@ -122,7 +122,7 @@ def test_after_a_refusal_of_newer_data_nothing_is_made_of_the_older(cli: Cli, ru
     assert cli("status", run, "--check").code == 3
     allowed = cli("predict", run, "--table", table, "--allow-stale", "--json")
     assert allowed.code == 0
-    assert any("used all the same" in text for text in allowed.json["warnings"])
+    assert any("using it anyway" in text for text in allowed.json["warnings"])
     assert cli("predict", run, "--split", "train").code == 0
 
 

@@ -95,14 +95,14 @@ def test_an_integrator_for_fewer_classes_is_unfit(cli: Cli, small_run: Path, mon
     monkeypatch.setattr(Probit, "max_classes", 2, raising=False)
     done = cli("predict", small_run, "--integrator", "probit", "--posterior", "laplace", "--json")
     assert (done.code, done.json["error"]["code"]) == (2, "unsupported_integrator")
-    assert "at most 2 classes; there are 3" in done.json["error"]["message"]
+    assert "at most 2 classes; got 3" in done.json["error"]["message"]
     assert "probit" not in done.json["error"]["hint"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--integrator", "probit", "--samples", 5), "--samples: probit has no draws; integrators that draw: "),
+        (("--integrator", "probit", "--samples", 5), "--samples: probit has no draws; these integrators draw: "),
         (("--posterior", "map", "--samples", 5), "--samples: plug-in has no draws"),
         (("--name", "x", "--posterior", "laplace", "--integrator", "all"), "--name names the predictions of one"),
         (("--out", "x.h5", "--posterior", "laplace", "--integrator", "mc", "--integrator", "probit", "--split", "test"), "--out FILE holds one"),
@@ -135,7 +135,7 @@ def test_all_integrators_leave_out_those_whose_draws_cannot_be_kept(cli: Cli, sm
 def test_more_draws_than_there_are_is_all_of_them_and_is_told(cli: Cli, small_run: Path) -> None:
     done = cli("predict", small_run, "--posterior", "hmc", "--split", "test", "--samples", 1000)
     assert (done.code, "1 file, 1 split: up to date" in done.stderr) == (0, True)
-    assert "hmc has 128 draws, fewer than --samples 1000: all are used" in done.stderr
+    assert "hmc has only 128 draws, fewer than --samples 1000; using all of them" in done.stderr
     done = cli("predict", small_run, "--posterior", "hmc", "--split", "test", "--samples", 100, "--name", "few")
     assert (meta(read(small_run, "few"))["samples"], "fewer than" in done.stderr) == (100, False)
 
@@ -167,7 +167,7 @@ def test_a_setting_goes_to_the_integrators_that_have_it_and_into_their_name(cli:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--integrator", "mc", "--projection", "none"), "--projection: mc has no such setting; integrators that have it: bridge, .*probit"),
+        (("--integrator", "mc", "--projection", "none"), "--projection: mc has no such setting; these integrators have it: bridge, .*probit"),
         (("--integrator", "probit", "--projection", "sideways"), "projection: expected .*; got 'sideways'"),
         (("--integrator", "mean-field", "--order", 7), "order: expected .*7"),
         (("--integrator", "quadrature", "--points", 3), "points: expected 8 to"),

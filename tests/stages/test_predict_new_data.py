@@ -356,5 +356,5 @@ def test_rules_of_calibrate_decide_on_new_data_as_on_a_split(folder: Path, cli: 
     predict(cli, "--data", "new=npz:labelled.npz", "--table", "none.csv", "--decide", "none")
     assert "ood" not in rows("none.csv")[0]
     done = predict(cli, "--data", "new=npz:labelled.npz", "--table", "x.csv", "--decide", "absent", code=66)
-    assert "laplace.mc has no rule 'absent' (there: ood, risk, sets, shift)" in done.stderr
+    assert "laplace.mc has no rule 'absent' (have: ood, risk, sets, shift)" in done.stderr
     assert "hint: bnncli calibrate net.pt --posterior laplace --integrator mc --sets lac" in done.stderr

@@ -183,7 +183,7 @@ def test_a_union_that_cannot_be_is_refused(texts: list[str], message: str) -> No
         (("--table", "t.txt"), "--table: expected a file ending in .csv, .npz"),
         (("--top-k-cap", 3), "add --top-k neighbor or best"),
         (("--top-k", "best", "--top-k-threshold", 1.0), "expected a number between 0 and 1"),
-        (("--top-k", "best"), "no Dirichlet; integrators that give one: bridge"),
+        (("--top-k", "best"), "no Dirichlet; these integrators have one: bridge"),
     ],
     ids=str,
 )

@@ -62,7 +62,7 @@ def test_what_inherits_is_what_the_number_gives_and_the_search_changes_nothing_e
     words = (command[0], run, *command[1:], "--json")
     found = cli(*words).json["metrics"]
     assert found["prior_precision"] == found["prior_precision_base"] == 3  # which is as good as its neighbours
-    assert "of 2 others none predicts val better" in prior_line(found)[0]
+    assert "none of 2 others predicts val significantly better" in prior_line(found)[0]
     kept = cli(*words, "--prior-precision", "inherit", "--name", "kept").json["metrics"]
     assert found["val"] == kept["val"]
     assert "prior_precision_by" not in kept
@@ -119,8 +119,8 @@ def test_fewer_examples_than_features(cli: Cli, tmp_path: Path, command: tuple[A
 @pytest.mark.parametrize(
     ("without", "more", "why"),
     [
-        ("labels_val", {"hmc": (), "refine": ()}, "there is no labelled val split"),
-        ("", {"hmc": ("--draws", 8), "refine": ("--epochs", 5)}, "too short to search for another"),
+        ("labels_val", {"hmc": (), "refine": ()}, "no labelled val split"),
+        ("", {"hmc": ("--draws", 8), "refine": ("--epochs", 5)}, "too short to search"),
     ],
 )
 def test_where_nothing_tells_the_precision_is_the_bases(
@@ -130,7 +130,7 @@ def test_where_nothing_tells_the_precision_is_the_bases(
     run = make_run(cli, tmp_path, 300, arrays=arrays)
     done = cli(command[0], run, *command[1:], *more[command[0]], "--json")
     assert done.json["metrics"].get("prior_precision_by") is None
-    assert "the prior precision is the base's: " in done.stderr
+    assert "using the base's prior precision: " in done.stderr
     assert why in done.stderr
     assert header(run, command[0], command).meta["prior_precision"] == 300
     inherited = cli(command[0], run, *command[1:], *more[command[0]], "--prior-precision", "inherit", "--json")

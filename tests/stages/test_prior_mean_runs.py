@@ -162,4 +162,4 @@ def test_a_mean_of_another_size_is_refused(cli: Cli, run_about: Path, tmp_path: 
     write_posterior(path, short, meta=header.meta, provenance=header.provenance, may_replace=True)
     done = cli("hmc", tmp_path / "small", "--base", "about", "--name", "other")
     assert done.code == 65
-    assert "is damaged: the prior's mean has shape (3,), expected (18,)" in done.stderr
+    assert "is damaged: the prior mean has shape (3,); expected (18,)" in done.stderr

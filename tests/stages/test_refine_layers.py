@@ -102,7 +102,7 @@ def test_a_dry_run_says_what_memory_and_disk_the_work_takes(cli: Cli, run: Path,
     told, said = cli(*asked, "--json").json["outputs"][0], cli(*asked).stdout
     memory, disk = told["estimated_memory_bytes"], told["estimated_bytes"]
     assert (memory > 20 << 20, disk > 8 * 23) == (True, True)
-    assert f"(takes about {memory >> 20} MiB of memory, 1 MiB of disk, on cpu)" in said.replace("\n", "")
+    assert f"(needs about {memory >> 20} MiB of memory and 1 MiB of disk, on cpu)" in said.replace("\n", "")
 
 
 @pytest.mark.parametrize(

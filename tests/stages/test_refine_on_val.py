@@ -52,7 +52,7 @@ def test_a_refinement_that_helped_and_is_worse_than_the_network_is_warned_of(cli
     excess = done["metrics"]["val_excess"]["network"]
     assert excess["is_worse"]
     assert excess["value"] > 2 * excess["standard_error"] > 0
-    (text,) = [text for text in done["warnings"] if "predicts worse on val" in text]
+    (text,) = [text for text in done["warnings"] if "predicts val worse" in text]
     for key in ("refine", "network"):
         assert f"{done['metrics']['val'][key]['nll']:.4f}" in text
     assert f"bnncli predict {run} --posterior map" in text or f"bnncli fit-temperature {run}" in text
@@ -64,7 +64,7 @@ def test_a_refinement_that_helped_and_is_worse_than_the_network_is_warned_of(cli
 def test_a_refinement_as_good_as_the_network_is_not_warned_of(cli: Cli, tmp_path: Path) -> None:
     run = make_run(cli, tmp_path, make_arrays(), 3.0)
     done = cli("refine", run, *QUICK, "--json").json
-    assert not [text for text in done["warnings"] if "predicts worse" in text]
+    assert not [text for text in done["warnings"] if "predicts val worse" in text]
 
 
 @pytest.mark.parametrize("without", ["labels_val", "head"])

@@ -31,4 +31,4 @@ def test_a_state_of_another_request_is_refused(cli: Cli, small_run: Path) -> Non
         assert state_of(small_run, "cut").exists()
     fresh = cli(*words, "--epochs", "9")
     assert fresh.code == 0
-    assert "an interrupted run can be continued with --resume" in fresh.stderr
+    assert "found an interrupted run; starting from scratch (--resume would continue it)" in fresh.stderr

@@ -67,7 +67,7 @@ def test_a_refinement_that_predicts_worse_than_its_base_is_not_called_a_help() -
     excess = {"base": {"value": 0.1, "is_worse": True}, "network": {"value": -0.1, "is_worse": False}}
     (line,) = [line for line in summary(refined(val_excess=excess)) if "closer to the target" in line]
     assert "helped" not in line
-    assert "but predicts val worse than the base that it refines" in line
+    assert "but predicts val worse than its base" in line
     assert "network" not in line
     assert "--prior-precision" not in line
     assert "not the approximation" not in line  # log importance weights of standard deviation 20: it may well be

@@ -279,7 +279,7 @@ def test_predictions_without_labels_are_told_once_where_scores_need_them(cli: Cl
 
 
 UNDEFINED = {
-    "no reference": (("--metric", "agreement"), "--reference is missing"),
+    "no reference": (("--metric", "agreement"), "(--reference)"),
     "no draws": (("--metric", "mmd2"), "it compares draws of weights"),
     "no split outside": (("--metric", "auroc"), "there is no out-of-distribution split"),
     "no logits": (("--ood", "far=far.npy", "--score", "energy", "--metric", "auroc"), "undefined on split 'test': "),
@@ -302,7 +302,7 @@ def test_a_score_of_examples_beside_one_that_is_undefined_is_shown(cli: Cli, fol
 
 def test_probabilities_that_are_taken_for_logits_are_warned_of(cli: Cli, folder: Path, logits: np.ndarray) -> None:
     np.savez("l.npz", logits=logits)
-    said = "is taken for logits, and its rows sum to 1"
+    said = "is read as logits, but its rows sum to 1"
     done = cli("score", "p.npz", "--logits", *QUICK)
     assert (done.code, done.stderr.count(f"'probs' {said}")) == (0, 1), done.stderr
     assert said in cli("score", "l.npz", "--ood", "far=p.npz", "--logits", *QUICK).stderr
@@ -421,7 +421,7 @@ def test_rounded_probabilities_are_divided_by_their_sums_and_that_is_said(
     np.savez("exact.npz", probs=rounded / rounded.sum(axis=1, keepdims=True, dtype=np.float64), label=labels)
     assert np.abs(rounded.sum(axis=1, dtype=np.float64) - 1).max() > 1e-4
     done = cli("score", "rounded.npz", *QUICK, "--json")
-    assert "each was divided by its sum" in done.json["warnings"][0], done.stderr
+    assert "each row was divided by its sum" in done.json["warnings"][0], done.stderr
     found, expected = (
         values_of(cli, name, "--metric", "brier", "--metric", "nll") for name in ("rounded.npz", "exact.npz")
     )

@@ -76,7 +76,7 @@ def test_predictions_are_the_mixture_and_val_is_out_of_fold(
     metrics = cli("stack", small_run, "--json").json["metrics"]
     said = cli("predict", small_run, "--posterior", "stack")
     assert said.code == 0
-    assert "val is predicted out of fold, by 5 folds" in said.stderr
+    assert "predicting val out of fold, with 5 folds" in said.stderr
     tensors, _ = heads_of(small_run)
     folder = small_run.with_name("small.bnn") / "predictions" / "stack.mc"
     mixture = sum(

@@ -77,13 +77,13 @@ def test_a_predictive_that_plainer_ones_beat_is_warned_of_with_numbers_and_comma
     words = ("--structure", "kron", "--prior-precision", "1000")
     done = cli("fit-laplace", run, *words, "--json")
     metrics = done.json["metrics"]
-    (text,) = [text for text in done.json["warnings"] if "predicts worse on val" in text]
+    (text,) = [text for text in done.json["warnings"] if "predicts val worse" in text]
     assert metrics["val_excess"]["network"]["is_worse"]
     assert f"bnncli predict {run} --posterior map ({metrics['val']['network']['nll']:.4f})" in text
     for key in ("laplace", "network", "temperature"):
         assert f"{metrics['val'][key]['nll']:.4f}" in text
     assert f"bnncli refine {run} --flow affine" in text
-    assert "false at most 5 times in 100" in text
+    assert "false alarms at most 5%" in text
     again = cli("fit-laplace", run, *words, "--json").json
     assert again["action"] == "up_to_date"
     assert text in again["warnings"]
@@ -96,7 +96,7 @@ def test_predict_takes_the_integrator_that_val_prefers(cli: Cli, tmp_path: Path)
     assert val["laplace"]["integrator"] == done.json["metrics"]["recommended_integrator"] == "plug-in"
     assert val["laplace"]["nll"] < val["mc"]["nll"]
     assert (
-        "averaging makes the predictions on val worse"
+        "averaging worsens the predictions on val"
         in cli("fit-laplace", run, "--force", "--structure", "kron", "--prior-precision", "3").stderr
     )
     for words, folder in (
@@ -151,7 +151,7 @@ def test_the_steps_of_a_gain_add_up(cli: Cli, tmp_path: Path) -> None:
 def test_a_predictive_as_good_as_the_plainer_ones_is_not_warned_of(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "run", make_arrays())
     done = cli("fit-laplace", run, "--json")
-    assert not [text for text in done.json["warnings"] if "predicts worse" in text]
+    assert not [text for text in done.json["warnings"] if "predicts val worse" in text]
     assert done.json["metrics"]["recommended_integrator"] == "mc"
     assert "laplace.mc" in cli("predict", run).stdout
 

@@ -164,7 +164,7 @@ def test_what_was_just_made_is_no_other_revisions(
 def test_parameters_that_the_logits_do_not_see_are_refused(cli: Cli, made: None) -> None:
     extract(cli, "Plain")
     refused = cli("fit-laplace", "ckpt.pt", "--layers", "other", *FIT[2:])
-    assert (refused.code, "its logits do not depend on them" in refused.stderr) == (65, True)
+    assert (refused.code, "its logits do not depend on these parameters" in refused.stderr) == (65, True)
 
 
 def test_data_that_are_gone_are_told_with_the_command_that_names_them_again(cli: Cli, made: None) -> None:
@@ -172,7 +172,7 @@ def test_data_that_are_gone_are_told_with_the_command_that_names_them_again(cli:
     Path("data.npz").rename("moved.npz")
     refused = cli("fit-laplace", "ckpt.pt", *FIT)
     assert refused.code == 66
-    assert "no file 'data.npz', of which the features of split 'train' were made" in refused.stderr
+    assert "no file 'data.npz'; the features of split 'train' were extracted from it" in refused.stderr
     assert "bnncli extract-features ckpt.pt --model nets.py:Plain --data train=npz:data.npz" in refused.stderr
 
 

@@ -77,7 +77,7 @@ def _groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, 
         run.console.info(f"{posterior} by {integrator}, as auto recommends; --posterior NAME takes another")
     if not run.folder.features(options.split).is_file() and run.folder.splits():
         raise MissingInput(
-            f"{run.checkpoint_path} has no split {options.split!r} (there: {', '.join(run.folder.splits())})",
+            f"{run.checkpoint_path} has no split {options.split!r} (have: {', '.join(run.folder.splits())})",
             hint=fresh_split(run, options.split),
             path=run.folder.features(options.split),
         )

@@ -97,7 +97,7 @@ def _shared(
         raise MissingInput(
             f"--split: no posterior has predictions of an in-distribution split {split!r}"
             + (" for every checkpoint" if len(runs) > 1 else "")
-            + f" (there: {', '.join(inside) or 'none'})",
+            + f" (have: {', '.join(inside) or 'none'})",
             hint=None if split in outside else maker.suggest("predict", split=split),
         )
     return shared
@@ -112,7 +112,7 @@ def _baseline(run: Run, options: CompareOptions, groups: list[PredictionGroup]) 
     found = [place for place, group in enumerate(groups) if group.is_named([name], [])]
     if not found:
         raise MissingInput(
-            f"--baseline: no posterior {name!r} is compared here (there: {', '.join(labels)})",
+            f"--baseline: no posterior {name!r} is compared here (have: {', '.join(labels)})",
             hint=run.suggest("predict", posterior=name.partition(".")[0]),
         )
     if len(found) > 1:
@@ -165,7 +165,7 @@ def _in_its_place(wanted: Quantity, columns: Sequence[Column], groups: Sequence[
     """What could have been meant, in brackets: the columns of the metric, or the splits and scores of a detection."""
     there = [column.form for column in columns if column.row["name"] == wanted.metric]
     if there:
-        return f" (there: {', '.join(there)})"
+        return f" (have: {', '.join(there)})"
     if wanted.metric not in OF_TWO_SPLITS:
         return ""
     splits = dict.fromkeys(name for group in groups for name in group.splits(is_ood=True))

@@ -161,7 +161,7 @@ def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> li
     for name in options.split:
         if name not in there:
             raise MissingInput(
-                f"--split: no predictions of an in-distribution split {name!r} (there: {', '.join(there) or 'none'})",
+                f"--split: no predictions of an in-distribution split {name!r} (have: {', '.join(there) or 'none'})",
                 hint=run.suggest("predict", split=name),
             )
     chosen = [row for row in rows if not options.split or row["split"] in options.split]

@@ -99,7 +99,7 @@ def find_fidelity(run: Run, options: EvaluateOptions, groups: Sequence[Predictio
     path, _ = divide_given(place)
     if not path.exists():
         raise MissingInput(
-            f"--reference: {place!r} is no posterior of the run (there: {', '.join(sorted(there))}), and no such file is there",
+            f"--reference: {place!r} is no posterior of the run (have: {', '.join(sorted(there))}), and no such file is there",
             hint=run.suggest("hmc") if place == "hmc" else run.suggest("status"),
         )
     return _of_file(place, path, options, groups)

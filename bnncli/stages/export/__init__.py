@@ -103,7 +103,7 @@ def _chosen(run: Run, options: ExportOptions) -> tuple[str, str | None]:
         if not there:
             place = run.folder.root / "posteriors"
             raise MissingInput(f"{run.checkpoint_path} has no posteriors", hint=run.suggest("fit-laplace"), path=place)
-        raise UsageError(f"export takes one posterior: name it with \0posterior\0 (there: {there})")
+        raise UsageError(f"export takes one posterior: name it with \0posterior\0 (have: {there})")
     run.console.info(f"{found.posterior}, as auto recommends; \0posterior\0 NAME takes another")
     return found.posterior, options.integrator or found.integrator
 

@@ -171,7 +171,7 @@ def decide(run: Run, files: Sequence[Path], *, only: Sequence[str]) -> list[Spli
             known = ", ".join(sorted(set().union(*there.values()))) or "none"
             hint = run.suggest("calibrate", sets="lac")
             raise MissingInput(
-                f"--decide: no rule {rule!r} of calibrate for these predictions (there: {known})", hint=hint
+                f"--decide: no rule {rule!r} of calibrate for these predictions (have: {known})", hint=hint
             )
     opened: dict[str, list[DecisionFile]] = {}
     found = []
