@@ -24,7 +24,7 @@ from bnncli.lazy import special
 
 _THRESHOLD = 0.5  # above which a label is said to be there
 _CORRELATION_COST = 20.0  # operations of an example and replicate
-NO_DRAWS = "probabilities alone have no draws that could be halved"
+NO_DRAWS = "stored probabilities have no draws to halve"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ class PredictionPair:
 
     def __init__(self, ours: Forecasts, theirs: Forecasts, *, is_exclusive: bool = True) -> None:
         if ours.probs.shape != theirs.probs.shape:
-            raise DataError(f"expected two predictions of one shape, got {ours.probs.shape} and {theirs.probs.shape}")
+            raise DataError(
+                f"expected two predictions of the same shape, got {ours.probs.shape} and {theirs.probs.shape}"
+            )
         self.ours, self.theirs, self.is_exclusive = ours, theirs, is_exclusive
 
     @cached_property
@@ -172,7 +174,7 @@ def undefined_fidelity(makers: Sequence[Maker], *, reference: str, reason: str) 
 
 def _floor(row: Row) -> Row:
     if row["value"] is None:
-        return {"floor": None, "floor_undefined": f"of halves of the draws {row['undefined']}"}
+        return {"floor": None, "floor_undefined": f"for halves of the draws: {row['undefined']}"}
     return {"floor": row["value"], "floor_n": row["n"]}
 
 

@@ -31,7 +31,7 @@ from bnncli.lazy import special
 from bnncli.names import percent
 
 MARGIN = WORSE_SHARE
-PLAIN = {"temperature": "the network at one temperature", "network": "the network as trained"}
+PLAIN = {"temperature": "temperature scaling", "network": "the network as trained"}
 FALSE_ALARM = 0.05
 _ONE_SIDED = (1 - LEVEL) / 2
 _STEPS = 60  # of bisection: to the last bit of a difference of accuracies
@@ -51,7 +51,7 @@ class Predictive:
     has_network: bool = False
 
     def __str__(self) -> str:
-        return f"{self.posterior} by {self.integrator}"
+        return f"{self.posterior} ({self.integrator})"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Quality:
     def finding(self) -> str:
         """better, worse, or no difference shown."""
         if self.low is None or self.high is None or self.low <= 0 <= self.high:
-            return "no difference shown"
+            return "no significant difference"
         return "better" if (self.low > 0) == self.higher_is_better else "worse"
 
     @property
@@ -151,25 +151,29 @@ def recommend(
     if not candidates:
         return Recommendation(None, None, False, "no posterior was fitted")
     if baseline is None:
-        return _best_of(candidates, "no other posterior beats it")
+        return _best_of(candidates, "no other posterior is significantly better")
     losing = [one for one in candidates if keep_accuracy and loses_accuracy(one.scored, baseline)]
     kept = [one for one in candidates if not any(one is other for other in losing)]
     gaps = excesses(baseline, [one.scored for one in candidates], level=_ONE_SIDED)
     winners = [one for one, gap in zip(candidates, gaps, strict=True) if gap.is_worse]
     winners = [one for one in winners if any(one is other for other in kept)]
-    lead = f"{percent(MARGIN, 'g')} of the NLL beyond chance"
+    lead = f"(by more than {percent(MARGIN, 'g')})"
     mixture = next((one for one in kept if one.has_network and one.scored.nll < baseline.nll), None)
     if mixture is not None and not any(one is mixture for one in winners):
-        found = _best_of([mixture, *winners], f"{words} is a member of it, and no other choice beats it by {lead}")
+        found = _best_of(
+            [mixture, *winners], f"it includes {words}, and no other choice has a significantly lower NLL {lead}"
+        )
         if found.chosen is mixture:
             return found
     if winners:
-        found = _best_of(winners, "no other choice that does beats it by as much")
-        return replace(found, pays=True, why=f"it beats {words} by more than {lead}, and {found.why}")
-    why = f"no posterior beats it by more than {lead}"
+        found = _best_of(winners, "no other such choice beats it by as much")
+        return replace(
+            found, pays=True, why=f"its NLL is significantly lower than that of {words} {lead}, and {found.why}"
+        )
+    why = f"no posterior has a significantly lower NLL {lead}"
     if losing:
         names = ", ".join(dict.fromkeys(one.posterior for one in losing))
-        why += f" and keeps its accuracy (lost beyond chance by {names})"
+        why += f" without losing accuracy ({names} lost some)"
     return Recommendation(None, min(kept or candidates, key=_nll), False, why)
 
 
@@ -179,7 +183,7 @@ def _best_of(candidates: Sequence[Predictive], why: str) -> Recommendation:
         others = [other.scored for other in candidates if other is not one]
         if not any(gap.is_worse for gap in excesses(one.scored, others, level=_ONE_SIDED)):
             return Recommendation(one, one, False, why)
-    raise AssertionError("the candidate of the lowest NLL is beaten by none")
+    raise AssertionError("no other candidate beats the one with the lowest NLL")
 
 
 def _nll(one: Predictive) -> float:
@@ -193,22 +197,20 @@ def sentence(found: Recommendation, baseline: Scored | None, plain: str, words: 
         plain: the name of the baseline's posterior in the run. words: as for recommend.
     """
     chosen, contender = found.chosen, found.contender
-    if chosen is None:
-        text = f"predict with {plain} ({words}): {found.why}"
-    else:
-        text = f"predict with {chosen}: {found.why}"
+    start = f"predict with {plain} ({words})" if chosen is None else f"predict with {chosen}"
     if contender is None:
-        return text
+        return f"{start}: {found.why}"
     own = contender.scored
     if baseline is None:
-        return f"{text}; on val {_scores(own)}"
-    lead = "on val" if chosen is not None else f"on val the best of them, {contender}, has"
+        return f"{start}: on val {_scores(own)}; {found.why}"
     numbers = [f"NLL {own.nll:.4f} against {baseline.nll:.4f}"]
     if own.accuracy is not None and baseline.accuracy is not None:
         numbers.append(f"accuracy {percent(own.accuracy)} against {percent(baseline.accuracy)}")
     if own.ece is not None and baseline.ece is not None:
         numbers.append(f"ECE {percent(own.ece)} against {percent(baseline.ece)}")
-    return f"{text}; {lead} {', '.join(numbers)}"
+    if chosen is None:
+        return f"{start}: {found.why}; on val the best one, {contender}, has {', '.join(numbers)}"
+    return f"{start}: on val {', '.join(numbers)}; {found.why}"
 
 
 @dataclass(frozen=True)
@@ -229,18 +231,16 @@ class Detected:
 
     def __str__(self) -> str:
         interval = "" if self.low is None or self.high is None else f" ({self.low:.3f} to {self.high:.3f})"
-        return f"{self.ood} AUROC {self.auroc:.3f}{interval}, {percent(self.caught)} caught"
+        return f"{self.ood} AUROC {self.auroc:.3f}{interval}, {percent(self.caught)} detected"
 
 
 def detection_sentence(found: Sequence[Detected]) -> str:
     """Return what the default score detects, in words."""
     if not found:
-        return "out of distribution: nothing is known, as the run has no such split"
+        return "OOD detection: unknown, because the run has no out-of-distribution split"
     score, texts = found[0].score, "; ".join(map(str, found))
     alarms = percent(FALSE_ALARM, "g")
-    return (
-        f"out of distribution, by the {score} score, whatever the posterior, at {alarms} false alarms on val: {texts}"
-    )
+    return f"OOD detection by the {score} score (the same for all posteriors), at {alarms} false alarms on val: {texts}"
 
 
 def _scores(own: Scored) -> str:

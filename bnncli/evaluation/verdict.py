@@ -113,15 +113,15 @@ def doubts(judged: Judged) -> list[str]:
     if judged.type == "samples":
         return _doubts_of_chains(judged)
     if judged.type in POINTS:
-        return [f"a {judged.type} is no distribution"]
+        return [f"a {judged.type} posterior is a single point, not a distribution"]
     if judged.type == LINEAR_DRAWS:
-        return ["draws of a Gaussian that was never made have no density"]
+        return ["draws of an implicit Gaussian have no density"]
     if judged.type == "ensemble":
-        return ["networks that were trained apart have no density, and no target"]
+        return ["separately trained networks have no density and no target"]
     if judged.type == "stack":
-        return ["a mixture of last layers that predicts best has no density"]
+        return ["a mixture of last layers has no density"]
     if judged.type not in DENSITIES:
-        return [f"a {judged.type} posterior has a prior of its own, and so another target"]
+        return [f"a {judged.type} posterior has its own prior, and so another target"]
     if judged.num_varying is not None:
         return [f"it fixes all but {judged.num_varying:,} parameters"]
     if judged.log_weight_sd is None:
@@ -155,7 +155,10 @@ def give_verdict(posteriors: Sequence[Judged], commands: Commands, prediction: s
     fit, command = _fit_clause([j for j in distributions if j.aim == aim], use, commands)
     bad_prior = ""
     if use is not None and use.is_worse and not use.is_tuned:
-        bad_prior = f"; warning: {use.name} predicts val worse than the network at one temperature: choose its prior by val ({commands.tune})"
+        bad_prior = (
+            f"; warning: {use.name} predicts val worse than temperature scaling: choose its prior on val "
+            f"({commands.tune})"
+        )
     return Verdict(
         sentence=f"{where}{fit}; {prediction}{bad_prior}",
         use=use.name if use else None,
@@ -166,7 +169,7 @@ def give_verdict(posteriors: Sequence[Judged], commands: Commands, prediction: s
 
 
 def _doubts_of_chains(judged: Judged) -> list[str]:
-    found = [] if judged.is_exact else ["its moves are never refused, which biases it"]
+    found = [] if judged.is_exact else ["it accepts every move, which biases it"]
     if judged.r_hat is None:
         found.append("R-hat undefined")
     elif judged.r_hat > GOOD_RHAT:
@@ -177,7 +180,7 @@ def _doubts_of_chains(judged: Judged) -> list[str]:
     if judged.divergences:
         found.append(counted(judged.divergences, "divergence"))
     if judged.lowest_acceptance is not None and judged.lowest_acceptance < STUCK_ACCEPTANCE:
-        found.append(f"a chain accepts {percent(judged.lowest_acceptance)}")
+        found.append(f"a chain accepts only {percent(judged.lowest_acceptance)} of its moves")
     if judged.lowest_bfmi is not None and judged.lowest_bfmi < LOW_BFMI:
         found.append(f"E-BFMI {judged.lowest_bfmi:.2f} (below {LOW_BFMI})")
     return found
@@ -214,26 +217,26 @@ def _fit_clause(same_target: Sequence[Judged], use: Judged | None, commands: Com
     far = ""
     if densities:
         closest = _highest_elbo(densities)
-        far = f"no Gaussian or flow is close (best: {closest.name}, {_weights(closest)})"
+        far = f"no Gaussian or flow matches the exact posterior (best: {closest.name}, {_weights(closest)})"
     if use is None:
         return _nothing_good(same_target, far, commands)
     predict = commands.predict(use.name)
     if use.type == "samples":
         start = f"{far}; " if far else ""
-        return f"{start}{use.name} has converged to the posterior ({_chains(use)})", predict
+        return f"{start}{use.name} has converged to the exact posterior ({_chains(use)})", predict
     numbers = _weights(use)
-    close = "close to the posterior"
+    close = "matches the exact posterior closely"
     if use.reference is not None and use.mmd2 is not None:
         shown = "p unknown" if use.mmd_p is None else f"p {use.mmd_p:.2g}"
         numbers += f", MMD^2 to {use.reference} {use.mmd2:.4f}, {shown}"
         if use.mmd_p is not None and use.mmd_p > _SHOWN_P:
-            close = "as close to the posterior as draws of it can show"
-    return f"{use.name} is {close} ({numbers})", predict
+            close = "matches the exact posterior as closely as draws can show"
+    return f"{use.name} {close} ({numbers})", predict
 
 
 def _nothing_good(same_target: Sequence[Judged], far: str, commands: Commands) -> tuple[str, str]:
     if not same_target:
-        return f"no Gaussian, flow or draws to judge: run {commands.fit}", commands.fit
+        return f"no Gaussian, flow or draws to compare: run {commands.fit}", commands.fit
     chains = [judged for judged in same_target if judged.type == "samples"]
     bad = [f"{judged.name} has not converged ({', '.join(doubts(judged))})" for judged in chains]
     command = commands.sample(same_target[0])

@@ -361,13 +361,10 @@ def gain_table(headers: Mapping[str, Header]) -> list[Table]:
     rows = [
         [name, *(_signed(gain[step]) for step in _STEPS), gain["integrator"]] for name, gain in gains.items() if gain
     ]
-    notes = [
-        "fall of the val NLL in nats per example, from the network as trained to its best temperature, then to the",
-        "posterior's mean as head, then to the average over draws",
-    ]
+    note = "fall of the val NLL with each step, in order, in nats per example"
     if any(" +- " in cell for row in rows for cell in row):
-        notes[-1] += "; +- standard error, paired"
-    return [Table(["gain on val of", *_STEPS.values(), "integrator"], rows, notes=notes)] if rows else []
+        note += "; +- standard error, paired"
+    return [Table(["gain on val of", *_STEPS.values(), "integrator"], rows, notes=[note])] if rows else []
 
 
 def _signed(share: Mapping[str, Any]) -> str:

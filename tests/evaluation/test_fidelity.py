@@ -103,12 +103,12 @@ def test_what_is_not_there_is_undefined_with_a_reason() -> None:
     rows = rows_of(Forecasts(p), Forecasts(q, np.ones(N)))
     assert rows["mutual_info_correlation"]["undefined"] == "the predictions have no mutual information"
     assert (rows["agreement"]["floor"], "excess" in rows["agreement"]) == (None, False)
-    assert rows["agreement"]["floor_undefined"] == "probabilities alone have no draws that could be halved"
+    assert rows["agreement"]["floor_undefined"] == "stored probabilities have no draws to halve"
     constant = rows_of(Forecasts(p, np.arange(N)), Forecasts(q, np.ones(N)))["mutual_info_correlation"]
     assert (constant["value"], constant["undefined"]) == (None, "one of them is constant")
     rows = undefined_fidelity(fidelities(), reference="hmc", reason="no predictions")
     assert [(row["value"], row["undefined"], row["reference"]) for row in rows] == [(None, "no predictions", "hmc")] * 4
-    with pytest.raises(DataError, match=r"one shape, got \(300, 4\) and \(299, 4\)"):
+    with pytest.raises(DataError, match=r"the same shape, got \(300, 4\) and \(299, 4\)"):
         PredictionPair(Forecasts(p), Forecasts(q[1:]))
 
 

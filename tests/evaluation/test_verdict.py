@@ -48,10 +48,10 @@ def judge(*posteriors: Judged) -> Verdict:
         (CHAINS, {"ess_tail": 399.0}, "ESS 399 (below 400)"),
         (CHAINS, {"divergences": 1}, "1 divergence"),
         (CHAINS, {"divergences": 2}, "2 divergences"),
-        (CHAINS, {"lowest_acceptance": 0.01}, "a chain accepts 1.0%"),
+        (CHAINS, {"lowest_acceptance": 0.01}, "a chain accepts only 1.0% of its moves"),
         (CHAINS, {"lowest_bfmi": 0.2}, "E-BFMI 0.20 (below 0.3)"),
         (CHAINS, {"lowest_bfmi": None, "divergences": None, "lowest_acceptance": None}, None),
-        (POINT, {}, "a point is no distribution"),
+        (POINT, {}, "a point posterior is a single point, not a distribution"),
     ],
 )
 def test_good_is_defined_by_these_bounds(judged: Judged, changes: dict[str, float], doubt: str | None) -> None:
@@ -82,11 +82,11 @@ def test_the_simplest_good_posterior_is_used(posteriors: list[Judged], use: str 
 @pytest.mark.parametrize(
     ("posteriors", "words"),
     [
-        ([GAUSSIAN], "laplace is close to the posterior (log-weight sd 0.80, Pareto k 0.30); predict"),
-        ([replace(GAUSSIAN, reference="hmc", mmd2=1e-4, mmd_p=0.4)], "as close to the posterior as draws of it can show"),
-        ([replace(GAUSSIAN, reference="hmc", mmd2=1e-2, mmd_p=0.001)], "is close to the posterior (log-weight sd 0.80"),
-        ([FAR, FAR_FLOW, CHAINS], "no Gaussian or flow is close (best: refine, log-weight sd 9.00, Pareto k 1.10); hmc has converged"),
-        ([CHAINS], "hmc has converged to the posterior (R-hat 1.004, ESS 1500 bulk, 900 tail"),
+        ([GAUSSIAN], "laplace matches the exact posterior closely (log-weight sd 0.80, Pareto k 0.30); predict"),
+        ([replace(GAUSSIAN, reference="hmc", mmd2=1e-4, mmd_p=0.4)], "matches the exact posterior as closely as draws can show"),
+        ([replace(GAUSSIAN, reference="hmc", mmd2=1e-2, mmd_p=0.001)], "matches the exact posterior closely (log-weight sd 0.80"),
+        ([FAR, FAR_FLOW, CHAINS], "no Gaussian or flow matches the exact posterior (best: refine, log-weight sd 9.00, Pareto k 1.10); hmc has converged"),
+        ([CHAINS], "hmc has converged to the exact posterior (R-hat 1.004, ESS 1500 bulk, 900 tail"),
         ([FAR], "(best: laplace, log-weight sd 14.00, Pareto k 1.20): run <sample 10>"),
         ([BAD_CHAINS], "hmc has not converged (R-hat 1.300 (above 1.05)): run <sample 10>"),
     ],
@@ -112,4 +112,4 @@ def test_a_good_fit_that_predicts_worse_than_the_network_may_have_a_bad_prior(
 ) -> None:
     found = judge(POINT, replace(CHAINS, is_worse=is_worse, is_tuned=is_tuned))
     assert found.use == "hmc"
-    assert ("choose its prior by val (<tune>)" in found.sentence) == is_warned
+    assert ("choose its prior on val (<tune>)" in found.sentence) == is_warned

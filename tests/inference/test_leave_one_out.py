@@ -142,7 +142,7 @@ def test_without_val_it_is_the_default_and_predicts_better_than_by_evidence(
     assert done.code == 0, done.stderr
     metrics = done.json["metrics"]
     assert metrics["prior_precision_by"] == "loo"
-    assert any("by leaving out each example of train" in text for text in done.json["warnings"])
+    assert any("by leave-one-out on train" in text for text in done.json["warnings"])
     assert cli("fit-laplace", run, "--prior-precision", "loo", "--name", "asked").code == 0
     assert cli("fit-laplace", run, "--prior-precision", "marglik", "--name", "evidence").code == 0
     assert cli("predict", run).code == 0
@@ -158,7 +158,7 @@ def test_of_many_outputs_the_evidence_chooses(cli: Cli, tmp_path: Path, monkeypa
     done = cli("fit-laplace", run, "--json").json
     assert done["metrics"]["prior_precision_by"] == "marglik"
     refused = cli("fit-laplace", run, "--prior-precision", "loo", "--name", "asked")
-    assert (refused.code, "expected at most 2 outputs, the head has 3" in refused.stderr) == (2, True)
+    assert (refused.code, "expected at most 2 outputs; the head has 3" in refused.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("words", [("--center", "checkpoint"), ("--layers", "all"), ("--fit-on", "val")])

@@ -259,7 +259,9 @@ def test_decoders_without_a_token_for_padding_classify_each_text_as_if_it_were_a
     assert cli("predict", folder, "--posterior", "laplace", *predicted).code == 0
     whole = cli("fit-laplace", folder, "--layers", "all", "--prior-precision", 1, "--structure", "diag")
     assert whole.code == (0 if has_padding else 65), whole.stderr
-    assert has_padding or "it processes each example without its padding; only its last layer is supported" in whole.stderr
+    assert (
+        has_padding or "it processes each example without its padding; only its last layer is supported" in whole.stderr
+    )
 
 
 def test_a_processor_that_is_code_of_the_folder_is_not_run(tmp_path: Path) -> None:

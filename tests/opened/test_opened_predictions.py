@@ -135,7 +135,9 @@ def test_more_draws_than_there_are_give_all_with_a_warning(finished_run: Path) -
     run = bnncli.open(finished_run)
     with pytest.warns(BnnWarning, match=r"^hmc has 128 draws, fewer than 129: all are given$"):
         assert len(run.posterior("hmc").sample(129)) == 128
-    with pytest.warns(BnnWarning, match=r"^hmc has only 128 draws, fewer than samples 500; using all of them$") as caught:
+    with pytest.warns(
+        BnnWarning, match=r"^hmc has only 128 draws, fewer than samples 500; using all of them$"
+    ) as caught:
         assert run.predict(run.split("test").features, posterior="hmc", samples=500).draws == 128
     assert caught[0].filename == __file__
 

@@ -92,7 +92,7 @@ def test_a_file_is_a_reference_and_assertions_hold_against_it(cli: Cli, small_ru
     found = rows["laplace", "test"]
     assert [found[name]["value"] for name in NAMES[:3]] == [expected[name]["value"] for name in NAMES[:3]]
     assert found["agreement"]["reference"] == "ref.npz.hmc"
-    assert "draws that could be halved" in found["agreement"]["floor_undefined"]
+    assert "draws to halve" in found["agreement"]["floor_undefined"]
     assert "of split test" in rows["laplace", "val"]["agreement"]["undefined"]
     words = (
         "evaluate",
@@ -125,7 +125,7 @@ def test_rows_that_were_held_out_are_found_by_their_row_in_the_data(cli: Cli, sm
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda probs, labels: {"probs": probs[:-1]}, "has 119 rows, split 'test' has 120"),
+        (lambda probs, labels: {"probs": probs[:-1]}, "has 119 rows, but split 'test' has 120"),
         (lambda probs, labels: {"probs": probs, "label": labels[::-1]}, "has other labels than split 'test' in"),
         (lambda probs, labels: {"probs": probs[:, :2] / probs[:, :2].sum(1, keepdims=True)}, "has 3 classes, "),
         (lambda probs, labels: {"probs": probs * 2}, "expected values in"),

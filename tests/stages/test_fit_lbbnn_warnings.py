@@ -156,7 +156,7 @@ def test_diagnose_judges_predictions_of_latent_and_sparse_networks_alone(cli: Cl
     assert entries["lbbnn"]["val_nll"]["value"] == pytest.approx(nll, abs=0.02)
     alone = cli("diagnose", thinned, "--posterior", "lbbnn", "--posterior", "sparse")
     assert alone.code == 0
-    assert "no Gaussian, flow or draws to judge" in alone.stdout
+    assert "no Gaussian, flow or draws to compare" in alone.stdout
     assert "another target than any here" in alone.stdout
 
 

@@ -93,7 +93,9 @@ def test_another_scale_is_told_with_numbers(cli: Cli, folder: Path, train: str, 
     for _ in range(2):  # up to date, and still told
         warnings = extract(cli, folder, *line)
         assert len(warnings) == (told is not None)
-        assert told is None or (told in warnings[0] and "(train: " in warnings[0] and ", standard deviation " in warnings[0])
+        assert told is None or (
+            told in warnings[0] and "(train: " in warnings[0] and ", standard deviation " in warnings[0]
+        )
 
 
 def test_ood_data_may_differ_in_all_but_a_factor(cli: Cli, folder: Path, tmp_path: Path) -> None:

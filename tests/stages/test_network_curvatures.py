@@ -65,7 +65,7 @@ def test_kinds_and_ranks_are_fitted_and_recorded(cli: Cli, checkpoint: Path) -> 
     assert 0 < metas["low-rank"]["metrics"]["captured_trace"] <= 1
     assert all(0 < meta["metrics"]["effective_params"] < 23 for meta in metas.values())
     alone = cli("fit-laplace", "ckpt.pt", "--layers", "1.bias+3", *GIVEN, "--structure", "kron", "--trust-code")
-    assert "3 of 11 parameters have no Kronecker factors and keep their diagonal alone" in alone.stderr
+    assert "3 of 11 parameters have no Kronecker factors and use only their diagonal" in alone.stderr
     nll = {name: meta["metrics"]["val_nll_laplace"] for name, meta in metas.items()}
     assert len(set(nll.values())) == 3
 
@@ -195,7 +195,7 @@ def test_searches_by_val_and_by_the_marginal_likelihood_choose_a_prior(cli: Cli,
 
 def test_layers_have_precisions_of_their_own(cli: Cli, checkpoint: Path) -> None:
     done = cli(*FIT, "--precision-per", "layer", "--trust-code")
-    assert (done.code, "one precision a layer: 1 " in done.stderr) == (0, True), done.stderr
+    assert (done.code, "prior precision per layer: 1 " in done.stderr) == (0, True), done.stderr
     meta = meta_of("laplace-all")
     own = meta["metrics"]["layer_precisions"]
     assert meta["part_precisions"] == pytest.approx([own["1"], own["1"], own["3"], own["3"]])

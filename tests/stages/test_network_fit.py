@@ -66,9 +66,7 @@ def test_accuracy_and_nll_are_those_of_scikit_learn(cli: Cli, tmp_path: Path) ->
         assert found["accuracy"] == pytest.approx(accuracy_score(labels, probs.argmax(axis=1)), abs=1e-6)
         assert found["nll"] == pytest.approx(log_loss(labels, probs), abs=1e-5)
         assert (found["verdict"], found["num_examples"]) == ("fits", 400)
-        assert f"{split}: network accuracy {100 * found['accuracy']:.1f}%, NLL {found['nll']:.4f}" in (
-            done.stderr
-        )
+        assert f"{split}: network accuracy {100 * found['accuracy']:.1f}%, NLL {found['nll']:.4f}" in (done.stderr)
         recorded = recorded_fit(read_header(tmp_path / f"run.bnn/features/{split}.h5"))
         assert recorded is not None
         assert recorded.to_json() == found

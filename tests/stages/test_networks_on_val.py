@@ -98,7 +98,10 @@ def test_passes_that_take_long_are_of_some_examples_and_it_is_said(
     monkeypatch.setitem(val_report._MOST_NUMBERS, "cpu", 1)
     done = cli(*line, "some")
     metrics = done.json["metrics"]
-    assert "measuring val scores on 100 of its 150 examples, drawn at random: each takes 200 passes of the network" in done.stderr
+    assert (
+        "measuring val scores on 100 of its 150 examples, drawn at random: each takes 200 passes of the network"
+        in done.stderr
+    )
     assert (every["metrics"]["val_num_examples"], metrics["val_num_examples"]) == (150, 100)
     assert metrics["val"]["vi"]["nll"] != every["metrics"]["val"]["vi"]["nll"]
     for name, one in every["metrics"]["val"].items():

@@ -151,7 +151,7 @@ def test_features_without_a_network_have_no_checkpoint_to_be_about(cli: Cli, tmp
     assert cli("extract-features", tmp_path / "bare", "--from-npz", tmp_path / "bare.npz").code == 0
     done = cli("fit-laplace", tmp_path / "bare", "--prior-mean", "checkpoint")
     assert done.code == 2
-    assert "--prior-mean checkpoint: this run has no network, only features; use --prior-mean zero" in done.stderr
+    assert "--prior-mean checkpoint: this run has only features, no network; use --prior-mean zero" in done.stderr
 
 
 def test_a_mean_of_another_size_is_refused(cli: Cli, run_about: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_the_precision_of_a_dear_structure_is_that_of_a_quick_one(
     metrics = done.json["metrics"]
     assert (metrics["structure"], metrics["prior_precision_structure"]) == ("full", "kron")
     assert metrics["prior_precision"] == by_kron["prior_precision"]
-    assert "the prior precision is searched for by kron" in done.stderr
+    assert "searching for the prior precision with kron" in done.stderr
     given = cli("fit-laplace", run, "--prior-precision", by_kron["prior_precision"], "--structure", "full", "--json")
     assert metrics["log_marginal_likelihood"] == pytest.approx(
         given.json["metrics"]["log_marginal_likelihood"], abs=2e-3
@@ -64,10 +64,10 @@ def test_a_search_of_a_part_says_so_and_the_fit_is_of_all(
         assert metrics["prior_precision_train_examples"] == 50
         assert metrics["prior_precision"] != whole["prior_precision"]
         assert metrics["cost"]["gradient_passes"] % 1 != 0  # passes over a part count as that part
-        assert "by 50 of 120 examples of train and 100 of 300 examples of val; the fit at it is of all" in done.stderr
+        assert "with 50 of 120 examples of train and 100 of 300 examples of val; the final fit uses all" in done.stderr
     else:  # one Hessian, that of all, serves the whole curve
         assert "prior_precision_train_examples" not in metrics
-        assert "by 100 of 300 examples of val; the fit at it is of all" in done.stderr
+        assert "with 100 of 300 examples of val; the final fit uses all" in done.stderr
         assert metrics["prior_precision"] == whole["prior_precision"]
     given = cli(*words, "--prior-precision", metrics["prior_precision"], "--name", "given").json["metrics"]
     for name in ("log_marginal_likelihood", "val_nll_laplace"):
@@ -112,7 +112,7 @@ def test_a_search_by_all_examples_leaves_out_what_is_far_from_the_checkpoints_ow
     whole = cli(*words, "--name", "whole").json["metrics"]
     monkeypatch.setattr(search_rows, "_BRIEF_SHARE", 1e-9)
     done = cli(*words, "--name", "brief")
-    assert "searched for about the checkpoint's own" in done.stderr
+    assert "searching for the prior precision around the checkpoint's own" in done.stderr
     brief = done.json["metrics"]
     assert len(brief["prior_precision_curve"]) < len(whole["prior_precision_curve"])
     assert brief["val_nll_laplace"] == pytest.approx(whole["val_nll_laplace"], abs=2e-3)
@@ -131,7 +131,7 @@ def test_folds_of_a_part_are_searched_and_their_modes_are_of_all(
     done = cli(*words, "--name", "part", "--json")
     metrics = done.json["metrics"]
     assert (metrics["prior_precision_train_examples"], metrics["prior_precision_val_examples"]) == (150, 100)
-    assert "searched for by 150 of 420 examples" in done.stderr
+    assert "searching for the prior precision with 150 of 420 examples" in done.stderr
     assert cli(*words, "--name", "given", "--prior-precision", metrics["prior_precision"]).code == 0
     folder = run.with_name("run.bnn") / "posteriors"
     part, given = (read_posterior(folder / f"{name}.safetensors")[0] for name in ("part", "given"))

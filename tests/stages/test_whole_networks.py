@@ -81,7 +81,7 @@ def test_the_mode_of_all_layers_is_found_and_told(
     assert done.code == 0, done.stderr
     metrics = done.json["metrics"]
     assert metrics["prior_precision_compared_at"] == ("mode" if most_full else "checkpoint")
-    assert ("was chosen about the checkpoint's weights" in done.stderr) == (most_full == 0)
+    assert ("was chosen around the checkpoint's weights" in done.stderr) == (most_full == 0)
     assert metrics["newton_decrement"] < 0.1
     assert metrics["mode_shortfall"] is None
     assert f"from the mode, after {metrics['mode_passes']:,} passes over the data" in done.stderr

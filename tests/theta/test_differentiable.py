@@ -73,7 +73,9 @@ def test_parameters_that_move_logits_without_a_derivative_are_refused_by_name() 
         ModuleLayout.of(network, one, num_outputs=2, input_shape=(4,))
         for one in ("features.*+last.*", "last.*+unused.*")
     )
-    with pytest.raises(DataError, match=r"changing 'features.weight', 'features.bias' changes its logits, but their derivative is zero"):
+    with pytest.raises(
+        DataError, match=r"changing 'features.weight', 'features.bias' changes its logits, but their derivative is zero"
+    ):
         check_derivatives(every, TEXTS)
     check_derivatives(known, TEXTS)
 

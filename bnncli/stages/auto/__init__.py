@@ -51,7 +51,8 @@ def run(run: Run, options: AutoOptions) -> Result:
     train = load_split(run, "train").check_labeled()
     if not has_labeled_val(run):
         raise MissingInput(
-            f"{run.checkpoint_path} has no labelled val split; what to recommend is judged on data that the network was not trained on",
+            f"{run.checkpoint_path} has no labelled val split; the recommendation needs data that the network "
+            "was not trained on",
             hint="extract again with a val split, such as --hold-out val=test:2000, with --force",
             path=run.folder.features("val"),
         )
@@ -90,7 +91,7 @@ def run(run: Run, options: AutoOptions) -> Result:
         sources,
         train.checkpoint,
         lambda: 1 << 16,
-        why_anew=lambda recorded: "what is asked for and fitted is another",
+        why_anew=lambda recorded: "other options or fitted posteriors",
     )
     keep_accuracy = options.criterion != "nll"
     result = produce(
@@ -122,7 +123,10 @@ def _without_ensemble(run: Run, ensemble: str, rows: list[dict[str, Any]]) -> st
     members = read_header(run.folder.posterior(ensemble)).meta["metrics"]["num_members"]
     other = min((row for row in rows if row["posterior"] != ensemble), key=lambda row: float(row["nll"]))
     line = run.suggest("predict", posterior=other["posterior"], integrator=other["integrator"])
-    return f"{ensemble} takes {members} passes of a network for each input, and cannot be exported; the best of a single network has NLL {other['nll']:.4f} on val: {line}"
+    return (
+        f"{ensemble} takes {members} network passes per input and cannot be exported; the best choice with one "
+        f"network has NLL {other['nll']:.4f} on val: {line}"
+    )
 
 
 def siblings_of(path: Path) -> list[Path]:

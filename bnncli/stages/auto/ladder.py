@@ -136,7 +136,7 @@ class Ladder:
             if behind is None:
                 self._step("hmc", o.HmcOptions(base=base.posterior, **prior), "hmc", suffix=suffix)
             else:
-                self._add(Rung("hmc", "hmc", None, None, 0.0, f"left out: {behind}; --full samples all the same"))
+                self._add(Rung("hmc", "hmc", None, None, 0.0, f"skipped: {behind}; --full samples anyway"))
         return self.rungs
 
     def _behind(self, refined: Rung) -> str | None:
@@ -176,16 +176,17 @@ class Ladder:
         run, trust, start = self.run, self.options.trust_code, time.monotonic()
         names = ", ".join(path.name for path in siblings)
         run.console.info(
-            f"beside this checkpoint: {names}; looking whether they are the same network, trained apart (a pass over val each)"
+            f"found beside this checkpoint: {names}; checking whether they are separately trained copies of the "
+            "same network (one pass over val each)"
         )
         found, note = Siblings([], []), ""
         try:
             with signals.ending_at(self.deadline):
                 found = usable_siblings(run, list(siblings), val, trust_code=trust)
         except BudgetSpent:
-            note = "left out, the budget is spent"
+            note = "skipped: the budget is spent"
         except (DataError, MissingInput, Untrusted, UsageError, DeviceError) as error:
-            note = f"left out: {error.message}{error.advice}"
+            note = f"skipped: {error.message}{error.advice}"
         looked = time.monotonic() - start
         others = f"without {'; '.join(found.left_out)}" if found.left_out else ""
         if not found.usable:
@@ -223,11 +224,11 @@ class Ladder:
                     is_good = _is_good(run, name)
         except BudgetSpent as spent:
             hint = f": {spent.hint}" if spent.hint else ""
-            what = "left out" if source is None else "fitted, but not judged for its target"
-            note = f"{what}, the budget is spent{hint}"
+            what = "skipped" if source is None else "fitted, but not compared with its target"
+            note = f"{what}: the budget is spent{hint}"
         except (NumericError, DeviceError) as error:
-            run.console.warn(f"{command} is left out: {error.message}{error.advice}")
-            source, note = None, f"left out: {error.message}"
+            run.console.warn(f"skipping {command}: {error.message}{error.advice}")
+            source, note = None, f"skipped: {error.message}"
         return self._add(Rung(command, name, source, is_good, time.monotonic() - start, note, criterion))
 
 
@@ -274,7 +275,7 @@ def _made(
                 error.hint = "add \0force\0 to replace it"
                 raise
             if tried is None:
-                run.console.info(f"  {name} was made with other options: it stays, and this is {own}")
+                run.console.info(f"  {name} exists with other options and is kept; this one is {own}")
             continue
         suffix.is_needed = tried == own
         for text in [] if result.action == "up_to_date" else result.summary:
@@ -293,7 +294,7 @@ def _continued(stage: Any, step: Run, options: Checked, name: str) -> Result:
             except DataError as error:
                 if error.code != "resume_mismatch":
                     raise
-                step.console.info(f"  {error.message}: starting afresh")
+                step.console.info(f"  {error.message}; starting from scratch")
             else:
                 return resumed
     result: Result = stage.run(step, options)

@@ -61,7 +61,7 @@ def usable_siblings(run: Run, paths: list[Path], val: Split, *, trust_code: bool
         own, accuracy = looked_at(read_theta(first.module, layout, run.checkpoint_path, run.checkpoint_path))
         heads = {run.checkpoint_path: own}
         for path in paths:
-            run.console.poll(f"looking at {path}")
+            run.console.poll(f"checking {path}")
             try:
                 theta = read_theta(open_member(run, first, path).module, layout, path, run.checkpoint_path)
             except Interrupted:
@@ -72,9 +72,11 @@ def usable_siblings(run: Run, paths: list[Path], val: Split, *, trust_code: bool
             head, theirs = looked_at(theta)
             near = next((other for other, one in heads.items() if float(one @ head) > _MOST_ALIKE), None)
             if near is not None:
-                left_out.append(f"{path.name} (its last layer is nearly that of {near.name}: of one training?)")
+                left_out.append(
+                    f"{path.name} (its last layer is nearly that of {near.name}; probably the same training run)"
+                )
             elif theirs < accuracy - _FAR_OFF:
-                left_out.append(f"{path.name} (its accuracy on val is {percent(theirs)}, here {percent(accuracy)})")
+                left_out.append(f"{path.name} (accuracy on val {percent(theirs)}, here {percent(accuracy)})")
             else:
                 usable.append(path)
                 heads[path] = head

@@ -48,12 +48,12 @@ COMMAND = Command(
     place=30,
 )
 
-_BETTER = "a val split (--hold-out val=test:2000) of data that the network was not trained on is better"
+_BETTER = "better: a val split of data that the network was not trained on (--hold-out val=test:2000)"
 WITHOUT_VAL = {
-    LOO: "no labelled val split: the prior precision is chosen by leaving out each example of train, whose features may have been fitted to "
-    f"its label; {_BETTER}",
-    "marglik": "no labelled val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when "
-    f"the features have fitted the training data; {_BETTER}",
+    LOO: "no labelled val split: choosing the prior precision by leave-one-out on train, whose labels may have "
+    f"shaped the features; {_BETTER}",
+    "marglik": "no labelled val split: choosing the prior precision by the marginal likelihood, which may prefer far too "
+    f"weak priors if the features were trained on the same data; {_BETTER}",
 }
 
 
@@ -90,9 +90,9 @@ def _last_layer(
     if options.own_bias_precision is not None and not train.layout.has_bias:
         raise UsageError("--bias-precision: the head has no bias")
     if options.own_center == "checkpoint" and train.content.head_weight is None:
-        raise UsageError("--center checkpoint: this run has no network, only features; use --center mode")
+        raise UsageError("--center checkpoint: this run has only features, no network; use --center mode")
     if options.prior_mean == "checkpoint" and train.content.head_weight is None:
-        raise UsageError("--prior-mean checkpoint: this run has no network, only features; use --prior-mean zero")
+        raise UsageError("--prior-mean checkpoint: this run has only features, no network; use --prior-mean zero")
     sources = unique_sources(train, val)
     params = {**options.params(), "seed": run.compute.seed}
     if criterion == "number":
@@ -101,8 +101,8 @@ def _last_layer(
         params["bias_precision"] = options.own_bias_precision
     if len(train.content.features) < train.layout.num_features:
         run.console.warn(
-            f"{len(train.content.features)} training examples are fewer than the {train.layout.num_features} features: "
-            "the prior decides most of the posterior"
+            f"fewer training examples ({len(train.content.features)}) than features "
+            f"({train.layout.num_features}): the prior determines most of the posterior"
         )
     warn_of_missing_classes(run, [train] if val is None or VAL in options.fit_on else [train, val])
     folds_bytes = 8 * NUM_FOLDS * train.layout.num_params if VAL in options.fit_on else 0
@@ -166,9 +166,7 @@ def _plot(run: Run, path: Path, artifact: Path) -> Result:
     try:
         digest = write_figure(path, render(figure, path.suffix[1:].lower()))
     except WriteError as error:
-        message = (
-            f"--plot: {path} could not be written; {artifact} is complete, and --plot FILE draws it without fitting"
-        )
+        message = f"--plot: cannot write {path}; {artifact} is complete, and --plot FILE draws it without fitting again"
         raise WriteError(message, hint=error.hint, path=path) from None
     return Result("", [{"role": role, "path": str(path), "content_digest": digest}])
 
@@ -185,7 +183,7 @@ def _criterion(run: Run, options: FitLaplaceOptions, train: Split) -> str:
         run.console.warn(WITHOUT_VAL[wanted])
     elif wanted == LOO and train.layout.num_outputs > MOST_LEFT_OUT:
         raise UsageError(
-            f"--prior-precision loo: expected at most {MOST_LEFT_OUT} outputs, the head has {train.layout.num_outputs}"
+            f"--prior-precision loo: expected at most {MOST_LEFT_OUT} outputs; the head has {train.layout.num_outputs}"
         )
     return wanted if wanted in ("val", LOO, "marglik") else "number"
 
@@ -199,28 +197,26 @@ def _span(options: FitLaplaceOptions, train: Split, run: Run) -> MatrixLayout | 
 
 def _summary(metrics: dict[str, Any]) -> list[str]:
     scale = metrics.get("prior_mean_scale")
-    about = "" if scale is None else f", about {scale:.4g} times the checkpoint's last layer"
+    about = "" if scale is None else f", centred on {scale:.4g} times the checkpoint's last layer"
     by_val = "lowest val NLL" + (f", {metrics['num_folds']}-fold cross-validated" if "num_folds" in metrics else "")
     chosen = {
         "val": by_val,
-        "loo": "lowest leave-one-out NLL of train",
+        "loo": "lowest leave-one-out NLL on train",
         "marglik": "marginal likelihood",
         "number": "as given",
     }[metrics["prior_precision_by"]]
     if metrics.get("prior_precision_for") == "plug-in":
-        chosen += " of the mode alone, which predicts better than draws under any precision"
-    bias = f", {metrics['bias_precision']:.4g} of the biases" if "bias_precision" in metrics else ""
+        chosen += " of the mode, which predicts better than draws at every precision"
+    bias = f", {metrics['bias_precision']:.4g} for the biases" if "bias_precision" in metrics else ""
     compared = metrics.get("structure_nll") or {}
     by_val = ", ".join(f"{name} {value:.4f}" for name, value in compared.items())
-    by_val = f" (val NLL at one precision: {by_val}; the first that is near the best)" if by_val else ""
+    by_val = f" (val NLL at one precision: {by_val}; the closest structure with a near-best NLL)" if by_val else ""
     lines = [
         f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}{about}; structure {metrics['structure']}{by_val}, {metrics['num_params']} parameters"
     ]
     lines += span_line(metrics)
     if "fit_on" in metrics:
-        lines.append(
-            f"fitted to the rows of {metrics['fit_on']}; numbers on val are of {metrics['num_folds']} folds that left its rows out"
-        )
+        lines.append(f"fitted to {metrics['fit_on']}; scores on val are {metrics['num_folds']}-fold cross-validated")
     if "effective_params" in metrics and "subnetwork_size" not in metrics:
         lines.append(
             f"the data determine about {rounded(metrics['effective_params'])} of them (effective number of parameters); all other directions "
@@ -229,27 +225,30 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     if "layer_precisions" in metrics:
         each = ", ".join(f"{name} {value:.4g}" for name, value in metrics["layer_precisions"].items())
         lines.append(
-            f"one precision a layer: {each}; log marginal likelihood {metrics['layer_precisions_gain']:.2f} nats above that of one for all"
+            f"prior precision per layer: {each}; log marginal likelihood {metrics['layer_precisions_gain']:.2f} "
+            "nats higher than with one for all"
         )
     if "captured_trace" in metrics:
         lines.append(
-            f"the {metrics['rank']} largest eigenvalues have {percent(metrics['captured_trace'])} of the trace of the curvature "
-            f"(+- {percent(metrics['captured_trace_standard_error'])}); other directions keep the prior's variance"
+            f"the {metrics['rank']} largest eigenvalues hold {percent(metrics['captured_trace'])} of the "
+            f"curvature's trace (+- {percent(metrics['captured_trace_standard_error'])}); other directions keep "
+            "the prior's variance"
         )
     if "solver_steps" in metrics:
         lines.append(
-            f"{metrics['draws']} draws of the Gaussian of the whole Gauss-Newton matrix by conjugate gradients, whitened by "
-            f"{metrics['structure']}: {metrics['solver_steps']} steps, {metrics['solver_passes']} passes over the data, relative residual "
-            f"{metrics['solver_residual']:.2g}"
+            f"{metrics['draws']} draws from the full Gauss-Newton Gaussian by conjugate gradients, "
+            f"preconditioned by {metrics['structure']}: {metrics['solver_steps']} steps, "
+            f"{metrics['solver_passes']} passes over the data, relative residual {metrics['solver_residual']:.2g}"
         )
     if metrics.get("num_diagonal_params"):
         lines.append(
-            f"{metrics['num_diagonal_params']:,} of {metrics['num_params']:,} parameters have no Kronecker factors and keep their diagonal alone"
+            f"{metrics['num_diagonal_params']:,} of {metrics['num_params']:,} parameters have no Kronecker "
+            "factors and use only their diagonal"
         )
     if "subnetwork_size" in metrics:
         lines += _subnetwork(metrics)
     if "mode_passes" in metrics:
-        chosen = "; the prior precision was chosen about the checkpoint's weights"
+        chosen = "; the prior precision was chosen around the checkpoint's weights"
         lines.append(
             f"the centre is {metrics['newton_decrement']:.2g} posterior standard deviations (all parameters together) from the "
             f"mode, after {metrics['mode_passes']:,} passes over the data"
@@ -257,18 +256,19 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         )
     if metrics["mode_distance"] is not None:
         lines.append(
-            f"the mode lies {metrics['mode_distance']:.3g} from the checkpoint's {'weights' if 'layers' in metrics else 'head'}, "
-            f"{metrics['mode_distance_in_sd']:.1f} posterior standard deviations (rms over parameters)"
+            f"the mode is {metrics['mode_distance']:.3g} from the checkpoint's "
+            f"{'weights' if 'layers' in metrics else 'head'}, {metrics['mode_distance_in_sd']:.1f} posterior "
+            "standard deviations (rms over parameters)"
         )
     if metrics["log_marginal_likelihood"] is not None:
         kind = metrics.get("curvature", "hessian")  # of a last layer the two are the same
         is_exact = kind == "hessian" and metrics["structure"] in declaring("curvature", "is_exact")
         named = metrics["structure"] if kind == "hessian" else f"{metrics['structure']} {kind}"
-        of = "" if is_exact else f", of the {named} approximation of the Hessian"
+        of = "" if is_exact else f", with the {named} approximation of the Hessian"
         lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats{of}")
     elif metrics.get("log_marginal_likelihood_undefined"):
         lines.append(
-            f"no log marginal likelihood ({metrics['log_marginal_likelihood_undefined']}); --center mode has one"
+            f"no log marginal likelihood ({metrics['log_marginal_likelihood_undefined']}); use --center mode for one"
         )
     lines += val_lines(metrics)
     return lines
@@ -283,12 +283,13 @@ def _subnetwork(metrics: dict[str, Any]) -> list[str]:
     """Which parameters vary, and of how many of them the data say something."""
     each = ", ".join(f"{name} {count:,}" for name, count in metrics["subnetwork_params"].items())
     lines = [
-        f"{metrics['subnetwork_size']:,} of {metrics['num_params']:,} parameters vary, those of the largest marginal variances "
-        f"({each}); all others are fixed"
+        f"{metrics['subnetwork_size']:,} of {metrics['num_params']:,} parameters vary, those with the largest "
+        f"marginal variances ({each}); the others are fixed"
     ]
     if metrics["subnetwork_as_prior"]:
         lines.append(
-            f"{metrics['subnetwork_as_prior']:,} of them have nearly all of the prior's variance: the data say next to nothing of them"
+            f"{metrics['subnetwork_as_prior']:,} of them keep nearly all of the prior's variance: the data say "
+            "almost nothing about them"
         )
     return lines
 

@@ -46,7 +46,7 @@ def folds_of(run: Run, val: Split) -> Tensor:
     labels = val.labels(torch.device("cpu"))
     if len(labels) < 2:
         raise DataError(
-            f"--fit-on: cross-validation needs at least 2 rows of val, which has {len(labels)}",
+            f"--fit-on: cross-validation needs at least 2 rows of val; got {len(labels)}",
             hint="hold out more, or use --fit-on train",
         )
     return stratified_folds(labels, min(NUM_FOLDS, len(labels)), run.stream("fit-laplace/folds"))
@@ -123,7 +123,7 @@ def _rows_to_search(run: Run, target: LastLayerTarget, num_val: int) -> SearchRo
     )
     if found.train is not None:
         text = f"{len(found.train):,} of {target.num_examples:,} examples"
-        run.console.info(f"the prior precision is searched for by {text}; the fits at it are of all")
+        run.console.info(f"searching for the prior precision with {text}; the final fits use all")
     return found
 
 

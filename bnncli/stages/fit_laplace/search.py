@@ -58,10 +58,10 @@ def examples_to_search(
             sizes["train"], num_params=target.layout.num_params, device=target.device
         )
         if is_large:
-            run.console.info("the prior precision is searched for about the checkpoint's own, until it predicts worse")
+            run.console.info("searching for the prior precision around the checkpoint's own, until it predicts worse")
         return everything._replace(is_large=is_large)
     said = " and ".join(f"{count:,} of {sizes[name]:,} examples of {name}" for name, count in counts.items())
-    run.console.info(f"the prior precision is searched for by {said}; the fit at it is of all")
+    run.console.info(f"searching for the prior precision with {said}; the final fit uses all")
     return Searched(
         target if rows.train is None else target.some(rows.train),
         held_out if rows.val is None else target.held_out(val.stored[rows.val], val.labels(rows.val.device)[rows.val]),

@@ -58,7 +58,8 @@ def structure_to_search(run: Run, structure: str, layout: MatrixLayout) -> str:
     if structure in quick or not quick or structure not in memory.structures()[: memory.structures().index(quick[0])]:
         return structure
     run.console.info(
-        f"the prior precision is searched for by {quick[0]}: ten {structure} covariances of {layout.num_params:,} parameters would take long"
+        f"searching for the prior precision with {quick[0]}: ten {structure} covariances of "
+        f"{layout.num_params:,} parameters would take long"
     )
     return quick[0]
 
@@ -161,7 +162,7 @@ def structure_text(
         text += "; closer to the posterior: " + ", ".join(f"--structure {name} ({cost(name)})" for name in fitting)
     if too_large:
         needed = ", ".join(f"{name} needs {bytes_text(memory.fit_bytes(name, layout, **sizes))}" for name in too_large)
-        text += f"; {needed}, more than the {bytes_text(there)} that can be used"
+        text += f"; {needed}, but only {bytes_text(there)} can be used"
     return text
 
 

@@ -29,8 +29,8 @@ JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal ch
 _MOST_NAMES = 10
 _MEMORISED, _MOST_ROWS = 1 / 3, 10_000  # NLL of train, of that of val; rows that tell it
 _MEANINGS = {
-    "val": "what the posterior makes of them counts nothing in the choice of the prior precision or in any number on val",
-    "train": "their weights are learnt only from examples of other classes, and they are predicted rarely whatever the input",
+    "val": "they do not count in the choice of the prior precision or in any score on val",
+    "train": "their weights are learned only from examples of other classes, so they are rarely predicted",
 }
 
 
@@ -46,8 +46,8 @@ def warn_of_missing_classes(run: Run, splits: Sequence[Split]) -> None:
             shown = ", ".join(repr(name) for name in missing[:_MOST_NAMES]) + ", ..." * (len(missing) > _MOST_NAMES)
             name = split.content.name
             run.console.warn(
-                f"{name} ({len(split.content.labels)} examples) has none of {len(missing)} of the {len(classes)} classes "
-                f"({shown}): {_MEANINGS[name]}"
+                f"{name} ({len(split.content.labels)} examples) has no examples of {len(missing)} of the "
+                f"{len(classes)} classes ({shown}): {_MEANINGS[name]}"
             )
 
 
@@ -55,7 +55,8 @@ def warn_of_edge(run: Run, found: PriorSearch | FoldSearch) -> None:
     """Say so where a wider search for the prior precision might find a better one."""
     if found.at_edge:
         run.console.warn(
-            f"the best prior precision found, {found.best:.4g}, lies at the edge of the range searched; set it with --prior-precision"
+            f"the best prior precision found, {found.best:.4g}, is at the edge of the search range; set it with "
+            "--prior-precision"
         )
 
 
@@ -65,9 +66,10 @@ def warn_of_jitter(run: Run, gaussian: Gaussian) -> None:
     precision = float(gaussian.require_prior().diagonal(gaussian.layout).min())
     if jitter > JITTER_SHARE * precision:
         run.console.warn(
-            f"the posterior precision is not positive definite in float64: {jitter:.2g} was added to its diagonal, not little "
-            f"beside the prior precision {precision:.2g}; the marginal likelihood and the variances that the "
-            "prior alone decides are wrong; use a larger --prior-precision, or --structure kron"
+            f"the posterior precision is not positive definite in float64, so {jitter:.2g} was added to its "
+            f"diagonal (prior precision {precision:.2g}). The marginal likelihood and the variances in "
+            "directions that only the prior determines are wrong; use a larger --prior-precision or --structure "
+            "kron"
         )
 
 
@@ -97,8 +99,8 @@ def tell_of_memorised(run: Run, train: Split, val: Split | None) -> None:
     (own, own_error), (other, other_error) = found
     if own < _MEMORISED * other and other - own > 3 * math.hypot(own_error, other_error):
         run.console.info(
-            f"the network has memorised train: its NLL is {own:.3g} there and {other:.3g} on val; --fit-on train+val, or --fit-on val "
-            "--prior-mean checkpoint, fits rows that it has not seen"
+            f"the network has memorised train (NLL {own:.3g} on train, {other:.3g} on val); fit rows that it has "
+            "not seen with --fit-on train+val, or with --fit-on val --prior-mean checkpoint"
         )
 
 

@@ -26,7 +26,7 @@ def prepare_network(
 ) -> tuple[Request, Callable[[], Fitted]]:
     """The request for a posterior over the network's chosen parameters, and what fits it."""
     if train.content.head_weight is None:
-        raise UsageError(f"--layers {options.layers}: this run has no network, only features")
+        raise UsageError(f"--layers {options.layers}: this run has only features, no network")
     used = [split for split in (train, val) if split is not None]
     sources = [*(split.source for split in used), *network_sources(used)]
     params = {**options.params(), "seed": run.compute.seed}

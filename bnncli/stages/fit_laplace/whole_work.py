@@ -74,7 +74,7 @@ def prepare(
             structure = plan.automatic_structure(run.device)
         if options.size is not None and options.size > layout.num_params:
             raise UsageError(
-                f"\0size\0: expected 1 to {layout.num_params}, the number of parameters; got {options.size}"
+                f"\0size\0: expected 1 to {layout.num_params} (the number of parameters); got {options.size}"
             )
         planned = plan.require_fit(structure, run.device)
         num_kept = held if plan.kept_bytes(structure, run.device) else 0
@@ -163,7 +163,7 @@ def _gaussian(
     except NumericError as error:
         if options.curvature != HESSIAN:
             raise
-        hint = "beside a mode the Hessian may be indefinite: use --curvature ggn, or a larger --prior-precision"
+        hint = "away from a mode the Hessian may be indefinite: use --curvature ggn or a larger --prior-precision"
         raise NumericError(error.message, hint=hint) from None
     warn_of_edge(run, found)
     return _Found(found.fit, found, {})
