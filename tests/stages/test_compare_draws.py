@@ -96,7 +96,7 @@ def test_other_seeds_of_one_posterior_are_all_marked_and_the_warning_says_what_t
     for row in done.json["rows"]:
         assert row["draws"] == (1000 if row["name"] == "laplace.mc" else 20)
         assert all(score["is_close"] and score["integration_error"] > 0 for score in row["scores"])
-    assert "outweighs what the examples leave open of its difference in " in done.stderr
+    assert "exceeds the sampling error of its difference in " in done.stderr
     assert f"bnncli predict {small_run} --posterior laplace --integrator mc --samples " in done.stderr
     wrong = cli("compare", small_run, "--baseline", "nothing")
     assert f"bnncli predict {small_run} --posterior nothing" in wrong.stderr
@@ -154,4 +154,4 @@ def test_two_splits_of_other_draws_have_no_integration_error_of_a_detection(cli:
     found = scores_of(document, "mixed")
     assert found["nll"]["integration_error"] > 0
     assert found["auroc:far"]["integration_error"] is None
-    assert "other seeds or numbers of draws" in found["auroc:far"]["integration_unknown"]
+    assert "different seeds or numbers of draws" in found["auroc:far"]["integration_unknown"]

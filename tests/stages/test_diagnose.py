@@ -288,7 +288,7 @@ def test_diagnostics_that_are_not_stored_are_computed(cli: Cli, small_run: Path)
 
     assert diagnosis._chains(Quiet(), posterior.draws, content) == stored  # type: ignore[arg-type]
     content.stats.clear()
-    assert diagnosis._chains(Quiet(), posterior.draws, content)["bfmi"]["reason"] == "the sampler does not tell"  # type: ignore[arg-type]
+    assert diagnosis._chains(Quiet(), posterior.draws, content)["bfmi"]["reason"] == "the sampler does not record it"  # type: ignore[arg-type]
 
 
 def test_no_posteriors_or_no_training_features_is_66_with_the_command(cli: Cli, small_run: Path) -> None:

@@ -195,7 +195,7 @@ def test_without_another_split_features_have_nothing_to_detect(cli: Cli, small_r
         path.unlink()
     done = cli("evaluate", small_run, "--score", "knn", "--force", "--bootstrap", 0, "--posterior", "map")
     assert done.code == 0
-    assert "there is no out-of-distribution split to detect by features" in done.stderr
+    assert "no out-of-distribution split to detect with features" in done.stderr
 
 
 def test_a_training_split_without_labels_still_has_neighbours(cli: Cli, tmp_path: Path, arrays: Any) -> None:

@@ -43,7 +43,7 @@ def test_a_posterior_of_the_run_is_a_reference_whose_halves_are_the_floor(cli: C
     first, second = (np.tensordot(weights[s::2] / weights[s::2].sum(), theirs.group_probs[s::2], 1) for s in (0, 1))
     assert found["total_variation"]["floor"] == pytest.approx(np.abs(first - second).sum(1).mean() / 2, rel=1e-5)
     assert found["mutual_info_correlation"]["floor"] is None
-    assert {m["undefined"] for m in rows["hmc", "test"].values()} == {"it is the reference itself"}
+    assert {m["undefined"] for m in rows["hmc", "test"].values()} == {"this is the reference itself"}
     words = ("evaluate", small_run, *QUICK, *LAPLACE, "--posterior", "hmc", "--reference", "hmc", "--assert")
     words = (*words, "agreement-excess>=-0.5", "--assert")  # of the reference itself nothing is asked
     done = cli(*words, "laplace.agreement:hmc.mc>1")

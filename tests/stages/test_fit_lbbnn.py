@@ -445,4 +445,4 @@ def test_a_head_without_bias_has_predictions_of_a_latent_one_with_it(cli: Cli, t
     assert judged.code == 0, judged.stderr
     assert "skipping lbbnn" in judged.stderr
     named = cli("diagnose", run, "--posterior", "lbbnn")
-    assert (named.code, "has a bias, other posteriors of this run have none" in named.stderr) == (65, True)
+    assert (named.code, "has a bias, but other posteriors of this run have none" in named.stderr) == (65, True)

@@ -151,7 +151,7 @@ def test_distances_are_to_draws_over_the_same_layers(cli: Cli, make_run: Make) -
     assert cli(*words, "--layers", "0").code == 0
     named = cli("evaluate", "ckpt.pt", "--reference", "other", "--posterior", "map", "--force", "--json")
     told = {metric.get("undefined") for metric in named.json["rows"][0]["metrics"] if metric["name"] == "mmd2"}
-    assert told == {"the draws of other are of other layers"}
+    assert told == {"the draws of other are over other layers"}
 
 
 @pytest.mark.long

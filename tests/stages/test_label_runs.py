@@ -262,10 +262,10 @@ def test_files_of_labels_pass_a_full_check(cli: Cli, run: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--integrator", "bridge", "--top-k", "best"), "--top-k: here an example has several labels, which do not"),
+        (("--integrator", "bridge", "--top-k", "best"), "--top-k: the run is multilabel, so its classes do not"),
         (
             ("--table", "t.csv", "--merge", "a=0,1"),
-            "--merge: here an example has several labels, which do not exclude each",
+            "--merge: the run is multilabel, so its classes do not exclude each",
         ),
         (("--integrator", "probit", "--projection", "difference"), "expected two classes, here an example has several"),
     ],

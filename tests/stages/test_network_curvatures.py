@@ -177,7 +177,7 @@ def test_draws_stand_in_the_place_of_the_gaussian_that_whitens_them(cli: Cli, ch
     assert (entry["elbo"]["reason"], entry["val_nll"]["value"] > 0) == ("draws have no density", True)
     assert cli(*FIT, "--structure", "diag", *GIVEN, "--draws", 1, "--trust-code", "--name", "single").code == 0
     single = cli("diagnose", "ckpt.pt", "--layers", "all", "--trust-code")
-    assert (single.code, "at least two draws of each; there is one of single" in single.stdout) == (0, True), single
+    assert (single.code, "at least two draws from each posterior; single has one" in single.stdout) == (0, True), single
     planned = cli(*FIT, "--draws", 9, "--trust-code", "--dry-run", "--json", "--name", "more")
     assert planned.json["outputs"][0]["estimated_bytes"] == 4 * 9 * 23 + 16 * 23
 

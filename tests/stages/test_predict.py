@@ -104,7 +104,7 @@ def test_an_integrator_for_fewer_classes_is_unfit(cli: Cli, small_run: Path, mon
     [
         (("--integrator", "probit", "--samples", 5), "--samples: probit has no draws; these integrators draw: "),
         (("--posterior", "map", "--samples", 5), "--samples: plug-in has no draws"),
-        (("--name", "x", "--posterior", "laplace", "--integrator", "all"), "--name names the predictions of one"),
+        (("--name", "x", "--posterior", "laplace", "--integrator", "all"), "--name applies to one"),
         (("--out", "x.h5", "--posterior", "laplace", "--integrator", "mc", "--integrator", "probit", "--split", "test"), "--out FILE holds one"),
         (("--integrator", "some"), "--integrator: expected one of .*, all; got 'some'"),
     ],

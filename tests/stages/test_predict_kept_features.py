@@ -123,7 +123,7 @@ def test_a_dry_run_says_what_is_kept_and_keeps_nothing(folder: Path, cli: Cli) -
         (("--follow", "in", *KEPT), "use extract-features --data SPLIT=images:in"),
         (("--ood", "new=npz:test.npz", "--follow", "in", "--table", "t.csv"), "--ood and --follow exclude each other"),
         (("--ood", "new=py:code.py:make", *KEPT), "--ood: 'py:code.py:make' is code"),
-        (("--ood", "new=npz:test.npz", *DATA, *KEPT), "--ood: a split is named twice"),
+        (("--ood", "new=npz:test.npz", *DATA, *KEPT), "--ood: two splits have the same name"),
     ],
 )
 def test_what_cannot_be_a_split_is_refused(folder: Path, cli: Cli, words: tuple[str, ...], message: str) -> None:

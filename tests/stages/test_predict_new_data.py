@@ -130,7 +130,7 @@ def test_what_is_wrong_with_data_names_no_option_of_extract_features(
     np.savez("nan.npz", x=np.full((2, 4, 4), np.nan, np.float32))
     for name in ("wide", "nan"):
         done = predict(cli, "--data", f"a=npz:{name}.npz", "--table", "t.csv", *keep, code=65)
-        assert "hint: network, preprocessing and task are those of the run" in done.stderr, name
+        assert "hint: new data use the run's network, preprocessing and task" in done.stderr, name
     os.mkdir("seen")
     done = predict(cli, "--data", "a=seen", "--table", "t.csv", *keep, code=2)
     assert "hint: perhaps images:seen" in done.stderr
@@ -218,11 +218,11 @@ def test_of_a_file_with_rows_by_one_posterior_of_two_both_are_written(folder: Pa
 def test_a_table_of_others_is_not_continued(folder: Path, cli: Cli) -> None:
     draw(Path("in") / "0.png", 0)
     Path("t.csv").write_text("a,b\r\n1,2\r\n")
-    assert "no table of bnncli" in follow(cli, code=73).stderr
+    assert "not a table of bnncli" in follow(cli, code=73).stderr
     follow(cli, "--force")
     before = Path("t.csv").read_bytes()
     assert "other columns" in follow(cli, "--probabilities", code=73).stderr
-    assert "has rows of laplace by mc" in follow(cli, "--integrator", "probit", code=73).stderr
+    assert "has rows of laplace (mc)" in follow(cli, "--integrator", "probit", code=73).stderr
     assert Path("t.csv").read_bytes() == before
     with pytest.raises(OutputExists):
         continued(Path("in"), b"", set(), force=False, is_raw=False)
@@ -272,7 +272,7 @@ def test_two_commands_do_not_follow_into_one_table(folder: Path, cli: Cli) -> No
         while not (Path("t.csv").exists() and len(rows("t.csv")) == 1):
             assert time.monotonic() < end
             time.sleep(0.1)
-        assert "another bnncli follows into this table" in follow(cli, code=75).stderr
+        assert "another bnncli process is following into this table" in follow(cli, code=75).stderr
     finally:
         first.terminate()
         first.join(timeout=30)
@@ -294,7 +294,7 @@ def test_a_file_put_in_the_place_of_the_table_is_not_written(
         return blocks(self, *words, **options)
 
     monkeypatch.setattr(NewData, "blocks", replaced)
-    assert "t.csv was replaced while this command wrote to it" in follow(cli, code=74).stderr
+    assert "t.csv was replaced while bnncli wrote to it" in follow(cli, code=74).stderr
     assert Path("other").read_text() == "of somebody else"
 
 

@@ -100,7 +100,7 @@ def test_a_table_says_what_its_intervals_hold(cli: Cli, small_run: Path) -> None
     assert (output["draws"], output["interval_level"]) == (20, pytest.approx(19 / 21))
     again = cli("predict", small_run, *words)
     assert "draws: few 20" in again.stderr
-    assert "few: too few draws for 95%; its intervals hold 90.5%" in again.stderr
+    assert "few: too few draws for 95% intervals; using 90.5% intervals" in again.stderr
 
 
 def test_blocks_do_not_change_a_table(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_classes_are_merged_by_name_before_index() -> None:
     [
         (["a=cow,cat"], "no class 'cow'; classes: cat, dog, 9, car; red"),
         (["a=dgo,cat"], "no class 'dgo'; did you mean 'dog'"),
-        (["a=cat,0"], "a class stands there twice"),
+        (["a=cat,0"], "a class is named twice"),
         (["a=0,1,9,3"], "has probability 1"),
         (["a=0,1", "a=0"], "has a column 'a' already"),
         (["label=0,1"], "has a column 'label' already"),
@@ -204,7 +204,7 @@ def test_a_table_replaces_a_table_but_no_other_file(cli: Cli, small_run: Path) -
         path.write_bytes(b"mine")
         done = cli("predict", small_run, *words, "--table", path, "--json")
         assert (done.code, path.read_bytes()) == (73, b"mine")
-        assert "is no table of bnncli" in done.json["error"]["message"]
+        assert "is not a table of bnncli" in done.json["error"]["message"]
         assert make(cli, small_run, name, *words, "--force").read_bytes() == before
     assert cli("predict", small_run, *words, "--table", small_run.with_name("features.npz")).code == 2
 

@@ -88,7 +88,7 @@ def _shared(
         shared.setdefault(label[0], []).extend(group for group in own if group is not None)
     if shared or len(runs) > 1:
         for where, names in left_out.items():
-            runs[0].console.warn(f"leaving out {', '.join(names)}: no predictions of split {split!r} for {where}")
+            runs[0].console.warn(f"skipping {', '.join(names)}: no predictions of split {split!r} for {where}")
     if not shared:
         inside, outside = (
             list(dict.fromkeys(name for groups in found for group in groups for name in group.splits(is_ood=is_ood)))
@@ -112,11 +112,11 @@ def _baseline(run: Run, options: CompareOptions, groups: list[PredictionGroup]) 
     found = [place for place, group in enumerate(groups) if group.is_named([name], [])]
     if not found:
         raise MissingInput(
-            f"--baseline: no posterior {name!r} is compared here (have: {', '.join(labels)})",
+            f"--baseline: posterior {name!r} is not compared here (have: {', '.join(labels)})",
             hint=run.suggest("predict", posterior=name.partition(".")[0]),
         )
     if len(found) > 1:
-        raise UsageError(f"--baseline: {name} may mean {', '.join(labels[place] for place in found)}; name one")
+        raise UsageError(f"--baseline: {name} is ambiguous; name one of {', '.join(labels[place] for place in found)}")
     if len(labels) == 1:
         raise UsageError(f"--baseline: there is no other posterior to compare {labels[0]} with")
     return found[0]
@@ -137,15 +137,15 @@ def _check_same_examples(
                 identities.setdefault(name, set()).add(identity)
                 if identity != expected:
                     raise DataError(
-                        f"{header.path}: split {name!r} holds other examples for {label} than for {other}: scores of "
-                        "different examples cannot be paired",
+                        f"{header.path}: split {name!r} holds other examples for {label} than for {other}, so "
+                        "their scores cannot be paired",
                         code="different_examples",
                         hint=runs[0].suggest("predict", force=True) if len(runs) == 1 else None,
                         path=header.path,
                     )
     for name, found in identities.items():
         if len(found) > 1:
-            runs[0].console.warn(f"split {name!r} holds other examples for some checkpoints than for others")
+            runs[0].console.warn(f"split {name!r} does not hold the same examples for all checkpoints")
 
 
 def _check_wanted(options: CompareOptions, columns: Sequence[Column], groups: Sequence[PredictionGroup]) -> None:

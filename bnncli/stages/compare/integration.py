@@ -24,9 +24,11 @@ Known = dict[Key, IntegrationError | str]
 Measure = Callable[[list[ExampleStatistics], list[np.ndarray]], list[Measured]]
 
 _NO_DRAWS = IntegrationError(0.0, 1.0)
-_NO_GROUPS = "these predictions keep no groups of draws, by which it is told: they have one draw, or are of an ensemble, whose members all predict, or of an earlier version"
-_OTHER_DRAWS = "the two splits were predicted with other seeds or numbers of draws"
-_NOT_OF_PROBABILITIES = "this score is not made of the class probabilities alone, which groups of draws keep"
+_NO_GROUPS = (
+    "the predictions store no groups of draws: they have one draw, are an ensemble's, or are from an earlier version"
+)
+_OTHER_DRAWS = "the two splits were predicted with different seeds or numbers of draws"
+_NOT_OF_PROBABILITIES = "this score does not depend only on the class probabilities, which groups of draws store"
 
 
 def split_errors(

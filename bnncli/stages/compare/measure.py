@@ -24,7 +24,7 @@ from bnncli.scores import declared, split_scores
 from bnncli.stages.compare.integration import Known, detection_errors, split_errors
 
 OF_TWO_SPLITS = tuple(name for name, score in declared().items() if score.of_two_splits is not None)
-_IN_THE_SPREAD = "the spread over checkpoints contains it"
+_IN_THE_SPREAD = "included in the spread over checkpoints"
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ def _entry(found: Sequence[Measured | None], known: IntegrationError | str, *, s
     values = []
     for one in found:
         if one is None:
-            return Entry(None, "no such score of these predictions")
+            return Entry(None, "these predictions have no such score")
         if one.value is None:
             return Entry(None, one.undefined)
         values.append(one.value)
     replicates = found[0].replicates if len(found) == 1 and found[0] is not None else None
     if isinstance(known, str) or replicates is None:
-        unknown = known if isinstance(known, str) else "there are no replicates to add it to"
+        unknown = known if isinstance(known, str) else "there are no bootstrap replicates to add it to"
         return Entry(Sample(np.array(values), replicates), integration_unknown=unknown)
     noise = integration(known.standard_error, known.degrees_of_freedom, size=len(replicates), seed=seed)
     return Entry(Sample(np.array(values), replicates, noise))

@@ -51,7 +51,7 @@ def draw_plot(run: Run, path: Path, comparison: Comparison) -> Result:
     try:
         digest = write_figure(path, render(_draw(comparison), "png"))
     except WriteError as error:
-        raise WriteError(f"--plot: {path} could not be written", hint=error.hint, path=path) from None
+        raise WriteError(f"--plot: cannot write {path}", hint=error.hint, path=path) from None
     output: dict[str, Any] = _output(path) | {"content_digest": digest}
     return Result("computed", [output], summary=[f"figure: {path}"])
 
@@ -75,7 +75,9 @@ def _draw(comparison: Comparison) -> Figure:
     shown = "means" if many else "values"
     subject = f"{shown} of scores" if zero is None else f"differences from {zero}"
     title = f"{subject[0].upper()}{subject[1:]} on {comparison.split} ({what}) with {level:g}% intervals"
-    tests = f"marks by paired tests at level {comparison.alpha:g}, all of a panel together; intervals of each alone"
+    tests = (
+        f"marks by paired tests at level {comparison.alpha:g}, jointly over each panel; each interval holds on its own"
+    )
     return figure.draw(
         score_panels(comparison), labels(comparison), title=title, marked=marked, plain=plain, tests=tests, zero=zero
     )

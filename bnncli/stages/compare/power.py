@@ -30,15 +30,15 @@ def power_warnings(
         return []
     if comparison.num_checkpoints > 1:
         return [
-            f"{comparison.num_checkpoints} checkpoints: the paired t test can tell only differences that hardly vary "
-            "between them; that one is not significant says little"
+            f"with {comparison.num_checkpoints} checkpoints the paired t test detects only differences that "
+            "hardly vary between them"
         ]
     others = len(comparison.names) - 1
     fewest = fewest_replicates(others, alpha=options.alpha, has_baseline=comparison.baseline is not None)
     found = []
     if options.bootstrap < fewest:
         found.append(
-            f"--bootstrap {options.bootstrap}: too few replicates for p-values of {others} comparisons as small as --alpha "
+            f"--bootstrap {options.bootstrap} is too few replicates for {others} comparisons at --alpha "
             f"{options.alpha:g}: nothing can be significant; use at least {fewest}"
         )
     for place, group in enumerate(groups):
@@ -79,11 +79,11 @@ def _too_few_draws(run: Run, group: PredictionGroup, draws: int | None, ratios: 
     """The warning that a posterior's draws limit its comparison, and how many would make its error half of the examples'."""
     header = group.headers[0]
     text = (
-        f"{group.name}: the integration error of its {draws} draws outweighs what the examples leave open of its "
-        f"difference in {', '.join(ratios)}"
+        f"{group.name}: the integration error of its {draws} draws exceeds the sampling error of its difference "
+        f"in {', '.join(ratios)}"
     )
     if draws is None or header.meta["samples"] is None:
-        return f"{text}; only more draws of the posterior itself would tell more"
+        return f"{text}; only more draws from the posterior itself would help"
     needed = draws * min(4 * max(ratios.values()), _MOST_DRAWS)
     wanted = max(2 * draws, min(_MOST_DRAWS, _rounded_up(needed)))
     command = run.suggest(
@@ -95,7 +95,7 @@ def _too_few_draws(run: Run, group: PredictionGroup, draws: int | None, ratios: 
         name=group.name if group.name != f"{group.posterior}.{group.variant}" else None,
         force=True,
     )
-    return f"{text}; for a sharper test run: {command}"
+    return f"{text}; for a sharper test, run: {command}"
 
 
 def _rounded_up(number: float) -> int:

@@ -67,5 +67,5 @@ def _verdict_json(verdict: Verdict) -> dict[str, Any]:
 
 def _failure(verdict: Verdict) -> CheckFailed:
     return CheckFailed(
-        "--strict: no posterior that was judged is good for its target", hint=verdict.run, code="no_good_posterior"
+        "--strict: none of the judged posteriors matches its target closely", hint=verdict.run, code="no_good_posterior"
     )

@@ -93,13 +93,13 @@ def diagnose(
         posterior = posterior.bound_to(network)
     if posterior.layout != train.layout:
         raise DataError(
-            f"{path} is for {posterior.layout}, the features have {train.layout}", code="wrong_layout", path=path
+            f"{path} takes {posterior.layout}, but the features have {train.layout}", code="wrong_layout", path=path
         )
     entry = _empty_entry(posterior.type, header)
     if content is not None:
         entry |= _chains(run, posterior.draws, content)
     elif "num_varying" in header.meta:
-        reason = f"all but {header.meta['num_varying']:,} parameters are fixed: it has no density over all"
+        reason = f"all but {header.meta['num_varying']:,} parameters are fixed, so it has no density over all of them"
         entry |= dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), undefined(reason))
     elif posterior.type in DENSITIES:
         entry |= _importance(run, options, name, posterior, header, train)
@@ -152,7 +152,7 @@ def _importance(
     """ELBO, log-weight spread, Pareto k and evidence on the posterior's own target."""
     prior = recorded_prior(header)
     if prior is None:
-        no_target = undefined("its artifact has no prior precision, and so no target")
+        no_target = undefined("its artifact has no prior precision, so it has no target")
         return dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), no_target)
     found = diagnose_importance(
         train.with_prior(prior),
@@ -196,10 +196,10 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
     values = {"r_hat": worst.r_hat, "ess_bulk": worst.ess_bulk, "ess_tail": worst.ess_tail}
     found: dict[str, Any] = {key: _value(value, worst.undefined) for key, value in values.items()}
     stats = content.stats
-    not_told = undefined("the sampler does not tell")
+    not_told = undefined("the sampler does not record it")
     energy, diverging, acceptance = (stats.get(name) for name in ("energy", "diverging", "acceptance_rate"))
     if energy is None or energy.shape[1] < 2:
-        found["bfmi"] = not_told if energy is None else undefined("needs at least two draws a chain")
+        found["bfmi"] = not_told if energy is None else undefined("needs at least two draws per chain")
     else:
         found["bfmi"] = {"value": lowest_bfmi(energy)}
     found["divergences"] = not_told if diverging is None else {"value": int(diverging.astype(bool).sum())}

@@ -101,7 +101,9 @@ def judge(run: Run, options: DiagnoseOptions, *, leave_out: Collection[Path] = (
     diagnoses = _with_comparisons(diagnoses, pairs, headers, baseline)
     found_before = None if run.folder.recommended in leave_out else _recommended(run)
     chosen = found_before or _recommend(run, diagnoses, headers, baseline, plain)
-    prediction = "no labelled val split, so what predicts best is unknown" if chosen is None else chosen.sentence
+    prediction = (
+        "no labelled val split, so it is unknown which posterior predicts best" if chosen is None else chosen.sentence
+    )
     verdict = give_verdict([one.judged for one in diagnoses], commands(run, options, diagnoses, headers), prediction)
     if verdict.is_good and chosen is not None:
         verdict = replace(verdict, run=_to_predict(run, chosen, headers))
@@ -198,9 +200,9 @@ def _open(
             run.console.warn(f"skipping {path.stem}: {error.message}{error.advice}")
     if not found:
         raise DataError(
-            "no posterior of the run can be diagnosed: each is stale, or a network of its own",
+            "no posterior of the run can be diagnosed: each is stale or a separate network",
             code="stale_input",
-            hint=f"{run.suggest('status')} tells which; {run.suggest('evaluate')} judges predictions of any",
+            hint=f"see {run.suggest('status')}; {run.suggest('evaluate')} scores the predictions of any posterior",
         )
     return found
 
@@ -208,14 +210,16 @@ def _open(
 def _check_is_of_head(path: Path, header: Header, layout: ClassifierLayout) -> None:
     """Raise DataError for a network of its own: with hidden layers, a single logit where the last layer has two, or a bias where that has none."""
     if header.meta.get("type") == "mixture":
-        raise DataError(f"{path} is over the last layers of several networks, which have no common target")
+        raise DataError(f"{path} covers the last layers of several networks, which have no common target")
     sizes = header.meta.get("sizes", ())
     if len(sizes) > 2:
-        raise DataError(f"{path} has hidden layers of its own; only posteriors over the last layer are diagnosed")
+        raise DataError(f"{path} has its own hidden layers; diagnose takes only posteriors over the last layer")
     if sizes and sizes[1] != layout.num_outputs and likelihood_of(sizes[1]).num_classes == layout.num_classes:
-        raise DataError(f"{path} has a single logit, other posteriors of this run have two; only those are diagnosed")
+        raise DataError(
+            f"{path} has a single logit, but other posteriors of this run have two; diagnose takes only those"
+        )
     if sizes and layout.num_params == layout.num_outputs * layout.num_features:
-        raise DataError(f"{path} has a bias, other posteriors of this run have none; only those are diagnosed")
+        raise DataError(f"{path} has a bias, but other posteriors of this run have none; diagnose takes only those")
 
 
 def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
@@ -244,9 +248,11 @@ def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
         if finite:
             pair["reason"] = f"draws of {' and '.join(finite)} are not finite"
         elif single:
-            pair["reason"] = f"a distance needs at least two draws of each; there is one of {' and '.join(single)}"
+            pair["reason"] = (
+                f"a distance needs at least two draws from each posterior; {' and '.join(single)} {'has' if len(single) == 1 else 'have'} one"
+            )
         elif chosen is None:
-            pair["reason"] = "no posterior whose draws tell a bandwidth"
+            pair["reason"] = "no posterior has draws to set a bandwidth with"
         else:
             pair |= _distance(run, one, other, chosen)
         pairs.append(pair)

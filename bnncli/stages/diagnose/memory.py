@@ -47,7 +47,7 @@ def require_room(run: Run, options: DiagnoseOptions, headers: Sequence[Header], 
         return None
     comparing = max(comparing_bytes(count, num_params) for count, num_params in sizes) if len(sizes) > 1 else 0
     needed = libraries + first_use_bytes(run.device) + max(peak, kept + comparing)
-    hint = "name fewer with \0posterior\0" if len(sizes) > 1 else "use fewer \0layers\0 for the posterior"
+    hint = "name fewer posteriors with \0posterior\0" if len(sizes) > 1 else "use a posterior over fewer \0layers\0"
     require(needed, run.device, what=f"diagnose of {len(sizes)} posteriors over a network", hint=hint)
     return needed
 

@@ -98,7 +98,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
             *legend(rows, options, options.shown_scores, options.bootstrap),
             *(text for one in used.values() for text in one.doubts()),
         ]
-        notes.append(f"all scores with their definitions: {run.folder.root / 'metrics'}")
+        notes.append(f"all scores and their definitions: {run.folder.root / 'metrics'}")
         total.tables.append(
             score_table(rows, notes, chosen=options.metric, scores=options.shown_scores, intervals=options.intervals)
         )
@@ -120,7 +120,7 @@ def _with_default_score(run: Run, options: EvaluateOptions, groups: list[Predict
     name = default_score(stored_arrays(header.path) for header in headers)
     if name != DEFAULT_SCORE and any(header.meta.get("is_ood") for header in headers):
         has_both = {"train", "val"} <= {*run.folder.splits()}
-        adds = f"{run.suggest('predict')} adds it" if has_both else "it needs the splits train and val"
+        adds = f"to add it run {run.suggest('predict')}" if has_both else "it needs the splits train and val"
         run.console.info(f"detection by {name}: some predictions lack the {DEFAULT_SCORE} score; {adds}")
     return replace(options, score=[name])
 

@@ -178,7 +178,5 @@ def _write(plot: Plot, figure: Figure) -> str:
     try:
         return write_figure(plot.path, render(figure, "png"))
     except WriteError as error:
-        message = (
-            f"--plot: {plot.path} could not be written; the scores are complete, and --plot draws again without scoring"
-        )
+        message = f"--plot: cannot write {plot.path}; the scores are complete, and --plot draws again without scoring"
         raise WriteError(message, hint=error.hint, path=plot.path) from None

@@ -32,13 +32,13 @@ def _measure(run: Run, reference: Reference, posterior: Path) -> list[Row]:
     """The rows of one posterior, all of them at once."""
     own, header = open_posterior(posterior)
     if header.meta.get("layers") != reference.header.meta.get("layers"):
-        why = f"the draws of {reference.name} are of other layers"
+        why = f"the draws of {reference.name} are over other layers"
         return undefined_rows(distances(), reference=reference.name, reason=why)
     theirs, ours = recorded_prior(reference.header), recorded_prior(header)
     if ours is not None and theirs is not None and not ours.is_close(theirs):
         run.console.warn(
-            f"{posterior.stem} has prior precision {ours}, {reference.name} has {theirs}: MMD^2 and other distances compare "
-            "different targets"
+            f"{posterior.stem} has prior precision {ours}, but {reference.name} has {theirs}: MMD^2 and other "
+            "distances compare different targets"
         )
     draws = _draws(run, own, header)
     return reference_rows(

@@ -42,7 +42,7 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Predi
         for is_ood in (False, True)
     )
     if not outside:
-        run.console.warn("--score: there is no out-of-distribution split to detect by features")
+        run.console.warn("--score: no out-of-distribution split to detect with features")
         return Result()
     train = load_split(run, "train")
     splits = {name: load_split(run, name) for name in [*inside, *outside]}
@@ -106,7 +106,7 @@ def _scores(
     """Every score of the examples of each split, (N,), or the reason why there is none; and what defines each score."""
     labels = train.content.labels
     several = (
-        {"no_classes": "an example has several labels, and no class"} if labels is not None and labels.ndim == 2 else {}
+        {"no_classes": "multilabel examples have no single class"} if labels is not None and labels.ndim == 2 else {}
     )
     given = TrainingFeatures(
         torch.from_numpy(train.content.features),

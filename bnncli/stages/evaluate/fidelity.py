@@ -55,7 +55,7 @@ class FidelityReference:
         from bnncli.evaluation.fidelity import undefined_fidelity
 
         if group.name == self.group or split.name not in self.places:
-            reason = "it is the reference itself" if group.name == self.group else self.why_not
+            reason = "this is the reference itself" if group.name == self.group else self.why_not
             return undefined_fidelity(fidelities(), reference=self.name, reason=reason)
         return rows_against(
             self._ours(split),
@@ -99,7 +99,7 @@ def find_fidelity(run: Run, options: EvaluateOptions, groups: Sequence[Predictio
     path, _ = divide_given(place)
     if not path.exists():
         raise MissingInput(
-            f"--reference: {place!r} is no posterior of the run (have: {', '.join(sorted(there))}), and no such file is there",
+            f"--reference: {place!r} is neither a posterior of the run (have: {', '.join(sorted(there))}) nor a file",
             hint=run.suggest("hmc") if place == "hmc" else run.suggest("status"),
         )
     return _of_file(place, path, options, groups)
@@ -113,14 +113,14 @@ def why_anew(asked: Mapping[str, Any], recorded: Mapping[str, Any]) -> str | Non
     then, now = (params.get("fidelity") or {} for params in (recorded, asked))
     with_splits = then.get("reference") == now.get("reference")
     said = [_said(one, with_splits=with_splits) for one in (then, now)]
-    return f"made {said[0]}, asked for {said[1]}"
+    return f"created {said[0]}; you asked for {said[1]}"
 
 
 def _said(recorded: Mapping[str, Any], *, with_splits: bool) -> str:
     """A reference as a metrics file records it, in the words of the option."""
     if not recorded:
         return "without \0reference\0"
-    splits = f" of {', '.join(recorded['splits']) or 'no split'}" if with_splits else ""
+    splits = f" for {', '.join(recorded['splits']) or 'no split'}" if with_splits else ""
     return f"with \0reference\0 {recorded['reference']}{splits}"
 
 
@@ -136,13 +136,13 @@ def _of_posterior(run: Run, name: str) -> FidelityReference:
     try:
         found = open_groups(run, posteriors=[name])
     except MissingInput as error:
-        run.console.warn(f"{name} has not predicted: nothing is held against it{error.advice}")
+        run.console.warn(f"{name} has no predictions, so nothing is compared with it{error.advice}")
         return FidelityReference(name, name, {}, f"no predictions of {name}{error.advice}", {})
     named = [group for group in found if group.name == name or f"{group.posterior}.{group.variant}" == name]
     chosen = named or [group for group in found if group.variant == _USUAL_INTEGRATOR] or found
     if len(chosen) > 1:
         choices = ", ".join(group.name for group in chosen)
-        raise UsageError(f"--reference: {name} may mean {choices}; name one")
+        raise UsageError(f"--reference: {name} is ambiguous; name one of {choices}")
     group = chosen[0]
     headers = group.splits(is_ood=False)
     sources = {split: Source(f"reference.{split}", one.path, one.content_digest) for split, one in headers.items()}
@@ -160,5 +160,5 @@ def _of_file(place: str, path: Path, options: EvaluateOptions, groups: Sequence[
     column = divide_given(place)[1].get("")
     name = path.name + ("" if column is None else f".{column}")
     source = Source("reference", path, digest, is_artifact=False)
-    why = f"{name} is held to be of split {', '.join(splits)} (add \0split\0)"
+    why = f"{name} is used as the reference for split {', '.join(splits)} (add \0split\0)"
     return FidelityReference(name, "", dict.fromkeys(splits, place), why, dict.fromkeys(splits, source))

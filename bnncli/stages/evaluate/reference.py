@@ -62,7 +62,7 @@ class Reference:
         if (r_hat is None or r_hat <= GOOD_RHAT) and (lowest is None or lowest >= STUCK_ACCEPTANCE):
             return []
         shown = "undefined" if r_hat is None else f"{r_hat:.3f}"
-        return [f"{self.name} has not converged (R-hat {shown}): do not trust its row, nor distances measured to it"]
+        return [f"{self.name} has not converged (R-hat {shown}): do not trust its row or distances to it"]
 
 
 def open_reference(run: Run, name: str) -> Reference:
@@ -80,7 +80,7 @@ def open_reference(run: Run, name: str) -> Reference:
         except (DataError, DeviceError) as error:
             if error.code not in ("stale_input", "out_of_memory"):  # damaged: what else was made of it is no truer
                 raise
-            run.console.warn(f"MMD^2 is left out: {error.message}{error.advice}")
+            run.console.warn(f"skipping MMD^2: {error.message}{error.advice}")
             return Reference(name, None)
         return Reference(name, path)
     if name != USUAL:

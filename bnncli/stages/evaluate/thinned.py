@@ -31,7 +31,8 @@ def check_true_inputs(groups: Sequence[PredictionGroup], true_inputs: str | None
         sizes: list[int] = read_header(path).meta["sizes"] if path is not None and is_latent(path) else []
         if len(sizes) != 2 or sizes[1] != 1:
             raise UsageError(
-                f"--true-inputs: expected posteriors of fit-lbbnn with one layer and a single logit; {group.posterior} is not",
+                "--true-inputs: expected fit-lbbnn posteriors with one layer and a single logit; "
+                f"{group.posterior} is not one",
                 hint="name one with --posterior",
                 code="wrong_type",
             )

@@ -88,7 +88,7 @@ def run(run: Run, options: PredictOptions) -> Result:
             run.console.warn(f"skipping {source.path.stem} with {choice.variant}: {error.message}{error.advice}")
     if not total.outputs:
         raise DataError(
-            "no posterior of the run can be used: each is stale, or does not fit the integrator",
+            "no posterior of the run can be used: each is stale or does not work with the integrator",
             code="stale_input",
             hint=run.suggest("status"),
         )
@@ -136,7 +136,7 @@ def _pairs(
 def _predict_new(run: Run, options: PredictOptions) -> Result:
     """Predict data that are no split of the run."""
     if run.naming.name is not None or run.naming.out is not None:
-        raise UsageError("\0name\0 and \0out\0 are of predictions that are stored: new data have a \0table\0 alone")
+        raise UsageError("\0name\0 and \0out\0 apply to stored predictions; new data only have a \0table\0")
     posteriors = _posteriors(run, options)
     classes = list(posterior_classes(run.folder, posteriors[0].header))
     if not has_exclusive_classes(recorded_name(posteriors[0].header.meta)):
@@ -145,7 +145,7 @@ def _predict_new(run: Run, options: PredictOptions) -> Result:
     merges = parse_merges(options.merge, classes, probabilities=options.probabilities, taken=taken)
     pairs = list(_pairs(run, options, posteriors, len(classes)))
     if not pairs:
-        raise DataError("no posterior of the run fits the integrator", hint=run.suggest("status"))
+        raise DataError("no posterior of the run works with the integrator", hint=run.suggest("status"))
     from bnncli.stages.predict.new_data import Maker
     from bnncli.stages.predict.one_go import predict_new
 
@@ -167,7 +167,8 @@ def _as_recommended(run: Run, options: PredictOptions) -> PredictOptions:
     if found is None:
         return options
     run.console.info(
-        f"{found.posterior} by {found.integrator}, as auto recommends; \0posterior\0 NAME or all takes others"
+        f"using {found.posterior} ({found.integrator}), as auto recommends; choose others with \0posterior\0 "
+        "NAME or all"
     )
     return replace(options, posterior=[found.posterior], integrator=[found.integrator])
 
@@ -175,12 +176,12 @@ def _as_recommended(run: Run, options: PredictOptions) -> PredictOptions:
 def _refuse_of_labels(options: PredictOptions) -> None:
     """Raise UsageError for what is of classes that exclude each other, where an example has several labels."""
     given = {
-        "\0merge\0": (options.merge, "the probability of a union is not the sum of theirs"),
-        "\0top_k\0": (options.top_k, "each is there or not, whatever the others are"),
+        "\0merge\0": (options.merge, "the probability of a union is not the sum of its members'"),
+        "\0top_k\0": (options.top_k, "each label is present or absent regardless of the others"),
     }
     for flag, (is_given, why) in given.items():
         if is_given:
-            raise UsageError(f"{flag}: here an example has several labels, which do not exclude each other: {why}")
+            raise UsageError(f"{flag}: the run is multilabel, so its classes do not exclude each other: {why}")
 
 
 def _about_draws(outputs: list[dict[str, Any]]) -> list[str]:
@@ -191,7 +192,7 @@ def _about_draws(outputs: list[dict[str, Any]]) -> list[str]:
     for maker, output in by_maker.items():
         level = output["interval_level"]
         if level is not None and level < LEVEL:
-            lines.append(f"{maker}: too few draws for 95%; its intervals hold {percent(level)}")
+            lines.append(f"{maker}: too few draws for 95% intervals; using {percent(level)} intervals")
     return lines
 
 
@@ -216,7 +217,7 @@ def _split_names(run: Run, options: PredictOptions) -> list[str]:
         if not run.folder.root.is_dir():
             raise run.no_run()
         raise MissingInput(
-            f"{checkpoint} has no splits to predict but train"
+            f"{checkpoint} has no splits to predict except train"
             if run.folder.splits()
             else f"{checkpoint} has no features",
             hint=run.suggest("extract-features", model="MODEL", data="test=SPEC"),
@@ -224,10 +225,10 @@ def _split_names(run: Run, options: PredictOptions) -> list[str]:
         )
     is_one_maker = len(options.posterior) == 1 and len(options.integrator) <= 1 and ALL not in options.integrator
     if run.naming.out is not None and (len(names) != 1 or not is_one_maker):
-        raise UsageError("--out FILE holds one prediction: name one --posterior, one --integrator and one --split")
+        raise UsageError("--out FILE holds one prediction: give one --posterior, one --integrator and one --split")
     if run.naming.name is not None and not is_one_maker:
         raise UsageError(
-            "--name names the predictions of one posterior by one integrator: give one --posterior, one --integrator"
+            "--name applies to one posterior and one integrator: give one --posterior and one --integrator"
         )
     return names
 
@@ -280,7 +281,7 @@ def _predict(
             and "num_folds" not in predictor.header.meta
             and not (options.split and options.posterior)
         ):
-            run.console.warn(f"skipping {source.path.stem} on val: it was fitted to these rows, and has no folds")
+            run.console.warn(f"skipping {source.path.stem} on val: it was fitted to val and has no folds")
             continue
         request = _request(run, options, predictor, choice, split, sources)
 

@@ -183,7 +183,7 @@ def decide(run: Run, files: Sequence[Path], *, only: Sequence[str]) -> list[Spli
         reasons = {one.name: why_unfit(one, split.header, split.file.classes) for one in opened[name]}
         for why in dict.fromkeys(reason for reason in reasons.values() if reason is not None):
             silent = ", ".join(rule for rule, reason in reasons.items() if reason == why)
-            run.console.info(f"{name} {split.name}: nothing is said by {silent}: {why}")
+            run.console.info(f"{name} {split.name}: skipping rule {silent}: {why}")
         meta = split.header.meta
         fit = [one for one in opened[name] if reasons[one.name] is None]
         found.append(SplitDecisions(name, split, fit, (meta["posterior"], meta["variant"])))

@@ -28,7 +28,7 @@ from bnncli.storage.tables import NAME, as_it_was, csv_bytes, is_table
 _ENDINGS = tuple(SUFFIXES)
 SPLIT = "followed"  # what the table says of where its examples are from
 POLL_SECONDS = 0.5
-_HELD = ("another bnncli follows into this table", "give \0table\0 another name, or stop that one")
+_HELD = ("another bnncli process is following into this table", "give \0table\0 another name, or stop that process")
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Followed:
             before, last = len(self._done), time.monotonic()
             run.console.info(f"following {self.arrivals.folder} into {self.target}: {before:,} files done")
             while True:
-                run.console.poll(f"{len(self._done):,} files done, all of them in {self.target}")
+                run.console.poll(f"{len(self._done):,} files done, all in {self.target}")
                 if names := self.arrivals.ready(self._done):
                     self._predict(names[:BLOCK])
                     last = time.monotonic()
@@ -143,7 +143,8 @@ class Followed:
                     "unreadable": self.arrivals.num_left_out,
                 },
                 summary=[
-                    f"new files: {len(self._done) - before:,}, {len(self._done):,} in all; {self.arrivals.num_left_out} unreadable"
+                    f"new files: {len(self._done) - before:,} ({len(self._done):,} in total); "
+                    f"{self.arrivals.num_left_out} unreadable"
                 ],
             )
 
@@ -161,12 +162,12 @@ class Followed:
                 self._predict(names[middle:])
                 return
             if (self.arrivals.folder / names[0]).exists():
-                self.new.run.console.warn(f"{quoted(names[0])} is left out: {error.message}")
+                self.new.run.console.warn(f"skipping {quoted(names[0])}: {error.message}")
                 self.arrivals.leave_out(names[0])
             return
         _append(self.target, text, self._table)
         self._done.update(map(in_table, names))
-        self.new.run.console.info(f"{len(names):,} new, {len(self._done):,} in all; the last is {quoted(names[-1])}")
+        self.new.run.console.info(f"{len(names):,} new, {len(self._done):,} in total; last: {quoted(names[-1])}")
 
     def _origins(self) -> set[tuple[str, str]]:
         return {(maker.predictor.path.stem, maker.choice.variant) for maker in self.new.makers}
@@ -193,19 +194,19 @@ def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, for
         return set()
     if not target.is_file() or not is_table(target):
         raise OutputExists(
-            f"{target} exists and is no table of bnncli", hint="give \0table\0 another name", path=target
+            f"{target} exists and is not a table of bnncli", hint="give \0table\0 another name", path=target
         )
     content = target.read_bytes()
     whole = content[: _end_of_rows(content)]
     if not whole.startswith(header):
-        hint = "give \0table\0 another name, or add \0force\0 to begin it anew"
+        hint = "give \0table\0 another name, or add \0force\0 to start over"
         raise OutputExists(f"{target} has other columns than this command writes", hint=hint, path=target)
     rows = list(csv.DictReader(io.StringIO(whole.decode(), newline="")))
     others = {(row["posterior"], row["variant"]) for row in rows} - origins
     if others:
         posterior, variant = sorted(others)[0]
-        hint = "name these again, give \0table\0 another name, or add \0force\0 to begin it anew"
-        raise OutputExists(f"{target} has rows of {posterior} by {variant}", hint=hint, path=target)
+        hint = "name the same posteriors again, give \0table\0 another name, or add \0force\0 to start over"
+        raise OutputExists(f"{target} has rows of {posterior} ({variant})", hint=hint, path=target)
     counts: dict[str, int] = {}
     for row in rows:
         name = row[NAME] if is_raw else as_it_was(row[NAME])
@@ -249,8 +250,8 @@ def _append(target: Path, text: bytes, table: tuple[int, int]) -> None:
         raise write_error(error, target) from None
     try:
         if _identity(os.fstat(descriptor)) != table:
-            hint = "start the command again with a table that nobody else replaces"
-            raise WriteError(f"{target} was replaced while this command wrote to it", hint=hint, path=target)
+            hint = "run the command again with a table that no other program replaces"
+            raise WriteError(f"{target} was replaced while bnncli wrote to it", hint=hint, path=target)
         size = os.fstat(descriptor).st_size
         try:
             left = memoryview(text)

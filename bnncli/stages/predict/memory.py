@@ -27,5 +27,5 @@ def planned_bytes(predictor: Predictor, choice: IntegratorChoice, split: Split, 
     asked = PredictionSizes(choice.integrator.needs, count, choice.samples, keep_samples)
     with reader.recorded.visible():
         memory = PosteriorMemory.of(predictor.header, reader.layout(split, str(layers)))
-        what = f"predicting {count:,} examples by {predictor.path.stem} and {choice.variant}"
+        what = f"predicting {count:,} examples with {predictor.path.stem} ({choice.variant})"
         return require_prediction(memory, asked, predictor.run.device, what=what)

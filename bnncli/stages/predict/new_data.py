@@ -104,7 +104,7 @@ class NewData:
         """Raise UsageError where what SPLIT=SPEC names is read by code that nobody trusts."""
         _, spec = data.parse_split(text, option=flag)
         if spec.partition(":")[0] == "py" and not self.reader.trusts_code:
-            raise UsageError(f"{flag}: {spec!r} is code; if it is yours, or you have read it, add \0trust_code\0")
+            raise UsageError(f"{flag}: {spec!r} is code; if it is yours or you have read it, add \0trust_code\0")
 
     def split(self, text: str, flag: str) -> data.InputSplit:
         """The data that SPLIT=SPEC names, with labels as outputs of the network; without, where the option is for other classes.
@@ -130,7 +130,7 @@ class NewData:
         """Image files without labels."""
         transform = self.preprocess.transform
         if transform is not None and transform.takes != "images":
-            raise DataError(f"the run's network takes {transform.takes}, and no files of images", code="wrong_inputs")
+            raise DataError(f"the run's network takes {transform.takes}, not image files", code="wrong_inputs")
         dataset = image_dataset(folder, files, None, None, self.preprocess)
         return data.InputSplit(spec, dataset, np.arange(len(files)), self.preprocess, is_labeled=False, name=name)
 
@@ -213,7 +213,8 @@ class NewData:
             inputs = extracted.features
             if inputs.shape[1] != layout.num_features:
                 raise DataError(
-                    f"the network gives {inputs.shape[1]} features, {predictor.path.stem} takes {layout.num_features}",
+                    f"the network gives {inputs.shape[1]} features, but {predictor.path.stem} takes "
+                    f"{layout.num_features}",
                     code="wrong_layout",
                 )
         else:
@@ -236,9 +237,7 @@ def about_given_data() -> Iterator[None]:
         yield
     except BnnError as error:
         if any(f"\0{name}\0" in (error.hint or "") for name in _OF_THE_RUN):
-            error.hint = (
-                "network, preprocessing and task are those of the run: give data like those that its features are of"
-            )
+            error.hint = "new data use the run's network, preprocessing and task: give data like those of its features"
         raise
 
 
@@ -259,9 +258,9 @@ def _joined(held: Sequence[Extracted]) -> Extracted:
 def _named_on_stdin() -> list[str]:
     """Files that stdin names, one a line, in that order. Raises UsageError where it names none."""
     if sys.stdin is None or sys.stdin.isatty():
-        raise UsageError("\0data\0: `-` reads the names of files from stdin, which is a terminal: pipe them into it")
+        raise UsageError("\0data\0: `-` reads file names from stdin, but stdin is a terminal; pipe the names in")
     names = [line.rstrip("\r\n") for line in sys.stdin]
     names = [name for name in names if name]
     if not names:
-        raise UsageError("\0data\0: `-` reads the names of files from stdin, one a line; it has none")
+        raise UsageError("\0data\0: `-` reads file names from stdin, one per line; got none")
     return names

@@ -71,7 +71,7 @@ class NewDataRules:
         reasons = {one.name: why_unfit_for(one, maker_as(params, posterior), classes) for one in found}
         for rule, why in reasons.items():
             if why is not None:
-                run.console.info(f"{name}: nothing is said by {rule}: {why}")
+                run.console.info(f"{name}: skipping rule {rule}: {why}")
         return cls(name, origin, [one for one in found if reasons[one.name] is None])
 
     def of_block(self, split: str, content: PredictionFile, first: int, columns: RuleColumns) -> dict[str, Array]:

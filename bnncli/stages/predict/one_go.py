@@ -31,7 +31,7 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
         UsageError: several processes share the command.
     """
     if team() is not None:
-        raise UsageError("\0data\0 and \0follow\0 are of one process: start the command without torchrun")
+        raise UsageError("\0data\0 and \0follow\0 run in one process: start the command without torchrun")
     assert options.table is not None
     target, first = Path(options.table), makers[0].predictor
     has_top_k = any(maker.choice.top_k for maker in makers)
@@ -64,7 +64,7 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
     digest = write_table(target, blocks(), classes)
     alarms = [{"posterior": one.origin[0], "variant": one.origin[1], **row} for one in rules for row in one.alarms()]
     num_rows, seconds = sum(map(len, splits)), time.monotonic() - begun
-    what_of_features = "no features are kept" if added is None else "their features are kept"
+    what_of_features = "features not kept" if added is None else "features kept"
     total.add(
         Result(
             "computed",
@@ -83,7 +83,7 @@ def _named(options: PredictOptions) -> list[tuple[str, str]]:
     names = [data.parse_split(text, option=flag)[0] for text, flag in found]
     twice = [flag for place, (_, flag) in enumerate(found) if names[place] in names[:place]]
     if twice:
-        raise UsageError(f"{twice[0]}: a split is named twice")
+        raise UsageError(f"{twice[0]}: two splits have the same name")
     return found
 
 

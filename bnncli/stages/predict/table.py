@@ -138,13 +138,13 @@ def parse_merges(
         name, _, listed = text.partition("=")
         members = tuple(_class_index(text, part.strip(), classes) for part in listed.split(","))
         if len(set(members)) < len(members):
-            raise UsageError(f"--merge {text}: a class stands there twice")
+            raise UsageError(f"--merge {text}: a class is named twice")
         if len(members) == len(classes):
             raise UsageError(f"--merge {text}: the union of all classes has probability 1")
         own = {name, f"{name}_low", f"{name}_high"}
         if own & names:
             raise UsageError(
-                f"--merge {text}: the table has a column {min(own & names)!r} already; choose another name"
+                f"--merge {text}: the table already has a column {min(own & names)!r}; choose another name"
             )
         names |= own
         merges.append(Merge(name, members))
