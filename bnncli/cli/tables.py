@@ -8,6 +8,7 @@ from bnncli.names import printable
 from bnncli.options.declaration import spelled
 
 WIDE = 100_000
+_EMPTY = ("", "-")  # a column of nothing else is not shown
 
 
 def print_table(table: Any, stream: TextIO) -> None:
@@ -32,11 +33,16 @@ def _draw(table: Any, console: Any, *, is_terminal: bool) -> None:
     if table.title:
         console.print(printable(spelled(table.title)), soft_wrap=True)
     drawn = Table(box=box.SIMPLE_HEAD if is_terminal else box.ASCII2, show_edge=is_terminal, pad_edge=False)
-    for position, column in enumerate(table.columns):
-        is_number = position > 0 and all(_is_number(row[position]) for row in table.rows)
-        drawn.add_column(Text(printable(column)), justify="right" if is_number else "left", overflow="fold")
+    shown = [
+        i
+        for i in range(len(table.columns))
+        if i == 0 or not table.rows or any(row[i] not in _EMPTY for row in table.rows)
+    ]
+    for i in shown:
+        is_number = i > 0 and all(_is_number(row[i]) for row in table.rows)
+        drawn.add_column(Text(printable(table.columns[i])), justify="right" if is_number else "left", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*(Text(printable(spelled(cell))) for cell in row))
+        drawn.add_row(*(Text(printable(spelled(row[i]))) for i in shown))
     console.print(drawn)
 
 

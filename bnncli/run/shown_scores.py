@@ -18,45 +18,36 @@ Row = dict[str, Any]
 def legend(
     rows: Sequence[Row], options: EvaluateOptions | ScoreOptions, detectors: Sequence[str], replicates: int
 ) -> list[str]:
-    """What the numbers of the table mean.
+    """Return what the numbers of the table mean, in clauses.
 
     Args:
         detectors: the scores of examples by which detection is shown.
         replicates: of the bootstrap.
     """
     if options.metric:
-        lines = [f"accuracy, calibration errors, AUROC and FPR95 are fractions; bins: {options.settings['bins']}"]
+        lines = [f"fractions, not percent; bins: {options.settings['bins']}"]
     else:
-        every = [metric for row in rows for metric in row["metrics"]]
-        has_draws = any(metric["name"] == "mmd2" for metric in every)
-        whose = " (of the features, the same for all posteriors)" if [*detectors] == [DEFAULT_SCORE] else ""
-        detection = f"; detection by {', '.join(detectors)}{whose}, in-distribution positive"
-        lines = [
-            f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.settings['bins']} equal-width bins"
-            + (detection if has_draws or any("ood" in metric for metric in every) else "")
-            + ("; MMD^2: unbiased" if has_draws else "")
-        ]
+        lines = [f"fractions, not percent; ECE: {options.settings['bins']} equal-width bins"]
+        if any("ood" in metric for row in rows for metric in row["metrics"]):
+            whose = " (the same for all posteriors)" if [*detectors] == [DEFAULT_SCORE] else ""
+            lines.append(f"detection by {', '.join(detectors)}{whose}")
     scores = declared()
     names = options.metric or [name for name, score in scores.items() if score.is_shown]
     metrics = [m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in names]
     if any("floor" in metric and "reference" not in metric for metric in metrics):
-        lines.append("floor: the score of a calibrated model with the same confidences, due to chance")
+        lines.append("floor: expected by chance for a calibrated model")
     if any(metric.get("p_value") is not None for metric in metrics):
-        lines.append(
-            "MMD^2 +- standard error; p: permutation test, small if the draws differ in distribution from the "
-            "reference's"
-        )
+        lines.append("MMD^2: unbiased, +- standard error (p: permutation test)")
     there = {metric["name"] for metric in metrics} if not options.metric else set()
     lines += [score.note for name, score in scores.items() if name in there and score.note is not None]
     if any(recorded_name(row) is not None for row in rows):
         lines.append(
-            "multilabel: accuracy needs every label right (at 0.5); NLL, Brier score and ECE are per label; "
-            "class AUROC and average precision are means over labels; max_prob is of the likeliest label"
+            "multilabel: accuracy needs every label right; NLL, Brier and ECE are per label; other scores are means over labels"
         )
     if options.intervals:
         lines.append(
-            f"[low, high]: {percent(options.level, 'g')} intervals (bootstrap over examples, {replicates} "
-            "replicates); those of ECE and MCE estimate the error without the floor and may lie below the value"
+            f"[low, high]: {percent(options.level, 'g')} bootstrap intervals ({replicates} replicates); those of ECE and MCE "
+            "are without the floor and may lie below the value"
         )
     return lines
 

@@ -43,7 +43,7 @@ def test_splits_of_other_classes_are_not_mixed(cli: Cli, arrays: Arrays, tmp_pat
     assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
     done = cli("extract-features", run, "--from-npz", tmp_path / "b.npz", "--json")
     assert (done.code, done.json["error"]["code"]) == (65, "class_mismatch")
-    assert "labels up to 4, split 'train' of this run has 3 classes" in done.json["error"]["message"]
+    assert "labels up to 4, but split 'train' of this run has 3 classes" in done.json["error"]["message"]
 
 
 def test_rows_that_two_splits_share_are_warned_of(cli: Cli, arrays: Arrays, tmp_path: Path) -> None:

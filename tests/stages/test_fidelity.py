@@ -80,7 +80,7 @@ def test_without_predictions_the_rows_name_the_command_that_makes_them(cli: Cli,
     }
     assert others == []
     assert f"bnncli predict {small_run} --posterior hmc" in reason
-    assert "hmc has not predicted" in done.stderr
+    assert "hmc has no predictions" in done.stderr
     assert cli("evaluate", small_run, *QUICK, *LAPLACE, "--reference", "hmc", "--metric", "agreement").code == 65
 
 
@@ -93,7 +93,7 @@ def test_a_file_is_a_reference_and_assertions_hold_against_it(cli: Cli, small_ru
     assert [found[name]["value"] for name in NAMES[:3]] == [expected[name]["value"] for name in NAMES[:3]]
     assert found["agreement"]["reference"] == "ref.npz.hmc"
     assert "draws to halve" in found["agreement"]["floor_undefined"]
-    assert "of split test" in rows["laplace", "val"]["agreement"]["undefined"]
+    assert "for split test" in rows["laplace", "val"]["agreement"]["undefined"]
     words = (
         "evaluate",
         small_run,
@@ -156,7 +156,7 @@ def test_score_has_the_same_numbers(cli: Cli, small_run: Path) -> None:
 def test_neither_a_posterior_nor_a_file(cli: Cli, small_run: Path) -> None:
     done = cli("evaluate", small_run, "--reference", "nobody")
     assert done.code == 66
-    assert "'nobody' is no posterior of the run (have: " in done.stderr
+    assert "'nobody' is neither a posterior of the run (have: " in done.stderr
 
 
 def test_what_differs_in_the_reference_alone_is_made_anew_without_force(cli: Cli, small_run: Path) -> None:
@@ -165,10 +165,10 @@ def test_what_differs_in_the_reference_alone_is_made_anew_without_force(cli: Cli
     assert cli(*words, "--force").code == 0
     done = cli(*with_map)
     assert done.code == 0
-    assert "replacing it (made without --reference, asked for with --reference map.plug-in)" in done.stderr
-    assert "made with --reference map.plug-in, asked for with --reference hmc.mc)" in cli(*with_hmc).stderr
+    assert "replacing it (created without --reference, now with --reference map.plug-in)" in done.stderr
+    assert "created with --reference map.plug-in, now with --reference hmc.mc)" in cli(*with_hmc).stderr
     done = cli(*words, "--dry-run")
-    assert "made with --reference hmc.mc, asked for without --reference" in done.stdout
+    assert "created with --reference hmc.mc, now without --reference" in done.stdout
     assert "replacing it" in cli(*words).stderr
     assert "up to date" in cli(*words).stderr
     done = cli(*words[:-1], 7, "--reference", "hmc")

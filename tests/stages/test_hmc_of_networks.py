@@ -198,7 +198,7 @@ def test_requests_over_networks_that_cannot_be_are_told(cli: Cli, make_run: Make
     coarse = cli(*HMC, "--prior-precision", 1, "--gradients", "tf32")
     assert (coarse.code, "--gradients is for the last layer" in coarse.stderr) == (2, True)
     both = cli(*HMC, "--prior-precision", 1, "--base", "laplace")
-    assert (both.code, "exclude each other" in both.stderr) == (2, True)
+    assert (both.code, "give only one of --prior-precision and --base" in both.stderr) == (2, True)
 
 
 def test_chains_of_networks_are_merged_and_judged_by_predictions(cli: Cli, make_run: Make) -> None:

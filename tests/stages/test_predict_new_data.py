@@ -106,7 +106,7 @@ def test_files_are_named_on_stdin_and_their_names_stand_in_the_table(
         (("--follow", ".", "--table", "t.npz"), "appends to a .csv table"),
         (("--idle", "3", "--table", "t.csv"), "add --follow DIR"),
         (("--data", "new=py:code.py:make", "--table", "t.csv"), "add --trust-code"),
-        (("--data", "a=npz:test.npz", "--data", "a=npz:test.npz", "--table", "t.csv"), "named twice"),
+        (("--data", "a=npz:test.npz", "--data", "a=npz:test.npz", "--table", "t.csv"), "two splits have the same name"),
     ],
 )
 def test_what_does_not_go_together_is_refused(folder: Path, cli: Cli, words: tuple[str, ...], message: str) -> None:
@@ -148,8 +148,7 @@ def test_each_arrival_has_one_row_and_a_later_start_goes_on(folder: Path, cli: C
     first = follow(cli, "--json").json
     assert (first["metrics"]["new"], first["metrics"]["unreadable"]) == (3, 1)
     assert (
-        "'broken.png' is left out: cannot decode 'broken.png' in in: it is no image of a known kind"
-        in first["warnings"]
+        "skipping 'broken.png': cannot decode 'broken.png' in in: it is no image of a known kind" in first["warnings"]
     )
     kept = Path("t.csv").read_bytes()
     draw(Path("in") / "3.png", 3)

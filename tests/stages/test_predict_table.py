@@ -162,8 +162,8 @@ def test_classes_are_merged_by_name_before_index() -> None:
         (["a=dgo,cat"], "no class 'dgo'; did you mean 'dog'"),
         (["a=cat,0"], "a class is named twice"),
         (["a=0,1,9,3"], "has probability 1"),
-        (["a=0,1", "a=0"], "has a column 'a' already"),
-        (["label=0,1"], "has a column 'label' already"),
+        (["a=0,1", "a=0"], "already has a column 'a'"),
+        (["label=0,1"], "already has a column 'label'"),
         (["a=0,4"], "no class '4'"),
     ],
     ids=str,
@@ -204,7 +204,7 @@ def test_a_table_replaces_a_table_but_no_other_file(cli: Cli, small_run: Path) -
         path.write_bytes(b"mine")
         done = cli("predict", small_run, *words, "--table", path, "--json")
         assert (done.code, path.read_bytes()) == (73, b"mine")
-        assert "is not a table of bnncli" in done.json["error"]["message"]
+        assert "is no table of bnncli" in done.json["error"]["message"]
         assert make(cli, small_run, name, *words, "--force").read_bytes() == before
     assert cli("predict", small_run, *words, "--table", small_run.with_name("features.npz")).code == 2
 

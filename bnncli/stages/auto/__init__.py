@@ -105,12 +105,18 @@ def run(run: Run, options: AutoOptions) -> Result:
     names = {rung.posterior for rung in rungs if rung.source is not None}
     others = [path.stem for path in run.folder.posteriors() if path.stem not in names]
     headers = {rung.posterior: read_header(rung.source.path) for rung in rungs if rung.source is not None}
-    tables = _table(rungs, rows, val.content.labels, others), *gain_table(headers)
+    tables = _table(rungs, rows, val.content.labels), *gain_table(headers)
     result.tables = [*tables, *_qualities_table(result.metrics)]
-    result.lines = [str(result.metrics["sentence"]), str(result.metrics["outside"])]
+    result.lines = [
+        *(f"{rung.name}: {rung.note}" for rung in rungs if rung.note),
+        str(result.metrics["sentence"]),
+        str(result.metrics["outside"]),
+    ]
     took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
     result.extra["siblings"] = [str(path) for path in siblings]
     result.summary = [f"took: {took}"]
+    if others:
+        result.summary.append(f"not considered: {', '.join(others)} (compare has all posteriors)")
     chosen = next((row for row in rows if row["is_recommended"]), None)
     ensemble = next((rung.posterior for rung in rungs if rung.name == ENSEMBLE and rung.source is not None), None)
     if ensemble is not None and chosen is not None and chosen["posterior"] == ensemble:
@@ -167,12 +173,12 @@ def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
     if not found:
         return []
     columns = ["val", *metrics["about"], "difference", "95% interval", "finding"]
-    notes = ["paired by example; each interval holds by itself"]
+    notes = ["paired by example; each interval holds on its own"]
     return [Table(columns, [one.cells for one in found], notes=notes)]
 
 
-def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, others: list[str]) -> Table:
-    """A row for each rung by its best integrator; others: posteriors of the run that are no rung."""
+def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any) -> Table:
+    """A row for each rung by its best integrator."""
     cells = []
     for rung in rungs:
         own = [row for row in rows if row["posterior"] == rung.posterior]
@@ -189,18 +195,9 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, others: l
         good = "-" if rung.is_good is None else "yes" if rung.is_good else "no"
         ece = percent(shown["ece"])
         cells.append([f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", ece, told, good])
-    tuned = any(rung.criterion == "val" for rung in rungs)
-    notes = [
-        *(f"{rung.name}: {rung.note}" for rung in rungs if rung.note),
-        f"NLL and ECE of {len(labels)} examples of val; gain in NLL over the network at its best temperature (held out), paired; * recommended",
-        "good: whether the posterior is good for its target, as diagnose judges"
-        + (
-            "; the prior precision was chosen on the same val split, which favours posteriors a little" if tuned else ""
-        ),
-    ]
-    if any(rung.name == ENSEMBLE and rung.source is not None for rung in rungs):
-        notes.append("the one temperature of the ensemble's members was chosen on the same val split too")
-    if others:
-        notes.append(f"other posteriors of the run are not looked at: {', '.join(others)}; compare has them all")
+    note = (
+        f"* recommended; {len(labels)} examples of val; gain: fall of the NLL from the network at its best temperature; "
+        "good: matches its target closely (see diagnose)"
+    )
     columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good"]
-    return Table(columns, cells, notes=notes)
+    return Table(columns, cells, notes=[note])

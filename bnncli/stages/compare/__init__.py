@@ -51,10 +51,12 @@ def run(run: Run, options: CompareOptions) -> Result:
     comparison = compared(runs, options, groups)
     for text in power_warnings(runs[0], options, comparison, [own[0] for own in groups.values()]):
         run.console.warn(text)
+    recommended = [] if comparison.recommendation is None else [f"auto: {comparison.recommendation}"]
     result = Result(
         extra=as_json(comparison) | {"inputs": _inputs(groups)},
         tables=[as_table(comparison), *_gains(runs, comparison)] if options.format == "text" else [],
-        lines=[] if options.format == "text" else _FORMATS[options.format](comparison),
+        lines=recommended if options.format == "text" else _FORMATS[options.format](comparison),
+        summary=comparison.unknown_errors(),
     )
     if plot is not None:
         result.add(draw_plot(run, plot, comparison))

@@ -20,6 +20,7 @@ _DIGITS = 4
 _FEW_EXAMPLES = 3000  # with which the level of the confidence set may be off
 _NAMES = ("posterior", "integrator", "draws")
 _COST = "gradient passes"
+MARKED = "marked:"  # in a note, in place of the mark
 UNKNOWN = TotalCost(None, None, None)
 
 
@@ -92,17 +93,6 @@ class Comparison:
         """The cells of a row before the scores."""
         return [*name.cells, *([name.cost_cell] if self.shows_cost else [])]
 
-    def _about_cost(self) -> list[str]:
-        """What the cost is, and what of it is unknown."""
-        if not self.shows_cost:
-            return []
-        is_known = all(name.cost.training is not None for name in self.names)
-        known = "in the column" if is_known else "unknown, not in the column"
-        return [
-            f"{_COST}: of the posterior and its base, gradients of the training data over its number of examples, a product with the Hessian as two; "
-            f"training of the checkpoint: {known}"
-        ]
-
     def is_marked(self, column: int, row: int) -> bool:
         """Whether a number is marked: as not shown to be worse than any; or as significantly different from the baseline."""
         standing = self.standings[column][row]
@@ -118,60 +108,28 @@ class Comparison:
         close = [one.is_close for one, entry in zip(standings, entries, strict=True) if entry.samples is not None]
         return len(close) < 2 or not all(close)
 
-    def _untold(self) -> list[str]:
-        """The columns without marks."""
-        titles = [title for place, title in enumerate(score_titles(self)) if not self.tells_apart(place)]
-        what = f"{self.num_checkpoints} checkpoints" if self.num_checkpoints > 1 else f"{self.num_examples} examples"
-        return [f"no marks in {', '.join(titles)}: {what} tell no two apart there"] if titles else []
-
-    def notes(self) -> list[str]:
-        """What the numbers and the marks mean."""
+    def note(self) -> str:
+        """Return what the numbers and the marks mean."""
         if self.num_checkpoints > 1:
-            what, test = (
-                f"mean +- standard error over {self.num_checkpoints} checkpoints",
-                "paired t tests over checkpoints",
-            )
+            parts = [f"split {self.split}, mean +- standard error over {self.num_checkpoints} checkpoints"]
         else:
-            what = (
-                f"value +- standard error over {self.num_examples} examples (bootstrap, {self.replicates} replicates)"
+            parts = [f"split {self.split}, value +- standard error over {self.num_examples} examples"]
+        if self.shows_cost:
+            is_known = all(name.cost.training is not None for name in self.names)
+            parts.append(f"{_COST} {'with' if is_known else 'without'} the checkpoint's training")
+        level = percent(self.alpha, "g")
+        if self.baseline is not None:
+            parts[0] += (
+                f" for {self.names[self.baseline].folder}, difference from it with {percent(1 - self.alpha, 'g')} interval for the others"
             )
-            test = "paired bootstrap over examples"
-            if any(name.draws is not None for name in self.names):
-                what += " and draws"
-                test += ", with the integration error of both sides"
-        shown = f"split {self.split}; {what}"
-        recommended = [] if self.recommendation is None else [f"auto: {self.recommendation}"]
-        if self.baseline is None:
-            return [
-                shown,
-                *self._about_cost(),
-                *self._unknown(),
-                "marked: the best of its column and all that are not significantly worse than another; those whose true "
-                f"scores are the best are all marked but for a chance of {percent(self.alpha, 'g')} in each column ({test}, all pairs "
-                f"together, stepwise{self._of_few()})",
-                *self._untold(),
-                *recommended,
-            ]
-        name = self.names[self.baseline].folder
-        return [
-            f"{shown} for {name}; for the others the difference from it, with its {percent(1 - self.alpha, 'g')} interval and p-value",
-            *self._about_cost(),
-            *self._unknown(),
-            f"marked: significantly different ({test}; intervals and p-values of each alone, marks by Holm, alpha {self.alpha:g})",
-            *recommended,
-        ]
+            return "; ".join([*parts, f"{MARKED} significantly different (Holm, family-wise {level} per column)"])
+        few = ", more with few examples" * (self.num_checkpoints == 1 and self.num_examples < _FEW_EXAMPLES)
+        parts.append(f"{MARKED} best, or not significantly worse (family-wise {level} per column{few})")
+        untold = [title for place, title in enumerate(score_titles(self)) if not self.tells_apart(place)]
+        return "; ".join([*parts, *([f"no significant difference in {', '.join(untold)}"] if untold else [])])
 
-    def _of_few(self) -> str:
-        """How far the level is off where rare large losses are missing from few examples."""
-        few = self.num_checkpoints == 1 and self.num_examples < _FEW_EXAMPLES
-        return (
-            "; if losses are rare and large, few examples make the chance larger: at 5%, up to 15% with 100 and 8% with 1,000"
-            if few
-            else ""
-        )
-
-    def _unknown(self) -> list[str]:
-        """Notes on integration errors that are not known, and so taken as zero."""
+    def unknown_errors(self) -> list[str]:
+        """Return what to say of integration errors that are not known, and so taken as zero."""
         if self.num_checkpoints > 1:
             return []
         whose: dict[str, dict[str, None]] = {}
@@ -195,8 +153,7 @@ def as_table(comparison: Comparison) -> Table:
         for place, title in enumerate(titles)
     ]
     rows = [[*name, *row] for name, row in zip(names, cells, strict=True)]
-    notes = [note.replace("marked:", "*:") for note in comparison.notes()]
-    return Table([*heads, *titles], rows, notes=notes, narrow=narrow)
+    return Table([*heads, *titles], rows, notes=[comparison.note().replace(MARKED, "*")], narrow=narrow)
 
 
 def as_markdown(comparison: Comparison) -> list[str]:
@@ -206,8 +163,8 @@ def as_markdown(comparison: Comparison) -> list[str]:
     lines = [head, ["---", "---", *("---:" for _ in head[2:])]]
     lines += [[*comparison.cells_of(name), *row] for name, row in zip(comparison.names, cells, strict=True)]
     table = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines]
-    notes = [note.replace("+-", "±").replace("marked:", "Bold:") for note in comparison.notes()]
-    return [*table, "", *(f"{note[0].upper()}{note[1:]}." for note in notes)]
+    note = comparison.note().replace("+-", "±").replace(MARKED, "bold:")
+    return [*table, "", f"{note[0].upper()}{note[1:]}."]
 
 
 def as_latex(comparison: Comparison) -> list[str]:
@@ -225,7 +182,7 @@ def as_latex(comparison: Comparison) -> list[str]:
         for column, arrow in zip(comparison.columns, arrows, strict=True)
     ]
     titles = [f"{_escaped(t)} {arrow}".strip() for t, arrow in zip(score_titles(comparison), arrows, strict=True)]
-    lines = [f"% {note.replace('marked:', 'bold:')}" for note in comparison.notes()]
+    lines = [f"% {comparison.note().replace(MARKED, 'bold:')}"]
     heads = comparison.heads
     lines += [rf"\begin{{tabular}}{{ll{'r' * (len(heads) - 2 + len(titles))}}}", r"\toprule"]
     lines += [" & ".join([*heads, *titles]) + r" \\", r"\midrule"]

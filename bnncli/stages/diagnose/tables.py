@@ -9,10 +9,8 @@ from bnncli.posteriors import LATENT_BINARY
 from bnncli.run.session import Table
 
 MAX_PAIRS = 15
-DENSITY_NOTES = (  # a sentence, on two lines
-    "nats, +- one standard error; log w: log importance weights; k: their Pareto k; an ELBO is on the",
-    "target of its own prior precision: compare it only with ELBOs of the same prior",
-)
+_DENSITY_NOTE = "+- standard error; sd log w, k: spread and Pareto k of the log weights"
+_TUNED = "; * tuned on val"
 _DENSITY_COLUMNS = ["posterior", "prior", "ELBO", "sd log w", "k", "log evidence", "val NLL", "good"]
 _CHAIN_COLUMNS = [
     "posterior",
@@ -38,23 +36,14 @@ def diagnosis_tables(entries: Mapping[str, dict[str, Any]], pairs: list[dict[str
             Table(
                 _DENSITY_COLUMNS,
                 [_density_row(name, entry) for name, entry in densities.items()],
-                notes=[
-                    *DENSITY_NOTES,
-                    _draws_note(densities),
-                    *_other_targets(densities),
-                ],
+                notes=[_density_note(densities)],
                 narrow=[_turned(_DENSITY_COLUMNS, [_density_row(*item) for item in densities.items()])],
             )
         )
     if chains:
         rows = [_chain_row(name, entry) for name, entry in chains.items()]
-        notes = ["worst over all parameters or chains; div.: divergences; accepts: lowest acceptance of a chain"]
+        notes = ["worst parameter or chain; div.: divergences; accepts: acceptance rate" + _TUNED * _any_tuned(chains)]
         tables.append(Table(_CHAIN_COLUMNS, rows, notes=notes, narrow=[_turned(_CHAIN_COLUMNS, rows)]))
-    tuned = [name for name, entry in entries.items() if entry["val_nll"].get("tuned_on_val")]
-    if tuned:
-        tables[-1].notes.append(
-            f"val NLL of {', '.join(tuned)}: on the examples they were tuned on, so somewhat low; evaluate judges by others"
-        )
     if pairs:
         tables.append(_pair_table(pairs))
     return tables
@@ -68,7 +57,7 @@ def _density_row(name: str, entry: dict[str, Any]) -> list[str]:
         _number(entry["log_weight_sd"], 2),
         _number(entry["pareto_k"], 2),
         _number(entry["log_evidence"], 2),
-        _number(entry["val_nll"], 4),
+        _val_nll(entry),
         _good(entry),
     ]
 
@@ -85,7 +74,8 @@ def _chain_row(name: str, entry: dict[str, Any]) -> list[str]:
     return [
         name,
         _prior(entry),
-        *(_number(entry[key], digits) for key, digits in (*keys, ("val_nll", 4))),
+        *(_number(entry[key], digits) for key, digits in keys),
+        _val_nll(entry),
         _good(entry),
     ]
 
@@ -103,15 +93,14 @@ def _pair_table(pairs: list[dict[str, Any]]) -> Table:
         rows.append([f"{pair['posteriors'][0]} - {pair['posteriors'][1]}", *values, same])
     notes = list(dict.fromkeys(pair["reason"] for pair in pairs if "reason" in pair))
     if len(shown) < len(pairs):
-        notes.append(f"{len(pairs) - len(shown)} more pairs without {reference} are in --json")
+        notes.append(f"--json has {len(pairs) - len(shown)} more pairs without {reference}")
     known = next((pair for pair in pairs if pair["unbiased"] is not None), None)
     if known is not None:
         notes.insert(
             0,
-            f"+- one standard error; bandwidth: median distance of the draws of {known['bandwidth_of']}; p: {known['permutations']} "
-            "relabellings",
+            f"+- standard error; bandwidth from the draws of {known['bandwidth_of']}; p: {known['permutations']} permutations",
         )
-    return Table(["pair", "MMD^2", "biased", "p", "same target"], rows, notes=notes)
+    return Table(["pair", "MMD^2", "biased", "p", "same target"], rows, notes=["; ".join(notes)] if notes else [])
 
 
 def _turned(columns: list[str], rows: list[list[str]]) -> Table:
@@ -120,19 +109,17 @@ def _turned(columns: list[str], rows: list[list[str]]) -> Table:
     return Table([columns[0], *(row[0] for row in rows)], turned)
 
 
-def _draws_note(densities: Mapping[str, dict[str, Any]]) -> str:
-    counts = [f"{name} {entry['draws']}" for name, entry in densities.items() if entry["draws"]]
-    if counts:
-        return f"draws: {', '.join(counts)}"
-    return "none of them has a density: nothing but their predictions can be judged"
+def _density_note(densities: Mapping[str, dict[str, Any]]) -> str:
+    latent = [name for name, entry in densities.items() if entry["type"] == LATENT_BINARY]
+    note = _DENSITY_NOTE
+    if not any(entry["draws"] for entry in densities.values()):
+        note = "none has a density, so only their predictions can be compared"
+    other = f"; {', '.join(latent)}: spike-and-slab prior, another target" if latent else ""
+    return note + _TUNED * _any_tuned(densities) + other
 
 
-def _other_targets(densities: Mapping[str, dict[str, Any]]) -> list[str]:
-    """What to say of latent binary networks."""
-    names = [name for name, entry in densities.items() if entry["type"] == LATENT_BINARY]
-    return [f"{', '.join(names)}: spike and slab, another target than any here; its predictions are judged"] * bool(
-        names
-    )
+def _any_tuned(entries: Mapping[str, dict[str, Any]]) -> bool:
+    return any(entry["val_nll"].get("tuned_on_val") for entry in entries.values())
 
 
 def _prior(entry: dict[str, Any]) -> str:
@@ -142,6 +129,10 @@ def _prior(entry: dict[str, Any]) -> str:
         return "-"
     shown = f"{value:.4g}" if bias is None else f"{value:.4g} / {bias:.4g}"
     return shown if scale is None else f"{shown} (mean {scale:.3g})"
+
+
+def _val_nll(entry: dict[str, Any]) -> str:
+    return _number(entry["val_nll"], 4) + "*" * bool(entry["val_nll"].get("tuned_on_val"))
 
 
 def _good(entry: dict[str, Any]) -> str:

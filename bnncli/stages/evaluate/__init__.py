@@ -98,9 +98,15 @@ def run(run: Run, options: EvaluateOptions) -> Result:
             *legend(rows, options, options.shown_scores, options.bootstrap),
             *(text for one in used.values() for text in one.doubts()),
         ]
-        notes.append(f"all scores and their definitions: {run.folder.root / 'metrics'}")
+        total.summary.append(f"all scores and their definitions: {run.folder.root / 'metrics'}")
         total.tables.append(
-            score_table(rows, notes, chosen=options.metric, scores=options.shown_scores, intervals=options.intervals)
+            score_table(
+                rows,
+                ["; ".join(notes)],
+                chosen=options.metric,
+                scores=options.shown_scores,
+                intervals=options.intervals,
+            )
         )
         of_classes = class_table(rows) if options.per_class else None
         total.tables += [of_classes] if of_classes is not None else []

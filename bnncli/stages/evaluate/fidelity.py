@@ -113,7 +113,7 @@ def why_anew(asked: Mapping[str, Any], recorded: Mapping[str, Any]) -> str | Non
     then, now = (params.get("fidelity") or {} for params in (recorded, asked))
     with_splits = then.get("reference") == now.get("reference")
     said = [_said(one, with_splits=with_splits) for one in (then, now)]
-    return f"created {said[0]}; you asked for {said[1]}"
+    return f"created {said[0]}, now {said[1]}"
 
 
 def _said(recorded: Mapping[str, Any], *, with_splits: bool) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +13,7 @@ from bnncli.figures.marginals import Marginal, Marginals
 from bnncli.pages.blocks import Block, Missing
 from bnncli.run.session import Table
 from bnncli.stages.diagnose.judgement import Judgement
-from bnncli.stages.diagnose.tables import DENSITY_NOTES, diagnosis_tables
+from bnncli.stages.diagnose.tables import diagnosis_tables
 from bnncli.stages.report.parameters import parameter_name
 from bnncli.stages.report.scores import data_table
 from bnncli.stages.report.subject import MOST_DRAWN, Subject
@@ -32,10 +30,6 @@ def posteriors(subject: Subject) -> list[Block]:
     blocks: list[Block] = []
     captions = ("Gaussians, flows and points", "Draws") if len(_tables(judgement)) > 1 else ("Posteriors",)
     for place, table in enumerate(_tables(judgement)):
-        if table.notes[:1] == [DENSITY_NOTES[0]]:
-            table = replace(
-                table, notes=[" ".join(table.notes[: len(DENSITY_NOTES)]), *table.notes[len(DENSITY_NOTES) :]]
-            )
         blocks.append(
             data_table(table, f"{subject.key}diagnosis-{place}", f"{captions[place]}{subject.of}, by diagnose")
         )

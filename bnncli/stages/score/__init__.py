@@ -90,7 +90,9 @@ def run(run: Run, options: ScoreOptions) -> Result:
     drawn = _drawn(options, given, groups, (rows[0], of_groups))
     rows, of_groups = (_shown(options, given, some) for some in (rows, of_groups))
     result = Result(extra={"rows": rows, **({"groups": of_groups} if of_groups else {}), "checks": checks})
-    notes = legend(rows, options, options.shown_scores, 0 if bootstrap is None else bootstrap.num_replicates)
+    notes = [
+        "; ".join(legend(rows, options, options.shown_scores, 0 if bootstrap is None else bootstrap.num_replicates))
+    ]
     shown: Row = {"chosen": options.metric, "scores": options.shown_scores, "intervals": options.intervals}
     result.tables.append(score_table(rows, [] if of_groups else notes, **shown, first=_FIRST, head=_head))
     if of_groups:
