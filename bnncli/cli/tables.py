@@ -36,7 +36,7 @@ def _draw(table: Any, console: Any, *, is_terminal: bool) -> None:
     shown = [
         i
         for i in range(len(table.columns))
-        if i == 0 or not table.rows or any(row[i] not in _EMPTY for row in table.rows)
+        if i == 0 or not table.rows or any(row[i].strip() not in _EMPTY for row in table.rows)
     ]
     for i in shown:
         is_number = i > 0 and all(_is_number(row[i]) for row in table.rows)

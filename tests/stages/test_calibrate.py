@@ -186,7 +186,7 @@ def test_a_split_by_which_auto_chose_is_refused_for_what_it_chose(cli: Cli, run:
     write_metrics(path, rows=rows, predictions=[], provenance=header.provenance, may_replace=True)
     refused = cli(*asked)
     assert refused.code == 65
-    assert "auto recommends map.plug-in by it" in refused.stderr
+    assert "auto used it to recommend map.plug-in" in refused.stderr
     done = cli("calibrate", run, "--sets", "lac", "--json")
     assert [Path(one["path"]) for one in done.json["outputs"]] == [file_of(run, "sets", "map.plug-in")]
 

@@ -123,8 +123,8 @@ class Comparison:
                 f" for {self.names[self.baseline].folder}, difference from it with {percent(1 - self.alpha, 'g')} interval for the others"
             )
             return "; ".join([*parts, f"{MARKED} significantly different (Holm, family-wise {level} per column)"])
-        few = ", more with few examples" * (self.num_checkpoints == 1 and self.num_examples < _FEW_EXAMPLES)
-        parts.append(f"{MARKED} best, or not significantly worse (family-wise {level} per column{few})")
+        about = "about " * (self.num_checkpoints == 1 and self.num_examples < _FEW_EXAMPLES)
+        parts.append(f"{MARKED} best, or not significantly worse (family-wise {about}{level} per column)")
         untold = [title for place, title in enumerate(score_titles(self)) if not self.tells_apart(place)]
         return "; ".join([*parts, *([f"no significant difference in {', '.join(untold)}"] if untold else [])])
 
