@@ -47,7 +47,7 @@ def run(run: Run, options: Any) -> Result:
         known = artifact_states(run, artifact_files(run))
         stale = [one.path for one in known if one.state == STALE]
         if kept := [str(one.path) for one in known if one.state in ("invalid", "unknown")]:
-            run.console.warn(f"kept, for their state cannot be told: {', '.join(kept)}; bnncli status says why")
+            run.console.warn(f"kept, because their state is unknown: {', '.join(kept)}; see bnncli status")
     if not options.dry_run:
         for path in leftovers:
             try:
@@ -70,6 +70,6 @@ def _is_in_use(run: Run, leftover: Path) -> bool:
                 with artifact_lock(lock, wait=0, poll=run.console.poll):
                     pass
         except Locked:
-            run.console.info(f"{leftover}: kept, a running bnncli uses it")
+            run.console.info(f"{leftover}: kept, because a running bnncli uses it")
             return True
     return False

@@ -46,7 +46,7 @@ def run(run: Run, options: ConvertOptions) -> Result:
     source, target = Path(run.arguments["source"]), Path(run.arguments["target"])
     if target.suffix.lower() in _OF_PYTORCH:
         raise UsageError(
-            f"expected a target that ends in .safetensors, which is what is written; got {target}",
+            f"expected a target that ends in .safetensors; got {target}",
             hint=f"name it {target.with_suffix('.safetensors')}",
         )
     if not run.write.dry_run:
@@ -58,7 +58,7 @@ def run(run: Run, options: ConvertOptions) -> Result:
     is_classifier = target.suffix == ".npz"
     if target.exists():
         _check_kind(target, "npz" if is_classifier else "safetensors")
-    check_writable(target.parent, hint="write it to another place")
+    check_writable(target.parent, hint="write to another folder")
     if not (source.is_dir() and (sharded_folder(source) or shards_of(source))):
         with open_regular(source):  # or it is missing, which is told before the slow imports
             pass
@@ -105,7 +105,7 @@ def _write_classifier(run: Run, options: ConvertOptions, source: Path, target: P
     from bnncli.models._sklearn_convert import convert_classifier
 
     if options.state is not None:
-        raise UsageError("--state chooses among weights of a checkpoint; a classifier has one set")
+        raise UsageError("--state chooses among a checkpoint's weights, but a classifier has only one set")
     arrays = convert_classifier(source, target, trust_pickle=options.trust_pickle)
     digest = tensor_digest(arrays)
     output: dict[str, Any] = {"role": "classifier", "path": str(target), "content_digest": digest}

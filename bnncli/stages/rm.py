@@ -50,8 +50,8 @@ def run(run: Run, options: Any) -> Result:
     if kept and not options.dependents:
         names = ", ".join(path.stem for path in kept)
         raise UsageError(
-            f"posteriors or exports were made from what you named: {names}; nothing was removed",
-            hint="name these too, or add --dependents to remove them as well",
+            f"other posteriors or exports depend on these: {names}; nothing was removed",
+            hint="name them too, or add --dependents to remove them as well",
             code="has_dependents",
             path=kept[0],
         )

@@ -31,7 +31,7 @@ def run(run: Run, options: StatusOptions) -> Result:
     entries = [_entry(run, one) for one in artifact_states(run, paths)]
     entries += [_missing(path) for path in _expected(run, paths)]
     leftovers = [str(path) for path in temporaries(folder.root)]
-    notes = [f"leftover of a dead run: {path} (bnncli clean removes it)" for path in leftovers]
+    notes = [f"left over from a dead process: {path} (bnncli clean removes it)" for path in leftovers]
     states = [str(path) for path in resume.leftovers(folder.root)]
     notes += [f"resume state: {path} (--resume continues from it, bnncli clean removes it)" for path in states]
     notes += [f"to refresh: {entry['remake']}" for entry in entries if entry["state"] == STALE and entry["remake"]]
@@ -43,7 +43,7 @@ def run(run: Run, options: StatusOptions) -> Result:
     result = Result(extra={"artifacts": entries, "leftovers": leftovers, "resume_states": states}, tables=[table])
     bad = [entry["name"] for entry in entries if entry["state"] != "fresh"]
     if STALE in {entry["state"] for entry in entries}:
-        table.notes.append(f"to remove what is stale: {run.suggest('clean', stale=True)}")
+        table.notes.append(f"to remove stale artifacts: {run.suggest('clean', stale=True)}")
     if options.check and bad:
         result.failure = CheckFailed(
             f"not fresh: {', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}", code="not_fresh"

@@ -99,7 +99,7 @@ def check_artifact(path: Path) -> Header:
         posterior, _ = open_posterior(path)
         if _places(posterior.layout.to_json()) != _places(header.meta.get("param_layout")):
             raise DataError(
-                f"{path}: its tensors do not fit its layout {header.meta.get('param_layout')}",
+                f"{path}: its tensors do not match its layout {header.meta.get('param_layout')}",
                 code="damaged",
                 path=path,
             )

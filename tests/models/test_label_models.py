@@ -69,18 +69,18 @@ def test_what_a_model_says_that_it_was_made_for_holds_until_a_task_is_said(cli: 
     column = f"csv:{tmp_path / 'a.csv'}:label=worse"
     done = cli("extract-features", tmp_path / "run", "--model", f"hf:{several}", "--data", f"train={column}", "--json")
     assert done.code == 65
-    assert "one class, and the model says that it was made for several labels" in done.json["error"]["message"]
+    assert "one class, but the model was trained for several labels" in done.json["error"]["message"]
     assert "--task multiclass" in done.json["error"]["hint"]
     words = ("extract-features", tmp_path / "run", "--model", f"hf:{one}", "--data", f"train={table}")
     done = cli(*words, "--json")
     assert done.code == 65
-    assert "several labels, and the model says that it was made for one class" in done.json["error"]["message"]
+    assert "several labels, but the model was trained for one class" in done.json["error"]["message"]
     assert cli(*words, "--task", "multilabel").code == 0
     done = cli(
         "extract-features", tmp_path / "bare", "--model", f"hf:{several}", "--data", f"test=csv:{tmp_path / 'a.csv'}"
     )
     assert done.code == 0
-    assert "test: no labels were named, and columns are called as the model's: name them with label=" in done.stderr
+    assert "test: no labels were named, but columns have the model's class names; to use them, add label=" in done.stderr
     assert "worse+same+better" in done.stderr
     bare = f"test=csv:{tmp_path / 'a.csv'}:label="
     done = cli("extract-features", tmp_path / "bare", "--model", f"hf:{several}", "--data", bare, "--force")

@@ -68,7 +68,7 @@ def test_outputs_of_published_weights_have_their_names_where_the_data_have_none(
     np.savez(tmp_path / "x.npz", x=np.zeros((3, 40, 40, 3), np.uint8), y=[0, 134, 999])
     words = ("extract-features", tmp_path / "net.pt", "--model", f"torchvision:{SMALL}:IMAGENET1K_V1", "--data")
     done = cli(*words, f"test=npz:{tmp_path}/x.npz")
-    assert "names of those of the published weights: 'tench', 'goldfish'" in done.stderr
+    assert "using the class names of the published weights: 'tench', 'goldfish'" in done.stderr
     classes = read_features(tmp_path / "net.pt.bnn/features/test.h5").classes
     names = models.get_model_weights(SMALL)["IMAGENET1K_V1"].meta["categories"]
     assert [classes[0], classes[999]] == [names[0], names[999]] == ["tench", "toilet tissue"]

@@ -47,7 +47,7 @@ def test_features_are_those_of_the_models_own_inference(
 ) -> None:
     done = cli(*run, "--num-workers", num_workers, "--batch-size", 4)
     assert done.code == 0, done.stderr
-    assert "train: 6 of 15 texts were longer than 4 tokens and were cut" in done.stderr
+    assert "train: 6 of 15 texts were longer than 4 tokens and were truncated" in done.stderr
     assert "texts were" not in done.stderr.replace("train: 6 of 15 texts were", "")
     found = read_features(tmp_path / "reviews.bnn/features/train.h5")
     inputs = {name: torch.from_numpy(array) for name, array in dict(WordLengths()(TEXTS).inputs).items()}
@@ -85,7 +85,7 @@ def test_real_numbers_are_taken_as_they_are_and_that_is_said(tmp_path: Path, dty
     split = load_split(f"npz:{tmp_path / 'a.npz'}", preprocess=Preprocess(transform=Halved()))
     zeros = np.zeros((2, 1))
     content = FeatureFile("far", zeros, None, zeros[:, 0], [], None, None, None, is_ood=True)
-    said = ["far: the inputs are real numbers, taken as they are: the model's preprocessing is for images"]
+    said = ["far: the inputs are floats and are used unchanged: the model's preprocessing expects images"]
     assert input_notes(split, content) == (said if dtype == "float64" else [])
 
 

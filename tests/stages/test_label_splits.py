@@ -198,7 +198,7 @@ def test_a_later_split_without_labels_is_of_the_runs_kind_and_one_of_classes_is_
     done = cli(*words, "--data", f"test={classes}", "--json")
     assert (done.code, done.json["error"]["code"]) == (65, "mixed_options")
     assert (
-        "split 'far' of this run has several labels an example, those now given one class"
+        "split 'far' of this run has several labels per example, but the new one has one class"
         in done.json["error"]["message"]
     )
 

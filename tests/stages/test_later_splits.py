@@ -224,7 +224,7 @@ def test_names_are_numbered_in_alphabetical_order_which_is_told_and_can_be_chang
 
 @pytest.mark.parametrize(
     ("classes", "message"),
-    [("a,b", "expected 3 names, one an output of the network; got 2"), ("a", "at least two"), ("a,b,a", "'a' twice")],
+    [("a,b", "expected 3 names, one per output of the network; got 2"), ("a", "at least two"), ("a,b,a", "'a' twice")],
 )
 def test_classes_that_the_network_cannot_have_are_refused(cli: Cli, folder: Path, classes: str, message: str) -> None:
     done = cli(
@@ -273,7 +273,7 @@ def make():
     [
         ((NAMES, ("cat", "dog", "fox")), False, "only 'train' has 'owl'; only 'test' has 'fox'"),
         ((NAMES, ("cat", "dog")), False, "only 'train' has 'owl'"),
-        ((("ape", *NAMES), ("ape", *NAMES)), False, "split 'train' has 4 classes, the network has 3"),
+        ((("ape", *NAMES), ("ape", *NAMES)), False, "split 'train' has 4 classes, but the network has 3"),
         (((), ("cat", "dog", "fox")), True, "have different classes (first differences: ['fox', 'owl'])"),
     ],
 )

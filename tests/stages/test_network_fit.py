@@ -151,7 +151,7 @@ def test_images_that_are_misread_are_told_with_numbers_and_causes(
     if told is None:
         return
     assert told in done.stderr
-    assert "order or names of the classes, labels that count from 1" in done.stderr
+    assert "wrong order or names of the classes, labels that start at 1" in done.stderr
     assert "probably misreads" in cli(*line).stderr  # up to date, and still misread
     for command in ("auto", "report"):
         stopped = cli(command, images / "net.pt", "--run-dir", tmp_path / "run")

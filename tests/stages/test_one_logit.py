@@ -51,7 +51,7 @@ def test_a_later_split_is_of_the_run_s_task_unless_another_is_said(
     )
     more = ("extract-features", "run", "--model", "flatten", "--data", "test=npz:data.npz")
     done = cli(*more, "--task", "multiclass")
-    assert (done.code, "has two classes of one logit, those now given one class an example" in done.stderr) == (
+    assert (done.code, "has two classes from one logit, but the new one has one class per example" in done.stderr) == (
         65,
         True,
     )
@@ -65,4 +65,4 @@ def test_a_binary_task_refuses_labels_of_three_classes(
     monkeypatch.chdir(tmp_path)
     write(tmp_path, 3)
     done = cli("extract-features", "run", *words, "--task", "binary")
-    assert (done.code, "--task binary: expected labels 0 and 1, got 3 classes" in done.stderr) == (2, True)
+    assert (done.code, "--task binary: expected labels 0 and 1; got 3 classes" in done.stderr) == (2, True)

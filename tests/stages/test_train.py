@@ -52,7 +52,7 @@ def test_a_checkpoint_carries_what_later_commands_need(cli: Cli) -> None:
     assert "mean: '0.1' there, none asked" in other.stderr
     found = cli("extract-features", "a.safetensors", *DATA, "--hold-out", "val=train:10", "--json")
     assert found.code == 0, found.stderr
-    assert "trained as mlp, classes=3, hidden=5, inputs=6, mean 0.1, std 2" in found.stderr
+    assert "trained with mlp, classes=3, hidden=5, inputs=6, mean 0.1, std 2" in found.stderr
     again = cli("train", "a.safetensors", *MLP, *SHORT, "--mean", 0.1, "--std", 2, "--hold-out", "val=train:10")
     assert "next:" not in again.stderr  # its features are there
     made = cli("inspect", "a.safetensors.bnn/posteriors/map.safetensors", "--json")
@@ -71,7 +71,7 @@ def test_preprocessing_that_differs_is_warned_of(cli: Cli) -> None:
     assert cli("train", "a.safetensors", *MLP, *SHORT, "--std", 2).code == 0
     done = cli("extract-features", "a.safetensors", "--model", "mlp", *DATA, "--std", 3)
     assert done.code == 0
-    assert "was trained with --std 2; asked for is 3" in done.stderr
+    assert "was trained with --std 2; you asked for 3" in done.stderr
 
 
 def test_code_that_a_checkpoint_names_is_not_run_unasked(cli: Cli) -> None:
@@ -81,7 +81,7 @@ def test_code_that_a_checkpoint_names_is_not_run_unasked(cli: Cli) -> None:
     Path("net.py").write_text("open('ran', 'w').close()" + NETWORK)
     asked = cli("extract-features", "a.safetensors", *DATA)
     assert asked.code == 2
-    assert "was trained with a network of your own code, which is not run unless --model names it" in asked.stderr
+    assert "was trained with a network of your own code; name it with --model to run it" in asked.stderr
     assert not Path("ran").exists()
 
 

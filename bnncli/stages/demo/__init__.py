@@ -63,7 +63,7 @@ def run(run: Run, options: o.DemoOptions) -> Result:
             total.tables, total.extra = result.tables, result.extra
     total.summary = []
     total.extra["step_seconds"] = seconds
-    total.tables[-1] = replace(total.tables[-1], notes=[*total.tables[-1].notes, *_where(folder, checkpoint, seconds)])
+    total.lines = _where(folder, checkpoint, seconds)
     return total
 
 

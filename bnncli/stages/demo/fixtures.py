@@ -16,4 +16,4 @@ def fixture_path(name: str) -> Path:
     for folder in _FOLDERS:
         if (folder / name).is_file():
             return folder / name
-    raise MissingInput(f"no fixture {name!r} in this installation", hint="install bnncli again, from its wheel")
+    raise MissingInput(f"this installation lacks the fixture {name!r}", hint="reinstall bnncli from its wheel")

@@ -93,7 +93,7 @@ def _tell_fits(run: Run, result: Result, causes: Callable[[str], str]) -> None:
     result.summary += [fit.sentence(name) for name, fit in found.items()]
     misread = {name: fit for name, fit in found.items() if fit.verdict == MISREAD}
     if misread:
-        likely = ["order or names of the classes", "labels that count from 1"]
+        likely = ["wrong order or names of the classes", "labels that start at 1"]
         if not all(fit.relabelled for fit in misread.values()):
             likely.insert(0, causes(next(name for name, fit in misread.items() if not fit.relabelled)))
         doubts = "; ".join(fit.doubt(name) for name, fit in misread.items())
@@ -110,5 +110,5 @@ def _causes(extraction: NetworkExtraction, name: str) -> str:
         if not isinstance(first, Mapping) and first.ndim == 4:
             better = extraction.better_scaling(name)
             found = "\0mean\0 or \0std\0 missing or wrong" + (f" ({better})" if better else "")
-            return f"{found}, channels in another order (RGB, BGR), pixels in 0..255 in place of 0..1"
-    return "inputs scaled or prepared otherwise than in training"
+            return f"{found}, channels in another order (RGB, BGR), pixels in 0..255 instead of 0..1"
+    return "inputs preprocessed differently than in training"

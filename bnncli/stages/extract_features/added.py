@@ -38,8 +38,8 @@ class AddedSplits:
         """Raise OutputExists where the run has a split of such a name, of other data: what was made with it would be stale."""
         for request in self._extraction.requests:
             if is_of_other_data(request):
-                message = f"the run has a split {request.target.stem!r} already, of other data: {request.target}"
-                hint = "give the new data another name; extract-features replaces splits"
+                message = f"the run already has a split {request.target.stem!r} with other data: {request.target}"
+                hint = "give the new data another name; only extract-features replaces splits"
                 raise OutputExists(message, hint=hint, path=request.target)
 
     def result(self) -> Result:

@@ -104,7 +104,7 @@ class NetworkFeatures:
                 *names,
             ):
                 self.network.run.console.info(
-                    f"classes have the names of those of the published weights: {listed(names, limit=3)}"
+                    f"using the class names of the published weights: {listed(names, limit=3)}"
                 )
             return names
         names = self._classes_shown()
@@ -260,12 +260,13 @@ class NetworkFeatures:
         stored = getattr(split.dataset, "inputs", None)
         if self.network.spec.startswith("sklearn:") and getattr(stored, "dtype", None) == np.uint8:
             console.warn(
-                f"{split.name}: bytes are divided by 255, for this model as for networks: give real numbers if it was fitted otherwise"
+                f"{split.name}: bytes are divided by 255, as for networks; give floats if the model was fitted "
+                "differently"
             )
         if whole.num_converted:
             console.info(
-                f"{split.name}: {whole.num_converted:,} of {len(split):,} clips were resampled to the model's rate "
-                "(scipy.signal.resample_poly), or had several channels, which were averaged"
+                f"{split.name}: {whole.num_converted:,} of {len(split):,} clips were resampled to the model's "
+                "rate (scipy.signal.resample_poly) or averaged over channels"
             )
         for note in whole.images.notes(split.name, len(split), split.preprocess):
             console.info(note)

@@ -89,4 +89,4 @@ def _try(run: Run, write: Callable[[], None]) -> None:
     try:
         write()
     except BnnError as error:
-        run.console.warn(f"the run does not note that newer data were asked for: {error.message}")
+        run.console.warn(f"cannot record that newer data were requested: {error.message}")

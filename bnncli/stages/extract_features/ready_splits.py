@@ -69,7 +69,7 @@ def open_ready_splits(
         ("--state", options.state),
     ):
         if value:
-            raise UsageError(f"{flag} needs a network; with --from-npz the features are ready")
+            raise UsageError(f"{flag} needs a network; --from-npz takes finished features")
     assert options.from_npz is not None
     arrays = data.read_feature_arrays(Path(options.from_npz), unlabeled=options.ood, task=options.task)
     for name in options.ood:
@@ -105,11 +105,11 @@ def head_of_run(run: Run, splits: list[data.InputSplit], num_features: int) -> R
             continue
         if num_features != content.head_weight.shape[1]:
             raise DataError(
-                f"{splits[0].spec.rpartition(':')[2]} has {num_features} features, the head of split {name!r} of this run "
-                f"takes {content.head_weight.shape[1]}",
+                f"{splits[0].spec.rpartition(':')[2]} has {num_features} features, but the head of split "
+                f"{name!r} of this run takes {content.head_weight.shape[1]}",
                 code="wrong_head",
                 hint="give features of the same layer of the same network, or another --run-dir",
             )
-        run.console.info(f"the file has no head_weight: taking the head of split {name!r} of this run")
+        run.console.info(f"the file has no head_weight; using the head of split {name!r} of this run")
         return ReadyHead(content.head_weight, content.head_bias)
     return None

@@ -12,7 +12,7 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.feature_set import differences
 from bnncli.storage.features import FeatureFile, head_digest
 
-_TOLD = {None: "one class an example", MULTILABEL: "several labels an example", BINARY: "two classes of one logit"}
+_TOLD = {None: "one class per example", MULTILABEL: "several labels per example", BINARY: "two classes from one logit"}
 
 
 def check_same_head(
@@ -30,28 +30,28 @@ def check_same_head(
         if header.weights_digest == weights_digest and recorded_name(header.meta) != content.likelihood:
             there, here = (_TOLD[one] for one in (recorded_name(header.meta), content.likelihood))
             raise DataError(
-                f"split {name!r} of this run has {there}, those now given {here}",
+                f"split {name!r} of this run has {there}, but the new one has {here}",
                 code="mixed_options",
                 path=path,
-                hint="say --task, give all splits in one command with --force, or another --run-dir",
+                hint="give --task, extract all splits in one command with --force, or use another --run-dir",
             )
         theirs = header.provenance.get("params", {})
         if header.weights_digest != weights_digest and theirs.get("state") == shared.get("state"):
             continue
         for option in differences(theirs, shared):
-            what = "preprocessing of the model" if option == "transform" else f"--{option.replace('_', '-')}"
+            what = "model preprocessing" if option == "transform" else f"--{option.replace('_', '-')}"
             raise DataError(
-                f"split {name!r} of this run was made with another {what} "
-                f"({theirs.get(option)} there, {shared[option]} now)",
+                f"split {name!r} of this run was extracted with another {what} (then {theirs.get(option)}, now "
+                f"{shared[option]})",
                 code="mixed_options",
                 path=path,
-                hint="give the same options, all splits in one command with --force, or another --run-dir",
+                hint="use the same options, extract all splits in one command with --force, or use another --run-dir",
             )
         if header.meta.get("head_digest") != head_digest(content):
             raise DataError(
-                f"split {name!r} of this run has another head than the one now given",
+                f"split {name!r} of this run has another head than the new one",
                 code="wrong_head",
                 path=path,
-                hint="give all splits in one command with --force, or use another --run-dir",
+                hint="extract all splits in one command with --force, or use another --run-dir",
             )
     run_classes(run.folder, content, weights_digest=weights_digest, without=names)

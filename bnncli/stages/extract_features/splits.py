@@ -45,20 +45,20 @@ def class_names(
     if given is not None:
         if len(given) != num_classes:
             raise UsageError(
-                f"\0classes\0: expected {num_classes} names, one an output of the network; got {len(given)}"
+                f"\0classes\0: expected {num_classes} names, one per output of the network; got {len(given)}"
             )
         return list(given)
     if saved is not None and saved.classes is not None:
         if len(saved.classes) != num_classes:
-            message = f"the model names {len(saved.classes)} classes, its last layer has {num_classes}"
+            message = f"the model names {len(saved.classes)} classes, but its last layer has {num_classes}"
             raise DataError(message, code="class_mismatch")
         return list(saved.classes)
     named = {split.name: list(split.classes) for split in splits if split.classes and not split.is_ood}
     for name, names in named.items():
         if len(names) != num_classes:
             raise DataError(
-                f"split {name!r} has {len(names)} classes, the network has {num_classes}", code="class_mismatch",
-                hint="name all of them, in the order of its outputs: \0classes\0 FILE or a,b,c",
+                f"split {name!r} has {len(names)} classes, but the network has {num_classes}", code="class_mismatch",
+                hint="name all of them in the order of the network's outputs: \0classes\0 FILE or a,b,c",
             )  # fmt: skip
     if named:
         return next(iter(named.values()))
@@ -74,9 +74,9 @@ def data_notes(split: data.InputSplit) -> list[str]:
 
 def _label_notes(split: data.InputSplit) -> list[str]:
     if (order := data.numbered_by_name(split)) is not None:
-        return [f"{order}; \0classes\0 FILE or a,b,c gives another"]
+        return [f"{order}; set another order with \0classes\0 FILE or a,b,c"]
     columns = "+".join(data.columns_of_classes(split))
-    told = f"no labels were named, and columns are called as the model's: name them with label={columns}"
+    told = f"no labels were named, but columns have the model's class names; to use them, add label={columns}"
     return [f"{split.name}: {told}"] if columns else []
 
 
@@ -87,7 +87,8 @@ def input_notes(split: data.InputSplit, content: FeatureFile) -> list[str]:
         return []
     if getattr(getattr(split.dataset, "inputs", None), "dtype", np.dtype(np.uint8)).kind == "f":
         return [
-            f"{content.name}: the inputs are real numbers, taken as they are: the model's preprocessing is for {transform.takes}"
+            f"{content.name}: the inputs are floats and are used unchanged: the model's preprocessing expects "
+            f"{transform.takes}"
         ]
     if not content.num_truncated:
         return []
@@ -96,7 +97,9 @@ def input_notes(split: data.InputSplit, content: FeatureFile) -> list[str]:
     longer = "than the model takes" if limit is None else f"than {limit} tokens"
     if limit is not None and "sampling_rate" in own:
         longer = f"than {limit / own['sampling_rate']:.3g} s"
-    return [f"{content.name}: {content.num_truncated:,} of {len(split):,} {what} were longer {longer} and were cut"]
+    return [
+        f"{content.name}: {content.num_truncated:,} of {len(split):,} {what} were longer {longer} and were truncated"
+    ]
 
 
 def transform_json(saved: SavedModel | None) -> dict[str, Any]:
@@ -143,14 +146,14 @@ def _check_model_is_for(told: str, labels: Mapping[str, np.ndarray | None]) -> N
     for where, array in labels.items():
         if told == MULTILABEL and array is not None and array.ndim == 1:
             raise DataError(
-                f"{where}: an example has one class, and the model says that it was made for several labels",
-                hint="name a column for each label: label=A+B; or add \0task\0 multiclass",
+                f"{where}: examples have one class, but the model was trained for several labels",
+                hint="name one column per label (label=A+B), or add \0task\0 multiclass",
                 code="bad_labels",
             )
         if told == "multiclass" and data.shows_several(array):
             raise DataError(
-                f"{where}: an example has several labels, and the model says that it was made for one class",
-                hint=f"add \0task\0 {MULTILABEL} to take each of its outputs for a label by itself",
+                f"{where}: examples have several labels, but the model was trained for one class",
+                hint=f"add \0task\0 {MULTILABEL} to treat each output as its own label",
                 code="bad_labels",
             )
 
@@ -179,7 +182,7 @@ def likelihood_of_run(run: Run, without: Collection[str]) -> str | None:
 def check_two_classes(likelihood: str | None, num_classes: int) -> None:
     """Raise UsageError where one logit is to tell apart other than two classes."""
     if likelihood == BINARY and num_classes != 2:
-        raise UsageError(f"\0task\0 binary: expected labels 0 and 1, got {num_classes} classes")
+        raise UsageError(f"\0task\0 binary: expected labels 0 and 1; got {num_classes} classes")
 
 
 def shared_params(options: ExtractFeaturesOptions, saved: SavedModel | None, likelihood: str | None) -> dict[str, Any]:

@@ -26,13 +26,14 @@ def with_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeaturesO
     recorded = _recorded(header)
     if options.model is None and recorded["model"] in own_names("networks"):
         given = {name: getattr(options, name) for name in (*PREPROCESSING, "model_arg")}
-        run.console.info(f"{header.path.name} was trained as {_said(recorded)}")
+        run.console.info(f"{header.path.name} was trained with {_said(recorded)}")
         return replace(options, **{name: value for name, value in recorded.items() if not given.get(name)})
     if options.model is not None:
         differing = [name for name in PREPROCESSING if getattr(options, name) != recorded[name]]
         for name in differing:
             run.console.warn(
-                f"{header.path.name} was trained with \0{name}\0 {recorded[name] or 'left out'}; asked for is {getattr(options, name) or 'none'}"
+                f"{header.path.name} was trained with \0{name}\0 {recorded[name] or 'unset'}; you asked for "
+                f"{getattr(options, name) or 'none'}"
             )
     return options
 

@@ -105,7 +105,7 @@ def _artifact(header: Header) -> Result:
         ["content digest", short(header.content_digest)],
         ["command", short(" ".join(str(word) for word in provenance["command"]), 2000)],
         [
-            "made",
+            "created",
             f"{short(provenance.get('created_at'))} in {provenance.get('seconds')} s on {short(provenance.get('device'))}",
         ],
         ["bnncli", short(provenance.get("tool", {}).get("version"))],

@@ -45,7 +45,7 @@ def folder_found(folder: Path) -> Found:
             if (found := tell(folder, names)) is not None:
                 return found
     what = f"it holds {listed(names)}" if names else "it is empty"
-    raise MissingInput(f"{quoted(folder, limit=300)} is a folder of no kind that is known; {what}", path=folder)
+    raise MissingInput(f"{quoted(folder, limit=300)} is not a kind of folder that bnncli knows; {what}", path=folder)
 
 
 def _run(folder: Path, names: list[str]) -> Found | None:
@@ -122,7 +122,7 @@ def _saved_model(folder: Path, names: list[str]) -> Found | None:
     )
     task = next((match[1] for one in architectures if (match := _CLASSIFIER.search(one))), None)
     if task is None:
-        found.add("note", "it is no classifier: its outputs are features at most, and it has no head")
+        found.add("note", "not a classifier: it has no head, so its outputs can only be features")
     else:
         is_audio = task == "Audio" or (task == "Sequence" and feature_extractor(folder) is not None)
         data = "audio:TRAIN" if is_audio else _DATA[task]
@@ -152,7 +152,7 @@ def _of_a_cluster(folder: Path, names: list[str]) -> Found | None:
     found.add("folder", str(sharded.folder))
     if sharded.kind == "distributed":
         if not (sharded.folder / ".metadata").is_file():
-            found.add("note", "its file .metadata is not there, without which the others cannot be read")
+            found.add("note", "its .metadata file is missing; without it the other files cannot be read")
             return found
         from bnncli.checkpoints.distributed import described
 

@@ -55,9 +55,9 @@ def _add_origin(found: Found, saved: Any) -> None:
         return
     version = saved.get("pytorch-lightning_version")
     if isinstance(version, str):
-        found.add("made by", f"Lightning {version}", key="made_by")
+        found.add("created by", f"Lightning {version}", key="made_by")
     elif isinstance(saved.get("arch"), str) and "state_dict" in saved:
-        found.add("made by", f"a training script of timm's kind, arch {saved['arch']}", key="made_by")
+        found.add("created by", f"a timm-style training script, arch {saved['arch']}", key="made_by")
     for name in ("epoch", "global_step", "step", "iteration"):
         if isinstance(saved.get(name), int):
             found.add(name, saved[name])
@@ -121,16 +121,16 @@ def _network_of(
         return f"{name} ({sizes}){unsure}", name, "npz:TRAIN.npz"
     if (config := checkpoint.path.parent / "config.json").is_file() and '"model_type"' in _text(config):
         folder = checkpoint.path.parent
-        return f"the weights of the Hugging Face folder {folder}", f"hf:{folder}", "SPEC"
+        return f"weights of the Hugging Face folder {folder}", f"hf:{folder}", "SPEC"
     arch = saved.get("arch") if isinstance(saved, Mapping) else None
     told = guess(shapes)
     if isinstance(arch, str) and arch.isidentifier() and (told is None or told.model is None):
-        return f"arch {arch}, as the file says", f"timm:{arch}", images
+        return f"arch {arch}, according to the file", f"timm:{arch}", images
     if told is not None:
         is_text = told.model is None and "Hugging Face" in told.text
         return told.text, "hf:DIR" if is_text else told.model, "SPEC" if told.model is None else images
     parts = [prefix[:-1] for prefix in prefixes_of(shapes) if prefix.count(".") == 1]
-    return f"none that is known; its parts: {listed(parts)}" if parts else "none that is known", None, "SPEC"
+    return f"unknown; its parts: {listed(parts)}" if parts else "unknown", None, "SPEC"
 
 
 def _text(path: Path) -> str:
