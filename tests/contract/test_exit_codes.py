@@ -157,10 +157,10 @@ def test_69_is_memory_that_does_not_suffice(
         (("refine", "--elbo-draws", "9999"), "use fewer --elbo-draws"),
         (("fit-sghmc", "--chains", "9000"), "use fewer --chains"),
         (("fit-swag", "--rank", "9000", "--epochs", "9000"), "use a smaller --rank"),
-        (("fit-vi", "--estimator", "reparam", "--num-draws", "9999"), "use fewer --num-draws"),
+        (("fit-vi", "--estimator", "reparam", "--num-draws", "9999"), "use a smaller --num-draws"),
         (("fit-lbbnn", "--repeats", "900"), "use fewer --repeats, at most"),
         (("fit-lbbnn", "--hidden", "90,90", "--epochs", "1"), "use smaller --hidden layers"),
-        (("fit-lbbnn", "--estimator", "mnf", "--flow-hidden", "24"), "give the --slab-sd as a number"),
+        (("fit-lbbnn", "--estimator", "mnf", "--flow-hidden", "24"), "give --slab-sd as a number"),
     ],
 )
 def test_69_is_memory_for_draws_that_does_not_suffice(

@@ -118,5 +118,5 @@ def test_what_sees_no_padding_is_refused_before_the_work(
     monkeypatch.setattr("bnncli.run.predictor.Predictor.ready", lambda *words: pytest.fail("work was begun"))
     done = cli(*EXPORT, "--format", "pt2")
     assert done.code == 65, done.stderr
-    assert "the network sees each example without its padding, which a file of batches cannot" in done.stderr
+    assert "the network processes each example without its padding, which an exported file cannot" in done.stderr
     assert "--head-only" in done.stderr

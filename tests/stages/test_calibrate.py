@@ -166,7 +166,7 @@ def test_of_several_labels_an_example_there_are_outliers_and_shift(cli: Cli, tmp
     assert cli("fit-laplace", run, "--prior-precision", 2).code == 0
     assert cli("predict", run, "--samples", 20, "--posterior", "laplace").code == 0
     for words in (("--sets", "lac"), ("--risk", 0.3)):
-        assert "an example has several labels" in cli("calibrate", run, *words).stderr
+        assert "this run is multilabel" in cli("calibrate", run, *words).stderr
     assert cli("calibrate", run, "--false-alarm", 0.1, "--shift-level", 0.1, "--score", "entropy").code == 0
     table = ("--table", run.with_name("t.csv"))
     done = cli("predict", run, "--samples", 20, "--posterior", "laplace", *table, "--json")
@@ -226,11 +226,11 @@ def test_predictions_that_are_not_there_are_told_with_the_integrator(cli: Cli, r
 def test_too_few_examples_are_told_with_the_least_number(cli: Cli, run: Path) -> None:
     refused = cli("calibrate", run, "--sets", "lac", "--coverage", 0.996)
     assert refused.code == 65
-    assert "has 200 examples to calibrate on; a coverage of 0.996 takes at least 249" in refused.stderr
+    assert "has 200 examples to calibrate on; a coverage of 0.996 needs at least 249" in refused.stderr
     refused = cli("calibrate", run, "--sets", "lac", "--coverage", 0.99, "--class-conditional")
-    assert "coverage 0.99 of each class takes at least 99 examples of it" in refused.stderr
-    assert "a false-alarm rate of 0.001 takes at least 999" in cli("calibrate", run, "--false-alarm", 0.001).stderr
-    assert "a risk of 0.01 takes at least 554" in cli("calibrate", run, "--risk", 0.01).stderr
+    assert "coverage 0.99 of each class needs at least 99 examples per class" in refused.stderr
+    assert "a false-alarm rate of 0.001 needs at least 999" in cli("calibrate", run, "--false-alarm", 0.001).stderr
+    assert "a risk of 0.01 needs at least 554" in cli("calibrate", run, "--risk", 0.01).stderr
 
 
 def test_a_risk_that_cannot_be_shown_accepts_nothing_and_exits_3(cli: Cli, run: Path) -> None:

@@ -122,7 +122,7 @@ def test_without_val_what_stands_in_is_said_by_every_command(cli: Cli, tmp_path:
     assert (done.code, "detection by mutual_info" in done.stdout) == (0, True)
     for posterior, maker, score in (("laplace", "laplace.mc", "mutual_info"), ("map", "map.plug-in", "max_prob")):
         done = cli("calibrate", run, "--posterior", posterior, "--split", "test", "--false-alarm", 0.1)
-        assert f"by {score}, as its predictions lack the combined score" in done.stderr
+        assert f"using the {score} score, because its predictions lack the combined score" in done.stderr
         rule = read_decision(folder / "decisions" / maker / "ood.safetensors")
         assert rule.header.meta["settings"]["score"] == score
         inside, outside = (folder / "predictions" / maker / f"{split}.h5" for split in ("test", "far"))
@@ -130,7 +130,7 @@ def test_without_val_what_stands_in_is_said_by_every_command(cli: Cli, tmp_path:
         assert cli("export", run, "--posterior", posterior, *HEAD).code == 0
         assert read_header(folder / "exports" / f"{maker}.safetensors").meta["score"] == score
     refused = cli("export", run, "--posterior", "laplace", *HEAD, "--score", "combined", "--force")
-    assert (refused.code, "takes features of the splits train and val" in refused.stderr) == (2, True)
+    assert (refused.code, "needs the features of splits train and val" in refused.stderr) == (2, True)
 
 
 def test_a_damaged_split_of_the_score_is_told(cli: Cli, tmp_path: Path) -> None:

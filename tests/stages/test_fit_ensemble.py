@@ -186,7 +186,7 @@ def test_a_built_in_network_of_other_sizes_is_no_member(cli: Cli) -> None:
     done = cli("fit-ensemble", "m.pt", "n.pt")
     assert done.code == 65
     assert (
-        "n.pt: 'features.0.weight' has shape (4, 36), and (3, 36) in m.pt: the members of an ensemble are of one"
+        "n.pt: 'features.0.weight' has shape (4, 36), but (3, 36) in m.pt; members must have the same"
         in done.stderr
     )
 

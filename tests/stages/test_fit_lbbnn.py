@@ -213,7 +213,7 @@ def test_the_inputs_that_are_in_are_told(cli: Cli, two_class_run: Path) -> None:
         assert part["sd"] == pytest.approx(np.std(column, ddof=1))
         assert part["share_in"] == pytest.approx(sum(value > 0.5 for value in column) / 7)
     told = cli("fit-lbbnn", two_class_run, *SELECT)
-    line = next(line for line in told.stderr.splitlines() if "inputs that are in" in line)
+    line = next(line for line in told.stderr.splitlines() if "included inputs" in line)
     named = {part["input"] for part in inputs if f" {part['input']} ({part['mean']:.2f})" in line}
     assert named == {i + 1 for i, column in enumerate(inclusion.T) if np.mean(column) > 0.5}
     assert 2 in named
@@ -402,7 +402,7 @@ def test_diagnose_says_that_networks_of_their_own_are_left_out(cli: Cli, small_r
     assert cli("fit-lbbnn", small_run, "--epochs", 1, "--hidden", 4).code == 0
     named = cli("diagnose", small_run, "--posterior", "lbbnn")
     assert named.code == 65
-    assert "has hidden layers of its own" in named.stderr
+    assert "has its own hidden layers" in named.stderr
     for path in (small_run.with_name("small.bnn") / "posteriors").iterdir():
         if path.stem != "lbbnn":
             path.unlink()

@@ -38,7 +38,7 @@ def test_the_reach_of_a_plan_is_the_sum_of_its_learning_rates(schedule: str) -> 
 
 def test_no_logit_moves_farther_than_the_reach_that_is_told(cli: Cli, small_run: Path) -> None:
     done = cli("fit-lbbnn", small_run, "--epochs", 4, "--slab-sd", "1", "--start-inclusion", "1,1")
-    assert "12 steps move an inclusion logit by 0.06 at most" in done.stderr
+    assert "12 steps move an inclusion logit by at most 0.06" in done.stderr
     logit = open_posterior(posterior_file(small_run, "lbbnn"))[0].model.factors.logit
     assert 0.02 < float((logit - 1).abs().max()) <= 0.06 * 1.1
 
@@ -157,7 +157,7 @@ def test_diagnose_judges_predictions_of_latent_and_sparse_networks_alone(cli: Cl
     alone = cli("diagnose", thinned, "--posterior", "lbbnn", "--posterior", "sparse")
     assert alone.code == 0
     assert "no Gaussian, flow or draws to compare" in alone.stdout
-    assert "another target than any here" in alone.stdout
+    assert "another target" in alone.stdout
 
 
 def test_a_single_logit_of_two_classes_is_left_out_of_diagnose(cli: Cli, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_advice_names_a_command_or_says_what_to_do() -> None:
 def test_a_head_without_a_val_split_says_which_slab_it_has(cli: Cli, small_run: Path) -> None:
     assert "no labelled val split" not in cli("fit-lbbnn", small_run, "--epochs", 1).stderr
     (small_run.with_name("small.bnn") / "features/val.h5").unlink()
-    told = "no labelled val split to choose the slab's standard deviation on: it is 1"
+    told = "no labelled val split to choose the slab's standard deviation on; using 1"
     done = cli("fit-lbbnn", small_run, "--epochs", 1, "--name", "other")
     assert (done.code, told in done.stderr) == (0, True), done.stderr
     for name, *words in (

@@ -60,7 +60,7 @@ def run(run: Run, options: AcquireOptions) -> Result:
     """Choose, write the table, print ids."""
     pool = load_split(run, options.pool)
     if not has_exclusive_classes(pool.content.likelihood):
-        raise UsageError("acquire is about examples of one class each; those of this run have several labels")
+        raise UsageError("acquire needs one class per example; this run is multilabel")
     free = _free_rows(pool, options)
     target = None if options.table is None else Path(options.table)
     if target is not None:
@@ -87,14 +87,16 @@ def _free_rows(pool: Split, options: AcquireOptions) -> Array:
         unknown = sorted(excluded - {*ids})
         if unknown:
             raise DataError(
-                f"{quoted(options.exclude, limit=300)} names what split {options.pool!r} does not have: {listed(unknown)}",
-                hint=f"its ids are as {ids[0]!r}", path=Path(options.exclude),
+                f"{quoted(options.exclude, limit=300)} names examples that split {options.pool!r} does not have: "
+                    f"{listed(unknown)}",
+                hint=f"its ids look like {ids[0]!r}", path=Path(options.exclude),
             )  # fmt: skip
         free = np.array([one not in excluded for one in ids])
     if int(free.sum()) < options.batch:
         raise DataError(
-            f"split {options.pool!r} has {int(free.sum()):,} examples to choose from, fewer than \0batch\0 {options.batch:,}",
-            hint="give a smaller \0batch\0, or a larger pool", code="too_few_rows",
+            f"split {options.pool!r} has only {int(free.sum()):,} examples to choose from; you asked for "
+                f"\0batch\0 {options.batch:,}",
+            hint="use a smaller \0batch\0 or a larger pool", code="too_few_rows",
         )  # fmt: skip
     return np.flatnonzero(free)
 
@@ -127,8 +129,8 @@ def _maker(run: Run, options: AcquireOptions, num_classes: int) -> tuple[Predict
         raise refusals[0]
     if of_draws and not choices[0].integrator.is_sampling:
         raise UsageError(
-            f"\0by\0 {options.by} is about draws, and {path.stem} by {choices[0].variant} has none",
-            hint="name another posterior, \0integrator\0 mc, or \0by\0 entropy",
+            f"\0by\0 {options.by} needs draws, and {path.stem} ({choices[0].variant}) has none",
+            hint="use another posterior, \0integrator\0 mc, or \0by\0 entropy",
         )
     return Predictor(run, path, header, TrainData(run, options.trust_code)), choices[0]
 
@@ -156,7 +158,9 @@ def _taken(
     assert information is not None
     candidates = free[highest(information[free].astype(np.float64), max(options.candidates, options.batch))]
     if len(candidates) < len(free):
-        run.console.info(f"batchbald chooses among the {len(candidates):,} of {len(free):,} with the highest bald")
+        run.console.info(
+            f"batchbald chooses among the {len(candidates):,} of {len(free):,} examples with the highest bald"
+        )
     features = seen.stored[torch.from_numpy(np.sort(candidates))]
     draws = predictor.predict(choice, features, keep_samples=True).probs_samples
     assert draws is not None
@@ -201,7 +205,7 @@ def _result(
         "rows": rows,
     }
     total = f"; together {float(np.sum(taken.scores)):.3g} nats" if options.by == "batchbald" else ""
-    summary = f"{len(rows):,} of {len(ids):,} by {options.by}, {predictor.path.stem} by {choice.variant}{total}"
+    summary = f"{len(rows):,} of {len(ids):,} by {options.by}, {predictor.path.stem} ({choice.variant}){total}"
     return Result("", outputs, extra=document, summary=[summary], lines=[row["name"] for row in rows])
 
 

@@ -46,10 +46,10 @@ def run(run: Run, options: CalibrateOptions) -> Result:
     groups = _groups(run, options)
     if len(options.kinds) * len(groups) > 1 and run.naming.out is not None:
         raise UsageError(
-            "--out FILE holds one rule of one posterior: ask for one, and name --posterior and --integrator"
+            "--out FILE holds one rule of one posterior: ask for one rule and give --posterior and --integrator"
         )
     if len(options.kinds) > 1 and run.naming.name is not None:
-        raise UsageError("--name names one rule: ask for one of --sets, --risk, --false-alarm, --shift-level")
+        raise UsageError("--name names one rule: give only one of --sets, --risk, --false-alarm, --shift-level")
     run.require_device()
     total = Result()
     rules: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ def _groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, 
     posterior, integrator = options.posterior, options.integrator
     if posterior is None and integrator is None and (found := recommended(run)) is not None:
         posterior, integrator = found.posterior, found.integrator
-        run.console.info(f"{posterior} by {integrator}, as auto recommends; --posterior NAME takes another")
+        run.console.info(f"using {posterior} ({integrator}), as auto recommends; choose another with --posterior NAME")
     if not run.folder.features(options.split).is_file() and run.folder.splits():
         raise MissingInput(
             f"{run.checkpoint_path} has no split {options.split!r} (have: {', '.join(run.folder.splits())})",
@@ -87,14 +87,15 @@ def _groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, 
     for group in groups:
         if options.split in group.splits(is_ood=True):
             message = (
-                f"split {options.split!r} is out-of-distribution: levels hold for examples like those calibrated on"
+                f"split {options.split!r} is out-of-distribution, but the guarantees hold only for examples like "
+                "the calibration split"
             )
             raise DataError(message, code="ood_split", hint=fresh_split(run, options.split))
         header = group.splits(is_ood=False).get(options.split)
         if header is not None:
             chosen.append((group, header))
         elif posterior is None:
-            run.console.warn(f"skipping {group.name}: it has not predicted split {options.split!r}")
+            run.console.warn(f"skipping {group.name}: no predictions of split {options.split!r}")
     if not chosen:
         hint = run.suggest("predict", posterior=posterior, integrator=integrator, split=options.split)
         raise MissingInput(f"no predictions of split {options.split!r}", hint=hint)
@@ -106,10 +107,12 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
     if options.score is None:
         options = replace(options, score=default_score([stored_arrays(header.path)]))
         if options.score != DEFAULT_SCORE and kind in (OOD, SHIFT):
-            run.console.info(f"{group.name}: by {options.score}, as its predictions lack the {DEFAULT_SCORE} score")
+            run.console.info(
+                f"{group.name}: using the {options.score} score, because its predictions lack the {DEFAULT_SCORE} score"
+            )
     if kind in (OOD, SHIFT) and options.score == DEFAULT_SCORE and options.split == "val":
         message = (
-            f"split 'val' cannot calibrate {group.name} by the {DEFAULT_SCORE} score, which is made of the ranks of val"
+            f"split 'val' cannot calibrate {group.name} with the {DEFAULT_SCORE} score, which uses ranks within val"
         )
         raise DataError(message, code="split_was_used", hint=fresh_split(run, options.split), path=header.path)
     settings = options.settings(kind, run.compute.seed)
@@ -118,7 +121,7 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
     source = Source(f"predictions.{options.split}", header.path, header.content_digest)
     checkpoint = header.provenance.get("checkpoint")
     if kind in (SETS, RISK) and not header.meta.get("is_labeled"):
-        message = f"split {options.split!r} has no labels; they are needed to know which sets and predictions are right"
+        message = f"split {options.split!r} has no labels; sets and risk need them"
         raise DataError(message, code="no_labels", path=header.path)
     request = Request(
         target,
@@ -157,8 +160,8 @@ def _failure(kind: str, metrics: dict[str, Any]) -> BnnError | None:
     if kind != RISK or metrics["most_doubt"] is not None:
         return None
     return CheckFailed(
-        f"no threshold is shown to have at most the risk asked for: of the {metrics['num_accepted']} most confident, {metrics['num_wrong']} are "
-        f"wrong; the rule accepts nothing",
+        f"no threshold reaches the requested risk: of the {metrics['num_accepted']} most confident predictions, "
+        f"{metrics['num_wrong']} are wrong; the rule accepts nothing",
         code="no_threshold",
-        hint="ask for a larger --risk, or calibrate on more examples",
+        hint="use a larger --risk, or calibrate on more examples",
     )

@@ -15,7 +15,7 @@ def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> 
     often = (
         "on average over calibration splits"
         if certainty is None
-        else f"for {percent(certainty, 'g')} of calibration splits"
+        else f"in {percent(certainty, 'g')} of calibration splits"
     )
     count = metrics["num_examples"]
     if kind == SETS:
@@ -31,20 +31,25 @@ def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> 
             if settings["sets"] == "raps"
             else ""
         )
-        return f"{settings['sets']} sets hold the class of at least {percent(settings['coverage'], 'g')} {whose}, {often} ({shown}{raps}; {count} examples)"
+        return (
+            f"{settings['sets']} sets contain the class of at least {percent(settings['coverage'], 'g')} {whose}, "
+            f"{often} ({shown}{raps}; {count} examples)"
+        )
     if kind == RISK:
         if metrics["most_doubt"] is None:
-            return f"no threshold is shown to have at most {percent(settings['risk'], 'g')} wrong ({count} examples)"
+            return f"no threshold has at most {percent(settings['risk'], 'g')} wrong predictions ({count} examples)"
         return (
-            f"accepted from confidence {metrics['threshold']:.6g} on, at most {percent(settings['risk'], 'g')} are wrong, {often} "
-            f"(here {metrics['num_wrong']} of {metrics['num_accepted']}, and {count - metrics['num_accepted']} not accepted)"
+            f"accept predictions with confidence of at least {metrics['threshold']:.6g}: at most "
+            f"{percent(settings['risk'], 'g')} are wrong, {often} (here {metrics['num_wrong']} of "
+            f"{metrics['num_accepted']}, with {count - metrics['num_accepted']} not accepted)"
         )
     if kind == OOD:
         return (
-            f"out-of-distribution is what scores below {metrics['threshold']:.6g} by {settings['score']} (higher for what looks in-distribution): at most "
+            f"an example is out-of-distribution if its {settings['score']} score is below "
+            f"{metrics['threshold']:.6g} (higher is more in-distribution): at most "
             f"{percent(settings['false_alarm'], 'g')} false alarms, {often} ({count} examples)"
         )
     return (
-        f"a batch has shifted where p is at most {settings['shift_level']:g}: the two-sample test of Kolmogorov and Smirnov on {settings['score']} "
-        f"against {count} examples"
+        f"a batch has shifted if p is at most {settings['shift_level']:g}: two-sample Kolmogorov-Smirnov test on "
+        f"{settings['score']} against {count} examples"
     )

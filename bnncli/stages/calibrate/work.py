@@ -35,9 +35,7 @@ def fit_rule(
     """
     split = PredictedSplit(header)
     if kind in (SETS, RISK) and not split.file.is_exclusive:
-        message = (
-            "here an example has several labels; sets and accepted predictions are of classes that exclude each other"
-        )
+        message = "this run is multilabel; sets and accepted predictions need classes that exclude each other"
         raise DataError(message, code="several_labels", path=header.path)
     if kind == SETS:
         rule, metrics = _sets(split, settings, is_tuned=is_tuned)
@@ -62,7 +60,7 @@ def _sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: bool)
     if is_tuned:
         order = np.random.default_rng(stream_seed(settings["seed"], "sets/tuning")).permutation(len(labels))
         tuning, rows = np.sort(order[: _num_tuning(split)]), np.sort(order[_num_tuning(split) :])
-        _require(split, len(tuning), 1, what="the choice of how raps is regularised")
+        _require(split, len(tuning), 1, what="choosing the raps penalty")
         score = choose_regularisation(
             probs[tuning], labels[tuning], coverage, seed=seed, uniform=None if uniform is None else uniform[tuning]
         )
@@ -102,8 +100,8 @@ def _require_of_classes(split: PredictedSplit, labels: np.ndarray, settings: Map
     if few:
         more = f" and {len(few) - 8} more classes" if len(few) > 8 else ""
         raise DataError(
-            f"split {split.name!r}: coverage {settings['coverage']:g} of each class takes at least {least} examples of it to calibrate on; "
-            f"there are: {', '.join(few[:8])}{more}",
+            f"split {split.name!r}: coverage {settings['coverage']:g} of each class needs at least {least} "
+            f"examples per class; got {', '.join(few[:8])}{more}",
             code="too_few",
             hint="calibrate on a larger split, or without \0class_conditional\0",
             path=split.header.path,
@@ -134,7 +132,7 @@ def _require(split: PredictedSplit, count: int, least: int, *, what: str) -> Non
     """Raise DataError where there are fewer examples than it takes."""
     if count < least:
         raise DataError(
-            f"split {split.name!r} has {count} examples to calibrate on; {what} takes at least {least}",
+            f"split {split.name!r} has {count} examples to calibrate on; {what} needs at least {least}",
             code="too_few",
             hint="calibrate on a larger split",
             path=split.header.path,

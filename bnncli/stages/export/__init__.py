@@ -54,7 +54,7 @@ def run(run: Run, options: ExportOptions) -> Result:
     header, source = posterior_source(run, path, "posterior")
     if header.meta.get("layers") is not None:
         raise UsageError(
-            f"{path.stem} is over other layers than the last; export takes posteriors over the last layer",
+            f"{path.stem} is not over the last layer; export takes only posteriors over the last layer",
             code="unsupported_export",
         )
     split = _judge(run)
@@ -103,8 +103,8 @@ def _chosen(run: Run, options: ExportOptions) -> tuple[str, str | None]:
         if not there:
             place = run.folder.root / "posteriors"
             raise MissingInput(f"{run.checkpoint_path} has no posteriors", hint=run.suggest("fit-laplace"), path=place)
-        raise UsageError(f"export takes one posterior: name it with \0posterior\0 (have: {there})")
-    run.console.info(f"{found.posterior}, as auto recommends; \0posterior\0 NAME takes another")
+        raise UsageError(f"export takes one posterior; name it with \0posterior\0 (have: {there})")
+    run.console.info(f"using {found.posterior}, as auto recommends; choose another with \0posterior\0 NAME")
     return found.posterior, options.integrator or found.integrator
 
 
@@ -114,8 +114,8 @@ def _score(options: ExportOptions, predictor: Predictor, choice: IntegratorChoic
         return options.score or DEFAULT_SCORE
     if options.score == DEFAULT_SCORE:
         raise UsageError(
-            f"\0score\0 {DEFAULT_SCORE} takes features of the splits train and val, which the run lacks",
-            hint="take another score",
+            f"\0score\0 {DEFAULT_SCORE} needs the features of splits train and val, which this run lacks",
+            hint="use another score",
             code="unsupported_export",
         )
     return options.score or default_score([["mutual_info"] if choice.integrator.is_sampling else []])
@@ -146,8 +146,8 @@ def _require_network(run: Run, split: Split) -> None:
     spec = None if header is None else header.provenance.get("params", {}).get("model")
     if not isinstance(spec, str) or spec == NO_NETWORK:
         raise MissingInput(
-            f"the run {run.checkpoint_path} has no network, only features",
-            hint="export the head, which takes features: add \0head_only\0",
+            f"the run {run.checkpoint_path} has only features, no network",
+            hint="to export the head, which takes features, add \0head_only\0",
             code="no_network",
         )
 

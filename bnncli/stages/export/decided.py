@@ -32,13 +32,13 @@ def open_rules(run: Run, name: str, options: ExportOptions, *, posterior: str) -
     found = open_decisions(run, name, only=list(dict.fromkeys(options.decide)))
     for one in found:
         if (why := _why_not(one, str(options.score))) is not None:
-            message = f"\0decide\0: the rule {one.name!r} of {name} {why}"
+            message = f"\0decide\0: rule {one.name!r} of {name} {why}"
             raise UsageError(message, code="unsupported_export")
         if one.header.meta["maker"].get("posterior") != posterior:
             message = f"{one.header.path} was calibrated with another posterior than {name.partition('.')[0]}"
             raise DataError(message, code="wrong_posterior", path=one.header.path)
     if len(sets := [one.name for one in found if isinstance(one.rule, SetRule)]) > 1:
-        raise UsageError(f"\0decide\0: a file has one output `set`; {' and '.join(sets)} both give sets")
+        raise UsageError(f"\0decide\0: a file has one output `set`, but both {' and '.join(sets)} give sets")
     return found
 
 
@@ -46,11 +46,11 @@ def _why_not(decision: DecisionFile, score: str) -> str | None:
     """Why a file cannot have what a rule decides by; None where it can."""
     rule = decision.rule
     if isinstance(rule, SetRule):
-        return None if rule.score.seed is None else "draws a number for each example, which a file does not"
+        return None if rule.score.seed is None else "draws a random number per example, which an exported file cannot"
     if isinstance(rule, OutlierRule):
         own = decision.header.meta["settings"]["score"]
-        return None if own == score else f"goes by {own}, and ood_score is {score}: add \0score\0 {own}"
-    return None if isinstance(rule, AcceptanceRule) else "decides on whole batches, of which a file knows nothing"
+        return None if own == score else f"uses {own}, but ood_score is {score}; add \0score\0 {own}"
+    return None if isinstance(rule, AcceptanceRule) else "applies to whole batches, which an exported file does not see"
 
 
 def thresholds_of(decision: DecisionFile) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class GoesIn:
 def features_in(split: Split) -> GoesIn:
     """Features of all rows."""
     rows = np.arange(len(split.content.features))
-    return GoesIn(FEATURES, rows, None, "none: features go in", stored=split.stored)
+    return GoesIn(FEATURES, rows, None, "none: the file takes features", stored=split.stored)
 
 
 def inputs_in(run: Run, split: Split, *, trusts_code: bool, is_halved: bool) -> GoesIn:
@@ -111,7 +111,7 @@ def inputs_in(run: Run, split: Split, *, trusts_code: bool, is_halved: bool) -> 
     is_raw = _is_inside(chosen)
     trunk: nn.Module = FeatureNetwork(model, head, chosen.preprocess if is_raw else None).eval()
     trunk = Halved(trunk).eval() if is_halved else trunk
-    words = _in_words(chosen.preprocess) if is_raw else "outside: inputs go in as the network takes them"
+    words = _in_words(chosen.preprocess) if is_raw else "outside: the file takes inputs as the network does"
     return GoesIn(INPUTS, rows, trunk, words, split=chosen, is_raw=is_raw)
 
 
@@ -119,8 +119,8 @@ def _check_padding(split: data.InputSplit) -> None:
     """Pass where the network takes a batch as it is. Raises DataError where it sees each example without its padding."""
     if next(split.take(np.arange(1)).batches(1)).lengths is not None:
         raise DataError(
-            "the network sees each example without its padding, which a file of batches cannot",
-            hint="export the head alone: \0head_only\0",
+            "the network processes each example without its padding, which an exported file cannot",
+            hint="export only the head: \0head_only\0",
             code="not_exportable",
         )
 

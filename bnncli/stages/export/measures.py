@@ -104,9 +104,9 @@ def parity_of(
     if not worst <= options.own_tolerance:
         where = ", ".join(f"{found['probs']:.2g} in {runtime}" for runtime, found in every.items())
         raise NumericError(
-            f"probabilities are up to {worst:.2g} from those of predict on {split.content.name} ({where}), at most "
-            f"{options.own_tolerance:g} was asked for; nothing was written",
-            hint="give a larger \0tolerance\0 where that is near enough",
+            f"probabilities differ by up to {worst:.2g} from those of predict on {split.content.name} ({where}), "
+            f"more than the tolerance of {options.own_tolerance:g}; nothing was written",
+            hint="use a larger \0tolerance\0 if that is close enough",
             code="not_at_par",
         )
     return {

@@ -32,14 +32,15 @@ def check_suffix(out: str | None, form: str) -> None:
     other = None if out is None else others.get(Path(out).suffix.lower())
     if other is not None:
         raise UsageError(
-            f"\0out\0 {out} ends as files of \0format\0 {other} do, and this one is {form}: add \0format\0 {other}, or give it another name"
+            f"\0out\0 {out} has the ending of \0format\0 {other}, but the format is {form}; add \0format\0 "
+            f"{other} or use another name"
         )
 
 
 def check_code_path(target: Path, *, force: bool) -> None:
     """Raise before any work where the module may not be written there."""
     if code_path(target) == target:
-        raise UsageError("\0out\0: expected a file of tensors, as head.safetensors; the module is written beside it")
+        raise UsageError("\0out\0: expected a tensor file such as head.safetensors; the module is written beside it")
     check_side_output(code_path(target), "\0out\0", "module", is_ours=_is_ours, force=force, others=[])
 
 

@@ -19,29 +19,35 @@ def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
         for one in meta.get("inputs") or [meta["input"]]
     )
     lines = [
-        f"{meta['posterior']} by {meta['variant']}, {bytes_text(metrics['bytes'])}: {goes_in} -> "
+        f"{meta['posterior']} ({meta['variant']}), {bytes_text(metrics['bytes'])}: {goes_in} -> "
         + ", ".join(output["name"] for output in meta["outputs"]),
-        f"probabilities on {parity['split']}, {parity['rows']} rows: within {_each(parity['max_difference'])} of predict",
+        f"probabilities on {parity['split']} ({parity['rows']} rows) match predict within "
+        f"{_each(parity['max_difference'])}",
     ]
     draws, is_shared = metrics["draws"], meta["variant"].startswith("logit-mc")
     if draws is not None and (is_shared or draws["stored"] < draws["predict"]):
-        shared = ", the same for all inputs" if is_shared else ""
-        lines.append(f"draws: {draws['stored']} of the {draws['predict']} of predict{shared}{_loss(metrics)}")
+        shared = ", shared by all inputs" if is_shared else ""
+        lines.append(f"draws: {draws['stored']} of predict's {draws['predict']}{shared}{_loss(metrics)}")
     if "sets" in metrics:
         sets = metrics["sets"]
         lines.append(
-            f"sets of the rule {_of_kind(meta, 'sets')}: {percent(sets['same'])} as of predict, of {sets['size']:.2f} classes in the mean "
-            f"({sets['size_of_predict']:.2f})"
+            f"sets of rule {_of_kind(meta, 'sets')}: {percent(sets['same'])} match predict; mean size "
+            f"{sets['size']:.2f} ({sets['size_of_predict']:.2f} in predict)"
         )
     for name, rule in meta["decisions"].items():
         if rule["kind"] == "ood":
             lines.append(
-                f"{name}: ood_score above {rule['outlier_above']:.6g} is an outlier, at {percent(rule['false_alarm'])} false alarms"
+                f"{name}: ood_score above {rule['outlier_above']:.6g} marks an outlier, with "
+                f"{percent(rule['false_alarm'])} false alarms"
             )
         if rule["kind"] == "risk":
             least = rule["accept_largest_from"]
-            said = "nothing is accepted" if least is None else f"accepted from a largest probability of {least:.6g} on"
-            lines.append(f"{name}: {said}, at a risk of {percent(rule['risk'])}")
+            said = (
+                "accepts nothing"
+                if least is None
+                else f"accepts predictions with a largest probability of at least {least:.6g}"
+            )
+            lines.append(f"{name}: {said}, with a risk of {percent(rule['risk'])}")
     if metrics["milliseconds"] is not None:
         sizes = " / ".join(f"{size:,}" for size in SIZES)
         each = "; ".join(f"{name} {_times(times)}" for name, times in metrics["milliseconds"].items())
@@ -61,7 +67,7 @@ def _each(values: Mapping[str, float]) -> str:
 def _loss(metrics: Mapping[str, Any]) -> str:
     """What fewer draws lose, where there are labels."""
     nll = metrics["nll"]
-    return "" if nll is None else f"; NLL {nll['export']:.4f}, with all {nll['predict']:.4f} ({nll['loss']:+.4f})"
+    return "" if nll is None else f"; NLL {nll['export']:.4f}, {nll['predict']:.4f} with all ({nll['loss']:+.4f})"
 
 
 def _times(times: Mapping[str, float | None]) -> str:

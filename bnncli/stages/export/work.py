@@ -113,7 +113,7 @@ def _check_fits(predictor: Predictor, split: Split) -> None:
     layout = predictor.posterior.layout
     if layout.head is None:
         raise UsageError(
-            f"{predictor.path.stem} has hidden layers of its own; export takes posteriors over the last layer",
+            f"{predictor.path.stem} has its own hidden layers; export takes only posteriors over the last layer",
             code="unsupported_export",
         )
     split.check_fits(layout)
@@ -187,7 +187,7 @@ def _written(run: Run, options: ExportOptions, module: nn.Module, example: Input
     """The module in its format, with what runs it."""
     if options.format == "torch":
         return graphs.ExportedModel(b"", "torch", eager(module))
-    run.console.poll("making the graph")
+    run.console.poll("building the graph")
     if options.format == "pt2":
         return graphs.to_program(module, example, input_name=name)
     return graphs.to_onnx(module, example, input_name=name, threads=run.compute.threads)

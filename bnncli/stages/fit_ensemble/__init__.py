@@ -44,7 +44,7 @@ def run(run: Run, options: FitEnsembleOptions) -> Result:
     first = load_split(run, "train" if options.each == LAPLACE else (run.folder.splits() or ["train"])[0])
     val = require_labeled_val(run, "the temperature is chosen") if options.each == TEMPERATURE else labeled_val(run)
     if first.content.head_weight is None or first.checkpoint is None:
-        raise UsageError("this run has no network, only features: an ensemble is of checkpoints")
+        raise UsageError("this run has only features, no network; an ensemble needs checkpoints")
     _check_apart(run, members)
     used = [first] if val is None or val.source.role == first.source.role else [first, val]
     sources = [split.source for split in used] + network_sources(used)
@@ -80,7 +80,7 @@ def _check_apart(run: Run, members: list[Path]) -> None:
     for place, path in enumerate(given):
         for other in given[:place]:
             if path == other or is_same_file(path, other):
-                raise UsageError(f"MEMBER: {path} is given twice; the members of an ensemble are different networks")
+                raise UsageError(f"MEMBER: {path} is given twice; members must be different networks")
 
 
 def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
@@ -95,7 +95,7 @@ def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
     ]
     if method == "mola":
         each = zip(metrics["structure"], metrics["prior_precision"], strict=True)
-        lines.append(f"prior precision of each: {', '.join(f'{value:.4g} ({name})' for name, value in each)}")
+        lines.append(f"prior precisions: {', '.join(f'{value:.4g} ({name})' for name, value in each)}")
     if metrics["val"] is not None:
         own = ", ".join(f"{value:.4f}" for value in metrics["val_nll_members"])
         lines += [*val_lines(metrics), f"val NLL of the members: {own}"]

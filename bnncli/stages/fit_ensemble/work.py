@@ -38,7 +38,7 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.module import STATE, ModuleLayout
 
 _AT_ONCE = 500  # examples
-_FEWER = "take fewer rows (SPLIT=SPEC@N), or \0each\0 temperature"
+_FEWER = "use fewer rows (SPLIT=SPEC@N), or \0each\0 temperature"
 
 
 def fit(run: Run, options: FitEnsembleOptions, first: Split, val: Split | None, members: list[Path]) -> Fitted:
@@ -74,9 +74,7 @@ def _check_different(networks: Mapping[Path, Network]) -> None:
         assert network.checkpoint is not None
         same = digests.setdefault(network.checkpoint.weights_digest, path)
         if same != path:
-            raise UsageError(
-                f"MEMBER: {path} has the same weights as {same}; the members of an ensemble are different networks"
-            )
+            raise UsageError(f"MEMBER: {path} has the same weights as {same}; members must be different networks")
 
 
 def open_member(run: Run, first: Network, path: Path) -> Network:
@@ -95,8 +93,8 @@ def read_theta(module: nn.Module, layout: ModuleLayout, path: Path, first: Path)
         theirs = tuple(state[part.name].shape) if part.name in state else None
         if theirs != part.shape:
             raise DataError(
-                f"{path}: {part.name!r} has shape {theirs or 'none'}, and {part.shape} in {first}: the members of an ensemble are "
-                "of one architecture",
+                f"{path}: {part.name!r} has shape {theirs or 'none'}, but {part.shape} in {first}; members must "
+                "have the same architecture",
                 code="wrong_shape",
                 path=path,
             )
@@ -149,15 +147,13 @@ def _at_temperature(
     names = [f"{_head(reader, first).name}.{kind}" for kind in ("weight", "bias")]
     if names[0] not in {part.name for part in layout.parts} or _head(reader, first).form is not None:
         raise UsageError(
-            "\0each\0 temperature: the network's last layer has no weight of its own that could be divided by a temperature",
-            hint="leave it out, or use \0each\0 laplace",
+            "\0each\0 temperature: the network's last layer has no weight of its own to divide by a temperature",
+            hint="omit it, or use \0each\0 laplace",
         )
     fitted = fit_shared_temperature(logits, labels, layout.likelihood)
     if fitted is None:
         low, high = SHARED_RANGE
-        run.console.warn(
-            f"val prefers no temperature between {low:g} and {high:g}: the members predict as they were trained"
-        )
+        run.console.warn(f"val prefers no temperature between {low:g} and {high:g}; the members predict unscaled")
         return posterior, logits, None, 1.0
     temperature, losses = fitted
     parts = {

@@ -67,7 +67,7 @@ def _val(run: Run, options: FitLbbnnOptions, layout: NetworkLayout) -> Split | N
     val = load_split(run, "val") if run.folder.features("val").is_file() else None
     if val is not None and val.content.labels is not None and len(val.content.labels):
         return val
-    run.console.info("no labelled val split to choose the slab's standard deviation on: it is 1 (--slab-sd)")
+    run.console.info("no labelled val split to choose the slab's standard deviation on; using 1 (--slab-sd)")
     return None
 
 

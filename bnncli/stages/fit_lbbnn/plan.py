@@ -81,7 +81,7 @@ def check_memory(
     hint = f"use smaller {', '.join([*smaller, '--batch-size'])}"
     fits = [(options.repeats, "use fewer --repeats" if options.repeats > 1 else hint)]
     if is_searched:
-        fits.append((len(CANDIDATES), "give the --slab-sd as a number; its search fits ten networks"))
+        fits.append((len(CANDIDATES), "give --slab-sd as a number; its search fits ten networks"))
     for repeats, advice in fits:
         at_once = None if team() is None else largest_group(layout, repeats, torch.device(device))
         memory.require_latent(layout, device, num_repeats=repeats, most_at_once=at_once, hint=advice, **sizes)

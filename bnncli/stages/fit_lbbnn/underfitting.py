@@ -43,9 +43,10 @@ def short_plan(options: FitLbbnnOptions, plan: Plan, num_examples: int) -> str |
         return None
     steps = plan.epochs * math.ceil(num_examples / plan.batch_size)
     return (
-        f"{steps} steps move an inclusion logit by {farthest:.2g} at most, and from {high:g} down to the prior's {prior:.2g} it is "
-        f"{need:.2g}: density and inclusions will show the start rather than the data; use at least --epochs "
-        f"{math.ceil(plan.epochs * need / farthest - 1e-9)}, or a larger --learning-rate or --inclusion-rate"
+        f"{steps} steps move an inclusion logit by at most {farthest:.2g}, but {high:g} to the prior's "
+        f"{prior:.2g} needs {need:.2g}: density and inclusions will reflect the start, not the data; use at "
+        f"least --epochs {math.ceil(plan.epochs * need / farthest - 1e-9)}, or a larger --learning-rate or "
+        "--inclusion-rate"
     )
 
 
@@ -70,12 +71,15 @@ def poor_fit(metrics: dict[str, Any], features: Tensor, *, is_standardized: bool
     )
     if value >= guess:
         return None
-    found = f"the drawn networks explain the training labels worse ({value / count:.3g} nats an example) than the classes' shares alone ({guess / count:.3g})"
+    found = (
+        f"the sampled networks explain the training labels worse ({value / count:.3g} nats per example) than the "
+        f"class frequencies ({guess / count:.3g})"
+    )
     scaling = Scaling.of(features, features.device)
     largest = float(torch.maximum(scaling.shift.abs(), scaling.scale).max())
     if not is_standardized and largest > LARGE:
         return f"{found}: inputs have means or standard deviations of up to {largest:.2g}; use --standardize"
-    return f"{found}: use more --epochs, or another --learning-rate"
+    return f"{found}: use more --epochs or another --learning-rate"
 
 
 def rise(history: History, best: int) -> float | None:
@@ -91,4 +95,4 @@ def still_rising(share: float | None, schedule: str) -> str | None:
     """What to say of a bound that rises steeply at the end of a fit at a constant learning rate; None of another."""
     if share is None or share < STEEP or schedule != "constant":
         return None
-    return f"the bound still rose by {percent(share, '.0f')} of itself over the last tenth of the epochs: use more --epochs"
+    return f"the bound still rose by {percent(share, '.0f')} over the last tenth of the epochs: use more --epochs"

@@ -63,7 +63,7 @@ def run(run: Run, options: FitSghmcOptions) -> Result:
         lambda num_params: memory.sampled_bytes(num_params, num_draws),
         work,
         kind="samples",
-        hint="use fewer \0chains\0, or a smaller \0batch_size\0",
+        hint="use fewer \0chains\0 or a smaller \0batch_size\0",
         num_bases=2 if options.may_whiten else 0,  # as it is read, and in the precision of steps
     )
     return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))

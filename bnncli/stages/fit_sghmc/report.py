@@ -16,19 +16,22 @@ LARGE = 0.5  # a share by which the variance is too large that is worth a warnin
 def summary(metrics: dict[str, Any]) -> list[str]:
     """The numbers as lines for people."""
     lines = [deciding_line(metrics), *other_lines(metrics)]
-    starts = "one setting of the weights" if metrics["start"] == "checkpoint" else "initialisations of their own"
+    starts = "the same weights" if metrics["start"] == "checkpoint" else "separate initialisations"
     lines.append(
-        f"all chains started at {starts} and saw the same minibatches: R-hat tells of no error that is common to them"
+        f"all chains started at {starts} and saw the same minibatches, so R-hat cannot detect an error that they share"
     )
-    how = "as given" if metrics["learning_rate_by"] == "given" else "by the stiffness"
-    cold = "" if metrics["temperature"] == 1 else f"; temperature {metrics['temperature']:g}, not the posterior's 1"
+    how = "as given" if metrics["learning_rate_by"] == "given" else "from the stiffness"
+    cold = (
+        "" if metrics["temperature"] == 1 else f"; temperature {metrics['temperature']:g} instead of the posterior's 1"
+    )
     lines.append(
         f"learning rate {metrics['learning_rate']:.3g} ({how}), momentum decay {metrics['momentum_decay']:g}, batches of "
         f"{metrics['batch_size']:,}{cold}"
     )
     lines.append(
-        f"no step is accepted or refused: along the stiffest direction (curvature {metrics['stiffness']:.3g}) the variance is too large by "
-        f"{_share(metrics['excess_by_steps'])} for the length of steps, and by up to {_share(metrics['excess_by_batches'])} for minibatches"
+        f"steps are never rejected: along the stiffest direction (curvature {metrics['stiffness']:.3g}) the step "
+        f"length makes the variance too large by {_share(metrics['excess_by_steps'])}, and minibatches by up to "
+        f"{_share(metrics['excess_by_batches'])}"
     )
     lines += val_lines(metrics)
     return lines
@@ -46,8 +49,8 @@ def warnings(metrics: dict[str, Any]) -> list[str]:
         found.append(f"steps are too long for the stiffest direction; {_shorter(metrics)}")
     if batches is not None and batches > LARGE:
         found.append(
-            f"the noise of minibatches makes the variance along the stiffest direction up to {_share(batches)} too large: use a larger "
-            "--batch-size, or a smaller --learning-rate"
+            f"minibatch noise makes the variance along the stiffest direction up to {_share(batches)} too large: "
+            "use a larger --batch-size or a smaller --learning-rate"
         )
     return found
 

@@ -89,8 +89,10 @@ def _whitening(fitting: Fitting, options: FitSghmcOptions) -> WhiteCoordinates |
     if base is None or not base.is_gaussian:
         if options.preconditioner is None:
             return None
-        what = "there is none with \0prior_precision\0" if base is None else f"{base.path.stem} is none"
-        raise UsageError(f"\0preconditioner\0 {BASE}: expected a Gaussian \0base\0, one of fit-laplace; {what}")
+        what = "\0prior_precision\0 has none" if base is None else f"{base.path.stem} is not one"
+        raise UsageError(
+            f"\0preconditioner\0 {BASE}: expected a Gaussian \0base\0, such as one from fit-laplace; {what}"
+        )
     return WhiteCoordinates.of(open_posterior(base.path)[0], fitting.target.device, fitting.target.dtype)
 
 
@@ -188,7 +190,10 @@ def _sized(judged: Convergence, num_draws: int) -> Convergence:
     """
     if num_draws >= MIN_SIZED_DRAWS:
         return judged
-    few = f"{counted(num_draws, 'draw')} a chain {'tells' if num_draws == 1 else 'tell'} no effective sample size, {MIN_SIZED_DRAWS} are needed"
+    few = (
+        f"{counted(num_draws, 'draw')} per chain {'is' if num_draws == 1 else 'are'} too few for an effective sample "
+        f"size, which needs {MIN_SIZED_DRAWS}"
+    )
     why = few if judged.undefined is None else f"{judged.undefined}; {few}"
     return replace(judged, ess_bulk=None, ess_tail=None, undefined=why)
 

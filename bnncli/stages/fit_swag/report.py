@@ -15,9 +15,9 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     """The numbers as lines for people."""
     how = {
         "given": "as given",
-        "noise": "by the noise of the gradients",
-        "stability": "half of what is stable",
-        "pilot": "halved until steps did not run away",
+        "noise": "from the gradient noise",
+        "stability": "half of the stable limit",
+        "pilot": "halved until the steps were stable",
     }
     lines = [
         f"{counted(metrics['iterates'], 'iterate')} after {counted(metrics['warmup'], 'epoch')} of warm-up; learning rate {metrics['learning_rate']:.3g} "
@@ -25,12 +25,13 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     ]
     scale = "" if metrics["scale"] == 1 else f", scale {metrics['scale']:g}"
     lines.append(
-        f"covariance half diagonal, half of rank {metrics['rank']}{scale}; the median parameter has {percent(metrics['median_share_of_prior'], '.3g')} of the "
-        f"prior's variance, the largest {percent(metrics['largest_share_of_prior'], '.3g')}; the learning rate sets them"
+        f"covariance half diagonal, half of rank {metrics['rank']}{scale}; the median parameter has "
+        f"{percent(metrics['median_share_of_prior'], '.3g')} of the prior's variance, the largest "
+        f"{percent(metrics['largest_share_of_prior'], '.3g')} (set by the learning rate)"
     )
     if metrics["median_share_of_base"] is not None:
         share = percent(metrics["median_share_of_base"], ".3g")
-        lines.append(f"the median parameter has {share} of its variance under {metrics['base']}")
+        lines.append(f"the median parameter has {share} of its variance in {metrics['base']}")
     lines.append(
         f"log joint {metrics['log_joint_start']:.2f} nats at the start, {metrics['log_joint_mean']:.2f} at the mean of the iterates"
     )
@@ -44,14 +45,15 @@ def warnings(metrics: dict[str, Any]) -> list[str]:
     slower = LEAVE_OUT if metrics["learning_rate_by"] == "given" else f"use a --learning-rate below {rate}"
     if metrics["share_wider_than_prior"] > 0:
         found.append(
-            f"{percent(metrics['share_wider_than_prior'], '.3g')} of the parameters have a larger variance than their prior, which data cannot give them "
-            f"on average: {slower}, or use a smaller --scale"
+            f"{percent(metrics['share_wider_than_prior'], '.3g')} of the parameters have a larger variance than "
+            f"under the prior, which data cannot cause on average: {slower}, or use a smaller --scale"
         )
     if metrics["median_share_of_prior"] < TOO_NARROW:
         found.append(
-            f"the spread is next to nothing beside the prior (median {metrics['median_share_of_prior']:.2g} of its variance): use a --learning-rate above {rate}"
+            f"the spread is negligible compared with the prior (median {metrics['median_share_of_prior']:.2g} of "
+            f"its variance): use a --learning-rate above {rate}"
         )
     if metrics["num_still"]:
         had = "has" if metrics["num_still"] == 1 else "have"
-        found.append(f"{counted(metrics['num_still'], 'parameter')} did not move, and {had} next to no variance")
+        found.append(f"{counted(metrics['num_still'], 'parameter')} did not move and {had} almost no variance")
     return found

@@ -45,7 +45,7 @@ def run(run: Run, options: FitTemperatureOptions) -> Result:
         _check_has_center(base_path, header)
         sources.append(source)
     elif val.content.head_weight is None:
-        raise UsageError("this run has no network whose last layer could be scaled: give --base NAME")
+        raise UsageError("this run has no network whose last layer could be scaled; give --base NAME")
     request = posterior_request(
         run,
         "temperature",
@@ -67,11 +67,14 @@ def run(run: Run, options: FitTemperatureOptions) -> Result:
 def _check_has_center(path: Path, header: Header) -> None:
     posterior_type, layers = type_of(header), header.meta.get("layers")
     if layers is not None:
-        raise UsageError(f"--base: {path.stem} is over --layers {layers}; a temperature divides the last layer alone")
+        raise UsageError(
+            f"--base: {path.stem} is over --layers {layers}, but a temperature divides only the last layer"
+        )
     if not has_attribute("posteriors", posterior_type, "center"):
         having = [name for name in names("posteriors") if has_attribute("posteriors", name, "center")]
         raise UsageError(
-            f"--base: a {posterior_type} posterior ({path.stem}) has no mean to scale; these have: {', '.join(having)}",
+            f"--base: {path.stem} is a {posterior_type} posterior, which has no mean to scale; types that have "
+            f"one: {', '.join(having)}",
             code="wrong_type",
         )
 

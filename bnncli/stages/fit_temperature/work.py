@@ -20,8 +20,8 @@ from bnncli.run.session import Run
 from bnncli.run.val_report import logits_on_val
 
 _WHY_UNBOUNDED = {
-    "separable": "the label has the largest logit in every example of val, so that any lower temperature is better",
-    "hopeless": "the logits tell so little of the labels of val that any higher temperature is better",
+    "separable": "the label has the largest logit in every example of val, so any lower temperature is better",
+    "hopeless": "the logits say so little about the labels of val that any higher temperature is better",
 }
 
 
@@ -41,12 +41,12 @@ def fit(run: Run, val: Split, base_path: Path | None) -> Fitted:
     fit = fit_temperature(LabelledLogits(logits, labels, layout.likelihood), progress=run.console)
     if not bool(torch.isfinite(fit.nll_after).all()):
         raise NumericError(
-            "the NLL of val is not finite", hint="the logits are not finite; bnncli verify says which file is bad"
+            "the NLL on val is not finite", hint="the logits are not finite; find the damaged file with bnncli verify"
         )
     metrics = _metrics(fit, base_path)
     if fit.temperature in (SMALLEST, LARGEST):
         why = _WHY_UNBOUNDED.get(fit.unbounded or "", "the val split prefers one beyond it")
-        run.console.warn(f"the temperature {fit.temperature:g} is the bound of the range searched: {why}")
+        run.console.warn(f"the temperature {fit.temperature:g} is at the end of the search range: {why}")
     tensors, meta = Point(theta / fit.temperature, layout).to_tensors()
     tensors |= {"temperature": torch.tensor([fit.temperature], dtype=torch.float64)}
     meta |= {"method": "temperature", "base": metrics["base"], "param_layout": layout.to_json(), **told}

@@ -59,7 +59,7 @@ def run(run: Run, options: FitViOptions) -> Result:
         stepping,
         lambda num_params: 24 * num_params,
         work,
-        hint=("use fewer \0num_draws\0, or " if options.chosen_estimator == "reparam" else "use ")
+        hint=("use a smaller \0num_draws\0, or " if options.chosen_estimator == "reparam" else "use ")
         + "a smaller \0batch_size\0",
     )
     return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))

@@ -12,25 +12,28 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     """The numbers as lines for people."""
     elbo = metrics["elbo"]
     lines = [
-        f"ELBO {elbo['value']:.2f} +- {elbo['standard_error']:.2f} nats ({metrics['elbo_draws']} draws, full data), of independent parameters; log importance "
-        f"weights have standard deviation {metrics['log_weight_sd']:.2f}"
+        f"ELBO {elbo['value']:.2f} +- {elbo['standard_error']:.2f} nats ({metrics['elbo_draws']} draws, full "
+        "data) with independent parameters; log importance weights have standard deviation "
+        f"{metrics['log_weight_sd']:.2f}"
     ]
     ended = counted(metrics["epochs"], "epoch")
     if metrics["ended_early"]:
-        ended = f"ended after {metrics['epochs_run']} of {ended} as it stands still"
+        ended = f"stopped after {metrics['epochs_run']} of {ended} because it no longer improves"
     lines.append(
         f"{metrics['optimizer']}, {metrics['estimator']} gradients, learning rate {metrics['learning_rate']:.3g}, batches of {metrics['batch_size']:,}, {ended}"
     )
     if metrics["kl_weight"] != 1:
         lines.append(
-            f"the divergence to the prior had weight {metrics['kl_weight']:g}, not 1: this is no approximation of the target, and not what maximises its ELBO"
+            f"the divergence from the prior had weight {metrics['kl_weight']:g}, not 1, so this neither "
+            "approximates the target nor maximises its ELBO"
         )
     lines.append(f"the median parameter has {percent(metrics['median_share_of_prior'], '.3g')} of the prior's variance")
     if metrics["beside_base"] is not None:
         beside = metrics["beside_base"]
         lines.append(
-            f"beside {beside['name']}: the median parameter has {percent(beside['median_share'], '.3g')} of its variance, and the means are "
-            f"{beside['rms_distance']:.2g} of its standard deviations apart (rms over parameters; at most {beside['largest_distance']:.2g})"
+            f"compared with {beside['name']}: the median parameter has {percent(beside['median_share'], '.3g')} "
+            f"of its variance, and the means differ by {beside['rms_distance']:.2g} of its standard deviations "
+            f"(rms over parameters; at most {beside['largest_distance']:.2g})"
         )
     lines += val_lines(metrics)
     return lines

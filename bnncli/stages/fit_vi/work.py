@@ -58,7 +58,7 @@ def fit(fitting: Fitting, options: FitViOptions) -> Fitted:
     metrics["beside_base"] = None if beside is None else asdict(beside)
     if doubt is not None:
         what = "ELBO" if plan.kl_weight == 1 else "objective"
-        more = "more \0epochs\0, or a larger \0patience\0" if found.is_early else "more \0epochs\0"
+        more = "more \0epochs\0 or a larger \0patience\0" if found.is_early else "more \0epochs\0"
         run.console.warn(f"the {what} {doubt} after {counted(len(found.history), 'epoch')}: use {more}")
     passes += len(found.history) * options.draws_a_step
     metrics |= Cost.of_fit(passes, is_last_layer=fitting.is_last_layer).to_metrics()
