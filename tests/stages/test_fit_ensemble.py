@@ -185,10 +185,7 @@ def test_a_built_in_network_of_other_sizes_is_no_member(cli: Cli) -> None:
     assert cli("extract-features", "m.pt", "--model", "mlp", *DATA).code == 0
     done = cli("fit-ensemble", "m.pt", "n.pt")
     assert done.code == 65
-    assert (
-        "n.pt: 'features.0.weight' has shape (4, 36), but (3, 36) in m.pt; members must have the same"
-        in done.stderr
-    )
+    assert "n.pt: 'features.0.weight' has shape (4, 36), but (3, 36) in m.pt; members must have the same" in done.stderr
 
 
 def test_code_is_run_only_where_it_is_trusted(cli: Cli) -> None:

@@ -278,12 +278,10 @@ def test_until_draws_until_the_conditions_hold(cli: Cli, small_run: Path) -> Non
     assert metrics["min_ess_tail"] >= 150
     shorter = convergence(draws[:, :-15].reshape(4, -1, draws[0, 0].size))
     assert shorter.r_hat > 1.05 or shorter.ess_bulk < 300 or shorter.ess_tail < 150  # type: ignore[operator]
-    assert "30 draws a chain: R-hat" in done.stderr
+    assert "30 draws per chain: R-hat" in done.stderr
     looks = len(range(30, metrics["draws"] + 1, 15))
     assert (metrics["stopped_by"], metrics["until_looks"]) == ("rhat<=1.05, ess>=300, ess-tail>=150", looks)
-    said = (
-        f"these numbers chose when to stop (--until rhat<=1.05, ess>=300, ess-tail>=150, look {looks}), so they flatter"
-    )
+    said = f"these numbers decided when to stop (--until rhat<=1.05, ess>=300, ess-tail>=150, look {looks}), so they are optimistic"
     assert said in " ".join(done.stderr.split())
     again = cli("hmc", small_run, *SMALL, "--name", "u", "--until", "rhat<=1.05, ess>=300, ess-tail>=150", "--json")
     assert again.json["action"] == "up_to_date"
@@ -304,7 +302,7 @@ def test_until_gives_up_at_the_cap_and_publishes_all_the_same(cli: Cli, small_ru
         done = cli(*words, "--json")
         assert done.code == 3
         assert done.json["error"]["code"] == "until"
-        assert "after 50 draws a chain" in done.stderr
+        assert "after 50 draws per chain" in done.stderr
         assert done.json["metrics"]["draws"] == 50
     assert read_samples(posteriors(small_run) / "u.nc").head_weight.shape[1] == 50
 

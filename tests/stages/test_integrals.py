@@ -202,7 +202,7 @@ def test_ten_classes_have_a_standard_error_and_the_seed_decides(cli: Cli) -> Non
         (["--mean", "1,2", "--covariance", "1,2;2,1"], "no negative eigenvalue; got -1"),
         (["--mean", "1,2", "--covariance", "1,2"], "2 rows of 2 numbers"),
         (["--mean", "1", "--variance", "1", "--plot", "x.png"], "--plot draws the grid"),
-        (["--mean", "1,2,3", "--variance", "1", "--integrator", "quadrature"], "does not fit 3 classes"),
+        (["--mean", "1,2,3", "--variance", "1", "--integrator", "quadrature"], "does not work with 3 classes"),
         (["--plot", "x.gif"], "--plot"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -120,13 +120,13 @@ def test_commands_take_merged_draws_as_any_other(cli: Cli, run: Path) -> None:
     assert "--force" not in judged["verdict"]["run"]  # which would replace what hmc has not made
     assert cli("status", run, "--json").json["artifacts"][-1]["state"] == "fresh"
     assert cli("sbc", run, "--posterior", "laplace", "--truth", "merged", "--simulations", 20, "--draws", 9).code == 0
-    assert "joined of several fits" in cli("sbc", run, "--posterior", "merged", "--simulations", 20).stderr
+    assert "it merges several hmc fits" in cli("sbc", run, "--posterior", "merged", "--simulations", 20).stderr
 
 
 def test_longer_chains_are_cut_to_the_shortest(cli: Cli, run: Path) -> None:
     assert cli("hmc", run, *HMC[:-1], 30, "--seed", 3, "--name", "long").code == 0
     done = cli("merge", run, "--posterior", "long", "--posterior", "two")
-    assert "cut to the shortest, 20 draws a chain: long" in done.stderr
+    assert "cut to the shortest run, 20 draws per chain: long" in done.stderr
     merged, long = (read_samples(file_of(run, name)).head_weight for name in ("merged", "long"))
     assert merged is not None
     assert long is not None
@@ -139,7 +139,7 @@ def test_merged_draws_can_be_joined_with_more(cli: Cli, run: Path) -> None:
     done = cli("merge", run, "--posterior", "merged", "--posterior", "three", "--name", "all", "--json")
     assert done.json["metrics"]["chains"] == 12
     again = cli("merge", run, "--posterior", "merged", "--posterior", "one", "--name", "no")
-    assert (again.code, "has the seed 1" in again.stderr) == (65, True)
+    assert (again.code, "have the same seed 1" in again.stderr) == (65, True)
 
 
 def test_draws_of_a_copy_are_joined_and_may_go_afterwards(cli: Cli, run: Path, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def of_checkpoint(content: Any, meta: Any, provenance: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (seeded(1), "has the seed 1, and .*one.nc has it too: these are the same chains"),
+        (seeded(1), "and .*one.nc have the same seed 1: these are the same chains"),
         (of_sampler, "has sampler nuts, but it is hmc in .*one.nc"),
         (of_classes, "has classes sha256:\\w+, but it is sha256:\\w+ in"),
         (of_bias, "has prior prior_precision 10.0 bias_precision 3.0, but it is prior_precision 10.0 in"),
@@ -218,7 +218,7 @@ def test_what_is_no_draws_of_hmc_is_refused(cli: Cli, run: Path) -> None:
     twice = cli("merge", run, "--posterior", "one", "--posterior", file_of(run, "one"))
     assert (twice.code, "one.nc is given twice" in twice.stderr) == (2, True)
     done = cli("merge", run, "--posterior", "one", "--posterior", "laplace")
-    assert (done.code, "expected draws of hmc, got laplace" in done.stderr) == (65, True)
+    assert (done.code, "expected draws of hmc; got laplace" in done.stderr) == (65, True)
     assert cli("merge", run, "--posterior", "one", "--posterior", "on").code == 66
     done = cli("merge", run, *TWO, "--name", "one")
     assert (done.code, "is also an input" in done.stderr) == (2, True)

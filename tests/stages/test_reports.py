@@ -52,7 +52,7 @@ def test_a_refinement_that_is_close_advises_nothing() -> None:
 def test_a_gain_that_draws_do_not_tell_is_no_difference_to_speak_of() -> None:
     gain = {"value": 18.25, "standard_error": 7.68}
     line = summary(refined(verdict="undecided", elbo_gain=gain, elbo_draws=4096))[-1]
-    assert line.startswith("undecided after 4096 draws: the gain lies anywhere from -4.80 to +41.30 nats")
+    assert line.startswith("undecided after 4096 draws: the gain is between -4.80 and +41.30 nats")
     assert line.endswith("try --flow affine, or hmc; or more --elbo-draws")
     assert not any("no difference" in line for line in summary(refined(verdict="undecided")))
 
@@ -60,7 +60,7 @@ def test_a_gain_that_draws_do_not_tell_is_no_difference_to_speak_of() -> None:
 @pytest.mark.parametrize(("value", "is_small"), [(0.3, True), (30.0, False)])
 def test_a_small_help_is_called_small(value: float, is_small: bool) -> None:
     lines = summary(refined(elbo_gain={"value": value, "standard_error": 0.01}))
-    assert any("if by less than 0.5 nats" in line for line in lines) == is_small
+    assert any("but by less than 0.5 nats" in line for line in lines) == is_small
 
 
 def test_a_refinement_that_predicts_worse_than_its_base_is_not_called_a_help() -> None:
@@ -74,7 +74,7 @@ def test_a_refinement_that_predicts_worse_than_its_base_is_not_called_a_help() -
     (close,) = [line for line in summary(refined(val_excess=excess, log_weight_sd_after=1.0)) if "closer" in line]
     assert close.endswith("the model and its prior cause this, not the approximation")
     of_network = summary(refined(val_excess=excess, over_layers="all"))
-    assert any("--prior-precision as the network was trained with" in line for line in of_network)
+    assert any("--prior-precision that the network was trained with" in line for line in of_network)
 
 
 def test_a_refinement_that_predicts_worse_than_the_network_is_not_called_a_help() -> None:
@@ -86,12 +86,12 @@ def test_a_refinement_that_predicts_worse_than_the_network_is_not_called_a_help(
 
 def test_draws_that_are_there_are_not_advised_to_be_made() -> None:
     lines = summary(refined(), has_draws=True)
-    assert lines[-1].endswith("try --flow affine, or the draws of hmc, which the run has")
+    assert lines[-1].endswith("try --flow affine, or the run's hmc draws")
 
 
 def test_an_early_end_is_told() -> None:
     lines = summary(refined(ended_early=True, epochs_run=12))
-    assert "ended after 12 of 20 epochs: the ELBO stands still" in lines
+    assert "stopped after 12 of 20 epochs because the ELBO no longer improved" in lines
 
 
 def pair(first: str, second: str) -> dict[str, Any]:
@@ -110,4 +110,4 @@ def test_many_pairs_are_shown_against_the_draws_alone(count: int, shown: int) ->
 
 def test_a_refinement_that_hurt_says_what_to_do() -> None:
     line = summary(refined(verdict="hurt"))[-1]
-    assert line.startswith("refinement hurt: use the base, or try --flow affine")
+    assert line.startswith("refinement made the posterior worse: use the base, or try --flow affine")

@@ -79,8 +79,8 @@ def test_a_fit_whose_preconditioner_is_gone_is_refused(cli: Cli, small_run: Path
     assert (stale.code, "gone.nc is stale: base" in stale.stderr) == (65, True)
     gone = cli("sbc", small_run, "--posterior", "gone", *FEW, "--allow-stale")
     assert gone.code == 65
-    assert "--posterior: gone is preconditioned by other, whose fit is made anew as well" in gone.stderr
-    assert "there is nothing\nhint: run fit-sghmc again" in gone.stderr
+    assert "--posterior: gone is preconditioned by other, which must be fitted again too" in gone.stderr
+    assert "found nothing\nhint: run fit-sghmc again" in gone.stderr
 
 
 def test_a_fit_that_flies_away_is_named_with_what_helps(cli: Cli, small_run: Path) -> None:
@@ -88,8 +88,8 @@ def test_a_fit_that_flies_away_is_named_with_what_helps(cli: Cli, small_run: Pat
     assert cli("fit-sghmc", small_run, *plan, "--learning-rate", 50, "--name", "far").code == 0
     flown = cli("sbc", small_run, "--posterior", "far", *FEW)
     assert flown.code == 70, flown.stdout
-    assert "the fit of far, made anew to simulated labels: the chains leave all bounds" in flown.stderr
-    assert "make the posterior with other options: use a --learning-rate below 50" in flown.stderr
+    assert "fitting far to simulated labels: the chains leave all bounds" in flown.stderr
+    assert "fit the posterior with other options: use a --learning-rate below 50" in flown.stderr
 
 
 def test_the_options_of_chains_are_read_as_they_were_recorded(cli: Cli, small_run: Path) -> None:
@@ -130,7 +130,7 @@ def test_latent_binary_fits_are_tried_under_their_own_prior(
     done = cli("sbc", small_run, "--posterior", "lbbnn", "--simulations", 40, "--draws", 19, "--examples", 60, "--json")
     assert done.code == 0, done.stdout
     assert not done.json["verdict"]["is_calibrated"]  # twenty steps are too few, and it says so
-    assert "the fit of lbbnn to 60 simulated labels: 20 steps move an inclusion logit by" in done.stderr
+    assert "fitting lbbnn to 60 simulated labels: 20 steps move an inclusion logit by" in done.stderr
     assert [one["name"].split()[0] for one in done.json["quantities"]] == [
         *("log", "weight", "weight", "weight", "bias"),
         *4 * ["logit"],
@@ -142,15 +142,15 @@ def test_latent_binary_fits_have_truths_from_their_prior_alone(cli: Cli, small_r
     assert cli("fit-lbbnn", small_run, "--epochs", 1, "--slab-sd", 2).code == 0
     own = cli("sbc", small_run, "--posterior", "lbbnn", "--truth", "hmc")
     assert (own.code, own.stderr.count("\n")) == (2, 1)
-    assert "--truth: expected prior; lbbnn is by fit-lbbnn" in own.stderr
+    assert "--truth: expected prior, because fit-lbbnn is tested only on truths from its prior (lbbnn)" in own.stderr
     other = cli("sbc", small_run, "--posterior", "hmc", "--truth", "lbbnn")
     assert other.code == 2
-    assert "over the last layer by laplace, refine, hmc, vi, swag, sghmc, merge; got lbbnn" in other.stderr
+    assert "or a last-layer posterior from laplace, refine, hmc, vi, swag, sghmc, merge; got lbbnn" in other.stderr
 
 
 def test_a_latent_binary_fit_that_learned_its_prior_is_refused() -> None:
     learned = latent_header(FitLbbnnOptions(estimator="concrete"), 100)
-    with pytest.raises(UsageError, match="whose prior is learned from labels") as caught:
+    with pytest.raises(UsageError, match="which learns its prior from the labels") as caught:
         sbc._check_can_be_tried(learned.path, learned)
     assert "--early-epochs 0" in str(caught.value.hint)
     kept = latent_header(FitLbbnnOptions(estimator="concrete", early_epochs=0), 100)
@@ -186,11 +186,11 @@ def test_a_latent_header_that_says_too_little_is_damaged(damage: Callable[[Heade
     [
         (
             ("--posterior", "map"),
-            "--posterior: expected a posterior by one of laplace, refine, hmc, vi, swag, sghmc, lbbnn; map is by map: a point",
+            "--posterior: expected one of laplace, refine, hmc, vi, swag, sghmc, lbbnn; map is from map: it is a point",
         ),
         (("--posterior", "beside"), "--posterior: beside is centred on the checkpoint's weights"),
-        (("--truth", "map"), "--truth: expected prior, or a posterior over the last layer"),
-        (("--truth", "beside"), "--truth: beside has the prior 3, the posterior tried has 10"),
+        (("--truth", "map"), "--truth: expected prior, or a last-layer posterior"),
+        (("--truth", "beside"), "--truth: beside has the prior 3, but the tested posterior has 10"),
         (("--posterior", "absent"), "absent"),
         (("--simulations", 3), "--simulations"),
     ],
@@ -206,7 +206,7 @@ def test_what_cannot_be_tried_is_refused(cli: Cli, small_run: Path, words: tuple
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ({"method": "ensemble"}, "it is by ensemble: of networks that were trained apart"),
+        ({"method": "ensemble"}, "it is from ensemble: its networks were trained separately"),
         ({"method": "lbbnn", "sizes": [5, 4, 6, 3]}, "it has --hidden 4,6"),
         ({"method": "sghmc", "layers": "all"}, "expected a posterior over the last layer.* it is over --layers all"),
         ({"method": "sghmc"}, "it records no prior"),

@@ -272,7 +272,7 @@ def test_a_table_of_predict_is_scored_as_its_predictions_are(cli: Cli, small_run
 def test_predictions_without_labels_are_told_once_where_scores_need_them(cli: Cli, folder: Path) -> None:
     np.save("alone.npy", np.load("p.npz")["probs"])
     done = cli("score", "alone.npy", *QUICK)
-    assert (done.code, done.stderr.count("no labels found; --labels FILE[:COLUMN]")) == (0, 1)
+    assert (done.code, done.stderr.count("no labels found; add --labels FILE[:COLUMN]")) == (0, 1)
     assert "no labels" not in cli("score", "alone.npy", *QUICK, "--metric", "mean_entropy").stderr
     assert "no labels" not in cli("score", "p.npz", *QUICK).stderr
     assert cli("score", "alone.npy", *QUICK, "--metric", "nll").code == 65

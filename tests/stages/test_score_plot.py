@@ -149,4 +149,4 @@ def test_a_figure_that_cannot_be_written_is_told(cli: Cli, folder: Path, monkeyp
 
     monkeypatch.setattr("bnncli.stages.score.plot.write_figure", full)
     done = cli("score", "p.npz", "--plot", "r.png", *QUICK)
-    assert (done.code, "--plot: r.png could not be written" in done.stderr) == (int(WriteError.exit), True), done.stderr
+    assert (done.code, "--plot: cannot write r.png" in done.stderr) == (int(WriteError.exit), True), done.stderr

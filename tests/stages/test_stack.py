@@ -193,14 +193,14 @@ def test_ways_that_take_long_are_left_out_and_none_at_all_is_an_error(
     monkeypatch.setattr(work, "MOST_WORK", {"cpu": most})
     metrics = cli("stack", small_run, "--json").json["metrics"]
     assert [head["name"] for head in metrics["heads"][1:]] == ["train", "val"]
-    assert metrics["left_out"] == ["train+val (would take long here)"]
+    assert metrics["left_out"] == ["train+val (would take too long)"]
     monkeypatch.setattr(work, "MOST_WORK", {"cpu": 1})
     done = cli("stack", small_run, "--force")
     assert done.code == 69
     assert "18 parameters" in done.stderr
     (small_run.with_name("small.bnn") / "posteriors" / "stack.safetensors").unlink()
     found = cli("auto", small_run, "--json").json
-    assert "left out" in next(rung for rung in found["rungs"] if rung["name"] == "stack")["note"]
+    assert "skipped" in next(rung for rung in found["rungs"] if rung["name"] == "stack")["note"]
 
 
 def test_an_interrupted_stack_goes_on_after_the_ways_that_it_has_refitted(
@@ -221,7 +221,7 @@ def test_an_interrupted_stack_goes_on_after_the_ways_that_it_has_refitted(
     assert "continue with: bnncli stack" in stopped.stderr
     done = cli("stack", small_run, "--resume")
     assert done.code == 0, done.stderr
-    assert "resuming after 2 of 3 ways" in done.stderr
+    assert "resuming after 2 of 3 refits" in done.stderr
     assert asked == ["train", "val", "train+val", "train+val"]
     found, whole = heads_of(small_run), heads_of(small_run, "whole")
     assert found[0].keys() == whole[0].keys()
@@ -245,7 +245,7 @@ def test_auto_goes_on_with_a_stack_that_its_budget_has_ended(
     (rung,) = [rung for rung in found["rungs"] if rung["name"] == "stack"]
     assert (rung["is_there"], "the budget is spent: continue with: bnncli stack" in rung["note"]) == (False, True)
     done = cli("auto", small_run)
-    assert (done.code, "resuming after 2 of 3 ways" in done.stderr) == (0, True)
+    assert (done.code, "resuming after 2 of 3 refits" in done.stderr) == (0, True)
 
 
 @pytest.mark.parametrize(("seconds", "order"), [(1.0, ["stack", "fit-laplace"]), (1e4, ["fit-laplace", "stack"])])

@@ -134,7 +134,7 @@ def test_seeds_write_a_checkpoint_each_near_that_of_one_alone(cli: Cli) -> None:
     torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-4)
     refused = cli("train", "own.safetensors", "--model", "net.py:make", *SHORT, "--seeds", 2)
     assert refused.code == 2
-    assert "--seeds: this network cannot be trained in several copies at once" in refused.stderr
+    assert "--seeds: cannot train several copies of this network at once" in refused.stderr
 
 
 @pytest.mark.parametrize("model", [MLP, ("--model", "net.py:make")])
@@ -221,9 +221,9 @@ def test_seeds_that_workers_share_out_go_on_where_all_of_them_were(cli: Cli, mon
         (("a.safetensors", *MLP, *DATA, "--augment", "flip"), 2, "--augment needs images"),
         (("a.safetensors", "--model", "flatten", *DATA), 2, "flatten has nothing to train"),
         (("a.safetensors", "--model", "hf:x", *DATA), 2, "expected a built-in network"),
-        (("a.safetensors", *MLP, "--model-arg", "classes=2", *DATA), 65, "a label is 2, the network has classes 0 to 1"),
+        (("a.safetensors", *MLP, "--model-arg", "classes=2", *DATA), 65, "a label is 2, but the network has classes 0 to 1"),
         (("a.safetensors", *MLP, "--model-arg", "inputs=7", *DATA), 65, "the network cannot take inputs of shape (2, 6)"),
-        (("a.safetensors", "--model", "mlp", *DATA), 65, "hint: give the network as many inputs: --model-arg inputs=6"),
+        (("a.safetensors", "--model", "mlp", *DATA), 65, "hint: set the number of inputs: --model-arg inputs=6"),
         (("a.safetensors", "--model", "lenet5", *DATA), 65, "--resize and --crop change sizes"),
         (("a.safetensors", *MLP, *SHORT, "--learning-rate", 1e6, "--optimizer", "sgd"), 70, "use a --learning-rate below 1e+06"),
     ],

@@ -42,8 +42,8 @@ COMMAND = Command(
 )
 _WAIT = 1.0  # seconds: of a grid that was killed just now a line that was to begin may hold the lock a moment longer
 _HELD = (
-    "another bnncli runs this grid",
-    "wait until it has ended, or end it and run this again: it goes on from there",
+    "another bnncli process runs this grid",
+    "wait until it ends, or stop it and run this again to continue from there",
 )
 
 
@@ -82,9 +82,9 @@ def _planned(run: Run, jobs: list[Job], journal: Journal) -> Result:
     config = run.console.options.config
     begun = [job for job in jobs if journal.done(job, jobs, seen_by(job, config)) is None]
     known = sum(journal.known[job.key].is_good for job in begun if job.key in journal.known)
-    summary = f"{counted(len(jobs), 'line')}, {len(begun)} to begin"
+    summary = f"{counted(len(jobs), 'line')}, {len(begun)} to start"
     if known:
-        summary += f"; {known} of these ended well before, and will say what is up to date"
+        summary += f"; {known} of these finished before and will report what is up to date"
     lines = [job.line.pasted() for job in begun]
     return Result(lines=lines, extra={"lines": lines}, summary=[summary])
 
@@ -98,7 +98,7 @@ def _result(run: Run, jobs: list[Job], ended: Mapping[int, Ended], journal: Jour
         told.append(f"{warned} with warnings")
     result = Result(
         extra={"jobs": entries, "counts": dict(counts), "dir": str(journal.folder)},
-        summary=[f"{counted(len(jobs), 'line')}: {', '.join(told)}; their logs and documents: {journal.logs}"],
+        summary=[f"{counted(len(jobs), 'line')}: {', '.join(told)}; logs and documents: {journal.logs}"],
     )
     bad = [job for job in jobs if not ended[job.number].is_good]
     if not bad:
@@ -108,8 +108,8 @@ def _result(run: Run, jobs: list[Job], ended: Mapping[int, Ended], journal: Jour
     failed, left = counts[FAILED], counts[SKIPPED]
     result.failure = CheckFailed(
         f"{failed} of {counted(len(jobs), 'line')} failed"
-        + (f", and {left} that wait for them were left out" if left else ""),
-        hint=f"mend what the table says, then run again what is missing: {run.line.pasted()}",
+        + (f", and {left} that depend on them were skipped" if left else ""),
+        hint=f"fix the errors above, then run the grid again to complete it: {run.line.pasted()}",
         code="jobs_failed",
     )
     return result
@@ -127,7 +127,7 @@ def _table(bad: list[Job], ended: Mapping[int, Ended], journal: Journal) -> Tabl
         one = ended[job.number]
         rows.append([job.checkpoint, job.name, "-" if one.exit is None else str(one.exit), one.why])
     failed = [job for job in bad if ended[job.number].exit is not None]
-    notes = ["", f"what failed, to be tried by itself (logs: {journal.logs}):", *(job.line.pasted() for job in failed)]
+    notes = ["", f"failed lines, to run one at a time (logs: {journal.logs}):", *(job.line.pasted() for job in failed)]
     return Table(["checkpoint", "job", "exit", "why"], rows, notes=notes)
 
 

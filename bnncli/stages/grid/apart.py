@@ -88,16 +88,16 @@ def _differing(job: Job, other: Job) -> list[str]:
 def _clash(job: Job, other: Job, name: str) -> str:
     """What two lines would both write, and what helps."""
     if name and job.step is other.step:
-        return f"two of its lines make {name!r}: leave out a value, or make it a step of another name"
+        return f"two of its lines create {name!r}: drop a value, or put it in a step with another name"
     if name:
-        return f"step {other.step.name} makes {name!r} too: give one of them another name"
+        return f"step {other.step.name} creates {name!r} too: rename one of them"
     shown = " and ".join(flag_of(one)[2:] for one in _differing(job, other))
-    said = f"lines with other values of {shown} would write the same files"
+    said = f"lines with different values of {shown} would write the same files"
     if job.step.command == "predict":
-        return f"{said}: give the step a name, which its predictions then have with their values"
+        return f"{said}: give the step a name, so that its predictions are named after their values"
     if job.step.command == "train":
-        return f"{said}, the checkpoint itself: leave one value, and make a grid with other checkpoints for another"
-    return f"{said}: leave one value, or give each a run folder of its own, as run-dir"
+        return f"{said} (the checkpoint itself): keep one value, and use a grid with other checkpoints for another"
+    return f"{said}: keep one value, or give each its own run folder with run-dir"
 
 
 def _written(job: Job) -> Iterator[tuple[str, str]]:
@@ -110,5 +110,5 @@ def _written(job: Job) -> Iterator[tuple[str, str]]:
 def _shared_file(grid: GridFile, job: Job, option: str) -> ConfigError:
     flag, path = flag_of(option)[2:], Path(job.given[option])
     instead = path.with_name(f"{path.stem}-{{{JOB}}}{path.suffix}")
-    said = f"several lines would write {path}: put {{{JOB}}} into the name, as {instead}"
+    said = f"several lines would write {path}: put {{{JOB}}} into the name, such as {instead}"
     return grid.fault(job.step.keys.get(option, f"{job.step.where} {flag}"), said)

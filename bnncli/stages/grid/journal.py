@@ -73,7 +73,7 @@ class Journal:
         except NOT_OF_CONTENT:
             raise
         except (BnnError, LookupError, TypeError, ValueError, AttributeError):
-            run.console.warn(f"{path} is damaged: every line is looked at again")
+            run.console.warn(f"{path} is damaged: checking every line again")
             return cls(folder)
         return cls(folder, entries)
 

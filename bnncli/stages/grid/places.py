@@ -41,7 +41,7 @@ def places_of(options: GridOptions, jobs: Sequence[Job]) -> list[LinePlace]:
     workers = team.rank_and_size()
     if workers is not None and workers[1] > 1:
         raise UsageError(
-            f"grid starts processes itself, and torchrun has started {workers[1]} of it: start one, without torchrun",
+            f"grid starts its own processes, but torchrun started {workers[1]} of it: start one, without torchrun",
             hint="\0devices\0 0,1,2,3 runs a line on each GPU; \0jobs\0 4 runs four on the CPU",
         )
     if options.jobs is None and options.devices is None:
@@ -50,7 +50,7 @@ def places_of(options: GridOptions, jobs: Sequence[Job]) -> list[LinePlace]:
         if job.given.get("device", CPU) not in _ANYWHERE:
             flag = "\0devices\0" if options.jobs is None else "\0jobs\0"
             where = job.step.keys.get("device", job.step.where)
-            raise UsageError(f"{where}: {flag} says where lines run: leave out device, or {flag}")
+            raise UsageError(f"{where}: {flag} sets where lines run; omit device or {flag}")
     if options.jobs is not None:
         environment = {_GPUS: "", **shared_threads(options.jobs)}
         return [LinePlace(f"cpu {number}", environment) for number in range(options.jobs)]
@@ -69,10 +69,10 @@ def _visible(numbers: list[int]) -> dict[int, str]:
     count = 0 if device_name("auto") == CPU else torch.cuda.device_count()
     missing = [number for number in numbers if number >= count]
     if missing:
-        there = f"there are {count}, from 0" if count else "this machine has none that PyTorch can use"
+        there = f"have {count}, numbered from 0" if count else "PyTorch finds no GPU on this machine"
         raise DeviceError(
             f"\0devices\0: no GPU {missing[0]}: {there}",
-            hint="run side by side on the CPU with \0jobs\0 N, or \0devices\0 cpu",
+            hint="use the CPU with \0jobs\0 N or \0devices\0 cpu",
         )
     names = [one.strip() for one in os.environ.get(_GPUS, "").split(",") if one.strip()]
     return {number: names[number] if names else str(number) for number in numbers}

@@ -90,7 +90,7 @@ def plan_jobs(grid: GridFile) -> list[Job]:
                     )
                 own.append(earlier.job(len(jobs) + len(own), step, axes, chosen=chosen, parts=parts))
             if not own:
-                raise grid.fault(step.where, "it has no line: the steps that it refers to have no values in common")
+                raise grid.fault(step.where, "no lines: the steps that it refers to have no values in common")
             earlier.jobs[step.name] = own
             jobs += own
     return jobs
@@ -174,7 +174,7 @@ class _Earlier:
         name = line_name(step, axes, {one.name: one for one in self.grid.steps})
         if is_named:
             if len(name) > MAX_NAME:
-                said = f"its values make a name of {len(name)} letters, {MAX_NAME} at most: {name}"
+                said = f"its values make a name of {len(name)} characters (at most {MAX_NAME}): {name}"
                 raise self.grid.fault(step.where, said)
         else:
             first, count = name, 1
@@ -186,8 +186,8 @@ class _Earlier:
     def _posterior(self, step: GridStep, key: str, job: Job) -> str:
         """What a reference stands for. Raises ConfigError where that has no name."""
         if not job.step.takes_name or "out" in job.given:
-            why = "it has out" if "out" in job.given else f"{job.step.command} makes no posterior that has a name"
-            raise self.grid.fault(step.where, f"{{{key}}} stands for no name: {why} (step {job.step.name})")
+            why = "it sets out" if "out" in job.given else f"{job.step.command} creates no named posterior"
+            raise self.grid.fault(step.where, f"{{{key}}} does not stand for a name: {why} (step {job.step.name})")
         return job.name
 
     def _waits(self, step: GridStep, axes: Axes, parts: Mapping[str, list[Job]]) -> tuple[int, ...]:

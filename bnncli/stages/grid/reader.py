@@ -22,10 +22,10 @@ from bnncli.storage.run_folder import RunFolder
 
 _MAKES_ITS_CHECKPOINT = ("train", "extract-features")
 _KEYS = ("command", "name", "after")
-_NOT_OF_STEPS = {spec.name: "lines talk as grid has them talk, into its folder" for spec in fields(CommonOptions)} | {
-    "force": "a line that goes on after a kill must not begin again; remove what is to be made anew",
+_NOT_OF_STEPS = {spec.name: "grid sets how lines report, and where" for spec in fields(CommonOptions)} | {
+    "force": "a line that continues after a kill must not start over; remove the artifacts to create again",
     "dry_run": "it is an option of grid",
-    "resume": "lines that can go on after a kill have it anyway",
+    "resume": "grid adds it to lines that can continue",
 }
 _NOT_IN_GRIDS = ("clean", "rm")  # they remove what other lines go on from
 _HEADER = re.compile(r"\s*\[\[\s*[\"']?step[\"']?\s*\]\]")
@@ -64,16 +64,16 @@ def _checkpoints(path: Path, where: str, given: Any, first: GridStep) -> list[st
     """The checkpoints that the file names, each once, those of a pattern in the order of their names."""
     patterns = [given] if isinstance(given, str) else given
     if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) and one for one in patterns):
-        raise ConfigError(f"{where}: expected paths or patterns of checkpoints; got {_shown(given)}", path=path)
+        raise ConfigError(f"{where}: expected checkpoint paths or patterns; got {_shown(given)}", path=path)
     found: dict[str, str] = {}
     for pattern in patterns:
         names = [pattern]
         if glob.has_magic(pattern) and not Path(pattern).exists():
             names = sorted(one for one in glob.glob(pattern, recursive=True) if not one.endswith(".bnn"))
             if not names:
-                raise MissingInput(f"{where}: no file is like {pattern!r}", path=pattern)
+                raise MissingInput(f"{where}: no file matches {pattern!r}", path=pattern)
         elif not _is_there(pattern, first):
-            hint = "paths are taken from where grid is run; a run without a checkpoint is named as extract-features named it"
+            hint = "paths are relative to where grid runs; name a run without a checkpoint as extract-features named it"
             raise MissingInput(f"{where}: {pattern} does not exist", hint=hint, path=pattern)
         for name in names:
             found.setdefault(os.path.abspath(name), name)
@@ -120,11 +120,11 @@ class _StepReader:
         command, groups = self._command()
         name, is_named = self._text("name", command.removeprefix("fit-"))
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,79}", name) or name in (CHECKPOINT, JOB):
-            expected = f"a letter, then letters, digits, - and _, at most 80, and not {CHECKPOINT} or {JOB}"
+            expected = f"a letter, then letters, digits, - or _, at most 80 characters, and not {CHECKPOINT} or {JOB}"
             raise self.fault("name", f"expected {expected}; got {name!r}")
         known = [step.name for step in earlier]
         if name in known:
-            raise self.fault("name", f"an earlier step is called {name!r}: give this one another name")
+            raise self.fault("name", f"an earlier step is also called {name!r}: rename this one")
         options, values, keys = options_of(groups), {}, {}
         for key, option in self._options(options, command):
             values[option], keys[option] = self._alternatives(options, option, key), self.where(key)
@@ -137,9 +137,7 @@ class _StepReader:
         name, is_given = self._text("command", "")
         choices = [one for one in registry.names("stages") if _is_for_grids(one)]
         if name not in choices:
-            said = (
-                f"no command of a grid is called {name!r}" if is_given else "expected the command of the step; got none"
-            )
+            said = f"no command called {name!r} in grids" if is_given else "expected the command of the step; got none"
             raise self.fault("command", f"{said}{closest(name, choices)}")
         command: Command = declaration("stages", name, "COMMAND")
         return name, command.groups
@@ -197,12 +195,10 @@ class _StepReader:
             starred = [one[1] for one in REFERENCE.finditer(text) if one[2]]
             if not set(starred).isdisjoint((CHECKPOINT, JOB)):
                 raise self.fault(
-                    key, f"{{{CHECKPOINT}}} and {{{JOB}}} stand for one word each: leave the star out of {text!r}"
+                    key, f"{{{CHECKPOINT}}} and {{{JOB}}} stand for one word each: omit the star in {text!r}"
                 )
             if starred and not is_many:
-                raise self.fault(
-                    key, f"it takes one value, and {{{starred[0]}*}} stands for several: leave the star out"
-                )
+                raise self.fault(key, f"it takes one value, but {{{starred[0]}*}} stands for several: omit the star")
             if len(starred) > 1:
                 raise self.fault(key, f"expected at most one {{STEP*}} in a text; got {text!r}")
 
@@ -220,7 +216,7 @@ class _StepReader:
         return tuple(waits)
 
     def _unknown(self, name: str, known: list[str]) -> str:
-        return f"no earlier step is called {name!r}" + (closest(name, known) if known else "; this is the first one")
+        return f"no earlier step is called {name!r}" + (closest(name, known) if known else "; this is the first step")
 
 
 def _is_for_grids(name: str) -> bool:

@@ -104,14 +104,14 @@ class Running:
         if isinstance(error, dict) and error.get("message"):
             return printable(str(error["message"]) + BnnError("", hint=error.get("hint")).advice)
         if code == 128 + signal.SIGKILL:
-            return "ended by SIGKILL, as by a system that is short of memory"
+            return "killed by SIGKILL, probably because the system ran out of memory"
         if code > 128:
             return f"ended by {_signal_name(code - 128)}"
         try:
             lines = self.journal.log(self.job).read_bytes().decode(errors="replace").strip().splitlines()
         except OSError as error:
-            return f"its log cannot be read: {os.strerror(error.errno or 0)}"
-        return printable(lines[-1])[:300] if lines else "it said nothing"
+            return f"cannot read its log: {os.strerror(error.errno or 0)}"
+        return printable(lines[-1])[:300] if lines else "it printed nothing"
 
 
 def stop(running: list[Running], *, grace: float = GRACE) -> None:

@@ -75,7 +75,7 @@ class Schedule:
             waited = [self.ended.get(number) for number in job.after]
             bad = [number for number, one in zip(job.after, waited, strict=True) if one is not None and not one.is_good]
             if bad:
-                self.ended[job.number] = Ended(SKIPPED, None, why=f"it waits for {self._cause(bad[0]).label}")
+                self.ended[job.number] = Ended(SKIPPED, None, why=f"it depends on {self._cause(bad[0]).label}")
             elif all(waited):
                 free = [place for place in self.places if place.name not in self.running]
                 if not free:
@@ -116,7 +116,7 @@ class Schedule:
         """End what still runs; of what has come to its end meanwhile it is known."""
         running = list(self.running.values())
         if running:
-            self.run.console.info(f"ending {counted(len(running), 'line')}; what can go on later saves its state")
+            self.run.console.info(f"ending {counted(len(running), 'line')}; those that can continue save their state")
             stop(running)
         for one in running:
             ended = one.ended()

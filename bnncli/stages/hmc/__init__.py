@@ -48,7 +48,7 @@ _LEAST_TRIED = 64  # draws: of fewer the val NLL is noise
 def run(run: Run, options: HmcOptions) -> Result:
     """Sample and publish; the result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
     if options.max_draws is not None and options.until is None:
-        raise UsageError("--max-draws says where --until gives up: give that too")
+        raise UsageError("--max-draws limits --until; give --until too")
     require_features(run)
     base = find_base(run, options)
     train = load_fitted(run, fit_on(base.header if base else None))

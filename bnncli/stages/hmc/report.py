@@ -69,19 +69,18 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     lines = [*prior_line(metrics), deciding_line(metrics)]
     if metrics.get("stopped_by") is not None:
         lines.append(
-            f"these numbers chose when to stop (--until {metrics['stopped_by']}, look {metrics['until_looks']}), so they flatter: a "
-            "run of this length that nothing stopped tends to a larger R-hat and fewer effective draws"
+            f"these numbers decided when to stop (--until {metrics['stopped_by']}, look "
+            f"{metrics['until_looks']}), so they are optimistic: a run with a fixed length tends to have a "
+            "larger R-hat and fewer effective draws"
         )
     lines += other_lines(metrics)
     if "judged_by" in metrics:
-        lines.append(
-            "all chains started about one setting of the weights: R-hat does not tell of modes that none of them has reached"
-        )
+        lines.append("all chains started near the same weights, so R-hat cannot detect modes that none of them reached")
     bfmi = "" if metrics["min_bfmi"] is None else f", lowest E-BFMI {metrics['min_bfmi']:.2f}"
     coarse = f" with {metrics['gradients']} gradients and exact energies" if "gradients" in metrics else ""
     lines.append(
-        f"acceptance {metrics['acceptance_rate']:.2f}{coarse}, {counted(metrics['divergences'], 'divergence')}, step size {metrics['step_size']:.3f}, "
-        f"{metrics['mean_steps']:.1f} steps a draw{bfmi}"
+        f"acceptance {metrics['acceptance_rate']:.2f}{coarse}, {counted(metrics['divergences'], 'divergence')}, "
+        f"step size {metrics['step_size']:.3f}, {metrics['mean_steps']:.1f} steps per draw{bfmi}"
     )
     lines += val_lines(metrics)
     return lines
@@ -102,8 +101,8 @@ def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
         found.append(f"{diverged} diverged; try a higher --target-accept")
     if metrics["min_bfmi"] is not None and metrics["min_bfmi"] < LOW_BFMI:
         found.append(
-            f"energies change too slowly: lowest E-BFMI {metrics['min_bfmi']:.2f} (below {LOW_BFMI}); the tails may be "
-            "missing, use more --draws or a larger --prior-precision"
+            f"energies change too slowly: lowest E-BFMI {metrics['min_bfmi']:.2f} (below {LOW_BFMI}); the tails "
+            "may be missing, so use more --draws or a larger --prior-precision"
         )
     return found
 
@@ -116,7 +115,7 @@ def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
     if missed:
         got = ", ".join(f"{condition.name} is {_shown(values[condition.name])}" for condition in missed)
         return CheckFailed(
-            f"--until {options.until}: {got} after {metrics['draws']} draws a chain",
+            f"--until {options.until}: {got} after {metrics['draws']} draws per chain",
             hint="draw again with a larger --max-draws and --force (or another --name)",
             code="until",
         )

@@ -26,7 +26,7 @@ def prepare_network(
 ) -> tuple[Request, Callable[[], Fitted]]:
     """The request for draws of the network's chosen parameters, and what makes them."""
     if train.content.head_weight is None:
-        raise UsageError(f"--layers {options.layers}: this run has no network, only features")
+        raise UsageError(f"--layers {options.layers}: this run has only features, no network")
 
     @cache
     def prepared() -> PreparedChains:

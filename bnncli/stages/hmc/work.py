@@ -128,8 +128,9 @@ def last_layer(
         if gaussian is None:
             if structure != own and before is None:
                 run.console.info(
-                    f"chains move in the coordinates of the {structure} Gaussian at the mode, not of the {own} one that fit-laplace takes: "
-                    "by estimate it takes no longer to make than the draws, and each is worth more by it"
+                    f"using the {structure} Gaussian at the mode for the chains' coordinates instead of "
+                    f"fit-laplace's {own} one: computing it should take no longer than the draws, and it makes "
+                    "each draw worth more"
                 )
             start = train.start().to(run.device)
             if rows is not None:
@@ -312,9 +313,9 @@ def _some(draws: torch.Tensor, layout: ParamLayout) -> Samples:
 def _round_line(num_draws: int, judged: Convergence) -> str:
     """How far --until is."""
     if judged.ess_bulk is None or judged.ess_tail is None:
-        return f"{num_draws} draws a chain: {judged.undefined}"
+        return f"{num_draws} draws per chain: {judged.undefined}"
     r_hat = "undefined" if judged.r_hat is None else f"{judged.r_hat:.4f}"
-    return f"{num_draws} draws a chain: R-hat {r_hat}, ESS {judged.ess_bulk:.0f} bulk, {judged.ess_tail:.0f} tail"
+    return f"{num_draws} draws per chain: R-hat {r_hat}, ESS {judged.ess_bulk:.0f} bulk, {judged.ess_tail:.0f} tail"
 
 
 def sample_file(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:

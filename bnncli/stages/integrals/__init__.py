@@ -42,7 +42,7 @@ COMMAND = Command(
 )
 
 _MOST_COLUMNS = 6  # of probabilities in the table; --json has all
-_SINGLE_PRECISION = "predictions are float32: errors below 6e-8 are rounding"
+_SINGLE_PRECISION = "errors below 6e-8 are float32 rounding"
 
 
 def run(run: Run, options: IntegralsOptions) -> Result:
@@ -105,8 +105,8 @@ def _single_table(rows: list[dict[str, Any]], exact: Exact, num_logits: int, sam
     kind = "standard error" if "Sobol" in exact.method else "error at most about"
     notes = [f"exact: {exact.method}; {kind} {exact.error:.1g}", *_draws_note(rows, samples), _SINGLE_PRECISION]
     if num_logits > _MOST_COLUMNS:
-        notes.append(f"the first {_MOST_COLUMNS} of {num_logits} classes; --json has all")
-    return Table(columns, cells, notes=notes)
+        notes.append(f"showing {_MOST_COLUMNS} of {num_logits} classes; --json has all")
+    return Table(columns, cells, notes=["; ".join(notes)])
 
 
 @dataclass(frozen=True)
@@ -200,14 +200,14 @@ def _grid_table(rows: list[dict[str, Any]], grid: dict[str, Any], options: Integ
     ]
     mean, sd = grid["mean"], grid["sd"]
     notes = [
-        f"grid: {mean['count']} means in [{mean['low']:g}, {mean['high']:g}] x {sd['count']} standard deviations in "
-        f"[{sd['low']:g}, {sd['high']:g}] of one logit (two classes); exact: quadrature",
+        f"exact: quadrature; grid: {mean['count']} means in [{mean['low']:g}, {mean['high']:g}] x {sd['count']} "
+        f"standard deviations in [{sd['low']:g}, {sd['high']:g}] of one logit (two classes)",
         *_draws_note(rows, options.samples),
         _SINGLE_PRECISION,
     ]
     if {"mc", "logit-mc"} & {row["integrator"] for row in rows}:
-        notes.insert(2, "mc and logit-mc make new draws in every cell: their largest error grows with the grid")
-    return Table(["integrator", "largest error", "at mean", "at sd", "mean error"], cells, notes=notes)
+        notes.insert(2, "mc and logit-mc draw again in every cell, so their largest error grows with the grid")
+    return Table(["integrator", "largest error", "at mean", "at sd", "mean error"], cells, notes=["; ".join(notes)])
 
 
 def _draws_note(rows: list[dict[str, Any]], samples: int) -> list[str]:
@@ -215,7 +215,7 @@ def _draws_note(rows: list[dict[str, Any]], samples: int) -> list[str]:
     if all(row["samples"] is None for row in rows):
         return []
     return [
-        f"sampling integrators: {samples} draws; Monte Carlo's standard deviation is at most {0.5 / math.sqrt(samples):.2g}"
+        f"sampling integrators: {samples} draws, Monte Carlo standard deviation at most {0.5 / math.sqrt(samples):.2g}"
     ]
 
 
@@ -234,6 +234,6 @@ def _plot(
                 panels[panels.index(same)] = same._replace(names=[*same.names, entry.configured.variant])
         else:
             panels.append(ErrorPanel([entry.configured.variant], entry.errors, entry.worst(means, sds)))
-    title = f"Distance from the exact probability of two classes ({options.samples} draws where there are any)"
+    title = f"Distance from the exact probability of two classes ({options.samples} draws for sampling integrators)"
     digest = write_figure(path, render(draw(panels, means, sds, title=title), path.suffix[1:].lower()))
     return [{"role": "integrals.plot", "path": str(path), "content_digest": digest}]

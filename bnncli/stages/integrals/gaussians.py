@@ -51,9 +51,11 @@ def integrators_for(posterior: Gaussian, wanted: Sequence[str]) -> list[Configur
     for name in wanted or names("integrators"):
         needs_target = load_integrator(name).needs_target
         if needs_target or not supports(name, posterior):
-            why = "needs training data" if needs_target else f"does not fit {posterior.layout.num_classes} classes"
+            why = (
+                "needs training data" if needs_target else f"does not work with {posterior.layout.num_classes} classes"
+            )
             if wanted:
-                raise UsageError(f"--integrator {name}: it {why}, and cannot be judged on a Gaussian alone")
+                raise UsageError(f"--integrator {name} {why}, so it cannot be compared on a Gaussian")
             continue
         integrators += [
             configured

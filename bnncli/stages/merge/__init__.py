@@ -77,9 +77,9 @@ def _report(meta: Mapping[str, Any], options: MergeOptions) -> Report:
     lines = [f"joined: {shown}"]
     if longer := [one for one in joined if one["draws"] > metrics["draws"]]:
         names = ", ".join(one["name"] for one in longer)
-        lines.append(f"cut to the shortest, {metrics['draws']} draws a chain: {names}")
+        lines.append(f"cut to the shortest run, {metrics['draws']} draws per chain: {names}")
     if stopped := [f"{one['name']} ({one['stopped_by']})" for one in joined if one["stopped_by"] is not None]:
         lines.append(
-            f"stopped when numbers of their own were good (--until of hmc): {', '.join(stopped)}; those of all chains flatter with them"
+            f"stopped early by --until of hmc: {', '.join(stopped)}; this makes the joint numbers optimistic too"
         )
     return Report(metrics, [*lines, *summary(metrics)], verdict(metrics, HmcOptions(max_rhat=options.max_rhat)))

@@ -117,16 +117,16 @@ def find_parts(run: Run, options: MergeOptions) -> list[MergedRun]:
         DataError: one is not of hmc, or stale.
     """
     if len(options.posterior) < 2:
-        raise UsageError(f"--posterior: expected the draws of at least two runs of hmc; got {len(options.posterior)}")
+        raise UsageError(f"--posterior: expected the draws of at least two hmc runs; got {len(options.posterior)}")
     parts: list[MergedRun] = []
     for number, name in enumerate(options.posterior, start=1):
         path = find_named(run, name, flag="--posterior", otherwise=run.suggest("hmc", name=name))
         if any(is_same_file(path, part.path) for part in parts):
-            raise UsageError(f"--posterior: {name} is given twice, and the same chains tell nothing more")
+            raise UsageError(f"--posterior: {name} is given twice; the same chains add nothing")
         header = read_header(path)
         if header.kind != "samples" or header.meta.get("method") not in _METHODS:
             found = header.meta.get("method", header.kind)
-            raise DataError(f"{path}: expected draws of hmc, got {found}", code="wrong_kind", path=path)
+            raise DataError(f"{path}: expected draws of hmc; got {found}", code="wrong_kind", path=path)
         role = f"{_ROLE}{number}"
         if path.resolve().parent == run.folder.posterior(path.stem).parent.resolve():
             source = posterior_source(run, path, role)[1]
@@ -162,10 +162,10 @@ def require_together(run: Run, parts: list[MergedRun], train: Split) -> None:
     for one, other in combinations(parts, 2):
         same = sorted(set(one.seeds) & set(other.seeds))
         if same or one.header.content_digest == other.header.content_digest:
-            what = f"the seed {same[0]}" if same else f"the content {_short(one.header.content_digest)}"
+            what = f"seed {same[0]}" if same else f"content {_short(one.header.content_digest)}"
             raise DataError(
-                f"{other.path} has {what}, and {one.path} has it too: these are the same chains, which tell nothing more",
-                hint="draw one of them with another \0seed\0",
+                f"{other.path} and {one.path} have the same {what}: these are the same chains, which add nothing",
+                hint="sample one of them again with another \0seed\0",
                 code="same_chains",
                 path=other.path,
             )
@@ -181,7 +181,8 @@ def _compare(part: MergedRun, known: Shown, wanted: Shown, whose: str) -> None:
         own, own_shown = known.get(name, _NONE)
         if own != value:
             raise DataError(
-                f"{part.path} has {name} {own_shown}, but it is {shown} {whose}: chains that are joined must be of one posterior",
+                f"{part.path} has {name} {own_shown}, but it is {shown} {whose}; merged chains must come from "
+                "the same posterior",
                 code="not_together",
                 path=part.path,
             )

@@ -85,7 +85,7 @@ class Joining:
         if len(known) == len(costs):
             metrics |= Cost.of_fit(sum(known), is_last_layer=self.train.is_last_layer).to_metrics()
         for text in hmc_warnings(metrics):
-            self.run.console.warn(f"{text} (of hmc, for each of the runs)")
+            self.run.console.warn(f"{text} (in hmc, for each run)")
         first = self.parts[0].header.meta
         meta = {name: value for name, value in first.items() if name not in _OF_ONE_RUN}
         meta |= {"method": "merge", "joined": [part.to_json() for part in self.parts]}

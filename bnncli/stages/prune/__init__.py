@@ -96,16 +96,16 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         return []
     kept, size = metrics["weights_kept"], metrics["bytes"]
     lines = [
-        f"{kept} of {metrics['num_weights']} weights stay ({percent(metrics['density'], '.2f')}): {_bytes(size['sparse'])}, dense "
-        f"{_bytes(size['dense'])}"
+        f"kept {kept} of {metrics['num_weights']} weights ({percent(metrics['density'], '.2f')}): "
+        f"{_bytes(size['sparse'])}, {_bytes(size['dense'])} if dense"
     ]
     if metrics.get("repeats", 1) > 1:
-        lines[0] += f"; of repeat {metrics['repeat']} of {metrics['repeats']}, the one with the highest bound"
+        lines[0] += f"; from repeat {metrics['repeat']} of {metrics['repeats']}, the one with the highest bound"
     if metrics["split"] is not None:
         before, after = metrics["before"], metrics["after"]
         lines.append(
-            f"split {metrics['split']}: accuracy {before['accuracy']:.4f} with the mean of all weights, {after['accuracy']:.4f} "
-            f"now; NLL {before['nll']:.4f}, {after['nll']:.4f}"
+            f"split {metrics['split']}: accuracy {before['accuracy']:.4f} with the mean of all weights, "
+            f"{after['accuracy']:.4f} after pruning; NLL {before['nll']:.4f}, then {after['nll']:.4f}"
         )
     return lines
 

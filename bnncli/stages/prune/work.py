@@ -111,7 +111,10 @@ def _lost_accuracy(run: Run, metrics: dict[str, Any], path: Path) -> str | None:
         return f"{said}: keep more weights, with --rule density and a --density above {density:.2g}"
     posterior, name = None if path.stem == "lbbnn" else path.stem, f"{path.stem}-dense"
     command = run.suggest("prune", posterior=posterior, rule="density", density=f"{expected:.2g}", name=name)
-    shares = f"{percent(expected, '.2g')} of the weights are in at any time and {percent(density, '.2g')} were kept"
+    shares = (
+        f"on average {percent(expected, '.2g')} of the weights are included, but only {percent(density, '.2g')} were "
+        "kept"
+    )
     return f"{said}: {shares}; to keep as many: {command}"
 
 

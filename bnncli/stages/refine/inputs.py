@@ -85,7 +85,8 @@ def _with_layers_of(options: RefineOptions, header: Header) -> RefineOptions:
     layers = str(header.meta.get("layers", LAST))
     if not options.is_last_layer and layers != options.layers:
         raise UsageError(
-            f"--layers {options.layers}: the base {header.path} is over --layers {layers}; leave --layers out to refine it as it is"
+            f"--layers {options.layers}: the base {header.path} is over --layers {layers}; omit --layers to "
+            "refine it unchanged"
         )
     return replace(options, layers=layers)
 
@@ -109,14 +110,14 @@ def _check_is_gaussian(run: Run, path: Path, header: Header) -> None:
         layers = header.meta.get("layers", LAST)
         also = {} if layers == LAST else {"layers": layers, "trust_code": True}
         raise DataError(
-            f"--base: expected a gaussian posterior; {path} is of type {kind}",
+            f"--base: expected a gaussian posterior; {path} has type {kind}",
             code="wrong_type",
             hint=run.suggest("fit-laplace", **also),
             path=path,
         )
     if "num_varying" in header.meta:
         raise UsageError(
-            f"--base: {path.stem} fixes all but {header.meta['num_varying']:,} parameters, which a flow would not move; expected a base "
-            "that fixes none",
+            f"--base: {path.stem} fixes all but {header.meta['num_varying']:,} parameters, but a flow moves all "
+            "of them; use a base that fixes none",
             hint=run.suggest("fit-laplace", layers=header.meta["layers"], trust_code=True),
         )

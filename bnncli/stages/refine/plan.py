@@ -47,7 +47,7 @@ class Sizes:
             return cls(layout, layout, num_examples)
         if num_directions > layout.num_params:
             raise UsageError(
-                f"\0subspace\0: expected 1 to {layout.num_params}, the number of parameters; got {num_directions}"
+                f"\0subspace\0: expected 1 to {layout.num_params} (the number of parameters); got {num_directions}"
             )
         return cls(layout, vector_layout(num_directions), num_examples)
 
@@ -65,7 +65,8 @@ def resolve(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
     space = choose_space(options.chosen_flow, options.space)
     if options.subspace is not None and space != "whitened":
         raise UsageError(
-            f"\0subspace\0 is one of the coordinates that the base whitens; \0flow\0 {options.chosen_flow} acts in {space} space here"
+            f"\0subspace\0 needs the base's whitened coordinates, but \0flow\0 {options.chosen_flow} acts in "
+            f"{space} space here"
         )
     return replace(options, space=space, **recipe._asdict(), settings={**options.settings, **settings})
 
@@ -78,7 +79,7 @@ def _with_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions
     scale = options.settings.get("scale")
     if is_of_network and scale in _OF_A_MATRIX:
         raise UsageError(
-            f"\0scale\0 {scale} is of one matrix of weights; over \0layers\0 {options.layers} expected low-rank or diag"
+            f"\0scale\0 {scale} needs a single weight matrix; over \0layers\0 {options.layers} use low-rank or diag"
         )
     if is_of_network and scale is None:
         scale = "low-rank" if "rank" in options.settings else "diag"
@@ -94,8 +95,8 @@ def _with_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions
     if needed["kron"] <= there or needed["low-rank"] >= needed["kron"]:
         return options
     run.console.warn(
-        f"--scale low-rank: --scale kron, the default, needs about {bytes_text(needed['kron'])} of memory; "
-        f"{bytes_text(there)} can be used on {run.device_name}"
+        f"using --scale low-rank: --scale kron, the default, needs about {bytes_text(needed['kron'])} of memory, "
+        f"but only {bytes_text(there)} can be used on {run.device_name}"
     )
     return replace(options, settings={**options.settings, "scale": "low-rank"})
 

@@ -72,7 +72,7 @@ def base_of(run: Run, train: Split, base_path: Path | None, prior: Prior) -> Gau
     base, _ = open_posterior(base_path)
     if base.layout != train.layout:
         raise DataError(
-            f"--base: {base_path} has {base.layout}, the features {train.layout}",
+            f"--base: {base_path} takes {base.layout}, but the features have {train.layout}",
             code="wrong_layout",
             path=base_path,
         )
@@ -158,7 +158,7 @@ def fit(
             others = {} if base_integrator is None else {"base": (base, base_integrator)}
             metrics |= measure_on_val(run, found.posterior, val, method="refine", others=others)
     if metrics["verdict"] == "hurt":
-        run.console.warn("the refined posterior is further from the target than its base")
+        run.console.warn("the refined posterior is further from its target than the base is")
     tensors, meta = found.posterior.to_tensors()
     tensors |= prior.to_tensors()
     tensors["history.elbo"] = found.history.double().cpu()

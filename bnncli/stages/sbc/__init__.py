@@ -39,15 +39,15 @@ _LATENT = "lbbnn"
 _OF_GAUSSIAN_PRIORS = ("laplace", "refine", "hmc", "vi", "swag", "sghmc")
 _EXACT = ("hmc", "merge")  # draws of the posterior itself
 METHODS = (*_OF_GAUSSIAN_PRIORS, _LATENT)
-_ANOTHER = "name one over the last layer that can be fitted anew, as --posterior laplace or --posterior hmc"
+_ANOTHER = "name one over the last layer that can be fitted again, such as --posterior laplace or --posterior hmc"
 _WHITENED = ("hmc", "sghmc")  # by roots of their own, whatever the structure of the base
-_POINT = "a point, which has no draws to rank a truth among"
-_APART = "of networks that were trained apart, which labels simulated for the last layer do not train again"
+_POINT = "it is a point, with no draws to rank the truth among"
+_APART = "its networks were trained separately, and simulated last-layer labels cannot train them again"
 _NO_FIT = {  # by method, why not; it may have another name
     "map": _POINT,
     "temperature": _POINT,
     "prune": _POINT,
-    "merge": "joined of several fits of hmc, each of which can be tried",
+    "merge": "it merges several hmc fits; test one of them",
     "ensemble": _APART,
     "mola": _APART,
 }
@@ -64,7 +64,8 @@ def run(run: Run, options: SbcOptions) -> Result:
     _check_can_be_tried(path, header)
     if header.meta["method"] == _LATENT and options.truth != PRIOR:
         raise UsageError(
-            f"--truth: expected prior; {path.stem} is by fit-lbbnn, whose fits are tried on truths from their prior alone; got {options.truth}"
+            f"--truth: expected prior, because fit-lbbnn is tested only on truths from its prior ({path.stem}); "
+            f"got {options.truth}"
         )
     sources = [*train.sources, source]
     truth = None
@@ -115,7 +116,7 @@ def _check_can_be_tried(path: Path, header: Header) -> None:
     if method not in METHODS:
         why = f": {_NO_FIT[method]}" if method in _NO_FIT else ""
         raise UsageError(
-            f"--posterior: expected a posterior by one of {', '.join(METHODS)}; {path.stem} is by {method}{why}",
+            f"--posterior: expected one of {', '.join(METHODS)}; {path.stem} is from {method}{why}",
             hint=_ANOTHER,
         )
     if method == _LATENT:
@@ -123,14 +124,14 @@ def _check_can_be_tried(path: Path, header: Header) -> None:
         return
     if header.meta.get("layers") is not None:
         raise UsageError(
-            f"--posterior: expected a posterior over the last layer, whose fit is made anew from features alone; {path.stem} is over "
-            f"--layers {header.meta['layers']}",
+            "--posterior: expected a posterior over the last layer, which can be fitted again from features; "
+            f"{path.stem} is over --layers {header.meta['layers']}",
             hint=_ANOTHER,
         )
     if header.meta.get("center") == "checkpoint":
         raise UsageError(
-            f"--posterior: {path.stem} is centred on the checkpoint's weights, which simulated labels do not move; "
-            "one at the mode can be tried"
+            f"--posterior: {path.stem} is centred on the checkpoint's weights, which simulated labels do not "
+            "move; use a posterior at the mode"
         )
     if recorded_prior(header) is None:
         raise UsageError(f"--posterior: {path.stem} records no prior")
@@ -143,15 +144,15 @@ def _check_latent(path: Path, header: Header) -> None:
         learns_prior = params["estimator"] == "concrete" and params["early_epochs"] > 0
     if hidden:
         raise UsageError(
-            f"--posterior: expected a posterior over the last layer, whose fit is made anew from features alone; {path.stem} has "
-            f"--hidden {','.join(map(str, hidden))}",
+            "--posterior: expected a posterior over the last layer, which can be fitted again from features; "
+            f"{path.stem} has --hidden {','.join(map(str, hidden))}",
             hint=_ANOTHER,
         )
     if learns_prior:
         raise UsageError(
-            f"--posterior: expected a posterior under a prior that was told; {path.stem} is by --estimator concrete, whose prior is learned "
-            "from labels: each simulation would have another",
-            hint="fit one with --early-epochs 0, which keeps the prior, or another --estimator",
+            f"--posterior: expected a posterior with a fixed prior; {path.stem} uses --estimator concrete, which "
+            "learns its prior from the labels, so each simulation would have another prior",
+            hint="fit one with --early-epochs 0, which keeps the prior, or with another --estimator",
         )
 
 
@@ -168,20 +169,19 @@ def _require_room(run: Run, options: SbcOptions, train: Split, header: Header) -
 
 def _check_is_truth(run: Run, path: Path, truth: Header, posterior: tuple[str, Header]) -> None:
     """Raise UsageError where the parameters are of another target; warn where they are no exact draws of it."""
-    name, tried = posterior
+    name, tested = posterior
     known = tuple(dict.fromkeys((*_OF_GAUSSIAN_PRIORS, *_EXACT)))
     if truth.meta.get("layers") is not None or truth.meta.get("method") not in known:
+        raise UsageError(f"--truth: expected prior, or a last-layer posterior from {', '.join(known)}; got {path.stem}")
+    if recorded_prior(truth) != recorded_prior(tested):
         raise UsageError(
-            f"--truth: expected prior, or a posterior over the last layer by {', '.join(known)}; got {path.stem}"
-        )
-    if recorded_prior(truth) != recorded_prior(tried):
-        raise UsageError(
-            f"--truth: {path.stem} has the prior {recorded_prior(truth)}, the posterior tried has {recorded_prior(tried)}",
+            f"--truth: {path.stem} has the prior {recorded_prior(truth)}, but the tested posterior has "
+            f"{recorded_prior(tested)}",
             hint=run.suggest("hmc", base=name, prior_precision=INHERIT, name="truth"),
         )
     if truth.meta.get("method") not in _EXACT:
         run.console.warn(
-            f"--truth {path.stem} is an approximation: ranks of an exact fit are not uniform where it is not exact; take hmc"
+            f"--truth {path.stem} is an approximation, so even an exact fit may have non-uniform ranks; use hmc"
         )
 
 
@@ -197,13 +197,11 @@ def _table(ranked: list[RankedQuantity], options: SbcOptions) -> Table:
         ]
         for one in ranked
     ]
-    notes = [
-        f"{options.simulations} simulations, each ranked among {options.draws} draws; p of uniform ranks, each to be held against "
-        f"{options.level:g} / {len(ranked)} = {options.level / len(ranked):.3g}",
-        "mean rank: 0.5 where draws are not shifted; spread of ranks: 1 where they are as wide as they should be, above where too "
-        "narrow, below where too wide; 50% and 90%: how often these intervals of the draws hold the truth",
-    ]
-    return Table(["quantity", "p", "mean rank", "spread", "50%", "90%"], cells, notes=notes)
+    note = (
+        f"{options.simulations} simulations; p of uniform ranks, significant below {options.level / len(ranked):.3g}; mean rank: 0.5 if "
+        "unbiased; spread: above 1 if the draws are too narrow; 50%, 90%: coverage of these intervals"
+    )
+    return Table(["quantity", "p", "mean rank", "spread", "50%", "90%"], cells, notes=[note])
 
 
 def _plot(path: Path, ranked: list[RankedQuantity], options: SbcOptions, name: str) -> list[dict[str, Any]]:

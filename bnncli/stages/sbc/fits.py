@@ -86,8 +86,8 @@ def base_of(header: Header) -> Header:
     found = read_header(path) if path.is_file() else None
     if found is None or found.content_digest != entry["content_digest"]:
         raise DataError(
-            f"\0posterior\0: {header.path.stem} is preconditioned by {path.stem}, whose fit is made anew as well; expected it at {path}, "
-            f"{'there is nothing' if found is None else 'there is another'}",
+            f"\0posterior\0: {header.path.stem} is preconditioned by {path.stem}, which must be fitted again "
+            f"too; expected it at {path}, found {'nothing' if found is None else 'another file'}",
             hint="run fit-sghmc again, or with \0preconditioner\0 none",
             path=path,
         )

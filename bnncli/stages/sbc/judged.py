@@ -86,7 +86,8 @@ def verdict_of(ranked: list[RankedQuantity], name: str, options: SbcOptions) -> 
     if not odd:
         return SbcVerdict(
             True,
-            f"the fit of {name} is calibrated as far as {options.simulations} simulations tell: {len(ranked)} quantities, all ranks uniform",
+            f"the fit of {name} is calibrated, as far as {options.simulations} simulations show: the ranks of "
+            f"all {len(ranked)} quantities are uniform",
         )
     told = ", ".join(
         f"{one.name} ({one.fault or 'uneven'}, p {p_text(one.p_value)})"
@@ -95,7 +96,8 @@ def verdict_of(ranked: list[RankedQuantity], name: str, options: SbcOptions) -> 
     more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
     return SbcVerdict(
         False,
-        f"the fit of {name} is not calibrated: draws of {len(odd)} of {len(ranked)} quantities are off: {told}{more}",
+        f"the fit of {name} is not calibrated: the ranks of {len(odd)} of {len(ranked)} quantities are not "
+        f"uniform: {told}{more}",
     )
 
 

@@ -42,7 +42,7 @@ def latent_trial(
         (slab_sd,) = header.meta["metrics"]["slab_sd"]
     warning = short_plan(options, plan, len(features))
     if warning is not None:
-        run.console.warn(f"the fit of {header.path.stem} to {len(features)} simulated labels: {warning}")
+        run.console.warn(f"fitting {header.path.stem} to {len(features)} simulated labels: {warning}")
     scaling = Scaling.of(of_all, run.device) if options.standardize else None
 
     def start(num_targets: int, stream: torch.Generator) -> LatentModel:

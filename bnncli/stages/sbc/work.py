@@ -65,8 +65,8 @@ def _named(header: Header) -> Iterator[None]:
     try:
         yield
     except (DeviceError, NumericError) as error:
-        error.message = f"the fit of {header.path.stem}, made anew to simulated labels: {error.message}"
-        error.hint = "make the posterior with other options" + (f": {error.hint}" if error.hint else "")
+        error.message = f"fitting {header.path.stem} to simulated labels: {error.message}"
+        error.hint = "fit the posterior with other options" + (f": {error.hint}" if error.hint else "")
         raise
 
 

@@ -139,7 +139,7 @@ def _outside(given: GivenPredictions, said: Said, options: ScoreOptions) -> list
         one = open_given(place if is_named else text, said._replace(task=_task(given, said)), is_labeled=False)
         one = one.named(name) if is_named else one
         if one.name in (given.name, *(other.name for other in found)):
-            raise UsageError(f"--ood: there are two splits called {one.name!r}", hint=f"name it: --ood NAME={text}")
+            raise UsageError(f"--ood: two splits are called {one.name!r}", hint=f"rename it: --ood NAME={text}")
         check_together(given, one)
         if one.probs.shape == given.probs.shape and np.array_equal(one.probs, given.probs):
             raise DataError(
@@ -152,7 +152,7 @@ def _outside(given: GivenPredictions, said: Said, options: ScoreOptions) -> list
 def _warn_of_no_labels(run: Run, given: GivenPredictions, shown: list[Row]) -> None:
     """Warn where scores that are to be shown need labels, and there are none."""
     if given.labels is None and any(metric.get("undefined") == NO_LABELS for metric in shown):
-        run.console.warn(f"{quoted(given.path, limit=300)}: no labels found; \0labels\0 FILE[:COLUMN]")
+        run.console.warn(f"{quoted(given.path, limit=300)}: no labels found; add \0labels\0 FILE[:COLUMN]")
 
 
 def _fidelity(
@@ -197,15 +197,17 @@ def _groups(given: GivenPredictions, place: str, options: ScoreOptions) -> dict[
         )
     values = read_texts(path, named[""])
     if len(values) != len(given.probs):
-        raise DataError(f"{where} has {len(values)} rows, there are {len(given.probs)} predictions", code="bad_groups")
+        raise DataError(
+            f"{where} has {len(values)} rows, but there are {len(given.probs)} predictions", code="bad_groups"
+        )
     if "" in values:
         raise DataError(f"{where}: row {values.index('')} has no group", code="bad_groups")
     names, place_of = np.unique(np.array(values), return_inverse=True)
     if len(names) > _MOST_GROUPS:
-        raise DataError(f"{where} has {len(names)} groups, expected at most {_MOST_GROUPS}", code="bad_groups")
+        raise DataError(f"{where} has {len(names)} groups; expected at most {_MOST_GROUPS}", code="bad_groups")
     if given.name in names:
         raise UsageError(
-            f"--groups: a group is called {given.name!r}, as the split is", hint="call that another name: --split NAME"
+            f"--groups: a group and the split are both called {given.name!r}", hint="rename the split: --split NAME"
         )
     return {str(name): np.flatnonzero(place_of == k) for k, name in enumerate(names)}
 
@@ -219,7 +221,9 @@ def _bootstrap(run: Run, options: ScoreOptions, num_rows: int) -> Bootstrap | No
     replicates = options.replicates(num_rows)
     if replicates == 0:
         if options.bootstrap is None:
-            run.console.info(f"{num_rows} rows: no bootstrap intervals (--bootstrap 1000 makes them, in minutes)")
+            run.console.info(
+                f"{num_rows} rows: no bootstrap intervals by default (add --bootstrap 1000; takes minutes)"
+            )
         return None
     return Bootstrap(replicates, options.level, options.seed)
 

@@ -40,7 +40,7 @@ def check_labelled(options: ScoreOptions, given: GivenPredictions) -> None:
     """Raise DataError where a figure is asked for and there are no labels."""
     if options.plot is not None and given.labels is None:
         raise DataError(
-            f"--plot: {quoted(given.path, limit=300)} has no labels, which reliability is held against", code="no_labels",
+            f"--plot: {quoted(given.path, limit=300)} has no labels, which reliability needs", code="no_labels",
             hint="name them: \0labels\0 FILE[:COLUMN]",
         )  # fmt: skip
 
@@ -69,6 +69,6 @@ def draw_plot(path: Path, whole: Panel, groups: Iterable[Panel], *, num_bins: in
     try:
         digest = write_figure(path, render(figure, path.suffix[1:].lower()))
     except WriteError as error:
-        raise WriteError(f"--plot: {path} could not be written", hint=error.hint, path=path) from None
+        raise WriteError(f"--plot: cannot write {path}", hint=error.hint, path=path) from None
     shown = f" (the {len(largest)} largest of {len(every)} groups)" if len(largest) < len(every) else ""
     return {"role": "score.plot", "path": str(path), "content_digest": digest}, f"drawn: {path}{shown}"

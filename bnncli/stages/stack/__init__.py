@@ -53,9 +53,7 @@ def _val(run: Run) -> Split:
     """Return the val split, with rows enough for folds."""
     val = require_labeled_val(run, "members are chosen and weighted")
     if len(val.content.features) < FEWEST_ROWS:
-        raise UsageError(
-            f"val has {len(val.content.features)} rows, too few to stack by: expected at least {FEWEST_ROWS}"
-        )
+        raise UsageError(f"val has only {len(val.content.features)} rows; stacking needs at least {FEWEST_ROWS}")
     return val
 
 
@@ -69,6 +67,6 @@ def _report(run: Run, path: Any, meta: Mapping[str, Any]) -> Report:
         if head["is_kept"]
     )
     lines = [f"{metrics['num_members']} of {len(metrics['heads'])} last layers: {heads}"]
-    lines += [f"left out: {text}" for text in metrics["left_out"]]
+    lines += [f"skipped: {text}" for text in metrics["left_out"]]
     lines += val_lines(metrics, where=" (out of fold)")
     return Report(metrics, lines)

@@ -117,10 +117,11 @@ def _heads(
     ways, left_out = _ways(run, train, val)
     if not ways:
         raise DeviceError(
-            f"refitting {val.layout.num_params:,} parameters would take long on this device: no last layer can be refitted to stack",
-            hint="use a GPU, or fit-laplace alone",
+            f"refitting {val.layout.num_params:,} parameters would take too long on this device, so there is no "
+            "last layer to stack",
+            hint="use a GPU, or only fit-laplace",
         )
-    done = resumable.restore(lambda state: f" after {len(state) // 3} of {len(ways)} ways of refitting") or {}
+    done = resumable.restore(lambda state: f" after {len(state) // 3} of {len(ways)} refits") or {}
 
     def state() -> dict[str, Tensor]:
         """What was refitted so far, each way under its name."""
@@ -163,10 +164,10 @@ def _ways(run: Run, train: Split, val: Split) -> tuple[dict[str, tuple[int, int]
     found, left_out = {}, []
     for name, (num_rows, num_modes) in every.items():
         if num_rows * val.layout.num_params * num_modes > most:
-            left_out.append(f"{name} (would take long here)")
+            left_out.append(f"{name} (would take too long)")
         elif name == "train+val" and num_rows > (1 + MOST_ROWS) * held:
             left_out.append(
-                f"{name} (train has more than {MOST_ROWS} times the rows of val, which decide little there)"
+                f"{name} (train has more than {MOST_ROWS} times as many rows as val, so val matters little)"
             )
         else:
             found[name] = num_rows, num_modes

@@ -69,7 +69,7 @@ def run(run: Run, options: TrainOptions) -> Result:
         if (order := data.numbered_by_name(split)) is not None:
             run.console.info(order)
         if not split.is_labeled:
-            raise UsageError(f"\0data\0 {split.name}: training and its scores need labels, and {split.spec} has none")
+            raise UsageError(f"\0data\0 {split.name}: training and its scores need labels, but {split.spec} has none")
     likelihood = data.common_task({split.spec: split.shown_labels for split in splits.values()}, options.task)
     requests = [
         _request(run, options, target, seed, list(splits.values()), likelihood) for seed, target in targets.items()

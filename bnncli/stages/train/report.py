@@ -17,7 +17,7 @@ def summary_of(path: Path, meta: Mapping[str, Any]) -> list[str]:
     """A line on the training, and one on the splits that were not trained on."""
     metrics = meta["metrics"]
     passes = meta["gradient_passes"]
-    averaged = " (of the running average)" if metrics["is_averaged"] else ""
+    averaged = " (running average of the weights)" if metrics["is_averaged"] else ""
     train = metrics["splits"]["train"]
     others = {name: scores for name, scores in metrics["splits"].items() if name != "train"}
     lines = [
@@ -28,7 +28,7 @@ def summary_of(path: Path, meta: Mapping[str, Any]) -> list[str]:
         for name, scores in others.items()
     ]
     if metrics["prior_precision"] is not None:
-        lines.append(f"  its weight decay is a Gaussian prior of precision {metrics['prior_precision']:g}")
+        lines.append(f"  its weight decay equals a Gaussian prior with precision {metrics['prior_precision']:g}")
     return lines
 
 

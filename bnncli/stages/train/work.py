@@ -211,7 +211,7 @@ def _num_outputs(options: TrainOptions, module: nn.Module, inputs: Tensor) -> in
         return forward(module.eval(), inputs).reshape(len(inputs), -1).shape[1]
     except DataError as error:
         if error.code == "wrong_inputs" and takes_argument(str(options.model), "inputs"):
-            error.hint = f"give the network as many inputs: \0model_arg\0 inputs={inputs[0].numel()}"
+            error.hint = f"set the number of inputs: \0model_arg\0 inputs={inputs[0].numel()}"
         raise
 
 
@@ -220,7 +220,7 @@ def _settings(options: TrainOptions, split: InputSplit, inputs: Tensor) -> MapSe
     augmentation = None
     if options.augment != "none":
         if inputs.ndim != 4:
-            raise UsageError(f"\0augment\0 needs images (N, C, H, W), got inputs of shape {tuple(inputs.shape)}")
+            raise UsageError(f"\0augment\0 needs images (N, C, H, W); got inputs of shape {tuple(inputs.shape)}")
         black = split.preprocess.apply(torch.zeros(1, inputs.shape[1], 1, 1), is_sized=True).flatten()
         augment = str(options.augment)
         padding = options.padding if "crop" in augment else 0
@@ -262,8 +262,8 @@ def _probe(modules: list[nn.Module], learner: MapLearner) -> None:
         first_line = str(error).strip().split("\n")[0][:200]
         if len(modules) > 1:
             raise UsageError(
-                f"\0seeds\0: this network cannot be trained in several copies at once ({first_line})",
-                hint="train each by itself: \0seed\0 1, \0seed\0 2, ...",
+                f"\0seeds\0: cannot train several copies of this network at once ({first_line})",
+                hint="train each seed separately: \0seed\0 1, \0seed\0 2, ...",
             ) from error
         raise DataError(f"the network cannot be trained: {first_line}", code="wrong_inputs") from error
 
@@ -273,9 +273,10 @@ def _check_labels(examples: Examples, likelihood: Likelihood, name: str) -> None
     labels = examples.labels
     if labels.ndim == 1 and int(labels.max()) >= likelihood.num_classes:
         raise DataError(
-            f"split {name}: a label is {int(labels.max())}, the network has classes 0 to {likelihood.num_classes - 1}",
+            f"split {name}: a label is {int(labels.max())}, but the network has classes 0 to "
+                f"{likelihood.num_classes - 1}",
             code="bad_labels", hint=FROM_1 if labels.min() == 1 and labels.max() == likelihood.num_classes
-            else "give the network as many outputs, as \0model_arg\0 classes=N",
+            else "set the number of outputs, such as \0model_arg\0 classes=N",
         )  # fmt: skip
 
 
@@ -293,7 +294,7 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
         check_finite(state)
     except DataError as error:
         raise NumericError(
-            f"training ended with weights that are not finite: {error.message}", hint="use a lower \0learning_rate\0"
+            f"training ended with non-finite weights: {error.message}", hint="use a lower \0learning_rate\0"
         ) from None
     return state
 

@@ -195,7 +195,7 @@ def test_a_name_that_no_result_has_is_shortened_and_one_that_it_has_may_not_be_t
     assert names[0] != names[1]
     flow = "[[step]]\ncommand = 'fit-laplace'\nname = '" + "n" * 80 + "'\nprior-precision = [12345678901, 2]\n"
     with pytest.raises(
-        ConfigError, match=r"step 1 \(fit-laplace\): its values make a name of 107 letters, 100 at most"
+        ConfigError, match=r"step 1 \(fit-laplace\): its values make a name of 107 characters \(at most 100\)"
     ):
         jobs_of(folder, flow)
 

@@ -168,7 +168,7 @@ def test_after_a_kill_it_goes_on_to_the_same_content(
         process.send_signal(signal.SIGKILL if what == "the grid" else signal.SIGTERM)
     out, err = process.communicate(timeout=600)
     assert process.returncode == code, err
-    assert ("ended by SIGKILL" in out) == (what == "a line")
+    assert ("killed by SIGKILL" in out) == (what == "a line")
     wait_for(lambda: not lines_running(folder))  # which have been told to end, whatever ended the grid
     (log,) = (folder / "grid.toml.grid" / "logs").glob(f"small.{name}.*.log")
     assert ("interrupted by SIGTERM" in log.read_text()) == (what != "a line")

@@ -69,14 +69,14 @@ def test_a_failed_line_leaves_out_those_that_wait_for_it_and_no_others(cli: Cli,
     assert list(jobs) == NAMES
     skipped = [one for one in jobs.values() if one["state"] == "skipped"]
     assert [one["name"] for one in skipped] == ["hmc-full-seed1", "hmc-full-seed2", "joined-full", "diagnose"]
-    assert {one["why"] for one in skipped} == {"it waits for small: laplace-full"}
+    assert {one["why"] for one in skipped} == {"it depends on small: laplace-full"}
     assert {one["log"] for one in skipped} == {None}
     failed = jobs["laplace-full"]
     assert (failed["exit"], failed["why"]) == (70, "laplace-full went wrong; run: bnncli mend it")
     assert Path(failed["log"]).read_text() == "said by laplace-full\n"
     assert json.loads(Path(failed["document"]).read_text())["error"]["code"] == "x"
     assert (jobs["laplace-kron"]["warnings"], jobs["laplace-kron"]["outputs"]) == (2, ["made/laplace-kron"])
-    assert "1 of 9 lines failed, and 4 that wait for them were left out" in done.stderr
+    assert "1 of 9 lines failed, and 4 that depend on them were skipped" in done.stderr
     assert "laplace-kron: done, 2 warnings" in done.stderr
     assert "1 failed, 4 done, 4 skipped, 1 with warnings" in done.stderr
 
@@ -89,14 +89,14 @@ def test_the_table_tells_why_and_has_each_failed_line_to_be_pasted(cli: Cli, sta
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["checkpoint", "job", "exit", "why"],
         ["small", "laplace-full", "65", "laplace-full went wrong; run: bnncli mend it"],
-        ["small", "laplace-kron", "137", "ended by SIGKILL, as by a system that is short of memory"],
-        ["small", "diagnose", "-", "it waits for small: laplace-full"],
+        ["small", "laplace-kron", "137", "killed by SIGKILL, probably because the system ran out of memory"],
+        ["small", "diagnose", "-", "it depends on small: laplace-full"],
     ]
     assert done.stdout.splitlines()[-2:] == [
         "bnncli fit-laplace small --structure full --name laplace-full",
         "bnncli fit-laplace small --structure kron --name laplace-kron",
     ]
-    assert "run again what is missing: bnncli grid grid.toml" in done.stderr
+    assert "run the grid again to complete it: bnncli grid grid.toml" in done.stderr
 
 
 def test_what_ended_well_without_artifacts_is_not_run_again_and_what_failed_is(
@@ -175,12 +175,12 @@ def test_a_dry_run_prints_what_is_to_begin_and_writes_nothing(cli: Cli, stage: S
     lines = [job.line.pasted() for job in jobs_of(stage.folder, path.read_text())]
     done = cli("grid", path.name, "-n")
     assert (done.code, done.stdout.splitlines()) == (0, lines)
-    assert "3 lines, 3 to begin\n" in done.stderr
+    assert "3 lines, 3 to start\n" in done.stderr
     assert not Path("grid.toml.grid").exists()
     assert cli("grid", path.name).code == 0
     again = cli("grid", path.name, "--dry-run", "--json")
     assert again.json["lines"] == lines[:2]
-    assert "3 lines, 2 to begin; 2 of these ended well before" in again.stderr
+    assert "3 lines, 2 to start; 2 of these finished before" in again.stderr
     assert stage.began() == [*NAMES[:2], "diagnose"]
 
 
@@ -221,7 +221,7 @@ def test_a_second_grid_of_the_same_file_is_75(cli: Cli, stage: Stage, monkeypatc
     with open("grid.toml.grid/.lock", "r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         done = cli("grid", path.name)
-        assert (done.code, "error: another bnncli runs this grid (pid" in done.stderr) == (75, True)
+        assert (done.code, "error: another bnncli process runs this grid (pid" in done.stderr) == (75, True)
         assert "--wait" not in done.stderr
         assert cli("grid", path.name, "--dir", "other").code == 0
     assert cli("grid", path.name).code == 0
@@ -262,7 +262,7 @@ def test_lines_side_by_side_share_the_cores_and_see_no_gpu_nor_torchrun(
     ] * 2
     monkeypatch.setenv("MASTER_ADDR", "here")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="torchrun has started 2 of it: start one, without torchrun"):
+    with pytest.raises(UsageError, match="torchrun started 2 of it: start one, without torchrun"):
         places.places_of(GridOptions(jobs=2), [])
 
 
@@ -276,7 +276,7 @@ def test_each_line_sees_the_gpu_of_its_place(cli: Cli, stage: Stage, monkeypatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b, GPU-c")
     assert cli("grid", path.name, "--devices", "2,0").code == 0
     assert {one["environment"]["CUDA_VISIBLE_DEVICES"] for one in stage.notes()} == {"GPU-c", "GPU-a"}
-    with pytest.raises(DeviceError, match="no GPU 3: there are 3, from 0"):
+    with pytest.raises(DeviceError, match="no GPU 3: have 3, numbered from 0"):
         places.places_of(GridOptions(devices="3"), [])
 
 
@@ -284,7 +284,7 @@ def test_a_gpu_that_is_not_there_is_69(cli: Cli, stage: Stage, monkeypatch: pyte
     monkeypatch.setattr(places, "device_name", lambda name: "cpu")
     path = write_grid(stage.folder, TWO)
     done = cli("grid", path.name, "--devices", "cpu,0")
-    assert (done.code, "--devices: no GPU 0: this machine has none" in done.stderr) == (69, True)
+    assert (done.code, "--devices: no GPU 0: PyTorch finds no GPU" in done.stderr) == (69, True)
     assert cli("grid", path.name, "--devices", "cpu").code == 0
 
 
