@@ -374,7 +374,7 @@ def check_together(one: GivenPredictions, other: GivenPredictions) -> None:
     shown = [quoted(split.path, limit=300) for split in (one, other)]
     if len(one.classes) != len(other.classes):
         raise DataError(
-            f"{shown[0]} has {len(one.classes)} classes, {shown[1]} has {len(other.classes)}", code="other_classes"
+            f"{shown[0]} has {len(one.classes)} classes, but {shown[1]} has {len(other.classes)}", code="other_classes"
         )
     if one.is_exclusive != other.is_exclusive:
         raise DataError(f"only one of {' and '.join(shown)} has several labels per example", code="other_classes")

@@ -98,7 +98,7 @@ def _of_numbers(
     if len(sides) == len(own_sides) == 2:
         largest = max(max(_ratio(*pair), _ratio(*pair[::-1])) for pair in zip(sides, own_sides, strict=True))
         if largest >= _SIDE:
-            return f"images have {_size(sides)} pixels, those of {reference} {_size(own_sides)} (see \0resize\0)"
+            return f"images have {_size(sides)} pixels, but {_size(own_sides)} in {reference} (see \0resize\0)"
     if is_few:
         return None
     shifts = [abs(one - other) / max(own, 1e-30) for one, other in zip(found["mean"], known["mean"], strict=False)]

@@ -232,7 +232,7 @@ def posterior_source(run: Run, path: Path, role: str) -> tuple[Header, Source]:
     """Header and identity of a posterior file, once it is known to be fresh and of this run's checkpoint."""
     header = read_header(path)
     if header.kind not in ("posterior", "samples"):
-        raise DataError(f"{path}: expected a posterior, got {header.kind}", code="wrong_kind", path=path)
+        raise DataError(f"{path}: expected a posterior; got {header.kind}", code="wrong_kind", path=path)
     run.use(header)
     return header, Source(role, path, header.content_digest)
 

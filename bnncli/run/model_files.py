@@ -121,6 +121,6 @@ def arguments_by_name(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key:
-            raise UsageError(f"\0model_arg\0: expected KEY=VALUE, got {text!r}")
+            raise UsageError(f"\0model_arg\0: expected KEY=VALUE; got {text!r}")
         arguments[key] = value
     return arguments

@@ -38,7 +38,7 @@ def fit_on(header: Header | None) -> str:
     """The splits whose likelihood a posterior has, with + between them. Raises DataError where its header names others."""
     found = TRAIN if header is None else str(header.meta.get("fit_on", TRAIN))
     if header is not None and found not in FIT_ON:
-        message = f"{header.path} is damaged: fit_on is {found!r}, expected one of {', '.join(FIT_ON)}"
+        message = f"{header.path} is damaged: expected fit_on to be one of {', '.join(FIT_ON)}; got {found!r}"
         raise DataError(message, code="damaged", path=header.path)
     return found
 
@@ -223,7 +223,9 @@ def out_of_fold(header: Header, posterior: Any, split: Split, target: Callable[[
     name = "folds.members" if header.meta["type"] == "stack" else "folds.theta"
     theta = read_tensor(header.path, name)
     if theta.shape[-1] != num_params or named != list(range(len(theta))):
-        message = f"{header.path} is damaged: {name} has shape {tuple(theta.shape)}, folds.rows names {len(named)}"
+        message = (
+            f"{header.path} is damaged: {name} has shape {tuple(theta.shape)}, but folds.rows names {len(named)} folds"
+        )
         raise DataError(message, code="damaged", path=header.path)
     if header.meta["type"] == "stack":
         return StackFolds(posterior, rows, theta, read_tensor(header.path, "folds.weights"))

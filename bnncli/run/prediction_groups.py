@@ -196,7 +196,7 @@ def _unusable(run: Run, group: PredictionGroup, *, is_named: bool) -> DataError 
         for header in group.headers
     }
     if len(makers) > 1:
-        made = " and ".join(f"{posterior} by {variant}" for posterior, variant in sorted(makers))
+        made = " and ".join(f"{posterior} ({variant})" for posterior, variant in sorted(makers))
         raise DataError(
             f"predictions {group.name!r} mix {made}; predictions of one name need one posterior and one integrator",
             code="mixed_predictions",

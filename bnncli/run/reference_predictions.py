@@ -142,7 +142,7 @@ def _check_labels(ours: MatchedForecasts, reference: GivenPredictions, rows: NDA
     count = int((differs.any(axis=1) if differs.ndim == 2 else differs).sum())
     if count:
         raise DataError(
-            f"{_shown(reference)} has other labels than split {ours.split!r} in {count} of {len(theirs)} rows", code="other_rows",
+            f"{_shown(reference)} and split {ours.split!r} have different labels in {count} of {len(theirs)} rows", code="other_rows",
             hint="its rows must be in the order of the split",
         )  # fmt: skip
 

@@ -89,7 +89,7 @@ def _why_absent(name: str, rows: Sequence[Row]) -> str:
     if any(one.of_reference is not None for one in makers):
         return "it needs predictions to compare with (\0reference\0)"
     if any(one.of_draws is not None for one in makers):
-        return "it compares draws of weights, and predictions have none"
+        return "it compares draws of weights, which predictions do not have"
     if score.is_of_rule:
         return "these predictions have no calibrated rule that it applies to"
     return "there is no out-of-distribution split"

@@ -95,7 +95,7 @@ def open_splits(
         for text in texts:
             name, spec = data.parse_split(text, option=flag)
             if name in splits:
-                raise UsageError(f"{flag}: split {name!r} is named twice")
+                raise UsageError(f"{flag}: two splits are called {name!r}")
             split = data.load_split(spec, name=name, preprocess=preprocess, takes_any_labels=True, memory=memory(name))
             split = replace(split.as_ood() if flag == "\0ood\0" else split, shift=shift)
             splits[name] = data.matched_to(split, classes)
@@ -105,7 +105,7 @@ def open_splits(
     if classes is None:
         named = "name all classes in the order of the network's outputs: \0classes\0 FILE or a,b,c"
         data.check_same_classes(
-            found, hint=named if hasattr(options, "classes") else "give every split the same classes"
+            found, hint=named if hasattr(options, "classes") else "use the same classes for every split"
         )
     return found
 

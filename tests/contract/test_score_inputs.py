@@ -134,11 +134,11 @@ def test_an_npz_file_that_lost_its_end_inside_an_array(cli: Cli, tmp_path: Path)
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "fewer classes": ({"probs": np.full((9, 2), 0.5)}, "--ood", "has 3 classes, 'q.npz' has 2"),
+    "fewer classes": ({"probs": np.full((9, 2), 0.5)}, "--ood", "has 3 classes, but 'q.npz' has 2"),
     "other classes": ({"probs": np.full((9, 3), 1 / 3), "classes": np.array(["cat", "dog", "elk"])}, "--ood", "has other classes than"),
     "classes in another order": ({"probs": np.full((9, 3), 1 / 3), "classes": np.array(["b", "a", "c"])}, "--ood", "the same classes in another order"),
     "another reference": ({"probs": np.full((9, 3), 1 / 3)}, "--reference", "has 9 rows, but split 'test' has 20"),
-    "a reference of fewer classes": ({"probs": np.full((20, 2), 0.5)}, "--reference", "has 3 classes, 'q.npz' has 2"),
+    "a reference of fewer classes": ({"probs": np.full((20, 2), 0.5)}, "--reference", "has 3 classes, but 'q.npz' has 2"),
     "no labels": ({"a": PROBS, "b": LABELS}, "--labels", "no column is called as labels are; there are 'a', 'b'"),
     "labels of other rows": ({"y": LABELS[:5]}, "--labels", "has 5 labels, but 'p.npz' has 20 predictions"),
 }  # fmt: skip

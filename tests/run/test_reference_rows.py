@@ -64,5 +64,5 @@ def test_other_rows_are_refused(theirs: GivenPredictions, of: MatchedForecasts |
 def test_labels_are_compared_in_the_rows_that_are_taken() -> None:
     labels = np.arange(9) % 2
     assert rows_of(reference(9, labels=labels), ours(labels=labels[IDS]))[0] == [7, 2, 5]
-    with pytest.raises(DataError, match="has other labels than split 'test' in 1 of 3 rows"):
+    with pytest.raises(DataError, match="and split 'test' have different labels in 1 of 3 rows"):
         rows_of(reference(9, labels=labels), ours(labels=np.array([1, 0, 0])))

@@ -164,7 +164,7 @@ def test_what_was_scored_by_another_default_is_scored_anew_and_what_was_named_is
     assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
     assert cli("predict", run, "--samples", 50).code == 0
     done = cli("evaluate", run)
-    assert (done.code, "detection is by combined by default" in done.stderr) == (0, True)
+    assert (done.code, "detection now uses combined by default" in done.stderr) == (0, True)
     assert cli("evaluate", run, "--score", "all", "--force").code == 0
     refused = cli("evaluate", run)
     assert (refused.code, "made with other options (score" in refused.stderr) == (73, True)

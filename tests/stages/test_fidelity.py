@@ -126,7 +126,7 @@ def test_rows_that_were_held_out_are_found_by_their_row_in_the_data(cli: Cli, sm
     ("change", "said"),
     [
         (lambda probs, labels: {"probs": probs[:-1]}, "has 119 rows, but split 'test' has 120"),
-        (lambda probs, labels: {"probs": probs, "label": labels[::-1]}, "has other labels than split 'test' in"),
+        (lambda probs, labels: {"probs": probs, "label": labels[::-1]}, "and split 'test' have different labels in"),
         (lambda probs, labels: {"probs": probs[:, :2] / probs[:, :2].sum(1, keepdims=True)}, "has 3 classes, "),
         (lambda probs, labels: {"probs": probs * 2}, "expected values in"),
     ],

@@ -171,7 +171,7 @@ def test_images_of_another_size_are_told() -> None:
     small, large = (InputSums.of(torch.rand(20, 3, size, size, generator=generator)).statistics() for size in (8, 16))
     told = difference("test", large, "train", small, is_scale_alone=False)
     assert told is not None
-    assert told.startswith("test: images have 16 x 16 pixels, those of train 8 x 8 (see ")
+    assert told.startswith("test: images have 16 x 16 pixels, but 8 x 8 in train (see ")
     assert difference("test", large, "train", small, is_scale_alone=True) is None
 
 

@@ -53,7 +53,7 @@ def test_a_gain_that_draws_do_not_tell_is_no_difference_to_speak_of() -> None:
     gain = {"value": 18.25, "standard_error": 7.68}
     line = summary(refined(verdict="undecided", elbo_gain=gain, elbo_draws=4096))[-1]
     assert line.startswith("undecided after 4096 draws: the gain is between -4.80 and +41.30 nats")
-    assert line.endswith("try --flow affine, or hmc; or more --elbo-draws")
+    assert line.endswith("try --flow affine, or hmc; or use more --elbo-draws")
     assert not any("no difference" in line for line in summary(refined(verdict="undecided")))
 
 

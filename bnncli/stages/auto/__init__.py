@@ -46,7 +46,8 @@ def run(run: Run, options: AutoOptions) -> Result:
     """Climb, judge, recommend; what is fitted stays as the posteriors of the run."""
     if run.write.dry_run:
         raise UsageError(
-            "--dry-run: what auto fits depends on what it finds; dry runs of fit-laplace, refine and hmc say what each would do"
+            "auto has no --dry-run, because each step depends on earlier results; use --dry-run of fit-laplace, "
+            "refine or hmc"
         )
     train = load_split(run, "train").check_labeled()
     if not has_labeled_val(run):

@@ -42,7 +42,7 @@ _FORMATS = {"csv": as_csv, "markdown": as_markdown, "latex": as_latex}
 def run(run: Run, options: CompareOptions) -> Result:
     """Measure, test and print; only --plot writes."""
     if run.console.options.json and options.format != "text":
-        raise UsageError(f"--format {options.format} and --json exclude each other: give one")
+        raise UsageError(f"give only one of --format {options.format} and --json")
     runs = each_checkpoint(run)
     groups = compared_groups(runs, options)
     plot = None if options.plot is None else planned_plot(run, options.plot, options.split)

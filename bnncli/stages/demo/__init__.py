@@ -91,6 +91,6 @@ def _where(folder: Path, checkpoint: Path, seconds: dict[str, float]) -> list[st
     return [
         f"seconds: {took}",
         f"checkpoint and data: {folder}/; features, posteriors, predictions, metrics: {run_folder}/",
-        f"the same as a page, with figures: {run_folder}/report.html",
+        f"report with figures: {run_folder}/report.html",
         f"next: bnncli status {checkpoint}; bnncli inspect {run_folder}/posteriors/laplace.safetensors; bnncli <command> --help",
     ]

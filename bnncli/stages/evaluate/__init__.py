@@ -140,7 +140,8 @@ def _assertions(run: Run, options: EvaluateOptions) -> list[Assertion]:
     if found is None:
         return [*options.assertions]
     run.console.info(
-        f"{every[0]} is asserted of {found.posterior} by {found.integrator}, as auto recommends; write POSTERIOR.{every[0]} for another"
+        f"checking {every[0]} for {found.posterior} ({found.integrator}), as auto recommends; write "
+        f"POSTERIOR.{every[0]} to check another"
     )
     return about(options.assertions, found.posterior, found.integrator)
 
@@ -251,7 +252,7 @@ def _why_anew(asked: dict[str, Any], recorded: Mapping[str, Any]) -> str | None:
     usual = {DEFAULT_SCORE, *FALLBACK_SCORES}
     is_other = asked["score"] != recorded.get("score") and usual >= {*(recorded.get("score") or [])}
     if is_other and all(asked.get(name) == recorded.get(name) for name in {*asked, *recorded} - {"score"}):
-        return f"detection is by {asked['score'][0]} by default"
+        return f"detection now uses {asked['score'][0]} by default"
     return why_anew(asked, recorded)
 
 

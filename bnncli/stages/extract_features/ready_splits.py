@@ -74,7 +74,9 @@ def open_ready_splits(
     arrays = data.read_feature_arrays(Path(options.from_npz), unlabeled=options.ood, task=options.task)
     for name in options.ood:
         if name not in arrays.splits:
-            raise UsageError(f"--ood: with --from-npz name one of {', '.join(arrays.splits)}; got {name!r}")
+            raise UsageError(
+                f"--ood: expected one of the splits in --from-npz ({', '.join(arrays.splits)}); got {name!r}"
+            )
     splits = {
         check_split_name(name, "--from-npz"): data.InputSplit(
             f"{options.from_npz}:features_{name}",
@@ -108,7 +110,7 @@ def head_of_run(run: Run, splits: list[data.InputSplit], num_features: int) -> R
                 f"{splits[0].spec.rpartition(':')[2]} has {num_features} features, but the head of split "
                 f"{name!r} of this run takes {content.head_weight.shape[1]}",
                 code="wrong_head",
-                hint="give features of the same layer of the same network, or another --run-dir",
+                hint="use features from the same layer of the same network, or another --run-dir",
             )
         run.console.info(f"the file has no head_weight; using the head of split {name!r} of this run")
         return ReadyHead(content.head_weight, content.head_bias)

@@ -63,4 +63,4 @@ def _shorter(metrics: dict[str, Any]) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "without bound" if value is None else f"{value:.2g} times" if value >= 1 else percent(value, ".2g")
+    return "an unbounded factor" if value is None else f"{value:.2g} times" if value >= 1 else percent(value, ".2g")

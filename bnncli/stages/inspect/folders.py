@@ -102,7 +102,7 @@ def _saved_model(folder: Path, names: list[str]) -> Found | None:
     found = Found("hugging face folder")
     architectures = [str(one) for one in config.get("architectures") or []]
     found.add("model type", config["model_type"], key="model_type")
-    found.add("architecture", ", ".join(architectures) or "not said", key="architecture")
+    found.add("architecture", ", ".join(architectures) or "unknown", key="architecture")
     for name in ("transformers_version", "torch_dtype", "dtype", "problem_type"):
         if config.get(name) is not None:
             found.add(name, config[name], key=name)

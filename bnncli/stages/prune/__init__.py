@@ -121,12 +121,12 @@ def _bytes(count: int) -> str:
 def _check_dense(run: Run, path: Path, target: Path, sources: Sequence[Source]) -> Path:
     """The path of the dense state dict, once it is known that it may be written: over nothing but a state dict."""
     if is_same_file(path, target) or path.absolute() == target.absolute():
-        raise UsageError("--dense: that is the sparse file; give another name")
+        raise UsageError("--dense: this is the sparse file; give another name")
     for source in sources:
         if is_same_file(path, source.path):
             raise UsageError(f"--dense: {path} is an input of this command; give another name")
     if is_same_file(path, run.checkpoint_path):
-        raise UsageError("--dense: that is the checkpoint; give another name")
+        raise UsageError("--dense: this is the checkpoint; give another name")
     if path.exists():
         if not path.is_file():
             raise OutputExists(f"--dense: {path} is not a file", path=path)

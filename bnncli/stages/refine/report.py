@@ -103,7 +103,7 @@ def _undecided(metrics: dict[str, Any], advice: str) -> str:
     gain, draws = metrics["elbo_gain"], metrics["elbo_draws"]
     margin = reach(draws) * gain["standard_error"]
     ends = f"{gain['value'] - margin:+.2f} and {gain['value'] + margin:+.2f}"
-    more = f"{advice}; or more --elbo-draws"
+    more = f"{advice}; or use more --elbo-draws"
     return (
         f"undecided after {draws} draws: the gain is between {ends} nats, so refinement may have helped, hurt or not "
         f"mattered: {more}"

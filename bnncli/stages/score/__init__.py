@@ -193,7 +193,7 @@ def _groups(given: GivenPredictions, place: str, options: ScoreOptions) -> dict[
         raise UsageError(f"--groups: expected COLUMN or FILE:COLUMN; got {options.groups!r}")
     if given.header is not None and path == given.path:
         raise UsageError(
-            "--groups: a prediction file of bnncli has no such column", hint="name a file: --groups FILE:COLUMN"
+            "--groups: a prediction file of bnncli has no such column", hint="give a file: --groups FILE:COLUMN"
         )
     values = read_texts(path, named[""])
     if len(values) != len(given.probs):

@@ -41,7 +41,7 @@ def check_labelled(options: ScoreOptions, given: GivenPredictions) -> None:
     if options.plot is not None and given.labels is None:
         raise DataError(
             f"--plot: {quoted(given.path, limit=300)} has no labels, which reliability needs", code="no_labels",
-            hint="name them: \0labels\0 FILE[:COLUMN]",
+            hint="add \0labels\0 FILE[:COLUMN]",
         )  # fmt: skip
 
 
