@@ -199,7 +199,7 @@ def test_metrics_made_before_there_was_the_score_are_not_up_to_date(done: list[I
 
 def test_a_new_score_can_be_asserted(done: list[Invocation], spherical: float) -> None:
     assert done[3].code == 3
-    assert f"spherical of laplace (mc, test) is {spherical:.6g}, asserted spherical<=0.1" in done[3].stderr
+    assert f"spherical of laplace (mc, test) is {spherical:.6g}, expected spherical<=0.1" in done[3].stderr
     assert "recognised" not in done[3].stderr
     assert "spherical-low" not in done[3].stderr
 

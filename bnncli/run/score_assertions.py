@@ -332,13 +332,13 @@ def _label(row: Row) -> str:
 def _sentence(check: Row) -> str:
     if check["integrator"] is None or check["split"] is None:
         way = f"predict {check['posterior']}, or name another: POSTERIOR.{check['metric']}"
-        return f"{check['metric']} of {check['name']} is unknown ({check['reason']}), asserted {check['expr']}: {way}"
+        return f"{check['metric']} of {check['name']} is unknown ({check['reason']}), expected {check['expr']}; {way}"
     title = posterior_title(check["posterior"], check["integrator"], check["name"])
     where = f"{check['metric']} of {title} ({check['integrator']}, {check['split']})"
     if "reason" in check:
-        return f"{where} is undefined ({check['reason']}), asserted {check['expr']}"
+        return f"{where} is undefined ({check['reason']}), expected {check['expr']}"
     left, right = (f"{check[side]:.6g}" for side in ("left", "right"))
     if left == right:  # the difference is in later digits
         left, right = repr(check["left"]), repr(check["right"])
     known = check["expr"].endswith(f"{check['right']!r}".removesuffix(".0"))
-    return f"{where} is {left}, asserted {check['expr']}" + ("" if known else f" ({right})")
+    return f"{where} is {left}, expected {check['expr']}" + ("" if known else f" ({right})")

@@ -162,7 +162,7 @@ def test_an_undefined_score_fails_with_its_reason() -> None:
     rows = [row("a", nll=undefined), row("b", nll=0.1)]
     checks = hold_against([assertion("nll<1")], rows)
     assert [(c["holds"], c["left"], c.get("reason")) for c in checks] == [(False, None, "no labels"), (True, 0.1, None)]
-    assert failure_text(checks) == "nll of a (mc, test) is undefined (no labels), asserted nll<1"
+    assert failure_text(checks) == "nll of a (mc, test) is undefined (no labels), expected nll<1"
     right = hold_against([assertion("b.nll<a.nll")], rows)
     assert (right[0]["holds"], right[0]["right"], right[0]["reason"]) == (False, None, "a.nll: no labels")
 
@@ -195,8 +195,8 @@ def test_a_part_of_a_score_is_what_is_compared() -> None:
     assert [checked(text, rows)[0][1] for text in texts] == [False, True, False, True, True, False]
     checks = hold_against([assertion("ece-high<=0.01"), assertion("nll-high<1")], rows)
     assert failure_text(checks) == (
-        "ece-high of a (mc, test) is 0.015, asserted ece-high<=0.01; "
-        "nll-high of a (mc, test) is undefined (it has no interval), asserted nll-high<1"
+        "ece-high of a (mc, test) is 0.015, expected ece-high<=0.01; "
+        "nll-high of a (mc, test) is undefined (it has no interval), expected nll-high<1"
     )
 
 
@@ -208,8 +208,8 @@ def test_what_is_asserted_of_every_posterior_fails_for_one_that_is_absent() -> N
     checks = hold_against([assertion("nll<1"), assertion("hmc.nll<1")], ROWS, [STALE, unpredicted])
     assert [check["holds"] for check in checks] == [True, True, True, False, False]
     assert failure_text(checks) == (
-        "nll of refine.mc is unknown (it is stale), asserted nll<1: predict refine, or name another: POSTERIOR.nll; "
-        "nll of hmc is unknown (it has no predictions), asserted hmc.nll<1: predict hmc, or name another: POSTERIOR.nll"
+        "nll of refine.mc is unknown (it is stale), expected nll<1; predict refine, or name another: POSTERIOR.nll; "
+        "nll of hmc is unknown (it has no predictions), expected hmc.nll<1; predict hmc, or name another: POSTERIOR.nll"
     )
 
 
@@ -242,11 +242,11 @@ def test_predictions_of_other_splits_alone_are_absent_too_and_the_reference_of_a
 def test_the_failure_names_every_number_that_failed() -> None:
     checks = hold_against([assertion("ece<=0.01"), assertion("nll<map.nll"), assertion("map.nll<laplace.mc.nll")], ROWS)
     assert failure_text(checks) == (
-        "ece of map (plug-in, test) is 0.04, asserted ece<=0.01; ece of laplace (probit, test) is 0.02, asserted ece<=0.01; "
-        "nll of map (plug-in, test) is 0.32, asserted map.nll<laplace.mc.nll (0.27)"
+        "ece of map (plug-in, test) is 0.04, expected ece<=0.01; ece of laplace (probit, test) is 0.02, expected ece<=0.01; "
+        "nll of map (plug-in, test) is 0.32, expected map.nll<laplace.mc.nll (0.27)"
     )
     close = hold_against([assertion("nll<=0.3")], [row("a", nll=0.30000001)])
-    assert failure_text(close) == "nll of a (mc, test) is 0.30000001, asserted nll<=0.3"
+    assert failure_text(close) == "nll of a (mc, test) is 0.30000001, expected nll<=0.3"
     assert failure_text(hold_against([assertion("nll<1")], ROWS)) is None
 
 
@@ -265,7 +265,7 @@ def test_evaluate_exits_3_names_the_numbers_and_prints_all_the_same(cli: Cli, sm
     table = cli("evaluate", small_run).stdout
     done = cli("evaluate", small_run, "--assert", "accuracy>=0", "--assert", "nll<=0.001")
     assert (done.code, done.stdout) == (3, table)
-    for line in ("nll of map (plug-in, test) is ", "nll of hmc (mc, test) is ", "asserted nll<=0.001"):
+    for line in ("nll of map (plug-in, test) is ", "nll of hmc (mc, test) is ", "expected nll<=0.001"):
         assert line in done.stderr
     document = cli("evaluate", small_run, "--assert", "map.nll<=0.001", "--assert", "map.accuracy>=0", "--json").json
     assert (document["ok"], document["exit"], document["error"]["code"]) == (False, 3, "assertion_failed")
@@ -323,7 +323,7 @@ def test_assertions_come_from_a_configuration_file_and_the_environment(
     (tmp_path / "c.toml").write_text('[evaluate]\nassert = ["nll<0"]\n')
     assert cli("evaluate", small_run, "--config", tmp_path / "c.toml").code == 3
     monkeypatch.setenv("BNNCLI_EVALUATE_ASSERT", "nll>0;accuracy<0")
-    assert "asserted accuracy<0" in cli("evaluate", small_run).stderr
+    assert "expected accuracy<0" in cli("evaluate", small_run).stderr
     shown = cli("config", "show", "evaluate").stdout
     assert any(line.split("|")[1].strip() == "assert" for line in shown.splitlines() if "ASSERT" in line)
 

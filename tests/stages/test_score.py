@@ -225,7 +225,7 @@ def test_assertions_are_of_all_rows_or_of_a_group(
     assert cli(*words, "accuracy<1").code == 0
     done = cli(*words, "accuracy@wrong>=0.5")
     assert done.code == 3
-    assert "accuracy of g (none, wrong) is 0, asserted accuracy@wrong>=0.5" in done.stderr
+    assert "accuracy of g (none, wrong) is 0, expected accuracy@wrong>=0.5" in done.stderr
     assert cli(*words, "accuracy@middle>0").code == 66
 
 
