@@ -27,6 +27,6 @@ SCORE = Score(
     told_by=("reference",),
     facts=("floor_undefined", "floor_n"),
     has_floor=True,
-    note="agreement: same class as the reference; TV: half the L1 distance; JSD in nats; floor: between halves of its draws",
+    note="agreement: same class as the reference; TV: half the L1 distance; JSD in nats; their floor is what halves of its draws have",
     of_reference=of_reference,
 )
