@@ -71,4 +71,4 @@ def draw_plot(path: Path, whole: Panel, groups: Iterable[Panel], *, num_bins: in
     except WriteError as error:
         raise WriteError(f"--plot: cannot write {path}", hint=error.hint, path=path) from None
     shown = f" (the {len(largest)} largest of {len(every)} groups)" if len(largest) < len(every) else ""
-    return {"role": "score.plot", "path": str(path), "content_digest": digest}, f"drawn: {path}{shown}"
+    return {"role": "score.plot", "path": str(path), "content_digest": digest}, f"figure: {path}{shown}"
