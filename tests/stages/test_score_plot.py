@@ -69,7 +69,7 @@ def test_the_largest_groups_have_a_panel_each(
     ((panels, named),) = drawn
     assert list(panels) == list(named["errors"]) == ["test", *(f"g{k:02}" for k in range(11))]
     assert [sum(curve["count"]) for curve in panels.values()] == [200, 40, 30, 30, 20, *[8] * 7]
-    assert "figure: r.svg (the 11 largest of 14 groups)" in done.stderr
+    assert "figure: r.svg (the 11 largest of 14 groups)" in done.stdout
     values = cli("score", "p.npz", "--groups", "site", *QUICK, "--json").json["groups"]
     own = {row["group"]: next(m["value"] for m in row["metrics"] if m["name"] == "ece") for row in values}
     assert {name: named["errors"][name] for name in own if name in panels} == {

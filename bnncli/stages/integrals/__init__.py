@@ -151,7 +151,7 @@ def _grid(run: Run, options: IntegralsOptions) -> Result:
     }
     result = Result(extra=document, tables=[_grid_table(rows, grid, options)])
     if options.plot is not None:
-        result.summary.append(f"figure: {options.plot}")
+        result.lines.append(f"figure: {options.plot}")
         result.outputs = _plot(Path(options.plot), maps, means, sds, options)
         result.action = "computed"
     return result

@@ -101,7 +101,7 @@ def run(run: Run, options: ScoreOptions) -> Result:
     result.tables += [] if of_classes is None else [of_classes]
     if drawn is not None:
         result.outputs, result.action = [drawn[0]], "computed"
-        result.summary.append(drawn[1])
+        result.lines.append(drawn[1])
     failed = failure_text(checks)
     result.failure = CheckFailed(failed, code="assertion_failed") if failed else None
     return result
