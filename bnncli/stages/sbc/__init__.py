@@ -106,7 +106,7 @@ def run(run: Run, options: SbcOptions) -> Result:
     if options.plot is not None:
         result.outputs = _plot(Path(options.plot), ranked, options, path.stem)
         result.action = "computed"
-        result.lines.append(f"figure: {options.plot}")
+        result.lines.insert(0, f"figure: {options.plot}")
     return result
 
 
