@@ -172,7 +172,7 @@ def _ranking(inside: NDArray | str, outside: NDArray | str, ood: str, rankings: 
         return (
             "the in-distribution split is empty"
             if len(inside) == 0
-            else f"split {ood} is empty, so there is only one class"
+            else f"only one class is present: split {ood} is empty"
         )
     rankings.append(Ranking(np.asarray(inside), np.asarray(outside)))
     return len(rankings) - 1

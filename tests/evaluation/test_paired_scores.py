@@ -128,4 +128,4 @@ def test_the_scores_that_are_needed_are_those_that_are_asked_for() -> None:
 def test_an_empty_split_leaves_detection_undefined() -> None:
     pairs = [({"max_prob": np.zeros(3)}, {"max_prob": np.zeros(0)})]
     ((one,),) = measure_detection(pairs, wanted("auroc"), split=("test", 3), ood=("far", 0), bootstrap=Bootstrap(5))
-    assert (one.value, one.undefined) == (None, "only one class present: split far is empty")
+    assert (one.value, one.undefined) == (None, "only one class is present: split far is empty")

@@ -119,7 +119,7 @@ def test_evaluate_warns_of_draws_from_another_target(cli: Cli, run_of_two: Path,
     assert cli("predict", run, "--posterior", "two", "--split", "test").code == 0
     done = cli("evaluate", run, "--posterior", "two")
     assert (
-        "two has prior precision 10 (bias 0.1), hmc has 10: MMD^2 and other distances compare different targets"
+        "two has prior precision 10 (bias 0.1), but hmc has 10: MMD^2 and other distances compare different targets"
         in done.stderr
     )
     assert "different targets" not in cli("evaluate", run, "--posterior", "two", "--reference", "hmc-two").stderr
@@ -162,7 +162,7 @@ def test_a_search_keeps_the_bias_precision(cli: Cli, small_run: Path) -> None:
     metrics = done.json["metrics"]
     assert (done.code, metrics["prior_precision_by"], metrics["bias_precision"]) == (0, "val", 0.1)
     assert recorded_prior(read_header(file_of(small_run, "searched"))) == Prior(metrics["prior_precision"], 0.1)
-    assert ", 0.1 of the biases;" in done.stderr
+    assert ", 0.1 for the biases;" in done.stderr
 
 
 def test_every_structure_takes_a_bias_precision(cli: Cli, small_run: Path) -> None:

@@ -114,7 +114,10 @@ def test_draws_of_a_network_are_stored_opened_and_predicted_with(cli: Cli, make_
     assert (between.code, "several modes, and their mean is not a useful network" in between.stderr) == (2, True)
     assert "integrators for a samples posterior: mc" in between.stderr
     scaled = cli("fit-temperature", "ckpt.pt", "--base", "hmc-all", "--name", "scaled")
-    assert (scaled.code, "--base: hmc-all is over --layers all; a temperature divides" in scaled.stderr) == (2, True)
+    assert (scaled.code, "--base: hmc-all is over --layers all, but a temperature divides" in scaled.stderr) == (
+        2,
+        True,
+    )
     judged = cli("diagnose", "ckpt.pt", "--layers", "all", "--draws", 16, "--trust-code", "--json").json["verdict"]
     longer = "bnncli hmc ckpt.pt --layers all --base laplace-all --trust-code --warmup 12 --draws 32 --force"
     assert judged["run"] == longer  # not the draws that are there

@@ -210,7 +210,10 @@ def test_names_are_numbered_in_alphabetical_order_which_is_told_and_can_be_chang
     data = ("--data", f"train={write_table(folder, OUTPUTS)}")
     found, said = accuracy(cli, folder, *data)
     assert found < 1
-    assert "labels: contradiction=0, entailment=1, neutral=2, in alphabetical order; --classes FILE or a,b,c" in said
+    assert (
+        "labels: contradiction=0, entailment=1, neutral=2, in alphabetical order; set another order with --classes FILE or a,b,c"
+        in said
+    )
     (folder / "names.txt").write_text("\n".join(OUTPUTS))
     classes = ",".join(OUTPUTS) if form == "a,b,c" else str(folder / "names.txt")
     found, said = accuracy(cli, folder, *data, "--classes", classes)

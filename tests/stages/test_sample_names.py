@@ -97,7 +97,7 @@ def test_every_class_has_its_probability_in_both_kinds_of_table(cli: Cli, run: P
 def test_probabilities_need_a_table_and_their_columns_are_taken(cli: Cli, run: Path) -> None:
     assert "add --table FILE" in cli("predict", run, "--probabilities").stderr
     words = ("predict", run, "--table", run.with_name("t.csv"), "--merge", "p_cat=owl,cat")
-    assert "has a column 'p_cat' already" in cli(*words, "--probabilities").stderr
+    assert "already has a column 'p_cat'" in cli(*words, "--probabilities").stderr
     assert cli(*words).code == 0
 
 
