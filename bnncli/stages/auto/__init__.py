@@ -200,5 +200,7 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any) -> Table:
         f"* recommended; {len(labels)} examples of val; gain: fall of the NLL from the network at its best temperature; "
         "good: matches its target closely (see diagnose)"
     )
+    if any(rung.criterion == "val" or (rung.name == ENSEMBLE and rung.source is not None) for rung in rungs):
+        note += "; tuned on the same val split, which favours posteriors slightly"
     columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good"]
     return Table(columns, cells, notes=[note])
