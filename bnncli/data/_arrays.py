@@ -113,7 +113,7 @@ def named_arrays(inputs: Mapping[str, np.ndarray], labels: np.ndarray | None, *,
             raise DataError(f"{where}: array {quoted(name)} has type {array.dtype}, expected numbers")
     if len({*sizes.values()}) != 1:
         said = ", ".join(f"{quoted(name)} {size}" for name, size in sizes.items())
-        raise DataError(f"{where}: the arrays differ in their rows ({said})")
+        raise DataError(f"{where}: the arrays have different numbers of rows ({said})")
     num_rows = next(iter(sizes.values()))
     checked = None if labels is None else check_labels(labels, num_rows=num_rows, where=where)
     return NamedArrays(dict(inputs), checked)
@@ -132,18 +132,18 @@ def array_dataset(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) 
         DataError: inputs without rows or of an odd type, labels that break a rule.
     """
     if inputs.ndim < 2:
-        raise DataError(f"{where}: expected inputs (N, ...) of at least two axes, got shape {inputs.shape}")
+        raise DataError(f"{where}: expected inputs (N, ...) with at least two axes, got shape {inputs.shape}")
     if inputs.dtype.kind in "iu" and inputs.dtype != np.uint8 and inputs.size:
         raise DataError(
-            f"{where}: expected inputs of type uint8 or floating point, got whole numbers ({inputs.dtype}) from "
+            f"{where}: expected inputs of type uint8 or floating point, got integers ({inputs.dtype}) from "
             f"{inputs.min()} to {inputs.max()}",
-            hint="token ids (N, L) are taken as they are under the name that the network has for them (npz:FILE:input_ids,y), ready "
-            "features by \0from_npz\0; save pixels as uint8",
+            hint="save pixels as uint8; for token ids (N, L), give the name of the network's argument "
+            "(npz:FILE:input_ids,y); for precomputed features, use \0from_npz\0",
         )
     if inputs.dtype != np.uint8 and inputs.dtype.kind != "f":
         raise DataError(
             f"{where}: expected inputs of type uint8 or floating point, got {inputs.dtype}",
-            hint="save them as uint8 (scaled to [0, 1] here) or float32 (used as they are)",
+            hint="save them as uint8 (scaled to [0, 1] when read) or float32 (used unchanged)",
         )
     native = np.ascontiguousarray(inputs, dtype=inputs.dtype.newbyteorder("="))
     if native.dtype.itemsize > 8:
@@ -166,11 +166,11 @@ def npz_names(path: Path) -> list[str]:
     if not names and any(name.endswith("/data.pkl") for name in members):
         raise DataError(
             f"{quoted(path, limit=300)} is a PyTorch checkpoint, not an npz file", path=path, code="wrong_kind",
-            hint="give the arrays as np.savez writes them; a checkpoint is the first argument",
+            hint="save the arrays with np.savez; pass a checkpoint as the first argument",
         )  # fmt: skip
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
-            f"{quoted(path, limit=300)} holds two arrays of one name: {listed(twice)}", path=path, code="bad_keys",
+            f"{quoted(path, limit=300)} has several arrays with the same name: {listed(twice)}", path=path, code="bad_keys",
             hint="save it again with np.savez",
         )  # fmt: skip
     return names
@@ -231,7 +231,7 @@ def check_memory(size: int, what: str) -> None:
     free = available_memory("cpu")
     if size > free:
         raise DeviceError(
-            f"{what} has {size >> 20} MiB, and {free >> 20} MiB of memory are free", code="out_of_memory",
+            f"{what} needs {size >> 20} MiB, but only {free >> 20} MiB of memory are free", code="out_of_memory",
             hint="free memory, or save fewer rows",
         )  # fmt: skip
 
@@ -250,13 +250,14 @@ def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
     shape, is_fortran, dtype, start = _header_of(archive, name)
     if dtype.hasobject:
         raise Untrusted(
-            f"{quoted(path, limit=300)}: array {quoted(name.removesuffix('.npy'))} holds Python objects, which only a pickle can",
+            f"{quoted(path, limit=300)}: array {quoted(name.removesuffix('.npy'))} holds Python objects, which "
+                "need unpickling; bnncli does not unpickle data",
             hint="save it as a plain array of numbers", path=path,
         )  # fmt: skip
     if start + math.prod(shape) * dtype.itemsize != info.file_size:
-        raise ValueError(f"shape {shape} does not fit {info.file_size} bytes")
+        raise ValueError(f"shape {shape} does not match {info.file_size} bytes of data")
     if not can_hold(info.compress_size, info.file_size):
-        raise ValueError(f"{info.compress_size} bytes cannot hold the {info.file_size} they claim")
+        raise ValueError(f"{info.compress_size} compressed bytes cannot hold {info.file_size} bytes")
     if info.compress_type == zipfile.ZIP_STORED and info.file_size >= MAPPED_BYTES and not is_fortran:
         return _mapped(archive, info, start, shape, dtype)
     check_memory(info.file_size, f"{quoted(path, limit=300)}: array {quoted(name.removesuffix('.npy'))}")

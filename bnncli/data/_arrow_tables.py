@@ -128,7 +128,8 @@ class BlockTable:
             if columns.keys() != self.columns.keys():
                 odd = sorted(columns.keys() ^ self.columns.keys())[0]
                 raise DataError(
-                    f"{quoted(file, limit=300)} and {quoted(self._files[0].name)} differ in the column {quoted(odd)}",
+                    f"{quoted(file, limit=300)} and {quoted(self._files[0].name)} have different columns: only "
+                    f"one has {quoted(odd)}",
                     path=file,
                 )
             self._spans += [(number, block) for block in range(len(counts))]
@@ -236,4 +237,4 @@ class _Damage:
             raise read_error(error, self._file) from error
         if isinstance(error, (library.ArrowException, OSError, StopIteration, UnicodeDecodeError)):
             why = " ".join(str(error).split())[:200] or "it ends before its last row"
-            raise DataError(f"{shown} is no whole {self._spelled} file: {why}", path=self._file) from error
+            raise DataError(f"{shown} is not a complete {self._spelled} file: {why}", path=self._file) from error

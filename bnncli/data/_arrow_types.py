@@ -40,7 +40,7 @@ def columns_of(schema: Any, asked: str, where: str) -> dict[str, str]:
     names = list(schema.names)
     double = sorted({name for name in names if names.count(name) > 1})
     if double:
-        raise DataError(f"{where} has several columns called {listed(double)}")
+        raise DataError(f"{where} has several columns named {listed(double)}")
     return {field.name: _held(field.type, types) for field in schema}
 
 
@@ -129,8 +129,8 @@ def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, l
         splits = sorted({split for file in found if (split := _split_of(file)) is not None})
         if len(splits) > 1:
             raise UsageError(
-                f"\0data\0 {spelled}: {quoted(path, limit=300)} has the files of several splits: {listed(splits)}",
-                hint=f"give a pattern, as {spelled}:{path}/**/{splits[0]}-*{found[0].suffix}",
+                f"\0data\0 {spelled}: {quoted(path, limit=300)} has files from several splits: {listed(splits)}",
+                hint=f"use a pattern, such as {spelled}:{path}/**/{splits[0]}-*{found[0].suffix}",
             )
     elif any(letter in place for letter in "*?[") and not path.exists():
         fixed = Path(
@@ -143,7 +143,7 @@ def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, l
         what = (
             f"no {spelled} files in {quoted(path, limit=300)}"
             if path.is_dir()
-            else f"no file is like {quoted(path, limit=300)}"
+            else f"no file matches {quoted(path, limit=300)}"
         )
         raise DataError(what, path=path, code="empty_split")
     return path, sorted(found, key=by_number)

@@ -44,8 +44,8 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
         classes.sort(key=lambda name: (int(name), name))
     if classes and all(is_split(name) for name in classes):
         raise DataError(
-            f"{quoted(folder, limit=300)} has the folders of splits and none of classes: {listed(classes)}",
-            path=folder, hint=f"name one of them, as {folder / classes[0]}",
+            f"{quoted(folder, limit=300)} contains split folders, expected class folders: {listed(classes)}",
+            path=folder, hint=f"give one of them, such as {folder / classes[0]}",
         )  # fmt: skip
     if loose and classes:
         raise DataError(f"{folder} has both {what} and folders; expected one folder for each class", path=folder)
@@ -56,9 +56,7 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
     labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups]) if classes else None
     num_others = _count_hidden(folder)
     note = (
-        f"{counted(num_others, 'hidden file')} (names that begin with a dot, {_MAC_FOLDER}) left out"
-        if num_others
-        else ""
+        f"skipped {counted(num_others, 'hidden file')} (names starting with a dot, {_MAC_FOLDER})" if num_others else ""
     )
     return Filed(files, labels, tuple(classes) or None, note)
 
@@ -89,8 +87,8 @@ def _files_under(folder: Path, class_name: str, suffixes: Collection[str], what:
         found += [os.path.relpath(os.path.join(parent, name), folder) for name in names if _is_of(name, suffixes)]
     if others and not found:
         raise DataError(
-            f"{quoted(folder / class_name, limit=300)} has files, and none of them are {what}: {listed(others)}",
-            path=folder / class_name, hint=f"{what} end in {', '.join(sorted(suffixes))}",
+            f"{quoted(folder / class_name, limit=300)} has files, but no {what}: {listed(others)}",
+            path=folder / class_name, hint=f"supported suffixes of {what}: {', '.join(sorted(suffixes))}",
         )  # fmt: skip
     return sorted(found)
 

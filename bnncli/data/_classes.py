@@ -31,7 +31,7 @@ class Numbering:
             return self._columns(labels, self.numbers)
         if len(labels) and labels.max() >= len(self.numbers):
             raise DataError(
-                f"a label is {labels.max()}, and the data name {len(self.numbers)} classes", code="bad_labels"
+                f"found label {labels.max()}, but the data name only {len(self.numbers)} classes", code="bad_labels"
             )
         return self.numbers[labels]
 
@@ -41,13 +41,15 @@ class Numbering:
         if labels.shape[1] == len(numbers) < len(classes):
             named = [classes[number] for number in numbers]
             raise DataError(
-                f"the data have the labels {listed(named, limit=8)} alone, the model has {listed(classes, limit=8)}",
+                f"the data have only the labels {listed(named, limit=8)}; the model has {listed(classes, limit=8)}",
                 code="bad_labels",
-                hint="give a column for each: a label that is not named may still be there",
+                hint="add a column for each label of the model; a missing column does not mean that the label is "
+                "absent",
             )
         if labels.shape[1] != len(numbers) or len(numbers) != len(classes):
             raise DataError(
-                f"an example has {labels.shape[1]} labels, the data name {len(numbers)}, and the model has {len(classes)}",
+                f"each example has {labels.shape[1]} labels, but the data name {len(numbers)} and the model has "
+                f"{len(classes)}",
                 code="bad_labels",
             )
         found = np.empty_like(labels)
@@ -78,10 +80,11 @@ def matched_to(split: InputSplit, classes: tuple[str, ...] | None) -> InputSplit
         known = {_folded(name) for name in classes}
         unknown = [name for name in split.classes if _folded(name) not in known]
         raise DataError(
-            f"split {split.name!r} has the classes {listed(split.classes, limit=8)}, the model has {listed(classes, limit=8)}"
-            + (f"; it does not know {listed(unknown)}" if len(classes) > 8 or len(split.classes) > 8 else ""),
+            f"split {split.name!r} has the classes {listed(split.classes, limit=8)}; the model has "
+            f"{listed(classes, limit=8)}"
+            + (f"; not in the model: {listed(unknown)}" if len(classes) > 8 or len(split.classes) > 8 else ""),
             code="class_mismatch",
-            hint="rename the classes of the data, or give labels as whole numbers: the model's outputs from 0 on",
+            hint="rename the classes of the data, or give labels as integers (indices of the model's outputs, from 0)",
         )
     return replace(split, numbering=Numbering(classes, numbers))
 
@@ -123,7 +126,7 @@ def check_same_classes(splits: Iterable[InputSplit], *, hint: str) -> None:
         }
         said = "; ".join(f"only {split!r} has {listed(own)}" for split, own in apart.items() if own)
         raise DataError(
-            f"splits {first_name!r} and {name!r} have different classes: {said or 'their order differs'}",
+            f"splits {first_name!r} and {name!r} have different classes: {said or 'same names, different order'}",
             code="class_mismatch",
             hint=hint,
         )
@@ -141,7 +144,7 @@ def numbered_by_name(split: InputSplit) -> str | None:
         return None
     shown = [f"{name}={number}" for number, name in enumerate(names[:10])]
     shown += [] if len(names) <= 10 else ["...", f"{names[-1]}={len(names) - 1}"]
-    return f"{split.name}: labels: {', '.join(shown)}, in alphabetical order"
+    return f"{split.name}: labels numbered in alphabetical order: {', '.join(shown)}"
 
 
 def columns_of_classes(split: InputSplit) -> list[str]:

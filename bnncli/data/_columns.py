@@ -81,13 +81,14 @@ def _parse(text: str, spelled: str) -> dict[str, str]:
             raise _form(text, spelled)
         found[key] = value
     if len(found.keys() - {"label"}) > 1:
-        raise UsageError(f"\0data\0 {spelled}: expected one of text=, image=, audio= and x=; got {text!r}")
+        raise UsageError(f"\0data\0 {spelled}: expected only one of text=, image=, audio= and x=; got {text!r}")
     return found
 
 
 def _form(text: str, spelled: str) -> UsageError:
     return UsageError(
-        f"\0data\0 {spelled}: expected columns as text=COL,label=COL, of {', '.join(f'{key}=' for key in _KEYS)}; got {text!r}"
+        f"\0data\0 {spelled}: expected columns such as text=COL,label=COL (keys: "
+        f"{', '.join(f'{key}=' for key in _KEYS)}); got {text!r}"
     )
 
 
@@ -110,9 +111,10 @@ def find_roles(
     numbers = [name for name, holds in columns.items() if holds in (WHOLE, REAL) and _NUMBER.fullmatch(name)]
     if numbers and not labels and named.keys().isdisjoint(("label", "x")):
         raise UsageError(
-            f"\0data\0 {spelled}: {where} has no column that is called as a label is, and a number for a name: "
-            f"{listed(columns)} (is a line of names missing?)",
-            hint=f"name them in its first line, or here: {spelled}:FILE:label={numbers[0]} (label= for none)",
+            f"\0data\0 {spelled}: {where} has no label column, and a column name is a number: {listed(columns)} "
+            "(is the header line missing?)",
+            hint=f"add a header line, or name the label column: {spelled}:FILE:label={numbers[0]} (label= if there is "
+            "none)",
         )
     for kind in named.keys() - {"label"}:
         inputs = _named(named[kind], columns, where)
@@ -133,13 +135,13 @@ def _labels(columns: Mapping[str, str], named: Mapping[str, str], where: str, sp
         names = _named(named["label"], columns, where) if named["label"] else ()
         twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         if twice is not None:
-            raise UsageError(f"\0data\0 {spelled}: label= names the column {quoted(twice)} twice")
+            raise UsageError(f"\0data\0 {spelled}: label= names column {quoted(twice)} twice")
         return names
     found = [name for name in columns if name.casefold() in LABEL_NAMES]
     if len(found) > 1:
         raise UsageError(
             f"\0data\0 {spelled}: several columns of {where} could be the label: {listed(found)}",
-            hint=f"name it: {spelled}:FILE:label={found[0]}",
+            hint=f"choose one: {spelled}:FILE:label={found[0]}",
         )
     return tuple(found)
 
@@ -167,14 +169,14 @@ def _one(found: list[str], others: Mapping[str, str], kind: str, where: str, spe
         return (found[0],)
     if found:
         message = f"several columns of {where} could be the {kind}: {listed(found, limit=20)}"
-        both = f", or both as a pair: {kind}={found[0]}+{found[1]}" if kind == "text" else ""
-        hint = f"name it: {spelled}:FILE:{kind}={found[0]}{both}"
+        both = f", or use both as a pair: {kind}={found[0]}+{found[1]}" if kind == "text" else ""
+        hint = f"choose one: {spelled}:FILE:{kind}={found[0]}{both}"
     else:
         every = ", ".join(f"{quoted(name)} ({holds})" for name, holds in list(others.items())[:20]) or "none"
-        message = f"no column of {where} could be the {kind}; beside the label there are {every}"
+        message = f"found no {kind} column in {where}; its columns, apart from the label: {every}"
         numbers = [name for name, holds in others.items() if holds in (WHOLE, REAL, LIST)]
-        as_numbers = f", or numbers as inputs: x={'+'.join(numbers[:3])}" if numbers and kind == "text" else ""
-        hint = f"name it: {spelled}:FILE:{kind}=COLUMN{as_numbers}"
+        as_numbers = f", or use numbers as inputs: x={'+'.join(numbers[:3])}" if numbers and kind == "text" else ""
+        hint = f"name the column: {spelled}:FILE:{kind}=COLUMN{as_numbers}"
     raise UsageError(f"\0data\0 {spelled}: {message}", hint=hint)
 
 

@@ -109,8 +109,8 @@ class DelimitedTable:
         for start, fields in self._rows():
             if len(fields) != len(self._header):
                 raise DataError(
-                    f"{self._row(len(starts), start)} has {len(fields)} fields, there are {len(self._header)} columns",
-                    path=self.path, hint="a field with the delimiter or a line end in it is written in quotation marks",
+                    f"{self._row(len(starts), start)} has {len(fields)} fields, expected {len(self._header)}",
+                    path=self.path, hint="put quotation marks around fields that contain the delimiter or a line break",
                 )  # fmt: skip
             starts.append(start)
             for column, place in zip(found, places, strict=True):
@@ -141,11 +141,13 @@ class DelimitedTable:
         first = next(self._lines.lines(), b"")
         if not first.strip():
             raise DataError(
-                f"{self._where} is empty: expected a line that names its columns", path=self.path, code="empty_split"
+                f"{self._where} is empty: expected a header line with column names", path=self.path, code="empty_split"
             )
         if b"\r" in first.rstrip(b"\r\n"):
             raise DataError(
-                f"{self._where}: its lines end in carriage returns alone", path=self.path, hint="tr '\\r' '\\n'"
+                f"{self._where}: lines end in bare carriage returns, expected line feeds",
+                path=self.path,
+                hint="convert them: tr '\\r' '\\n'",
             )
         if self._delimiter == ",":
             self._delimiter = max(
@@ -159,12 +161,13 @@ class DelimitedTable:
             and (other := next((one for one in ",;\t|" if one in header[0]), None))
         ):
             raise DataError(
-                f"{self._where} has one column, {quoted(header[0])}: its columns are not divided by {self._delimiter!r}, but by {other!r}",
-                path=self.path, hint="csv: reads commas, semicolons and tabs, whatever the file is called",
+                f"{self._where} has only one column, {quoted(header[0])}: expected the delimiter "
+                    f"{self._delimiter!r}, found {other!r}",
+                path=self.path, hint="use csv:, which reads commas, semicolons and tabs regardless of the file's suffix",
             )  # fmt: skip
         double = sorted({name for name in header if name and header.count(name) > 1})
         if double:
-            raise DataError(f"{self._where} has several columns called {listed(double)}", path=self.path)
+            raise DataError(f"{self._where} has several columns named {listed(double)}", path=self.path)
         return header
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:

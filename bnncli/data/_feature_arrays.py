@@ -108,7 +108,7 @@ def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = (), ta
         came = (
             f"unexpected {', '.join(map(repr, unknown))[:200]}" if unknown else f"only {', '.join(names) or 'nothing'}"
         )
-        raise DataError(f"{path}: expected {_EXPECTED}; got {came}", path=path)
+        raise DataError(f"{path}: expected arrays {_EXPECTED}; got {came}", path=path)
     arrays = read_npz(path, names)
     head_weight, head_bias = (_floats(arrays.get(name), name, path) for name in ("head_weight", "head_bias"))
     features = {split: _finite(arrays[f"{_FEATURES}{split}"], f"{_FEATURES}{split}", path) for split in splits}
@@ -133,7 +133,8 @@ def _texts(array: np.ndarray, name: str, num_rows: int, path: Path) -> np.ndarra
     """The array itself. Raises DataError unless it is a text for each row."""
     if array.dtype.kind != "U" or array.shape != (num_rows,):
         raise DataError(
-            f"{path}: {name} has type {array.dtype} and shape {array.shape}, expected texts ({num_rows},)", path=path
+            f"{path}: {name} has type {array.dtype} and shape {array.shape}, expected strings of shape ({num_rows},)",
+            path=path,
         )
     return array
 
@@ -151,7 +152,7 @@ def _finite(array: np.ndarray, name: str, path: Path) -> np.ndarray:
     bad = np.argwhere(~np.isfinite(narrow))
     if len(bad):
         raise DataError(
-            f"{path}: {name} has {len(bad)} values that are not finite in float32, the first in row {bad[0][0]}",
+            f"{path}: {name} has {len(bad)} values that are not finite in float32; the first is in row {bad[0][0]}",
             code="not_finite", path=path,
         )  # fmt: skip
     return narrow
@@ -167,13 +168,13 @@ def _check_shapes(
             raise DataError(f"{path}: features_{split} has shape {array.shape}, {expected}", path=path)
     shapes = {split: array.shape[1] for split, array in features.items()}
     if len(set(shapes.values())) > 1:
-        raise DataError(f"{path}: splits differ in the number of features D: {shapes}", path=path)
+        raise DataError(f"{path}: splits have different numbers of features: {shapes}", path=path)
     num_features = next(iter(shapes.values()))
     if weight is None and bias is not None:
         raise DataError(f"{path}: has head_bias but no head_weight", path=path)
     if weight is not None and weight.ndim == 2 and weight.shape[1] != num_features == weight.shape[0]:
         raise DataError(
-            f"{path}: head_weight has shape {weight.shape}, expected (K, {num_features}): it is transposed",
+            f"{path}: head_weight has shape {weight.shape}, expected (K, {num_features}); it looks transposed",
             hint="save head_weight.T", path=path,
         )  # fmt: skip
     if weight is not None and (weight.ndim != 2 or weight.shape[1] != num_features or not len(weight)):
@@ -188,7 +189,8 @@ def _check_range(labels: Mapping[str, np.ndarray], num_outputs: int, path: Path)
         if array.ndim == 2:
             if array.shape[1] != num_outputs:
                 message = (
-                    f"{path}: labels_{split} has {array.shape[1]} labels an example, the head {num_outputs} outputs"
+                    f"{path}: labels_{split} has {array.shape[1]} labels per example, but the head has "
+                    f"{num_outputs} outputs"
                 )
                 raise DataError(message, code="bad_labels", path=path)
             continue

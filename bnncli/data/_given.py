@@ -149,8 +149,9 @@ def _table(path: Path, magic: bytes) -> NumberTable:
         raise in_utf16(path)
     if b"\0" in magic and not magic.startswith(_GZIP_MAGIC):
         raise DataError(
-            f"{quoted(path, limit=300)} is none of npz, npy, csv, Parquet or a prediction file of bnncli", path=path,
-            hint="save them as np.savez(FILE, probs=..., label=...)", code="wrong_kind",
+            f"{quoted(path, limit=300)} has an unknown format; expected npz, npy, csv, Parquet or a prediction "
+                "file written by bnncli", path=path,
+            hint="save the predictions with np.savez(FILE, probs=..., label=...)", code="wrong_kind",
         )  # fmt: skip
     return DelimitedTable(path, delimiter=",")
 
@@ -162,7 +163,7 @@ def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has
             f"{where}: array {quoted(named[''])} has type {shapes[named['']][1]}, expected numbers", path=path
         )
     if not shapes:
-        raise DataError(f"{where} has no arrays: it is no npz file", path=path)
+        raise DataError(f"{where} has no arrays; expected an npz file with predictions", path=path)
     is_named = {name for key, name in named.items() if key != LABEL}
     real = {name: shape for name, (shape, dtype) in shapes.items() if dtype.kind == "f" or name in is_named}
     absent = next((name for name in is_named if name not in shapes), None)
@@ -226,10 +227,12 @@ def _check_not_of_predicted(name: str, names: Collection[str], where: str, path:
     if name == "probability" and _PREDICTED in names:
         is_ours = {"split", "posterior", "variant"} <= {*names}
         raise DataError(
-            f"{where}: expected the probability of every class; {quoted(name)} beside {quoted(_PREDICTED)} is that of the predicted class alone",
+            f"{where}: expected the probability of every class, but {quoted(name)} next to {quoted(_PREDICTED)} "
+                "holds only that of the predicted class",
             code="which", path=path,
-            hint="write the table with predict \0probabilities\0, or score a prediction file of the run" if is_ours
-            else f"give a column a class (p_NAME); if it is the probability of class 1, give it another name than {name}",
+            hint="write the table with predict \0probabilities\0, or score a prediction file from the run folder" if is_ours
+            else "give one column per class (p_NAME); if the column holds the probability of class 1, rename it to "
+                f"something other than {name}",
         )  # fmt: skip
 
 
@@ -249,8 +252,9 @@ def _check_agreement(probs: np.ndarray, logits: np.ndarray, names: tuple[str, st
         apart = max(apart, float(np.abs(made - block).max()))
     if apart > _ROUNDING:
         raise DataError(
-            f"{quoted(path, limit=300)}: {quoted(names[0])} and {quoted(names[1])} disagree: the logits give probabilities that differ by up to {apart:.3g}",
-            code="which", hint=f"name one: FILE:probs={names[0]} or FILE:logits={names[1]}", path=path,
+            f"{quoted(path, limit=300)}: {quoted(names[0])} and {quoted(names[1])} disagree: probabilities "
+                f"computed from the logits differ by up to {apart:.3g}",
+            code="which", hint=f"choose one: FILE:probs={names[0]} or FILE:logits={names[1]}", path=path,
         )  # fmt: skip
 
 
@@ -263,7 +267,7 @@ def _check_one_origin(table: NumberTable, where: str) -> None:
     if len(origins) > 1:
         shown = ", ".join(" ".join(map(str, one)) for one in origins[:4])
         raise DataError(
-            f"{where} has the predictions of {len(origins)} splits, posteriors or integrators: {shown}", code="several_splits",
+            f"{where} mixes predictions of {len(origins)} splits, posteriors or integrators: {shown}", code="several_splits",
             hint="score one at a time", path=table.path,
         )  # fmt: skip
 
@@ -311,8 +315,9 @@ def _named_labels(
         return found.numbers
     if classes is None:
         raise DataError(
-            f"{where}: the labels are names, as {quoted(found.classes[0])}, and which column of the predictions is which class is not known",
-            code="bad_labels", hint="save the numbers of the classes from 0 on, or call the columns p_NAME",
+            f"{where}: labels are names, such as {quoted(found.classes[0])}, but the prediction columns do not "
+                "say which class they belong to",
+            code="bad_labels", hint="save labels as class numbers from 0, or name the columns p_NAME",
         )  # fmt: skip
     return labels_of(values, classes, where=where).numbers  # which tells the row that has none of the names
 
@@ -321,8 +326,10 @@ def _check_ordered(unordered: tuple[str, ...], where: str) -> None:
     """Raise DataError where labels are numbers and nothing says which column of the predictions is which."""
     if unordered:
         raise DataError(
-            f"{where}: the labels are numbers, and which of the columns {listed(unordered, limit=8)} is class 0 is not known",
-            code="bad_labels", hint=f"name the columns in the order of the numbers: FILE:probs={'+'.join(unordered[:8])}{'+...' * (len(unordered) > 8)}",
+            f"{where}: labels are numbers, but nothing says which of the columns {listed(unordered, limit=8)} is "
+                "class 0",
+            code="bad_labels", hint="list the columns in class order: "
+                f"FILE:probs={'+'.join(unordered[:8])}{'+...' * (len(unordered) > 8)}",
         )  # fmt: skip
 
 
@@ -342,11 +349,11 @@ def _checked(
 def _two_axes(array: np.ndarray, where: str) -> np.ndarray:
     """(N, C) numbers; a vector is a single column. Raises DataError otherwise."""
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{where}: has type {array.dtype}, expected numbers")
+        raise DataError(f"{where} has type {array.dtype}, expected numbers")
     if array.ndim == 1:
         array = array[:, None]
     if array.ndim != 2 or array.shape[1] == 0:
-        draws = ": of draws save their mean" if array.ndim == 3 else ""
+        draws = "; for draws, save their mean" if array.ndim == 3 else ""
         raise DataError(f"{where}: expected shape (N, C), got {array.shape}{draws}", code="bad_shape")
     if len(array) == 0:
         raise DataError(f"{where} has no rows", code="empty_split")
@@ -374,7 +381,7 @@ def _real(values: Sequence[Any]) -> np.ndarray | None:
 
 def _single(names: tuple[str, ...], where: str) -> tuple[str, ...]:
     if len(names) > 1:
-        raise DataError(f"{where}: labels of an npz file are one array; got {', '.join(map(quoted, names))}")
+        raise DataError(f"{where}: expected the labels in a single array; got {', '.join(map(quoted, names))}")
     return names
 
 
@@ -389,7 +396,7 @@ def _read_npy(path: Path) -> np.ndarray:
                 raise
             if "allow_pickle" in str(error):
                 raise Untrusted(
-                    f"{where} holds Python objects, which only a pickle can",
+                    f"{where} holds Python objects, which need unpickling; bnncli does not unpickle data",
                     hint="save it as a plain array of numbers",
                     path=path,
                 ) from None

@@ -22,7 +22,7 @@ _PREFIXES = {
     LOGITS: ("logit_", "logits_"),
 }
 _OF_LABELS = (*LABEL_NAMES, "y_true", "true_label", "ground_truth")
-FORM = "FILE[:probs=COLUMN,label=COLUMN] (or logits=COLUMN; several columns joined by +, or with a * for what differs)"
+FORM = "FILE[:probs=COLUMN,label=COLUMN] (or logits=COLUMN; join several columns with +, or match them with one *)"
 
 
 class Chosen(NamedTuple):
@@ -71,7 +71,7 @@ def _parse(text: str, place: str) -> dict[str, str]:
             raise UsageError(f"expected {FORM}; got {place!r}")
         found[key] = value
     if {PROBS, LOGITS} <= found.keys():
-        raise UsageError(f"probs= and logits= exclude each other; got {place!r}")
+        raise UsageError(f"probs= and logits= are mutually exclusive; got {place!r}")
     return found
 
 
@@ -107,12 +107,12 @@ def find_arrays(
         shown = ", ".join(f"{quoted(one)} {shapes[one]}" for one in others[:20])
         raise DataError(
             f"{where}: several arrays could be the predictions: {shown}", code="several_arrays",
-            hint=f"name one: FILE:{others[0]}",
+            hint=f"choose one: FILE:{others[0]}",
         )  # fmt: skip
     shown = ", ".join(f"{quoted(one)} {shape}" for one, shape in list(shapes.items())[:20]) or "none"
     raise DataError(
-        f"{where}: no array (N, C) of probabilities or logits; of real numbers there are {shown}", code="no_column",
-        hint="name one: FILE:ARRAY",
+        f"{where}: found no array (N, C) of probabilities or logits; its floating-point arrays: {shown}", code="no_column",
+        hint="name the array: FILE:ARRAY",
     )  # fmt: skip
 
 
@@ -143,8 +143,8 @@ def find_columns(columns: Mapping[str, str], named: Mapping[str, str], wanted: s
         return _of_classes(by_number, wanted)
     shown = ", ".join(f"{quoted(one)} ({kind})" for one, kind in list(columns.items())[:20]) or "none"
     raise DataError(
-        f"{where}: no columns are called as probabilities or logits are (p_NAME, prob_NAME, logit_NAME); there are {shown}",
-        code="no_column", hint="name them: FILE:probs=COL+COL+COL, or FILE:probs='prefix*'",
+        f"{where}: found no columns of probabilities or logits (p_NAME, prob_NAME, logit_NAME); its columns: {shown}",
+        code="no_column", hint="name the columns: FILE:probs=COL+COL+COL, or FILE:probs='prefix*'",
     )  # fmt: skip
 
 
@@ -186,17 +186,17 @@ def find_labels(
     if len(found) > 1:
         raise DataError(
             f"{where}: several columns could be the labels: {listed(found)}", code="several_columns",
-            hint=f"name one: FILE:label={found[0]}",
+            hint=f"choose one: FILE:label={found[0]}",
         )  # fmt: skip
     if is_alone and not found:
         raise DataError(
-            f"{where}: no column is called as labels are; there are {listed(names, limit=20)}", code="no_column",
-            hint="name it: FILE:COLUMN",
+            f"{where}: found no label column; its columns: {listed(names, limit=20)}", code="no_column",
+            hint="name the column: FILE:COLUMN",
         )  # fmt: skip
     if is_alone and re.fullmatch(r"[+-]?\d+(\.\d+)?", found[0]):
         raise DataError(
-            f"{where}: the column of labels is called {quoted(found[0])}: is a line of names missing?", code="no_column",
-            hint="name the column in the first line: label",
+            f"{where}: the name of the label column is a number, {quoted(found[0])} (is the header line missing?)", code="no_column",
+            hint="add a header line: label",
         )  # fmt: skip
     return tuple(found)
 
@@ -275,5 +275,5 @@ def _classes(names: Sequence[str]) -> tuple[str, ...] | None:
 def _several_columns(found: Sequence[str], where: str) -> DataError:
     return DataError(
         f"{where}: several columns could be the predictions: {listed(found)}", code="several_columns",
-        hint=f"name them: FILE:probs={found[0]}",
+        hint=f"choose one: FILE:probs={found[0]}",
     )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 
 from bnncli.data._split import InputSplit
 from bnncli.errors import UsageError
-from bnncli.names import not_one_of
+from bnncli.names import near_miss
 from bnncli.numerics.permutation import permutation
 from bnncli.options.declaration import check_split_name
 
@@ -18,7 +18,7 @@ from bnncli.options.declaration import check_split_name
 def hold_out_rows(num_rows: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions that stay (num_rows - count,) and that move (count,), both ascending; the seed chooses."""
     if not 0 < count < num_rows:
-        raise ValueError(f"expected 0 < count < {num_rows} rows, got {count}")
+        raise ValueError(f"expected a count between 0 and {num_rows} rows, got {count}")
     order = permutation(num_rows, seed)
     return np.sort(order[count:]), np.sort(order[:count])
 
@@ -31,14 +31,15 @@ def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
     """
     match = re.fullmatch(r"([^=]+)=([^:]+):(\d+)", text)
     if match is None:
-        raise UsageError(f"\0hold_out\0: expected NEW=OLD:N, as val=test:2000; got {text!r}")
+        raise UsageError(f"\0hold_out\0: expected NEW=OLD:N, such as val=test:2000; got {text!r}")
     new, old, count = check_split_name(match[1], "\0hold_out\0"), match[2], int(match[3])
     if old not in sizes:
-        raise not_one_of(f"\0hold_out\0 {text}, before the colon", old, [*sizes])
+        have = f"no split {old!r} in this command (have: {', '.join(sizes)})"
+        raise UsageError(f"\0hold_out\0: {have}", hint=near_miss(old, list(sizes)))
     if new in sizes:
-        raise UsageError(f"\0hold_out\0: there is a split {new!r} already")
+        raise UsageError(f"\0hold_out\0: split {new!r} already exists")
     if not 0 < count < sizes[old]:
-        raise UsageError(f"\0hold_out\0: {old!r} has {sizes[old]} rows, expected fewer to move; got {count}")
+        raise UsageError(f"\0hold_out\0: {old!r} has {sizes[old]} rows, expected fewer than that to move; got {count}")
     return new, old, count
 
 

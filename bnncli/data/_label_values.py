@@ -64,7 +64,7 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
     if any(is_missing):
         raise DataError(
             f"{where}: row {is_missing.index(True)} has no label", code="bad_labels",
-            hint="leave out the rows without a label, or name no label: label=",
+            hint="remove the rows without a label, or use no labels: label=",
         )  # fmt: skip
     if names is not None and all(isinstance(value, list) for value in values):
         return Labels(check_labels(zeros_and_ones(values, len(names), where), num_rows=len(values), where=where), names)
@@ -80,7 +80,7 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
         for row, value in enumerate(values):
             if len(value) > _MOST_DIGITS:
                 raise DataError(
-                    f"{where}: row {row} has a number of {len(value)} digits; classes are counted from 0",
+                    f"{where}: row {row} has a number with {len(value)} digits; expected class numbers from 0",
                     code="bad_labels",
                 )
         values = [int(value) for value in values]
@@ -96,14 +96,15 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
     found = check_labels(numbers, num_rows=len(values), where=where)
     if names is not None and len(found) and found.max() >= len(names):
         raise DataError(
-            f"{where}: row {int(found.argmax())} has {found.max()}, there are {len(names)} classes", code="bad_labels"
+            f"{where}: row {int(found.argmax())} has label {found.max()}, but there are only {len(names)} classes",
+            code="bad_labels",
         )
     return Labels(found, names)
 
 
 def unlabelled_note(columns: Sequence[str]) -> str:
     """What to say of columns of labels in which no row has one."""
-    return f"{listed(columns)} has no label in any row (-1 or nothing alone): the split is taken as unlabelled"
+    return f"{listed(columns)} has no label in any row (only -1 or empty): the split is treated as unlabelled"
 
 
 def several_labels(columns: Mapping[str, Sequence[Any]], *, where: str) -> Labels:
@@ -124,7 +125,7 @@ def several_labels(columns: Mapping[str, Sequence[Any]], *, where: str) -> Label
     if is_unknown.any():
         row, column = np.argwhere(is_unknown)[0]
         name = quoted(list(columns)[column])
-        message = f"{where}: it is not known whether row {row} has the label {name} (-1, NaN or nothing)"
+        message = f"{where}: row {row} has no value for label {name} (-1, NaN or empty)"
         raise DataError(message, code="bad_labels", hint=IF_UNKNOWN)
     return Labels(matrix.astype(np.uint8), tuple(columns))
 
@@ -136,7 +137,7 @@ def _there_or_not(values: Sequence[Any], where: str) -> np.ndarray:
         number = _ONE_LABEL.get(str(value).strip().casefold())
         if number is None:
             message = (
-                f"{where}: row {row} has {quoted(value)}; one of several labels is 0 or 1, false or true, no or yes"
+                f"{where}: row {row} has {quoted(value)}; expected 0 or 1, false or true, no or yes for each label"
             )
             raise DataError(message, code="bad_labels")
         found[row] = number
@@ -149,7 +150,7 @@ def zeros_and_ones(values: Sequence[Sequence[int]], num_classes: int, where: str
     for row, numbers in enumerate(values):
         for number in numbers:
             if not isinstance(number, int) or not 0 <= number < num_classes:
-                message = f"{where}: row {row} has {number!r}, there are {num_classes} classes"
+                message = f"{where}: row {row} has class {number!r}, but there are only {num_classes} classes"
                 raise DataError(message, code="bad_labels")
             found[row, number] = 1
     return found
@@ -158,7 +159,8 @@ def zeros_and_ones(values: Sequence[Sequence[int]], num_classes: int, where: str
 def _mixed_truths(values: Sequence[Any], row: int, where: str) -> DataError:
     """Return the error for labels that mix truth values and numbers."""
     return DataError(
-        f"{where}: expected whole numbers or truth values, all of one kind; row 0 has {quoted(values[0])}, row {row} {quoted(values[row])}",
+        f"{where}: expected either integers or booleans, not both; row 0 has {quoted(values[0])}, row {row} has "
+            f"{quoted(values[row])}",
         code="bad_labels", hint="write all of them as 0 and 1",
     )  # fmt: skip
 
@@ -168,8 +170,8 @@ def _by_name(values: Sequence[str], where: str) -> Labels:
     classes = sorted(set(values))
     if all(_is_real(name) for name in classes):
         if all(float(name).is_integer() for name in classes):
-            message = f"{where}: labels must be whole numbers, counted from 0; row 0 has {quoted(values[0])}"
-            raise DataError(message, code="bad_labels", hint=f"write {float(values[0]):.0f}: no decimal point")
+            message = f"{where}: labels must be integers, counted from 0; row 0 has {quoted(values[0])}"
+            raise DataError(message, code="bad_labels", hint=f"write {float(values[0]):.0f}, without a decimal point")
         check_labels(np.array([float(value) for value in values]), num_rows=len(values), where=where)
     place = {name: number for number, name in enumerate(classes)}
     return Labels(np.array([place[value] for value in values], np.int64), tuple(classes))
@@ -180,7 +182,7 @@ def _known(values: Sequence[str], names: tuple[str, ...], where: str) -> np.ndar
     for row, value in enumerate(values):
         if value not in place:
             raise DataError(
-                f"{where}: row {row} has {quoted(value)}, which is no class of the table", code="bad_labels"
+                f"{where}: row {row} has {quoted(value)}, which is not a class of the table", code="bad_labels"
             )
     return np.array([place[value] for value in values], np.int64)
 
@@ -195,7 +197,7 @@ def _array(values: Sequence[Any], where: str) -> np.ndarray:
         odd = next((row for row, value in enumerate(values) if type(value) is not type(values[0])), 0)
         rows = ", ".join(f"row {row} has {values[row]!r:.80}" for row in sorted({0, odd}))
         raise DataError(
-            f"{where}: labels must be whole numbers from 0 on, or names, all of one kind; {rows}",
+            f"{where}: labels must be all integers from 0 or all names; {rows}",
             code="bad_labels",
         )
     return numbers

@@ -14,11 +14,11 @@ from bnncli.errors import DataError
 from bnncli.likelihoods import MULTILABEL
 
 MAX_CLASSES = 1_000_000
-_ONE_CLASS = "bnncli takes one class an example"
-_RULE = "labels must be whole numbers of shape (N,), counted from 0"
-IF_UNKNOWN = "leave out the rows where a label is not known; a split may also have none at all"
+_ONE_CLASS = "bnncli expects one class per example"
+_RULE = "labels must be integers of shape (N,), counted from 0"
+IF_UNKNOWN = "remove the rows with unknown labels; a split may also have no labels at all"
 FROM_1 = "if the labels count from 1, subtract 1: classes count from 0"
-_IF_LABELS = "add \0task\0 multilabel if each column is a label by itself"
+_IF_LABELS = "add \0task\0 multilabel if each column is a separate label"
 
 
 def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> np.ndarray:
@@ -60,7 +60,7 @@ def _check_known(labels: np.ndarray, where: str) -> None:
     is_unknown = np.isnan(labels) | (labels == -1)
     if is_unknown.any() and np.isin(labels[~is_unknown], (0, 1)).all():
         row, column = np.argwhere(is_unknown)[0]
-        message = f"{where}: it is not known whether row {row} has label {column} ({labels[row, column]:g})"
+        message = f"{where}: row {row} has no value for label {column} ({labels[row, column]:g})"
         raise DataError(message, code="bad_labels", hint=IF_UNKNOWN)
 
 
@@ -91,7 +91,7 @@ def common_task(labels: Mapping[str, np.ndarray | None], task: str | None) -> st
     widths = {where: array.shape[1] for where, array in labels.items() if array is not None and array.ndim == 2}
     if len(set(widths.values())) > 1:
         found = ", ".join(f"{where} has {width}" for where, width in widths.items())
-        raise DataError(f"the splits differ in the number of labels an example: {found}", code="bad_labels")
+        raise DataError(f"splits have different numbers of labels per example: {found}", code="bad_labels")
     return MULTILABEL if shown == MULTILABEL else None
 
 
@@ -101,11 +101,12 @@ def _check_task(labels: np.ndarray | None, task: str | None, where: str) -> None
         return
     if labels.ndim == 1:
         raise DataError(
-            f"{where}: several labels an example are zeros and ones (N, L), L at least 2; got shape {labels.shape}",
-            hint="leave \0task\0 multilabel out where an example has one class", code="bad_labels",
+            f"{where}: expected multi-label data, zeros and ones of shape (N, L) with L at least 2; got shape "
+                f"{labels.shape}",
+            hint="omit \0task\0 multilabel if each example has one class", code="bad_labels",
         )  # fmt: skip
     found, hint = explain_matrix(labels)
-    other = _IF_LABELS if task is None else f"leave \0task\0 {task} out"
+    other = _IF_LABELS if task is None else f"omit \0task\0 {task}"
     hint = other if hint == _IF_LABELS else f"{hint}; {other}"
     raise DataError(f"{where}: {_RULE}; got shape {labels.shape}{found}", hint=hint, code="bad_labels")
 
@@ -122,17 +123,17 @@ def check_largest(label: int, where: str) -> None:
 def explain_matrix(labels: np.ndarray) -> tuple[str, str]:
     """What labels (N, C) are instead of labels (N,), and what to do with them."""
     if labels.dtype.kind not in "biuf":
-        return f" of type {labels.dtype}", f"{_ONE_CLASS}: save the number of its class"
+        return f" of type {labels.dtype}", f"{_ONE_CLASS}: save its class number"
     if np.isin(labels, (0, 1)).all():
         counts = (labels != 0).sum(axis=1)
         odd = np.flatnonzero(counts != 1)
         if len(odd) == 0:
             return " (one-hot?)", "save labels.argmax(1)"
-        found = f", and row {odd[0]} has {counts[odd[0]]} ones: several labels an example (multilabel)"
+        found = f", and row {odd[0]} has {counts[odd[0]]} ones (multi-label data?)"
         return found, _IF_LABELS
     if labels.dtype.kind == "f" and (labels >= 0).all() and np.abs(labels.sum(axis=1) - 1).max() < 1e-3:
-        return ": probabilities of the classes (soft labels)", f"{_ONE_CLASS}: save labels.argmax(1)"
-    return ": real numbers (targets of a regression?)", f"{_ONE_CLASS}, of a classifier: save the number of its class"
+        return "; these look like class probabilities (soft labels)", f"{_ONE_CLASS}: save labels.argmax(1)"
+    return "; these look like real numbers (regression targets?)", f"{_ONE_CLASS}: save its class number"
 
 
 def _explain_type(labels: np.ndarray) -> tuple[str, str]:
@@ -145,10 +146,10 @@ def _explain_type(labels: np.ndarray) -> tuple[str, str]:
     if len(missing):
         return (
             f", and row {missing[0]} is NaN",
-            "leave out the rows without a label, or save them as a split without labels",
+            "remove the rows without a label, or save them as a split without labels",
         )
     broken = np.flatnonzero(labels != np.round(labels))
     if len(broken):
-        found = f", and row {broken[0]} is {labels[broken[0]]:.6g}: real numbers (targets of a regression?)"
-        return found, f"{_ONE_CLASS}, of a classifier: save the number of its class"
+        found = f", and row {broken[0]} is {labels[broken[0]]:.6g} (regression targets?)"
+        return found, f"{_ONE_CLASS}: save its class number"
     return "", "save labels.astype('int64')"

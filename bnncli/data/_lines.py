@@ -89,7 +89,7 @@ class LineFile:
                 place += len(part)
         if place < stop:
             raise DataError(
-                f"{quoted(self.path, limit=300)} was changed while it was read", path=self.path, code="input_replaced"
+                f"{quoted(self.path, limit=300)} changed while it was being read", path=self.path, code="input_replaced"
             )
         return b"".join(parts)
 
@@ -105,8 +105,8 @@ def decoded(line: bytes, where: str) -> str:
         return line.decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where} is no text in UTF-8 (byte {error.object[error.start]:#04x})",
-            hint="iconv -f WINDOWS-1252 -t UTF-8, if that is what it is in",
+            f"{where} is not UTF-8 text (byte {error.object[error.start]:#04x})",
+            hint="if it is WINDOWS-1252, convert it: iconv -f WINDOWS-1252 -t UTF-8",
         ) from error
 
 
@@ -124,6 +124,6 @@ def _opened(path: Path) -> IO[bytes]:
             plain.close()
             if is_failure(error):
                 raise
-            raise DataError(f"{quoted(path, limit=300)} is not a whole gzip file: {error}", path=path) from error
+            raise DataError(f"{quoted(path, limit=300)} is not a complete gzip file: {error}", path=path) from error
     plain.flush()
     return plain

@@ -126,18 +126,18 @@ def _no_alarm() -> Iterator[None]:
 def _ended(batches: Any, error: Exception, where: str) -> DeviceError:
     """The error for a process that reads ahead and is no more."""
     if "Too many open files" in str(error):
-        hint = "allow more with ulimit -n, or use fewer \0num_workers\0"
-        return DeviceError(f"{where}: too many files are open", code="too_many_files", hint=hint)
+        hint = "raise the limit with ulimit -n, or use fewer \0num_workers\0"
+        return DeviceError(f"{where}: too many open files", code="too_many_files", hint=hint)
     wait([process.sentinel for process in batches._workers], timeout=1)  # its pipes end a little before it does
     codes = [process.exitcode for process in batches._workers if process.exitcode]
     if not codes:
-        how = f"ended ({' '.join(str(error).split())[:200] or type(error).__name__})"
+        how = f"stopped ({' '.join(str(error).split())[:200] or type(error).__name__})"
     else:
-        how = f"was killed by {signal.Signals(-codes[0]).name}" if codes[0] < 0 else f"ended with code {codes[0]}"
+        how = f"was killed by {signal.Signals(-codes[0]).name}" if codes[0] < 0 else f"exited with code {codes[0]}"
     return DeviceError(
-        f"{where}: a process that reads ahead {how}", code="reader_died",
-        hint="memory, or space in /dev/shm, may have run out: use fewer \0num_workers\0 (0 reads in the command itself) or a "
-        "smaller \0batch_size\0",
+        f"{where}: a data loading worker {how}", code="reader_died",
+        hint="memory or space in /dev/shm may have run out: use fewer \0num_workers\0 (0 loads data in the main "
+            "process) or a smaller \0batch_size\0",
     )  # fmt: skip
 
 

@@ -44,12 +44,12 @@ def read_mat(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
     ) as error:  # RuntimeError: too few parts
         if is_failure(error):
             raise
-        why = "it does not begin as one of level 5" if isinstance(error, KeyError) else error
-        message = f"{shown} is no whole MATLAB file: {why}"
+        why = "it does not start with a level 5 header" if isinstance(error, KeyError) else error
+        message = f"{shown} is not a complete MATLAB file: {why}"
         raise DataError(message, path=path, hint="copy or download it again") from error
     for name in names:
         if name not in found:
-            raise DataError(f"{shown} has no array of numbers {quoted(name)}", path=path)
+            raise DataError(f"{shown} has no numeric array {quoted(name)}", path=path)
     return found
 
 
@@ -68,7 +68,7 @@ def _matrices(data: memoryview, order: str, shown: str) -> Iterator[tuple[str, n
             stored, values = next(parts, (9, memoryview(b"")))
             array = np.frombuffer(values, f"{order}{_STORED.get(stored)}")
             if len(array) != math.prod(shape):
-                raise ValueError(f"{quoted(name)} has {len(array)} numbers for the shape {tuple(shape)}")
+                raise ValueError(f"{quoted(name)} has {len(array)} numbers, which do not match shape {tuple(shape)}")
             yield name, array.astype(_CLASSES[flags & 0xFF]).reshape(shape, order="F")
 
 
@@ -78,12 +78,12 @@ def _unpacked(content: memoryview, order: str, shown: str) -> memoryview:
     head = packed.decompress(content, 8)
     size = struct.unpack(f"{order}II", head)[1]
     if not can_hold(len(content), size):
-        raise ValueError(f"{len(content)} bytes cannot hold the {size} they claim")
+        raise ValueError(f"{len(content)} compressed bytes cannot hold {size} bytes")
     check_memory(size, shown)
     body = packed.decompress(packed.unconsumed_tail, max(size, 1))
     packed.decompress(packed.unconsumed_tail, 1)
     if not packed.eof:  # where its checksum is
-        raise ValueError("it is cut off")
+        raise ValueError("it is truncated")
     return memoryview(head + body)
 
 
@@ -97,6 +97,6 @@ def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
             place += 8
             continue
         if place + 8 + size > len(data):
-            raise ValueError("it is cut off")
+            raise ValueError("it is truncated")
         yield kind, data[place + 8 : place + 8 + size]
         place += 8 + (size if kind == _COMPRESSED else -(-size // 8) * 8)

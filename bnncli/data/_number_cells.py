@@ -45,7 +45,7 @@ def _by_rows(table: NumberTable, names: Sequence[str], num_rows: int, where: str
             raise _odd_number(columns, names, start, where, is_list=is_list) from None
         found.append(block if is_list else block.T)
         if found[-1].ndim != 2 or found[-1].shape[1] != found[0].shape[1]:
-            raise DataError(f"{where}: the lists of column {quoted(names[0])} differ in length", path=table.path)
+            raise DataError(f"{where}: the lists in column {quoted(names[0])} have different lengths", path=table.path)
     return np.concatenate(found)
 
 
@@ -82,13 +82,14 @@ def _odd_number(
         for place, value in enumerate(column):
             if is_list and isinstance(value, list) and len(value) != len(column[0] or ()):
                 return DataError(
-                    f"{where}: row {start + place}: column {quoted(name)} has {len(value)} numbers, the first row {len(column[0])}"
+                    f"{where}: row {start + place}: column {quoted(name)} has {len(value)} numbers, but the "
+                    f"first row has {len(column[0])}"
                 )
             try:
                 np.float64(value) if not is_list else np.array(value, np.float64)
             except (ValueError, TypeError):
                 return _no_number(where, start + place, name, value)
-    return DataError(f"{where}: column {quoted(names[0])} has values that are no numbers")
+    return DataError(f"{where}: column {quoted(names[0])} has values that are not numbers")
 
 
 def _is_number(value: Any) -> bool:
@@ -101,7 +102,7 @@ def _is_number(value: Any) -> bool:
 
 def _no_number(where: str, row: int, name: str, value: Any) -> DataError:
     came = quoted(value) if value not in ("", None) else "nothing"
-    hint = f"write decimal points: {value.replace(',', '.')}" if _COMMA.fullmatch(str(value)) else None
+    hint = f"use a decimal point: {value.replace(',', '.')}" if _COMMA.fullmatch(str(value)) else None
     return DataError(f"{where}: row {row}, column {quoted(name)}: expected a number, got {came}", hint=hint)
 
 

@@ -55,7 +55,7 @@ def opened_image(stream: IO[bytes], where: str, path: Path | None = None) -> Ite
     except _DAMAGE as error:
         if is_failure(error):
             raise
-        why = "it is no image of a known kind" if isinstance(error, UnidentifiedImageError) else error
+        why = "unknown image format" if isinstance(error, UnidentifiedImageError) else error
         raise DataError(f"cannot decode {where}: {why}", path=path) from error
 
 
@@ -67,9 +67,9 @@ def mode_of(modes: set[str]) -> str:
 def check_mode(image: Image.Image, mode: str, name: str) -> None:
     """Nothing, when the image can be decoded to the mode without losing colour or depth. Raises DataError."""
     if image.mode.startswith(("I", "F")):
-        raise DataError(f"{quoted(name)} has more than 8 bits a channel ({image.mode}), expected 8")
+        raise DataError(f"{quoted(name)} has more than 8 bits per channel ({image.mode}), expected 8")
     if mode == "L" and image.mode not in _GREY:
-        raise DataError(f"{quoted(name)} is a colour image ({image.mode}), but the first images are grey")
+        raise DataError(f"{quoted(name)} is a colour image ({image.mode}), but the first images are greyscale")
 
 
 def decoded_image(image: Image.Image, mode: str, preprocess: Preprocess, name: str) -> Image.Image:
@@ -126,8 +126,8 @@ def check_same_size(array: np.ndarray, first: np.ndarray, name: str, first_name:
     """Nothing, when two images have one size. Raises DataError."""
     if array.shape != first.shape:
         raise DataError(
-            f"images differ in size: {quoted(name)} is {_size(array)}, {quoted(first_name)} is {_size(first)}",
-            hint="\0resize\0 N \0crop\0 N makes them equal",
+            f"images have different sizes: {quoted(name)} is {_size(array)}, {quoted(first_name)} is {_size(first)}",
+            hint="use \0resize\0 N \0crop\0 N to make them the same size",
         )
 
 

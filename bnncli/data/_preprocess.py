@@ -31,12 +31,12 @@ class ImageCounts(NamedTuple):
         """Return what is to be said of the images of a split, a line each."""
         found = []
         if self.num_turned:
-            how = "were turned as their EXIF orientation says (\0no_exif\0 leaves them)"
+            how = "were rotated to match their EXIF orientation (turn this off with \0no_exif\0)"
             found.append(f"{split}: {self.num_turned:,} of {num_images:,} images {how}")
         if self.num_transparent:
             how = f"are shown on {preprocess.background or 'white'} (see \0background\0)"
             if preprocess.transform is not None:
-                how = "lose their transparency: the model's preprocessing has none"
+                how = "lose their transparency: the model's preprocessing does not support it"
             found.append(f"{split}: {self.num_transparent:,} of {num_images:,} images with transparent pixels {how}")
         return found
 
@@ -71,11 +71,13 @@ class Preprocess:
         if self.transform is not None:
             for option, value in self._of_arrays().items():
                 if value is not None:
-                    raise UsageError(f"{option}: the model brings its own preprocessing; leave {option} out")
+                    raise UsageError(f"{option}: the model brings its own preprocessing; omit {option}")
         if self.std is not None and min(self.std) <= 0:
             raise UsageError(f"\0std\0: expected numbers above 0, got {self.std}")
         if self.mean and self.std and len(self.mean) != len(self.std):
-            raise UsageError(f"\0mean\0 has {len(self.mean)} values and \0std\0 has {len(self.std)}, expected as many")
+            raise UsageError(
+                f"\0mean\0 has {len(self.mean)} values, but \0std\0 has {len(self.std)}; expected the same number"
+            )
 
     @classmethod
     def parse(
@@ -105,7 +107,9 @@ class Preprocess:
         """Nothing, when inputs of several names are used as they are. Raises UsageError where more is asked for."""
         for option, value in self._of_arrays().items():
             if value is not None:
-                raise UsageError(f"{option} is for images; the inputs are {listed(names)}, used as they are")
+                raise UsageError(
+                    f"{option} applies to images; the inputs are {listed(names)}, which are used unchanged"
+                )
 
     def apply(self, raw: Tensor, *, is_sized: bool = False) -> Tensor:
         """Float32 inputs (n, ...) from stored ones (n, ...), on the same device; token ids stay whole numbers.
@@ -122,7 +126,7 @@ class Preprocess:
         inputs = _scale(raw)
         if not inputs.is_floating_point() and (self.mean or self.std):
             raise UsageError(
-                "\0mean\0 and \0std\0 normalise pixels and real numbers; the inputs are whole numbers (token ids?)"
+                "\0mean\0 and \0std\0 normalise pixels and real numbers, but the inputs are integers (token ids?)"
             )
         if not is_sized and (self.resize or self.crop):
             if inputs.ndim != 4:
@@ -154,7 +158,7 @@ class Preprocess:
         if self.crop is None:
             return 0, 0
         if min(height, width) < self.crop:
-            raise DataError(f"\0crop\0 {self.crop}: the image is only {height} x {width}", hint="\0resize\0 it first")
+            raise DataError(f"\0crop\0 {self.crop}: the image is only {height} x {width}", hint="add \0resize\0")
         return (height - self.crop) // 2, (width - self.crop) // 2
 
     def _size(self, images: Tensor) -> Tensor:
@@ -171,7 +175,7 @@ class Preprocess:
             if values is None:
                 continue
             if len(values) != 1 and (inputs.ndim < 3 or inputs.shape[1] != len(values)):
-                raise UsageError(f"{option} has {len(values)} values, the inputs have shape {tuple(inputs.shape)}")
+                raise UsageError(f"{option} has {len(values)} values, but the inputs have shape {tuple(inputs.shape)}")
             shape = (1, -1) + (1,) * (inputs.ndim - 2)
             scale = torch.tensor(values, dtype=inputs.dtype, device=inputs.device).reshape(shape)
             inputs = inputs - scale if option == "\0mean\0" else inputs / scale
@@ -203,4 +207,4 @@ def _numbers(text: str | None, option: str) -> tuple[float, ...] | None:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"{option}: expected numbers like 0.5 or 0.485,0.456,0.406; got {text!r}") from None
+        raise UsageError(f"{option}: expected numbers such as 0.5 or 0.485,0.456,0.406; got {text!r}") from None

@@ -39,7 +39,7 @@ class ShardColumn(NamedTuple):
         try:
             return data.decode() if self.field is None else json.loads(data)[self.field]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            what = "is no text in UTF-8" if self.field is None else f"has no field {quoted(self.field)}"
+            what = "is not UTF-8 text" if self.field is None else f"has no field {quoted(self.field)}"
             raise DataError(f"{where} {what} ({type(error).__name__}: {str(error)[:100]})") from error
 
 
@@ -50,11 +50,12 @@ def parse_columns(text: str | None) -> dict[str, str]:
         what, equals, name = one.partition("=")
         if not equals or not name or what not in (*_OF_KIND, "label") or what in found:
             raise UsageError(
-                f"\0data\0 webdataset: expected columns as image=jpg,label=cls, of {', '.join((*_OF_KIND, 'label'))}; got {text!r}"
+                "\0data\0 webdataset: expected columns such as image=jpg,label=cls (keys: "
+                f"{', '.join((*_OF_KIND, 'label'))}); got {text!r}"
             )
         found[what] = name
     if len(found.keys() & _OF_KIND.keys()) > 1:
-        raise UsageError(f"\0data\0 webdataset: expected one input of {', '.join(_OF_KIND)}; got {text!r}")
+        raise UsageError(f"\0data\0 webdataset: expected only one of {', '.join(_OF_KIND)} as the input; got {text!r}")
     return found
 
 
@@ -80,8 +81,13 @@ def input_column(first: Example, named: Mapping[str, str], takes: str | None) ->
     if len(every) == 1:
         kind, _ = every[0]
         return kind, ShardColumn(_OF_KIND[kind])
-    what = f"several could be the input: {listed(name for _, name in every)}" if every else "none of them is an input"
-    hint = "name it: webdataset:PATTERN:image=SUFFIX, text=SUFFIX, x=SUFFIX, audio=SUFFIX, or a field of JSON as text=json.FIELD"
+    what = (
+        f"several could be the input: {listed(name for _, name in every)}" if every else "none of them is a known input"
+    )
+    hint = (
+        "name the input: webdataset:PATTERN:image=SUFFIX, text=SUFFIX, x=SUFFIX, audio=SUFFIX, or a JSON field as "
+        "text=json.FIELD"
+    )
     raise UsageError(
         f"\0data\0 webdataset: example {quoted(first.key)} has {listed(first.parts, limit=20)}; {what}", hint=hint
     )
@@ -103,7 +109,7 @@ def label_column(first: Example, named: Mapping[str, str], fields: Mapping[str, 
     found = [field for field in _LABEL_FIELDS if field in fields]
     if len(found) > 1:
         message = f"\0data\0 webdataset: several fields of {quoted(first.key)} could be the label: {listed(found)}"
-        raise UsageError(message, hint=f"name it: webdataset:PATTERN:label={_JSON}.{found[0]}")
+        raise UsageError(message, hint=f"choose one: webdataset:PATTERN:label={_JSON}.{found[0]}")
     return ShardColumn((_JSON,), found[0]) if found else None
 
 

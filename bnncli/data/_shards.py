@@ -50,13 +50,13 @@ def shard_paths(pattern: str) -> list[Path]:
         UsageError: the pattern is an address on the network, or names very many files.
     """
     if re.match(r"(https?|s3|gs|hdfs|pipe|ftp):", pattern):
-        raise UsageError(f"\0data\0 webdataset: shards are read from files, never from the network; got {pattern!r}")
+        raise UsageError(f"\0data\0 webdataset: expected local files, not an address on the network; got {pattern!r}")
     found: list[Path] = []
     for text in _alternatives(str(Path(pattern).expanduser())):
         is_glob = glob.has_magic(text) and not os.path.exists(text)
         matches = sorted(glob.glob(text), key=by_number) if is_glob else [text]
         if not matches:
-            raise MissingInput(f"no file fits {quoted(text, limit=300)}", path=text)
+            raise MissingInput(f"no file matches {quoted(text, limit=300)}", path=text)
         found += map(Path, matches)
     return found
 
@@ -71,7 +71,9 @@ def _alternatives(pattern: str) -> list[str]:
         choices.append(_inside(piece) if index % 2 else [piece])
         count *= len(choices[-1])
         if count > _MOST_SHARDS:
-            raise UsageError(f"\0data\0 webdataset: {quoted(pattern, limit=300)} names more than {_MOST_SHARDS} files")
+            raise UsageError(
+                f"\0data\0 webdataset: {quoted(pattern, limit=300)} expands to more than {_MOST_SHARDS} files"
+            )
     return ["".join(parts) for parts in product(*choices)]
 
 
@@ -83,7 +85,7 @@ def _inside(text: str) -> list[str]:
     first, last = int(match[1]), int(match[2])
     width = max(map(len, match.groups())) if any(one.startswith("0") for one in match.groups()) else 0
     if abs(last - first) >= _MOST_SHARDS:
-        raise UsageError(f"\0data\0 webdataset: {{{text}}} names more than {_MOST_SHARDS} files")
+        raise UsageError(f"\0data\0 webdataset: {{{text}}} expands to more than {_MOST_SHARDS} files")
     return [f"{number:0{width}}" for number in range(first, last + 1, 1) or range(first, last - 1, -1)]
 
 
@@ -99,14 +101,14 @@ def examples_of(path: Path) -> Iterator[Example]:
     for key, group in groupby(named, key=lambda one: one[0][1]):
         if key in keys:
             raise DataError(
-                f"{quoted(path, limit=300)} has the key {quoted(key)} twice, with others in between", path=path, code="bad_keys",
-                hint="the files of an example lie next to each other; sort the members by their names",
+                f"{quoted(path, limit=300)} has the key {quoted(key)} twice, with other keys in between", path=path, code="bad_keys",
+                hint="the files of an example must be adjacent; sort the archive's members by name",
             )  # fmt: skip
         keys.add(key)
         parts: dict[str, Part] = {}
         for match, part in group:
             if parts.setdefault(match[2].lower(), part) is not part:
-                raise DataError(f"{quoted(path, limit=300)} has two files {quoted(part.name)}", path=path)
+                raise DataError(f"{quoted(path, limit=300)} has two files named {quoted(part.name)}", path=path)
         yield Example(key, parts)
 
 
@@ -122,7 +124,9 @@ def _parts(path: Path) -> Iterator[Part]:
                     last = member.name
                     if member.issparse():
                         raise DataError(
-                            f"{quoted(path, limit=300)}: {quoted(last)} has holes; pack it again", path=path
+                            f"{quoted(path, limit=300)}: {quoted(last)} is stored as a sparse file; create the "
+                            "archive without sparse files",
+                            path=path,
                         )
                     if member.isreg() and not _ABOUT_THE_SHARD.match(member.name):
                         yield Part(member.name, member.offset_data, member.size)
@@ -132,7 +136,7 @@ def _parts(path: Path) -> Iterator[Part]:
                 raise
             where = f" after {quoted(last)}" if last else ""
             raise DataError(
-                f"{quoted(path, limit=300)} is not a whole tar file: {error}{where}", path=path, hint="copy or download it again"
+                f"{quoted(path, limit=300)} is not a complete tar file: {error}{where}", path=path, hint="copy or download it again"
             ) from error  # fmt: skip
 
 
@@ -142,8 +146,8 @@ def _check_plain(stream: IO[bytes], path: Path) -> None:
     stream.seek(0)
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
-            message = f"{quoted(path, limit=300)} is compressed ({name}): its examples cannot be read by their place"
-            raise DataError(message, path=path, hint="decompress it: images in it are compressed already")
+            message = f"{quoted(path, limit=300)} is compressed ({name}), which prevents random access to its examples"
+            raise DataError(message, path=path, hint="decompress it; images inside are already compressed")
 
 
 def _check_end(stream: IO[bytes], place: int) -> None:
@@ -151,7 +155,7 @@ def _check_end(stream: IO[bytes], place: int) -> None:
     stream.seek(place)
     block = stream.read(tarfile.BLOCKSIZE)
     if len(block) < tarfile.BLOCKSIZE:
-        raise tarfile.ReadError("it is cut off")
+        raise tarfile.ReadError("it is truncated")
     if any(block):
         raise tarfile.ReadError("a header is damaged")
 
@@ -161,5 +165,5 @@ def read_part(stream: IO[bytes], start: int, size: int, *, where: str) -> bytes:
     stream.seek(start)
     data = stream.read(size)
     if len(data) != size:
-        raise DataError(f"{where} is cut off: it has {len(data)} of {size} bytes")
+        raise DataError(f"{where} is truncated: it has {len(data)} of {size} bytes")
     return data

@@ -81,9 +81,7 @@ def checked_sound(samples: np.ndarray, rate: int, where: str, path: Path | None 
     if samples.ndim not in (1, 2) or samples.size == 0:
         raise DataError(f"{where} has no samples", code="empty_clip", path=path)
     if not 1 <= rate <= _HIGHEST_RATE:
-        raise DataError(
-            f"{where}: a sampling rate of {rate:,} Hz, expected one of 1 to {_HIGHEST_RATE:,} Hz", path=path
-        )
+        raise DataError(f"{where}: expected a sampling rate from 1 to {_HIGHEST_RATE:,} Hz, got {rate:,} Hz", path=path)
     scaled = _scaled(samples).reshape(len(samples), -1)
     if not np.isfinite(scaled).all():
         raise DataError(f"{where} has samples that are NaN or infinite", code="not_finite", path=path)
@@ -104,7 +102,7 @@ def clip_of(value: Mapping[str, Any], where: str) -> Sound:
         raise DataError(f"{where}: expected an array of samples and a sampling rate in Hz ({error})") from error
     if samples.ndim != 1 or samples.dtype.kind not in "fi" or rate != int(rate):
         came = f"{samples.dtype} of shape {samples.shape} at {rate:g} Hz"
-        raise DataError(f"{where}: expected samples (T,) of one channel at a whole number of Hz, got {came}")
+        raise DataError(f"{where}: expected mono samples (T,) and an integer sampling rate in Hz, got {came}")
     return checked_sound(samples, int(rate), where)
 
 
@@ -139,13 +137,13 @@ def _of_wav(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int
     else:
         raise _damaged(where, "it ends before its samples", path)
     if len(form) < 16:
-        raise _damaged(where, "it does not say how its samples are stored", path)
+        raise _damaged(where, "its format header is incomplete", path)
     code, channels, rate, _, width, bits = struct.unpack_from("<HHIIHH", form)
     if code == _EXTENSIBLE and len(form) >= 26:
         (code,) = struct.unpack_from("<H", form, 24)
     there = len(data) - place - 8
     if size > there and size < _NOT_SAID:
-        raise _damaged(where, f"{there:,} bytes of samples, expected {size:,}", path)
+        raise _damaged(where, f"it has {there:,} bytes of samples, expected {size:,}", path)
     if (code, bits) not in (
         (_INTEGERS, 8),
         (_INTEGERS, 16),
@@ -156,7 +154,9 @@ def _of_wav(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int
     ):
         return None
     if channels == 0 or width != channels * bits // 8:
-        raise _damaged(where, f"{width} bytes a frame of {channels} channels of {bits} bits", path)
+        raise _damaged(
+            where, f"its header is inconsistent: {width} bytes per frame for {channels} channels of {bits} bits", path
+        )
     raw = np.frombuffer(data, np.uint8, min(size, there) // width * width, place + 8)
     return _numbers(raw, code, bits).reshape(-1, channels), rate
 
@@ -177,7 +177,7 @@ def _by_library(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray,
     try:
         library: Any = importlib.import_module("soundfile")
     except ImportError:
-        raise _no_library(f"to decode {where}, which is no plain WAV file") from None
+        raise _no_library(f"to decode {where}, which is not a plain WAV file") from None
     except OSError as error:  # libsndfile itself
         raise _no_library(f"to decode {where}", f"cannot be imported ({error})") from error
     try:
@@ -188,7 +188,7 @@ def _by_library(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray,
 
 
 def _no_library(purpose: str, why: str = "is not installed") -> UsageError:
-    message = f"soundfile is needed {purpose}, and {why}"
+    message = f"soundfile is needed {purpose}, but {why}"
     return UsageError(message, code="missing_library", hint="pip install 'bnncli[audio]', or convert the files to WAV")
 
 

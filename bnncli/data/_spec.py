@@ -30,13 +30,13 @@ def parse_split(text: str, *, option: str = "\0data\0") -> tuple[str, str]:
     """
     name, equals, spec = text.partition("=")
     if not equals or not spec:
-        raise UsageError(f"{option}: expected SPLIT=SPEC, as train=npz:train.npz; got {text!r}")
+        raise UsageError(f"{option}: expected SPLIT=SPEC, such as train=npz:train.npz; got {text!r}")
     return check_split_name(name, option), spec
 
 
 def _forms() -> str:
     *others, last = forms()
-    return f"{', '.join(others)} or {last}, each with @N for the first N rows"
+    return f"{', '.join(others)} or {last}, optionally followed by @N for the first N rows"
 
 
 def _perhaps(place: str) -> str | None:
@@ -79,7 +79,7 @@ def load_split(
     kind, place, dataset, count = _opened(spec, preprocess, memory)
     check_fits(dataset, preprocess.transform, spec)
     if count is not None and not 1 <= count <= len(dataset):
-        raise DataError(f"{spec}: {count} rows asked for, there are {len(dataset)}", code="too_few_rows")
+        raise DataError(f"{spec}: asked for {count} rows, but there are only {len(dataset)}", code="too_few_rows")
     rows = np.arange(len(dataset) if count is None else count)
     split = InputSplit(spec, dataset, rows, preprocess, dataset.is_labeled, count, name)
     if not takes_any_labels:

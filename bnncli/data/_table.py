@@ -144,7 +144,7 @@ class TableDataset:
         for name, column in zip(self.roles.inputs, values, strict=True):
             for row, value in zip(rows.tolist(), column, strict=True):
                 if not isinstance(value, str):
-                    raise self._odd(row, name, "a text", value)
+                    raise self._odd(row, name, "a string", value)
         return list(zip(*values, strict=True)) if len(values) == 2 else values[0]
 
     def _numbers(self, rows: np.ndarray, values: list[list[Any]]) -> np.ndarray:
@@ -173,7 +173,9 @@ class TableDataset:
             except ValueError:
                 sizes = [len(value) if isinstance(value, list) else None for value in column]
                 odd = next((place for place, size in enumerate(sizes) if size != sizes[0]), 0)
-                raise self._odd(int(rows[odd]), name, f"{sizes[0]} numbers: pad them alike", column[odd]) from None
+                raise self._odd(
+                    int(rows[odd]), name, f"{sizes[0]} numbers as in the first row (pad to equal length)", column[odd]
+                ) from None
         return found
 
     def _images(self, rows: np.ndarray, values: list[Any]) -> np.ndarray | list[Image.Image]:

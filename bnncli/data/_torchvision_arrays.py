@@ -104,7 +104,9 @@ class _ArraysOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _OF_ARRAYS:
-            raise Untrusted(f"it would call {module}.{name}, which no file of the set does", code="needs_code")
+            raise Untrusted(
+                f"it would call {module}.{name}, which is not part of this data set's format", code="needs_code"
+            )
         return super().find_class(_OF_ARRAYS[module, name], name)
 
 
@@ -121,14 +123,14 @@ def _entries(path: Path, expected: dict[str, type]) -> dict[str, Any]:
             raise _damaged(path, "pickle of arrays", error) from error
     for name, kind in expected.items():
         if not isinstance(found, dict) or not isinstance(found.get(name), kind):
-            raise DataError(f"{quoted(path, limit=300)} has no {name!r}: it is no file of this set", path=path)
+            raise DataError(f"{quoted(path, limit=300)} has no {name!r}; it is not a file of this data set", path=path)
     return found
 
 
 def _damaged(path: Path, what: str, error: BaseException) -> DataError:
     reason = " ".join(str(error).split())[:200]
     return DataError(
-        f"{quoted(path, limit=300)} is no whole {what}: {reason}", path=path, hint="copy or download it again"
+        f"{quoted(path, limit=300)} is not a complete {what}: {reason}", path=path, hint="copy or download it again"
     )
 
 

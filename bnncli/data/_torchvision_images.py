@@ -34,7 +34,7 @@ def flowers102(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
     every = read_mat(folder / "imagelabels.mat", ("labels",))["labels"].reshape(-1).astype(np.int64) - 1
     if len(numbers) and not 1 <= numbers.min() <= numbers.max() <= len(every):
         raise DataError(
-            f"{quoted(folder / 'setid.mat', limit=300)} names images that have no label", path=folder / "setid.mat"
+            f"{quoted(folder / 'setid.mat', limit=300)} names images without labels", path=folder / "setid.mat"
         )
     files = [f"jpg/image_{number:05d}.jpg" for number in numbers.tolist()]
     return image_dataset(folder, files, _checked(every[numbers - 1], folder), None, preprocess)
@@ -48,7 +48,7 @@ def pets(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
         rows = [(words[0], int(words[1]) - 1) for words in map(str.split, _lines(path)) if words]
     except (IndexError, ValueError) as error:
         raise DataError(
-            f"{quoted(path, limit=300)}: expected lines NAME CLASS SPECIES BREED ({error})", path=path
+            f"{quoted(path, limit=300)}: expected lines of the form NAME CLASS SPECIES BREED ({error})", path=path
         ) from error
     names = {label: image.rpartition("_")[0].replace("_", " ").title() for image, label in rows}
     classes = tuple(names[label] for label in sorted(names))
@@ -68,7 +68,7 @@ def food101(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
         pairs = [(str(name), f"images/{image}.jpg") for name, images in found.items() for image in images]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise DataError(
-            f"{quoted(path, limit=300)}: expected the images of each class in JSON ({error})", path=path
+            f"{quoted(path, limit=300)}: expected JSON with the images of each class ({error})", path=path
         ) from error
     return _named(folder, pairs, preprocess)
 
@@ -90,7 +90,7 @@ def traffic_signs(root: Path, split: str, preprocess: Preprocess) -> ImageDatase
         rows = [(row["Filename"], int(row["ClassId"])) for row in csv.DictReader(_lines(path), delimiter=";")]
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         raise DataError(
-            f"{quoted(path, limit=300)}: expected columns Filename and ClassId ({error})", path=path
+            f"{quoted(path, limit=300)}: expected the columns Filename and ClassId ({error})", path=path
         ) from error
     labels = _checked(np.array([label for _, label in rows], np.int64), path)
     classes = tuple(f"{number:05d}" for number in range(43))  # the folders of the training images
@@ -115,4 +115,4 @@ def _lines(path: Path) -> list[str]:
         try:
             return stream.read().decode().splitlines()
         except UnicodeDecodeError as error:
-            raise DataError(f"{quoted(path, limit=300)} is no text in UTF-8 ({error})", path=path) from error
+            raise DataError(f"{quoted(path, limit=300)} is not UTF-8 text ({error})", path=path) from error

@@ -66,19 +66,19 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
         (first,) = cast("Sequence[object]", dataset.read(np.zeros(1, np.int64))[0])
         if isinstance(first, str) and first.lower().endswith(tuple(SUFFIXES)):
             raise UsageError(
-                f"{spec}: expected images, for the model has no tokenizer; got texts, as {quoted(first)}",
-                hint="if they are paths of images, name their column: image=COLUMN",
+                f"{spec}: expected images, because the model has no tokenizer; got text, such as {quoted(first)}",
+                hint="if these are image paths, name their column: image=COLUMN",
             )
     if transform is None and items in _MAKERS:
         raise UsageError(
-            f"{spec}: the data are {items}, and the model has no {_MAKERS[items]}",
-            hint=f"give a model that brings its own, as \0model\0 hf:FOLDER, with the {_MAKERS[items]} saved into the folder "
-            "by its save_pretrained",
+            f"{spec}: the data are {items}, but the model has no {_MAKERS[items]}",
+            hint=f"use a model that brings its own, such as \0model\0 hf:FOLDER; save the {_MAKERS[items]} to the "
+            "folder with its save_pretrained method",
         )
     if transform is not None and items not in ("arrays", transform.takes):
         column = transform.takes.removesuffix("s")
         hint = f"name the column: {column}=COLUMN" if _has_columns(spec) else f"give data of {transform.takes}"
-        raise UsageError(f"{spec}: the data are {items}, and the model takes {transform.takes}", hint=hint)
+        raise UsageError(f"{spec}: the data are {items}, but the model takes {transform.takes}", hint=hint)
 
 
 def _has_columns(spec: str) -> bool:
@@ -106,7 +106,7 @@ def transformed(transform: Transform, items: Sequence[Any] | np.ndarray, where: 
         found = transform(items)
     except (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError) as error:
         what = "clips" if transform.takes == "audio" else transform.takes
-        message = f"{where}: the model's preprocessing fails on these {what}: {_first_line(error)}"
+        message = f"{where}: the model's preprocessing failed on these {what}: {_first_line(error)}"
         raise DataError(message, code="wrong_inputs") from error
     inputs = found.inputs
     if isinstance(inputs, Mapping):
@@ -126,14 +126,16 @@ def pil_images(array: np.ndarray, transform: Transform, where: str) -> list[Imag
 
     axis = channels_axis(array.shape) if array.ndim != 2 else None
     if transform.takes != "images" or array.ndim == 2:
-        what = f"{transform.takes}, and the data are arrays of shape {tuple(array.shape[1:])}"
+        what = f"{transform.takes}, but the data are arrays of shape {tuple(array.shape[1:])}"
         raise DataError(f"{where}: the model takes {what}", code="wrong_inputs")
     if axis == 1:
         array = np.moveaxis(array, 1, 3)
     if array.ndim == 4 and array.shape[3] == 1:
         array = array[..., 0]
     if array.ndim == 4 and transform.mode == "L":
-        raise DataError(f"{where}: the data are colour images, and the model takes grey ones", code="wrong_inputs")
+        raise DataError(
+            f"{where}: the data are colour images, but the model takes greyscale images", code="wrong_inputs"
+        )
     return [Image.fromarray(np.ascontiguousarray(image)).convert(transform.mode) for image in array]
 
 

@@ -79,15 +79,17 @@ def _found(folder: Path, split: str | None) -> tuple[Path, list[Path], Mapping[s
         split = None
     if (folder / _STATE).is_file():
         if split is not None:
-            raise UsageError(f"\0data\0 {_SPELLED}: {quoted(folder, limit=300)} is one split; leave {split!r} out")
+            raise UsageError(f"\0data\0 {_SPELLED}: {quoted(folder, limit=300)} is a single split; omit {split!r}")
         return folder, _saved_files(folder), read_object(folder / _INFO) if (folder / _INFO).is_file() else {}
     if (folder / _INFO).is_file():
         return folder, _cached_files(folder, split), read_object(folder / _INFO)
     inner = sorted(file.parent for file in folder.glob(f"**/{_INFO}"))
     if len(inner) == 1:
         return _found(inner[0], split)
-    hint = f"give one of {listed(inner, limit=3)}" if inner else "parquet: and arrow: read folders of plain files"
-    message = f"{quoted(folder, limit=300)} is no folder of datasets: it has no {_STATE}, {_SPLITS} or {_INFO}"
+    hint = f"give one of {listed(inner, limit=3)}" if inner else "for a folder of plain files, use parquet: or arrow:"
+    message = (
+        f"{quoted(folder, limit=300)} is not a saved Hugging Face data set: it has no {_STATE}, {_SPLITS} or {_INFO}"
+    )
     raise DataError(message, path=folder, hint=hint)
 
 
@@ -96,8 +98,8 @@ def _saved_files(folder: Path) -> list[Path]:
     state = read_object(folder / _STATE)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise DataError(
-            f"{quoted(folder, limit=300)} is a selection of rows of an old release of datasets", path=folder,
-            hint="write it anew: load_from_disk(...).flatten_indices().save_to_disk(...)",
+            f"{quoted(folder, limit=300)} is a row selection written by an old release of datasets", path=folder,
+            hint="save it again: load_from_disk(...).flatten_indices().save_to_disk(...)",
         )  # fmt: skip
     try:
         names = [entry["filename"] for entry in state["_data_files"]]
@@ -121,10 +123,10 @@ def _chosen(split: str | None, splits: list[str], folder: Path) -> str:
     if split is None and len(splits) == 1:
         return splits[0]
     if split is None or split not in splits:
-        came = f"there is no split {split!r}; it" if split is not None else "several splits: it"
+        came = f"there is no split {split!r}; it" if split is not None else "it has several splits: it"
         message = f"{came} has {listed(splits)}" if splits else "it has no split"
         raise UsageError(
             f"\0data\0 {_SPELLED}: {quoted(folder, limit=300)}: {message}",
-            hint=f"name one: {_SPELLED}:{folder}:{splits[0]}" if splits else None,
+            hint=f"choose one: {_SPELLED}:{folder}:{splits[0]}" if splits else None,
         )
     return split

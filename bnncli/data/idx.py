@@ -57,29 +57,31 @@ def read_idx(path: Path) -> np.ndarray:
         except (ValueError, EOFError, OSError, zlib.error, struct.error) as error:
             if is_failure(error):
                 raise
-            raise DataError(f"{quoted(path, limit=300)} is not a whole idx file: {error}", path=path) from error
+            raise DataError(f"{quoted(path, limit=300)} is not a complete idx file: {error}", path=path) from error
 
 
 def _parse(stream: IO[bytes], size: int, *, is_zipped: bool) -> np.ndarray:
     """The array of an open file of `size` bytes; nothing is read that the header does not ask for."""
     zeros, code, num_axes = struct.unpack(">HBB", stream.read(4))
     if zeros != 0 or code not in _TYPES or num_axes == 0:
-        raise ValueError("it does not begin with the idx magic number")
+        raise ValueError("it does not start with the idx magic number")
     if num_axes > _MOST_AXES:
-        raise ValueError(f"it claims {num_axes} axes, expected at most {_MOST_AXES}")
+        raise ValueError(f"its header has {num_axes} axes, expected at most {_MOST_AXES}")
     shape = struct.unpack(f">{num_axes}I", stream.read(4 * num_axes))
     dtype = np.dtype(_TYPES[code])
     expected = math.prod(shape) * dtype.itemsize
     most = size - 4 - 4 * num_axes
     if expected > most and not (is_zipped and can_hold(size, expected)):
-        raise ValueError(f"shape {shape} needs {expected} bytes, there are {most}{' compressed' if is_zipped else ''}")
+        raise ValueError(
+            f"shape {shape} needs {expected} bytes, but there are {most}{' compressed' if is_zipped else ''}"
+        )
     check_memory(2 * expected, f"shape {shape}")  # as it is stored, and in native byte order
     data = bytearray()
     while block := stream.read(min(1 << 24, expected + 1 - len(data))):
         data += block
     if len(data) != expected:
         came = "more" if len(data) > expected else f"{len(data)}"
-        raise ValueError(f"shape {shape} needs {expected} bytes, there are {came}")
+        raise ValueError(f"shape {shape} needs {expected} bytes, but there are {came}")
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="))
 
 

@@ -67,9 +67,7 @@ class JsonLines:
                 if value is not None:
                     self.columns.setdefault(name, _held(value))
         if not self.columns:
-            raise DataError(
-                f"{self._where} is empty: expected a JSON object on each line", path=path, code="empty_split"
-            )
+            raise DataError(f"{self._where} is empty: expected one JSON object per line", path=path, code="empty_split")
 
     def values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]]:
         """How many rows there are, and all values of some columns. Raises DataError for a damaged line, naming it."""
@@ -104,9 +102,11 @@ class JsonLines:
             try:
                 record = json.loads(decoded(line, where))
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{where} is no JSON: {error}{_advice(row, line)}", path=self.path) from error
+                raise DataError(f"{where} is not JSON: {error}{_advice(row, line)}", path=self.path) from error
             if not isinstance(record, dict):
-                message = f'{where}: expected an object, as {{"text": ..., "label": ...}}, got {type(record).__name__}'
+                message = (
+                    f'{where}: expected an object such as {{"text": ..., "label": ...}}, got {type(record).__name__}'
+                )
                 raise DataError(f"{message}{_advice(row, line)}", path=self.path)
             yield start, end, record
             row += 1
@@ -115,7 +115,7 @@ class JsonLines:
 def _advice(row: int, line: bytes) -> str:
     """What to do with a file that is one document."""
     is_document = row == 0 and line.lstrip()[:1] in (b"[", b"{")
-    return "; one document is made lines by: jq -c '.[]'" if is_document else ""
+    return "; to split one JSON array into lines, run: jq -c '.[]'" if is_document else ""
 
 
 def _held(value: Any) -> str:

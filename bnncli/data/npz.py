@@ -61,13 +61,13 @@ def _sampling_rate(path: Path) -> int:
     """Hz. Raises DataError where the archive does not say it."""
     if RATE not in npz_names(path):
         raise DataError(
-            f"{quoted(path, limit=300)} does not say at how many Hz its waves were taken", path=path,
+            f"{quoted(path, limit=300)} does not give the sampling rate of its audio", path=path,
             hint=f"add it to the file: np.savez(FILE, x=..., y=..., {RATE}=16000)",
         )  # fmt: skip
     (found,) = read_npz(path, [RATE]).values()
     if found.size != 1 or found.dtype.kind not in "iuf" or found.item() != round(found.item()):
         raise DataError(
-            f"{quoted(path, limit=300)}: {RATE} is {quoted(found)}, expected a whole number of Hz", path=path
+            f"{quoted(path, limit=300)}: {RATE} is {quoted(found)}, expected an integer number of Hz", path=path
         )
     return int(found.item())
 

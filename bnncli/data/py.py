@@ -67,15 +67,14 @@ class TorchDataset:
             value, label = _item(item, f"{self.spec} row {row}", self.items)
             if label is not None and _width(label) != self.num_labels:
                 raise DataError(
-                    f"{self.spec}: row {row} has {_described(_width(label))}, row 0 {_described(self.num_labels)}",
+                    f"{self.spec}: row {row} has {_described(_width(label))}, but row 0 has "
+                    f"{_described(self.num_labels)}",
                     code="bad_labels",
                 )
             if inputs and self.items == "arrays":
                 _check_same(value, inputs[0], f"{self.spec}: row {row}")
             if self.is_labeled != (label is not None):
-                raise DataError(
-                    f"{self.spec}: some items have labels and some have none (row {row})", code="bad_labels"
-                )
+                raise DataError(f"{self.spec}: some items have labels and some do not (row {row})", code="bad_labels")
             inputs.append(value)
             labels.append(label)
         dtype = np.int64 if self.num_labels is None else np.uint8
@@ -117,9 +116,9 @@ def open_dataset(place: str, preprocess: Preprocess) -> TorchDataset:
     with user_code.running(f"py:{place} its attributes `classes` and `names`"):
         classes, names = (_texts(getattr(dataset, attribute, None)) for attribute in ("classes", "names"))
     if any("\0" in text for text in (*(classes or ()), *(names or ()))):
-        raise DataError(f"py:{place}: its attributes `classes` and `names` may not have the character NUL in them")
+        raise DataError(f"py:{place}: its attributes `classes` and `names` must not contain NUL characters")
     if names is not None and len(names) != size:
-        raise DataError(f"py:{place}: its attribute `names` has {len(names)} names for {size} examples")
+        raise DataError(f"py:{place}: its attribute `names` has {len(names)} names, but there are {size} examples")
     several = label[None] if isinstance(label, np.ndarray) else None
     return TorchDataset(dataset, f"py:{place}", label is not None, classes, names, items=items, first_labels=several)
 
@@ -175,7 +174,7 @@ def _item(item: Any, where: str, items: str) -> tuple[Any, int | np.ndarray | No
     number = None if label is None else _label(label, where)
     if items == "texts":
         if not _is_text(value):
-            raise DataError(f"{where}: expected a text, as in row 0, got {type(value).__name__}")
+            raise DataError(f"{where}: expected a string, as in row 0, got {type(value).__name__}")
         return (value if isinstance(value, str) else tuple(value)), number
     if items == "images":
         if not isinstance(value, Image.Image):
@@ -183,11 +182,13 @@ def _item(item: Any, where: str, items: str) -> tuple[Any, int | np.ndarray | No
         return value, number
     if items == "audio":
         if not is_clip(value):
-            raise DataError(f"{where}: expected sound, as in row 0, got {type(value).__name__}")
+            raise DataError(f"{where}: expected audio, as in row 0, got {type(value).__name__}")
         return clip_of(value, where), number
     if isinstance(value, Mapping):
         if not value or not all(isinstance(name, str) for name in value):
-            raise DataError(f"{where}: expected inputs by the names of the network's arguments, got {listed(value)}")
+            raise DataError(
+                f"{where}: expected inputs keyed by the names of the network's arguments, got {listed(value)}"
+            )
         return {name: _tensor(part, f"{where}: {quoted(name)}") for name, part in value.items()}, number
     return _tensor(value, where), number
 
@@ -198,12 +199,12 @@ def _tensor(value: Any, where: str) -> Tensor:
         try:
             array = np.asarray(value)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise DataError(f"{where}: the input cannot be made an array: {str(error)[:150]}") from error
+            raise DataError(f"{where}: cannot convert the input to an array: {str(error)[:150]}") from error
         if array.dtype.kind not in "fui":
-            raise DataError(f"{where}: expected an input that is a tensor, array or image, got {type(value).__name__}")
+            raise DataError(f"{where}: expected a tensor, array or image as input, got {type(value).__name__}")
         value = torch.from_numpy(np.array(array))
     if value.is_nested or value.is_meta or value.layout is not torch.strided:
-        raise DataError(f"{where}: the input is a sparse, nested or empty tensor, expected a plain one")
+        raise DataError(f"{where}: the input is a sparse, nested or meta tensor, expected a dense one")
     return value
 
 
@@ -211,11 +212,11 @@ def _check_same(value: Any, first: Any, where: str) -> None:
     """Nothing, when two inputs can be of one batch. Raises DataError for other names or shapes."""
     named, others = (part if isinstance(part, dict) else {"": part} for part in (value, first))
     if named.keys() != others.keys():
-        raise DataError(f"{where} has the inputs {listed(named)}, others {listed(others)}")
+        raise DataError(f"{where} has the inputs {listed(named)}; others have {listed(others)}")
     for name, tensor in named.items():
         if tensor.shape != others[name].shape:
-            shapes = f"shape {tuple(tensor.shape)}, others {tuple(others[name].shape)}"
-            raise DataError(f"{where} has {shapes}" + (f" of {quoted(name)}: pad them alike" if name else ""))
+            shapes = f"shape {tuple(tensor.shape)}; others have {tuple(others[name].shape)}"
+            raise DataError(f"{where} has {shapes}" + (f" for {quoted(name)}: pad to equal length" if name else ""))
 
 
 def _stacked(inputs: list[Any]) -> Tensor | dict[str, Tensor]:
@@ -229,24 +230,23 @@ def _label(label: Any, where: str) -> int | np.ndarray:
     try:
         array = np.asarray(label)
     except (ValueError, TypeError, OverflowError, RuntimeError, RecursionError) as error:
-        raise DataError(f"{where}: the label cannot be made a number: {str(error)[:150]}", code="bad_labels") from error
+        raise DataError(
+            f"{where}: cannot convert the label to a number: {str(error)[:150]}", code="bad_labels"
+        ) from error
     if array.ndim == 1 and is_matrix(array[None]):
         return array.astype(np.uint8)
     if array.ndim == 1 and array.size > 1:
         found, hint = explain_matrix(array[None])
         raise DataError(
-            f"{where}: labels must be whole numbers, counted from 0; got {array.size} numbers{found}",
+            f"{where}: labels must be integers, counted from 0; got {array.size} numbers{found}",
             hint=hint, code="bad_labels",
         )  # fmt: skip
     if array.ndim == 0 and array.dtype.kind == "f":
         raise DataError(
-            f"{where}: labels must be whole numbers, counted from 0; got {array.item()!r}: a real number (target of a "
-            "regression?)",
-            hint="return the number of its class as an int", code="bad_labels",
+            f"{where}: labels must be integers, counted from 0; got {array.item()!r} (a regression target?)",
+            hint="return the class number as an int", code="bad_labels",
         )  # fmt: skip
     if array.ndim != 0 or array.dtype.kind not in "iu" or array < 0:
-        raise DataError(
-            f"{where}: labels must be whole numbers, counted from 0; got {label!r}"[:300], code="bad_labels"
-        )
-    check_largest(int(array), f"{where}: labels must be whole numbers, counted from 0; it")
+        raise DataError(f"{where}: labels must be integers, counted from 0; got {label!r}"[:300], code="bad_labels")
+    check_largest(int(array), f"{where}: labels must be integers, counted from 0; it")
     return int(array)

@@ -82,7 +82,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> _Dataset:
     name, _, rest = place.partition(":")
     if name not in _SETS or not rest:
         raise UsageError(
-            f"\0data\0 torchvision: expected NAME:ROOT[:split] with NAME of {', '.join(_SETS)}; got {place!r}"
+            f"\0data\0 torchvision: expected NAME:ROOT[:split], where NAME is one of {', '.join(_SETS)}; got {place!r}"
         )
     root, _, split = (rest, "", "") if Path(rest).expanduser().is_dir() else rest.rpartition(":")
     root, split = (root, split) if root else (split, "")
@@ -91,9 +91,10 @@ def open_dataset(place: str, preprocess: Preprocess) -> _Dataset:
         raise MissingInput(f"no folder {quoted(root, limit=300)}", path=folder)
     known = _SETS[name].splits
     if known and split not in known:
-        came = f"got {split!r}" if split else "none is named"
+        came = f"got {split!r}" if split else "got none"
         raise UsageError(
-            f"\0data\0 torchvision:{name}: expected a split of {', '.join(known)}, as {name}:{root}:{known[-1]}; {came}"
+            f"\0data\0 torchvision:{name}: expected one of the splits {', '.join(known)}, such as "
+            f"{name}:{root}:{known[-1]}; {came}"
         )
     if split and not known:
         folder = folder / split

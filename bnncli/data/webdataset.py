@@ -101,7 +101,7 @@ class ShardDataset:
                 item = sized(item, self.preprocess, self.keys[row])
                 check_same_size(item, found[0] if found else item, self.keys[row], self.keys[int(rows[0])])
             elif self.items == "arrays" and found and (item.shape, item.dtype) != (found[0].shape, found[0].dtype):
-                came = f"{item.dtype} of shape {item.shape}, others {found[0].dtype} of shape {found[0].shape}"
+                came = f"{item.dtype} of shape {item.shape}; others are {found[0].dtype} of shape {found[0].shape}"
                 raise DataError(f"{where} is {came}")
             found.append(item)
         return np.stack(found) if self.items == "arrays" else found, labels
@@ -140,7 +140,7 @@ class ShardDataset:
         if self.kind == "text":
             text = self.column.value(data, where)
             if not isinstance(text, str):
-                raise DataError(f"{where}: expected a text, got {type(text).__name__}")
+                raise DataError(f"{where}: expected a string, got {type(text).__name__}")
             return text
         if self.kind == "audio":
             return decoded(data, where)
@@ -227,7 +227,10 @@ def _part(column: ShardColumn, example: Example, path: Path, kind: str) -> Part:
     """The file of a column. Raises DataError where an example has none."""
     part = column.part(example)
     if part is None:
-        message = f"{_where(path, example.key, kind)} ({column}) is missing; it has {listed(example.parts, limit=20)}"
+        message = (
+            f"{_where(path, example.key, kind)} ({column}) is missing; the example has "
+            f"{listed(example.parts, limit=20)}"
+        )
         raise DataError(message, path=path, code="bad_labels" if kind == "label" else None)
     return part
 
@@ -236,7 +239,7 @@ def _label(column: ShardColumn, example: Example, path: Path, stream: IO[bytes])
     """The label of an example: a whole number where its text is one."""
     part, where = _part(column, example, path, "label"), _where(path, example.key, "label")
     if part.size > _MOST_LABEL_BYTES:
-        raise DataError(f"{where} has {part.size} bytes, too many for a label", path=path, code="bad_labels")
+        raise DataError(f"{where} has {part.size} bytes, which is too large for a label", path=path, code="bad_labels")
     value = column.value(read_part(stream, part.start, part.size, where=where), where)
     if column.field is not None:
         return value
@@ -257,13 +260,14 @@ def _array(data: bytes, where: str) -> np.ndarray:
         shape, _, dtype = read_header(stream)
         if dtype.hasobject:
             raise Untrusted(
-                f"{where} holds Python objects, which only a pickle can", hint="save it as a plain array of numbers"
+                f"{where} holds Python objects, which need unpickling; bnncli does not unpickle data",
+                hint="save it as a plain array of numbers",
             )
         if stream.tell() + math.prod(shape) * dtype.itemsize != len(data):
-            raise ValueError(f"shape {shape} does not fit {len(data)} bytes")
+            raise ValueError(f"shape {shape} does not match {len(data)} bytes of data")
         found = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     except (ValueError, SyntaxError, TokenError, EOFError, KeyError) as error:
-        raise DataError(f"{where} is no npy file, or damaged: {error}") from error
+        raise DataError(f"{where} is not an npy file, or is damaged: {error}") from error
     if found.dtype.kind not in "fiu":
         raise DataError(f"{where}: expected numbers, got {found.dtype}")
     return np.ascontiguousarray(found, found.dtype.newbyteorder("="))

@@ -49,7 +49,7 @@ BAD_ARRAYS = {
     "NaN in the head": (with_("head_weight", put(0, np.nan)), "finite"),
     "negative label": (with_("labels_test", put(5, -1)), "5"),
     "label beyond the classes": (with_("labels_train", put(9, 4)), "9"),
-    "labels as fractions": (with_("labels_train", lambda labels: labels + 0.5), "whole numbers"),
+    "labels as fractions": (with_("labels_train", lambda labels: labels + 0.5), "integers"),
     "one-hot labels": (with_("labels_train", lambda labels: np.eye(4)[labels]), "labels_train"),
     "column of labels": (with_("labels_train", lambda labels: labels[:, None]), "labels_train"),
     "fewer labels than rows": (with_("labels_train", lambda labels: labels[:-1]), "39"),

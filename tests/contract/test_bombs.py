@@ -65,7 +65,7 @@ IDX = {
     "expands beyond its header": (idx(10, 28, 28), ZEROS, "there are more"),
     "a size that its bytes cannot hold": (idx(60_000, 28, 28), 0, "compressed"),
     "sizes whose product is absurd": (idx(*[(1 << 32) - 1] * 8), ZEROS, "compressed"),
-    "axes without end": (idx(*[1] * 200), 0, "it claims 200 axes"),
+    "axes without end": (idx(*[1] * 200), 0, "its header has 200 axes"),
 }
 
 
@@ -84,9 +84,9 @@ def test_an_idx_file_without_gzip_is_judged_by_its_size(cli: Cli, tmp_path: Path
 
 
 NPZ = {
-    "a shape beyond the bytes": (npy((1 << 40, 4)) + bytes(64), "does not fit"),
+    "a shape beyond the bytes": (npy((1 << 40, 4)) + bytes(64), "does not match"),
     "negative sizes": (npy((-4, -4)) + bytes(64), "damaged"),
-    "a type of absurd width": (npy((2, 2), "<U99999999") + bytes(64), "does not fit"),
+    "a type of absurd width": (npy((2, 2), "<U99999999") + bytes(64), "does not match"),
     "a header without end": (b"\x93NUMPY\x02\x00\xff\xff\xff\x7f" + bytes(64), "damaged"),
     "more axes than an array has": (npy((1,) * 200) + bytes(4), "damaged"),
 }

@@ -48,7 +48,7 @@ def test_files_of_a_folder_come_by_their_numbers(tmp_path: Path) -> None:
 
 def test_two_columns_of_a_name_are_told(tmp_path: Path) -> None:
     pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="has several columns called 'text'"):
+    with pytest.raises(DataError, match="has several columns named 'text'"):
         load_split(f"parquet:{tmp_path / 'a.parquet'}", preprocess=Preprocess(transform=WordLengths()))
 
 
@@ -227,7 +227,10 @@ def test_lists_of_token_ids_go_to_the_networks_arguments(tmp_path: Path) -> None
         assert "+".join(inputs) == columns
         assert (inputs["input_ids"].tolist(), str(inputs["input_ids"].dtype)) == (ids, "torch.int64")
     pq.write_table(pa.table({"input_ids": [[1, 2, 0], [3, 4]]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="row 1, column 'input_ids': expected 3 numbers: pad them alike, got list"):
+    with pytest.raises(
+        DataError,
+        match=r"row 1, column 'input_ids': expected 3 numbers as in the first row \(pad to equal length\), got list",
+    ):
         next(load_split(f"parquet:{tmp_path / 'a.parquet'}:x=input_ids").batches(2))
 
 
@@ -256,7 +259,7 @@ def test_lists_of_classes_have_their_names(form: str) -> None:
 
 def test_lists_of_classes_are_zeros_and_ones() -> None:
     assert zeros_and_ones([[0, 2], [], [1]], 3, "a").tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
-    with pytest.raises(DataError, match="a: row 1 has 3, there are 3 classes"):
+    with pytest.raises(DataError, match="a: row 1 has class 3, but there are only 3 classes"):
         zeros_and_ones([[0], [3]], 3, "a")
 
 
@@ -310,17 +313,17 @@ def write_text(path: Path) -> str:
 
 REFUSED: dict[str, tuple[Callable[[Path], str], type[BnnError], str]] = {
     "several splits": (lambda f: f"parquet:{write_parquet_files(f / 'a')}", UsageError, "several splits: 'test', 'train'"),
-    "no match": (lambda f: f"parquet:{write_parquet_files(f / 'a')}/valid-*.parquet", DataError, "no file is like '.*valid-"),
+    "no match": (lambda f: f"parquet:{write_parquet_files(f / 'a')}/valid-*.parquet", DataError, "no file matches '.*valid-"),
     "no files": (lambda f: f"parquet:{f}", DataError, "no parquet files in"),
     "nothing there": (lambda f: f"parquet:{f}/none.parquet:text=a", MissingInput, "no file '.*none.parquet'"),
-    "other columns": (lambda f: write_other(f / "a"), DataError, "differ in the column 'label'"),
-    "damaged": (lambda f: write_damaged(f / "a.parquet"), DataError, "is no whole parquet file"),
-    "of another kind": (lambda f: write_text(f / "a.arrow"), DataError, "is no whole arrow file"),
+    "other columns": (lambda f: write_other(f / "a"), DataError, "have different columns: only one has 'label'"),
+    "damaged": (lambda f: write_damaged(f / "a.parquet"), DataError, "is not a complete parquet file"),
+    "of another kind": (lambda f: write_text(f / "a.arrow"), DataError, "is not a complete arrow file"),
     "no such column": (lambda f: f"{one_parquet_file(f)}:text=words", DataError, "has no column 'words'; it has 'text', 'label'"),
     "no folder": (lambda f: f"hf-dataset:{f}/none", MissingInput, "no folder '.*none'"),
     "no split named": (lambda f: f"hf-dataset:{write_dict(f / 'a')}", UsageError, "several splits: it has 'train', 'test'"),
     "no such split": (lambda f: f"hf-dataset:{write_cached(f / 'a')}:valid", UsageError, "no split 'valid'; it has 'test', 'train'"),
-    "one split": (lambda f: f"hf-dataset:{write_saved(f / 'a')}:test", UsageError, "is one split; leave 'test' out"),
+    "one split": (lambda f: f"hf-dataset:{write_saved(f / 'a')}:test", UsageError, "is a single split; omit 'test'"),
     "no data set": (lambda f: f"hf-dataset:{f}", DataError, "has no state.json, dataset_dict.json or dataset_info.json"),
 }  # fmt: skip
 
@@ -338,7 +341,7 @@ def test_damage_within_a_file_is_told_by_a_worker_too(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     data[4:40] = b"\xff" * 36
     (tmp_path / "a.parquet").write_bytes(data)
-    with pytest.raises(DataError, match=r"a.parquet' is no whole parquet file"):
+    with pytest.raises(DataError, match=r"a.parquet' is not a complete parquet file"):
         list(split.batches(5, num_workers=1))
 
 
@@ -414,7 +417,7 @@ def test_numbers_at_once_are_those_of_single_rows(tmp_path: Path, case: str, mon
 
 def test_lists_of_several_lengths_and_other_cells_are_told_with_their_row(tmp_path: Path) -> None:
     cases: dict[str, list[Any]] = {
-        "row 2: column 'c' has 1 numbers, the first row 2": [[0.25, 0.75], [0.5, 0.5], [1.0]],
+        "row 2: column 'c' has 1 numbers, but the first row has 2": [[0.25, 0.75], [0.5, 0.5], [1.0]],
         "row 1, column 'c': expected a number, got 'x'": ["0.5", "x", "1"],
     }
     for message, values in cases.items():

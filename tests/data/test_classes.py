@@ -84,10 +84,10 @@ def test_other_classes_are_no_error_where_they_are_out_of_distribution(tmp_path:
 
 
 MISMATCHES = {
-    ("cat", "fish"): (("cat", "dog"), "split 'train' has the classes 'cat', 'fish', the model has 'cat', 'dog'$"),
-    ("Cat", "cat"): (("cat", "dog"), "has the classes 'Cat', 'cat', the model has 'cat', 'dog'$"),
-    ("0", "3"): (("cat", "dog"), "has the classes '0', '3', the model has 'cat', 'dog'$"),
-    ("a", "z"): (tuple("abcdefghijkl"), "'g', 'h' and 4 more; it does not know 'z'$"),
+    ("cat", "fish"): (("cat", "dog"), "split 'train' has the classes 'cat', 'fish'; the model has 'cat', 'dog'$"),
+    ("Cat", "cat"): (("cat", "dog"), "has the classes 'Cat', 'cat'; the model has 'cat', 'dog'$"),
+    ("0", "3"): (("cat", "dog"), "has the classes '0', '3'; the model has 'cat', 'dog'$"),
+    ("a", "z"): (tuple("abcdefghijkl"), "'g', 'h' and 4 more; not in the model: 'z'$"),
 }
 
 

@@ -91,8 +91,8 @@ def test_neither_workers_nor_batch_size_change_the_batches(tmp_path: Path) -> No
 
 
 PREPROCESS_ERRORS = {
-    (("mean", "x"),): "\0mean\0: expected numbers like",
-    (("mean", "1,2"), ("std", "1")): "\0mean\0 has 2 values and \0std\0 has 1",
+    (("mean", "x"),): "\0mean\0: expected numbers such as",
+    (("mean", "1,2"), ("std", "1")): "\0mean\0 has 2 values, but \0std\0 has 1",
     (("std", "0"),): "\0std\0: expected numbers above 0",
 }
 
@@ -104,7 +104,7 @@ def test_impossible_normalisation_is_a_usage_error(options: tuple[tuple[str, str
 
 
 def test_normalisation_for_other_channels_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match=r"\0mean\0 has 3 values, the inputs have shape \(12, 1, 5, 4\)"):
+    with pytest.raises(UsageError, match=r"\0mean\0 has 3 values, but the inputs have shape \(12, 1, 5, 4\)"):
         Preprocess(mean=(0.1, 0.2, 0.3)).apply(torch.from_numpy(GREY))
 
 
@@ -158,7 +158,7 @@ def test_labels_that_break_the_rule_are_refused_with_the_remedy(tmp_path: Path, 
 
 
 def test_integer_inputs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"uint8 or floating point, got whole numbers \(int64\) from 0 to 255"):
+    with pytest.raises(DataError, match=r"uint8 or floating point, got integers \(int64\) from 0 to 255"):
         load_split(write_npz(tmp_path / "a.npz", x=GREY.astype(np.int64)))
 
 
@@ -214,7 +214,7 @@ def test_idx_images_alone_are_unlabelled(tmp_path: Path) -> None:
 
 BAD_IDX = {
     "magic number": b"hello world",
-    "needs 4000000000 bytes, there are 3": struct.pack(">HBBI", 0, 8, 1, 4_000_000_000) + b"abc",
+    "needs 4000000000 bytes, but there are 3": struct.pack(">HBBI", 0, 8, 1, 4_000_000_000) + b"abc",
     "there are more": struct.pack(">HBBI", 0, 8, 1, 2) + b"abc",
     "unpack requires": b"",
 }
@@ -254,11 +254,11 @@ def test_a_link_to_a_folder_around_it_is_not_followed(tmp_path: Path) -> None:
 
 def test_class_folders_that_are_none_are_told(tmp_path: Path) -> None:
     write_images(tmp_path / "test")
-    with pytest.raises(DataError, match="has the folders of splits and none of classes: 'test'"):
+    with pytest.raises(DataError, match="contains split folders, expected class folders: 'test'"):
         load_split(f"images:{tmp_path}")
     (tmp_path / "test/bee").mkdir()
     (tmp_path / "test/bee/0.heic").touch()
-    with pytest.raises(DataError, match=r"bee' has files, and none of them are images: '0\.heic'"):
+    with pytest.raises(DataError, match=r"bee' has files, but no images: '0.heic'"):
         load_split(f"images:{tmp_path / 'test'}")
 
 
@@ -374,8 +374,8 @@ def test_a_dataset_of_bare_inputs_is_unlabelled(datasets: Path) -> None:
 
 
 BAD_DATASETS: dict[str, tuple[type[BnnError], str]] = {
-    "soft": (DataError, "row 2: labels must be whole numbers"),
-    "mixed": (DataError, "some items have labels and some have none"),
+    "soft": (DataError, "row 2: labels must be integers"),
+    "mixed": (DataError, "some items have labels and some do not"),
     "empty": (DataError, "no examples"),
     "Stream": (UsageError, "expected a map-style Dataset"),
     "absent": (UsageError, "no callable named 'absent'"),
@@ -403,7 +403,7 @@ def test_data_that_is_not_there_is_a_missing_input(spec: str) -> None:
 
 @pytest.mark.parametrize("count", [0, 13])
 def test_more_rows_than_there_are_cannot_be_taken(tmp_path: Path, count: int) -> None:
-    with pytest.raises(DataError, match=f"{count} rows asked for, there are 12"):
+    with pytest.raises(DataError, match=f"{count} rows, but there are only 12"):
         load_split(f"{write_npz(tmp_path / 'a.npz', x=GREY)}@{count}")
 
 
@@ -458,8 +458,8 @@ def test_hold_out_chooses_by_the_seed_and_all_rows_alike() -> None:
 
 HOLD_OUT_ERRORS = {
     "val=test": "expected NEW=OLD:N",
-    "val=none:3": "expected one of test, train",
-    "train=test:3": "a split 'train' already",
+    "val=none:3": r"no split .none. in this command \(have: test, train\)",
+    "train=test:3": "split 'train' already exists",
     "val=test:12": "'test' has 12 rows",
     "val=test:0": "'test' has 12 rows",
 }
@@ -518,12 +518,12 @@ BAD_FEATURES: dict[str, dict[str, Any]] = {
     "got only nothing": {},
     "unexpected 'stray'": {"features_a": FEATURES, "stray": FEATURES},
     r"expected \(N, D\) with N > 0": {"features_a": FEATURES[0]},
-    "splits differ in the number of features": {"features_a": FEATURES, "features_b": FEATURES[:, :2]},
+    "splits have different numbers of features": {"features_a": FEATURES, "features_b": FEATURES[:, :2]},
     r"head_weight has shape \(2, 2\), expected \(K, 3\)": {"features_a": FEATURES, "head_weight": np.ones((2, 2))},
     r"head_weight has shape \(0, 3\), expected \(K, 3\)": {"features_a": FEATURES, "head_weight": np.ones((0, 3))},
     "head_bias but no head_weight": {"features_a": FEATURES, "head_bias": np.ones(2)},
     "has type int64": {"features_a": np.ones((2, 3), dtype=np.int64)},
-    "1 values that are not finite in float32, the first in row 4": {
+    "1 values that are not finite in float32; the first is in row 4": {
         "features_a": np.where(np.arange(18).reshape(6, 3) == 13, 1e300, FEATURES.astype(float))
     },
     "labels_a row 2 is 2, expected 0 to 1": {
@@ -555,5 +555,5 @@ def test_two_arrays_of_one_name_in_an_npz_file_are_refused(tmp_path: Path) -> No
     with zipfile.ZipFile(tmp_path / "twice.npz", "a") as archive, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # zipfile's own, of the name
         archive.writestr("y.npy", archive.read("x.npy"))
-    with pytest.raises(DataError, match="two arrays of one name: 'y'"):
+    with pytest.raises(DataError, match="several arrays with the same name: 'y'"):
         load_split(spec)

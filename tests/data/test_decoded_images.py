@@ -168,7 +168,7 @@ def test_commands_say_and_record_what_they_did_to_images(
         "--data",
         "train=images:train",
     )
-    turned_line = "2 of 6 images were turned as their EXIF orientation says (--no-exif leaves them)"
+    turned_line = "2 of 6 images were rotated to match their EXIF orientation (turn this off with --no-exif)"
     for words, told, others in (
         ((), (turned_line, "2 of 6 images with transparent pixels are shown on white (see --background)"), ()),
         (

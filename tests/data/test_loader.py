@@ -37,7 +37,7 @@ def test_a_killed_process_is_told_of_and_no_other_stays(monkeypatch: pytest.Monk
     batches = split.batches(2, num_workers=2)
     next(batches)
     time.sleep(0.2)  # the network, busy while the process dies: it is not to blame
-    with pytest.raises(DeviceError, match="a process that reads ahead was killed by SIGKILL") as caught:
+    with pytest.raises(DeviceError, match="a data loading worker was killed by SIGKILL") as caught:
         next(batches)
     assert caught.value.code == "reader_died"
     assert not multiprocessing.active_children()

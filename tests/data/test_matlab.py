@@ -33,7 +33,7 @@ def test_arrays_are_those_that_scipy_reads(tmp_path: Path, is_packed: bool) -> N
         np.testing.assert_array_equal(found[name], expected[name])
         assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype)
     for name in OTHERS:
-        with pytest.raises(DataError, match=f"has no array of numbers '{name}'"):
+        with pytest.raises(DataError, match=f"has no numeric array '{name}'"):
             read_mat(tmp_path / "a.mat", [name])
 
 

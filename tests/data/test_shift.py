@@ -96,7 +96,7 @@ def test_images_for_a_transform_are_shifted_too(images: np.ndarray) -> None:
     ],
 )
 def test_anything_but_images_of_bytes_is_refused(stored: Any, what: str) -> None:
-    with pytest.raises(DataError, match=f"images of bytes.*{what}"):
+    with pytest.raises(DataError, match=f"uint8 images.*{what}"):
         Shift(rotate=5.0).of_stored(stored, np.arange(2), "x")
 
 

@@ -85,11 +85,11 @@ def header(code: int = 1, channels: int = 1, rate: int = 16_000, bits: int = 16)
         (encoded(LONG)[:-100], "bytes of samples, expected"),
         (encoded(LONG)[:30], "it ends before its samples"),
         (encoded(LONG[:0]), "it has no samples"),
-        (b"RIFF\0\0\0\0WAVEdata\0\0\0\0", "does not say how its samples are stored"),
-        (header(channels=0), "2 bytes a frame of 0 channels|0 bytes a frame of 0 channels"),
+        (b"RIFF\0\0\0\0WAVEdata\0\0\0\0", "its format header is incomplete"),
+        (header(channels=0), "2 bytes per frame for 0 channels|0 bytes per frame for 0 channels"),
         (encoded(np.full(9, np.nan, np.float32)), "has samples that are NaN or infinite"),
-        (header(rate=0), "a sampling rate of 0 Hz"),
-        (header(rate=4_294_967_295), "a sampling rate of 4,294,967,295 Hz"),
+        (header(rate=0), "got 0 Hz"),
+        (header(rate=4_294_967_295), "got 4,294,967,295 Hz"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_a_line(data: bytes, message: str) -> None:
@@ -106,7 +106,7 @@ def test_other_codings_need_the_library(tmp_path: Path, monkeypatch: pytest.Monk
         lambda: load_split(f"audio:{tmp_path}", preprocess=HEARD),
         lambda: sound.decoded(header(code=6), "it"),
     ):
-        with pytest.raises(UsageError, match=r"^soundfile is needed to decode .*, and is not installed$") as told:
+        with pytest.raises(UsageError, match=r"^soundfile is needed to decode .*, but is not installed$") as told:
             read()
         assert "pip install 'bnncli[audio]'" in str(told.value.hint)
 
@@ -184,7 +184,7 @@ def test_a_dataset_gives_clips_as_others_do(tmp_path: Path) -> None:
     assert (split.items, labels.tolist()) == ("audio", [0, 1])  # type: ignore[union-attr]
     assert [(one.samples.tolist(), one.rate) for one in found] == [([0.0] * 4, 16_000), ([0.25] * 4, 16_000)]
     with pytest.raises(
-        DataError, match=r"row 2: expected samples \(T,\) of one channel at a whole number of Hz, got float64 of"
+        DataError, match=r"row 2: expected mono samples \(T,\) and an integer sampling rate in Hz, got float64 of"
     ):
         split.dataset.read(np.array([2]))
 
@@ -192,13 +192,13 @@ def test_a_dataset_gives_clips_as_others_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
-        ("npz:unsaid.npz", DataError, "'unsaid.npz' does not say at how many Hz its waves were taken"),
-        ("npz:odd.npz", DataError, "sampling_rate is .*, expected a whole number of Hz"),
+        ("npz:unsaid.npz", DataError, "'unsaid.npz' does not give the sampling rate of its audio"),
+        ("npz:odd.npz", DataError, "sampling_rate is .*, expected an integer number of Hz"),
         ("audio:empty", DataError, "no audio files in empty"),
         ("audio:none", MissingInput, "no folder 'none'"),
         ("csv:a.csv", MissingInput, "no file 'gone.wav'"),
         ("csv:b.csv:audio=text", MissingInput, "no file 'gone'"),
-        ("csv:b.csv", UsageError, "no column of 'b.csv' could be the audio"),
+        ("csv:b.csv", UsageError, "no audio column in 'b.csv'"),
     ],
 )
 def test_what_is_missing_is_said_in_a_line(
@@ -217,5 +217,5 @@ def test_what_is_missing_is_said_in_a_line(
 
 def test_sound_needs_a_model_that_hears(tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_bytes(encoded(LONG))
-    with pytest.raises(UsageError, match="the data are audio, and the model has no feature extractor"):
+    with pytest.raises(UsageError, match="the data are audio, but the model has no feature extractor"):
         load_split(f"audio:{tmp_path}")

@@ -252,12 +252,12 @@ def test_a_pickle_that_would_call_something_is_never_loaded(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("name", "file", "size", "told"),
     [
-        ("CIFAR10", "cifar-10-batches-py/test_batch", 40, "is no whole pickle of arrays"),
-        ("SVHN", "test_32x32.mat", 40, "is no whole MATLAB file"),
+        ("CIFAR10", "cifar-10-batches-py/test_batch", 40, "is not a complete pickle of arrays"),
+        ("SVHN", "test_32x32.mat", 40, "is not a complete MATLAB file"),
         ("STL10", "stl10_binary/test_X.bin", 40, "expected a multiple of 27648"),
-        ("Food101", "food-101/meta/test.json", 13, "expected the images of each class in JSON"),
-        ("OxfordIIITPet", "oxford-iiit-pet/annotations/test.txt", 13, "expected lines NAME CLASS"),
-        ("GTSRB", "gtsrb/GT-final_test.csv", 34, "expected columns Filename and ClassId"),
+        ("Food101", "food-101/meta/test.json", 13, "expected JSON with the images of each class"),
+        ("OxfordIIITPet", "oxford-iiit-pet/annotations/test.txt", 13, "expected lines of the form NAME CLASS"),
+        ("GTSRB", "gtsrb/GT-final_test.csv", 34, "expected the columns Filename and ClassId"),
     ],
 )
 def test_a_damaged_file_is_told_in_one_line(name: str, file: str, size: int, told: str, tmp_path: Path) -> None:
@@ -274,9 +274,9 @@ def test_a_damaged_file_is_told_in_one_line(name: str, file: str, size: int, tol
 @pytest.mark.parametrize(
     ("spec", "kind", "told"),
     [
-        ("MNIST:FOLDER", UsageError, "expected a split of train, test, as MNIST:.*:test; none is named"),
-        ("MNIST:FOLDER:val", UsageError, "expected a split of train, test.*got 'val'"),
-        ("Mnist:FOLDER:test", UsageError, "with NAME of MNIST, FashionMNIST"),
+        ("MNIST:FOLDER", UsageError, "expected one of the splits train, test, such as MNIST:.*:test; got none"),
+        ("MNIST:FOLDER:val", UsageError, "expected one of the splits train, test.*got 'val'"),
+        ("Mnist:FOLDER:test", UsageError, "where NAME is one of MNIST, FashionMNIST"),
         ("MNIST", UsageError, "expected NAME:ROOT"),
         ("MNIST:FOLDER/none:test", MissingInput, "no folder '.*/none'"),
         ("MNIST:FOLDER:test", MissingInput, r"no file '.*MNIST/raw/t10k-images-idx3-ubyte', gzipped or not"),

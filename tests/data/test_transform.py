@@ -142,17 +142,21 @@ def test_the_identity_of_named_arrays_tells_their_values_and_names(tmp_path: Pat
 
 
 REFUSED: dict[str, tuple[Any, type[BnnError], str]] = {
-    "py:SETS:texts": (None, UsageError, "the data are texts, and the model has no tokenizer"),
-    "py:SETS:bare": (Halved(), UsageError, "the data are texts, and the model takes images"),
-    "images:FOLDER": (WordLengths(), UsageError, "the data are images, and the model takes texts"),
-    "npz:FOLDER/colour.npz:x": (WordLengths(), DataError, r"takes texts, and the data are arrays of shape \(4, 4, 3\)"),
-    "npz:FOLDER/colour.npz": (Halved("L"), DataError, "colour images, and the model takes grey ones"),
-    "npz:FOLDER/colour.npz:rows": (Halved(), DataError, r"takes images, and the data are arrays of shape \(48,\)"),
-    "npz:FOLDER/colour.npz:x+short": (None, DataError, r"differ in their rows \('x' 6, 'short' 2\)"),
+    "py:SETS:texts": (None, UsageError, "the data are texts, but the model has no tokenizer"),
+    "py:SETS:bare": (Halved(), UsageError, "the data are texts, but the model takes images"),
+    "images:FOLDER": (WordLengths(), UsageError, "the data are images, but the model takes texts"),
+    "npz:FOLDER/colour.npz:x": (WordLengths(), DataError, r"takes texts, but the data are arrays of shape \(4, 4, 3\)"),
+    "npz:FOLDER/colour.npz": (Halved("L"), DataError, "colour images, but the model takes greyscale images"),
+    "npz:FOLDER/colour.npz:rows": (Halved(), DataError, r"takes images, but the data are arrays of shape \(48,\)"),
+    "npz:FOLDER/colour.npz:x+short": (None, DataError, r"have different numbers of rows \('x' 6, 'short' 2\)"),
     "npz:FOLDER/colour.npz:x+absent": (None, DataError, "has no array 'absent'"),
-    "py:SETS:odd": (WordLengths(), DataError, "row 1: expected a text, as in row 0, got float"),
-    "py:SETS:ragged": (None, DataError, r"row 1 has shape \(4,\), others \(3,\) of 'input_ids': pad them alike"),
-    "py:SETS:other": (None, DataError, "row 1 has the inputs 'ids', others 'input_ids'"),
+    "py:SETS:odd": (WordLengths(), DataError, "row 1: expected a string, as in row 0, got float"),
+    "py:SETS:ragged": (
+        None,
+        DataError,
+        r"row 1 has shape \(4,\); others have \(3,\) for 'input_ids': pad to equal length",
+    ),
+    "py:SETS:other": (None, DataError, "row 1 has the inputs 'ids'; others have 'input_ids'"),
 }
 
 
@@ -168,7 +172,7 @@ def test_data_that_the_model_cannot_take_are_refused(datasets: Path, tmp_path: P
 def test_texts_without_a_tokenizer_are_told_where_one_belongs(datasets: Path) -> None:
     with pytest.raises(UsageError) as refused:
         batches_of(f"py:{datasets}:texts", None)
-    assert "hf:FOLDER, with the tokenizer saved into the folder" in (refused.value.hint or "")
+    assert "hf:FOLDER; save the tokenizer to the folder" in (refused.value.hint or "")
 
 
 class Failing(WordLengths):
@@ -178,7 +182,7 @@ class Failing(WordLengths):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_preprocessing_that_fails_is_said_in_a_line(datasets: Path, num_workers: int) -> None:
-    with pytest.raises(DataError, match=r"bare rows 0 to 1: the model's preprocessing fails .*: no such word$"):
+    with pytest.raises(DataError, match=r"bare rows 0 to 1: the model's preprocessing failed .*: no such word$"):
         batches_of(f"py:{datasets}:bare", Failing(), num_workers=num_workers)
 
 
@@ -190,5 +194,5 @@ def test_a_model_with_its_own_preprocessing_takes_no_other(option: str) -> None:
 
 def test_named_inputs_are_not_normalised(datasets: Path) -> None:
     split: InputSplit = load_split(f"py:{datasets}:named", preprocess=Preprocess(mean=(0.5,)))
-    with pytest.raises(UsageError, match="\0mean\0 is for images; the inputs are 'input_ids', 'weight'"):
+    with pytest.raises(UsageError, match="\0mean\0 applies to images; the inputs are 'input_ids', 'weight'"):
         next(split.batches(2))

@@ -141,7 +141,7 @@ def test_they_are_refused_an_example_at_a_time_too(kind: str, split: InputSplit)
 def test_the_first_error_is_told_where_there_is_no_second_example() -> None:
     def first(count: int) -> Tensor:
         if count > 1:
-            raise DataError("images differ in size")
+            raise DataError("images have different sizes")
         return torch.ones(1, 5)
 
     with pytest.raises(DataError, match="cannot take inputs of shape"):

@@ -69,15 +69,18 @@ class Rows:
         return {item}
 """
 DATA_SETS = {
-    "a meta tensor": {"item": "torch.ones(3, device='meta'), 1", "said": "expected a plain one"},
-    "a nested tensor": {"item": "torch.nested.nested_tensor([torch.ones(2)]), 1", "said": "expected a plain one"},
-    "a sparse tensor": {"item": "torch.eye(3).to_sparse(), 1", "said": "expected a plain one"},
-    "a ragged list": {"item": "[[1], [1, 2]], 1", "said": "cannot be made an array"},
-    "a list in itself": {"item": "(lambda a: (a.append(a), a)[1])([]), 1", "said": "cannot be made an array"},
-    "a ragged label": {"item": "torch.ones(3), [[1], [1, 2]]", "said": "cannot be made a number"},
+    "a meta tensor": {"item": "torch.ones(3, device='meta'), 1", "said": "expected a dense one"},
+    "a nested tensor": {"item": "torch.nested.nested_tensor([torch.ones(2)]), 1", "said": "expected a dense one"},
+    "a sparse tensor": {"item": "torch.eye(3).to_sparse(), 1", "said": "expected a dense one"},
+    "a ragged list": {"item": "[[1], [1, 2]], 1", "said": "cannot convert the input to an array"},
+    "a list in itself": {
+        "item": "(lambda a: (a.append(a), a)[1])([]), 1",
+        "said": "cannot convert the input to an array",
+    },
+    "a ragged label": {"item": "torch.ones(3), [[1], [1, 2]]", "said": "cannot convert the label to a number"},
     "a label beyond all classes": {"item": "torch.ones(3), 2**62", "said": f"at most {MAX_CLASSES - 1}"},
-    "a label beyond all numbers": {"item": "torch.ones(3), 10**30", "said": "labels must be whole numbers"},
-    "a label that is not a number": {"item": "torch.ones(3), float('nan')", "said": "labels must be whole numbers"},
+    "a label beyond all numbers": {"item": "torch.ones(3), 10**30", "said": "labels must be integers"},
+    "a label that is not a number": {"item": "torch.ones(3), float('nan')", "said": "labels must be integers"},
     "a negative length": {"length": "return -1", "said": "should return >= 0"},
     "a length of a half": {"length": "return 2.5", "said": "len() raised TypeError"},
     "a length beyond all numbers": {"length": "return 10**30", "said": "len() raised OverflowError"},

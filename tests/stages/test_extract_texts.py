@@ -94,7 +94,7 @@ def test_classes_that_the_model_does_not_have_are_refused(cli: Cli, run: list[ob
     path.write_text(path.read_text().replace("short", "brief"))
     done = cli(*run)
     assert done.code == 65
-    assert "split 'train' has the classes 'brief', 'long', 'odd', the model has 'Short', 'Long', 'Odd'" in done.stderr
+    assert "split 'train' has the classes 'brief', 'long', 'odd'; the model has 'Short', 'Long', 'Odd'" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["images", "npz"])

@@ -337,7 +337,7 @@ def test_the_line_for_a_folder_of_a_model_leaves_preprocessing_to_it(cli: Cli) -
     document = seen(cli, "d")
     assert (document["classes"], document["weights"]) == ([f"c{number}" for number in range(11)], "none")
     Path("d/model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
-    assert "1 of 1 files of weights are missing" in facts(cli, "d")
+    assert "1 of 1 weight files are missing" in facts(cli, "d")
     Path("d/adapter_config.json").write_text('{"task_type": "SEQ_CLS"}')
     assert "--data train=csv:TRAIN.csv" in seen(cli, "d")["suggested"]
 

@@ -211,7 +211,7 @@ def test_names_are_numbered_in_alphabetical_order_which_is_told_and_can_be_chang
     found, said = accuracy(cli, folder, *data)
     assert found < 1
     assert (
-        "labels: contradiction=0, entailment=1, neutral=2, in alphabetical order; set another order with --classes FILE or a,b,c"
+        "labels numbered in alphabetical order: contradiction=0, entailment=1, neutral=2; --classes FILE or a,b,c"
         in said
     )
     (folder / "names.txt").write_text("\n".join(OUTPUTS))
@@ -253,7 +253,9 @@ def test_labels_that_count_from_1_and_names_of_files_that_are_nearly_right_are_t
     assert (done.code, "if the labels count from 1, subtract 1" in done.stderr) == (65, True), done.stderr
     (folder / "points.csv").write_text("text,label\na,7.0\nb,2.0\n")
     done = cli("extract-features", *words(folder), "--data", f"new=csv:{folder}/points.csv")
-    assert (done.code, "row 0 has '7.0'\nhint: write 7: no decimal point" in done.stderr) == (65, True), done.stderr
+    assert (done.code, "row 0 has '7.0'\nhint: write 7, without a decimal point" in done.stderr) == (65, True), (
+        done.stderr
+    )
     for line in (["nett.pt", "--model", "net.py:make", "--data", f"new=npz:{folder}/one.npz"], [*words(folder), "--data", "new=npz:onne.npz"]):  # fmt: skip
         done = cli("extract-features", *line)
         assert (done.code, "hint: did you mean 'net.pt'?" in done.stderr or "'one.npz'?" in done.stderr) == (66, True)

@@ -147,9 +147,7 @@ def test_each_arrival_has_one_row_and_a_later_start_goes_on(folder: Path, cli: C
     (Path("in") / ".hidden.png").write_bytes(b"half")
     first = follow(cli, "--json").json
     assert (first["metrics"]["new"], first["metrics"]["unreadable"]) == (3, 1)
-    assert (
-        "skipping 'broken.png': cannot decode 'broken.png' in in: it is no image of a known kind" in first["warnings"]
-    )
+    assert "skipping 'broken.png': cannot decode 'broken.png' in in: unknown image format" in first["warnings"]
     kept = Path("t.csv").read_bytes()
     draw(Path("in") / "3.png", 3)
     draw(Path("in") / "broken.png", 4)

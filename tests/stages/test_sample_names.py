@@ -154,7 +154,7 @@ def test_names_of_ready_features_travel_too(cli: Cli, arrays: Arrays, tmp_path: 
     assert [row["name"] for row in rows] == [f"row {row['sample_id']}" for row in rows]
     np.savez(tmp_path / "b.npz", **arrays, names_test=np.arange(120))
     done = cli("extract-features", tmp_path / "other", "--from-npz", tmp_path / "b.npz")
-    assert (done.code, "expected texts (120,)" in done.stderr) == (65, True)
+    assert (done.code, "expected strings of shape (120,)" in done.stderr) == (65, True)
 
 
 def test_a_dataset_of_yours_may_name_its_examples(tmp_path: Path) -> None:
@@ -165,5 +165,5 @@ def test_a_dataset_of_yours_may_name_its_examples(tmp_path: Path) -> None:
     (tmp_path / "two_rows.py").write_text(code.format(count=2))
     assert data.load_split(f"py:{tmp_path}/two_rows.py:Rows").names == ["x", "y"]
     (tmp_path / "three_rows.py").write_text(code.format(count=3))
-    with pytest.raises(DataError, match="has 2 names for 3 examples"):
+    with pytest.raises(DataError, match="has 2 names, but there are 3 examples"):
         data.load_split(f"py:{tmp_path}/three_rows.py:Rows")

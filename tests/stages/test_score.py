@@ -266,7 +266,7 @@ def test_a_table_of_predict_is_scored_as_its_predictions_are(cli: Cli, small_run
     assert cli(*words[:4], "--probabilities", "--table", tmp_path / "all.csv").code == 0
     done = cli("score", tmp_path / "all.csv")
     assert done.code == 65
-    assert "has the predictions of 3 splits, posteriors or integrators" in done.stderr
+    assert "mixes predictions of 3 splits, posteriors or integrators" in done.stderr
 
 
 def test_predictions_without_labels_are_told_once_where_scores_need_them(cli: Cli, folder: Path) -> None:
@@ -440,7 +440,7 @@ def test_decimal_commas_and_labels_that_are_all_minus_one_are_told(cli: Cli, fol
     lines = [";".join(f"{value:.6f}".replace(".", ",") for value in row) + ";0" for row in probs]
     Path("commas.csv").write_text("\n".join(["a;b;c;label", *lines]))
     done = cli("score", "commas.csv", *QUICK, "--json")
-    assert (done.code, done.json["error"]["hint"]) == (65, f"write decimal points: {probs[0, 0]:.6f}")
+    assert (done.code, done.json["error"]["hint"]) == (65, f"use a decimal point: {probs[0, 0]:.6f}")
     Path("wide.csv").write_text("p_a,p_b,label\n0.5,0.5,0\n", encoding="utf-16")
     done = cli("score", "wide.csv", *QUICK, "--json")
     assert (done.code, "UTF-16" in done.json["error"]["message"]) == (65, True)
