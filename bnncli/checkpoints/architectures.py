@@ -51,8 +51,8 @@ def _counts(shapes: Shapes, pattern: str) -> tuple[int, ...]:
 def _named(library: str, family: str, found: str | None) -> Guess:
     """A network by its name, or what it looks like where there is none."""
     if found is None:
-        return Guess(f"looks like a {family} as {library} has it, of sizes of its own")
-    return Guess(f"{found} of {library}", f"{library}:{found}")
+        return Guess(f"looks like a {family} from {library} with custom sizes")
+    return Guess(f"{found} from {library}", f"{library}:{found}")
 
 
 _RESNETS: dict[tuple[Any, ...], str] = {
@@ -76,12 +76,12 @@ def _resnet(shapes: Shapes) -> Guess | None:
     if "fc.weight" not in shapes or "conv1.weight" not in shapes:
         return None
     if not all(map(_OF_RESNETS.fullmatch, shapes)):
-        return Guess("looks like a ResNet with parts that torchvision's has not (timm has many)")
+        return Guess("looks like a ResNet with parts that torchvision's ResNets do not have (timm has many variants)")
     counts = _counts(shapes, r"layer(\d+)\.(\d+)\.")
     width = shapes.get("layer1.0.conv2.weight", ())[:2]
     found = _RESNETS.get(("layer1.0.conv3.weight" in shapes, counts, width))
     if found is not None and shapes["conv1.weight"] != (64, 3, 7, 7):
-        return Guess(f"looks like {found} with another first convolution {shapes['conv1.weight']}")
+        return Guess(f"looks like {found} with a different first convolution {shapes['conv1.weight']}")
     return _named("torchvision", "ResNet", found)
 
 
@@ -236,12 +236,12 @@ _FAMILIES: dict[str, Callable[[Shapes], Guess | None]] = {
     "encoder.layers.encoder_layer_0.ln_1.weight": _vision_transformer,
     "blocks.0.attn.qkv.weight": _transformer_of_timm,
     "stages.0.blocks.0.conv_dw.weight": _convnext_of_timm,
-    "layers.0.blocks.0.attn.relative_position_bias_table": _in_words("a Swin transformer as timm has it"),
-    "conv_stem.weight": _in_words("an EfficientNet or MobileNet as timm has it"),
-    "inception3a.branch1.conv.weight": _in_words("GoogLeNet as torchvision has it"),
-    "Mixed_5b.branch1x1.conv.weight": _in_words("Inception v3 as torchvision has it"),
-    "trunk_output.block1.block1-0.f.a.0.weight": _in_words("a RegNet as torchvision has it"),
-    "stage2.0.branch1.0.weight": _in_words("a ShuffleNet v2 as torchvision has it"),
+    "layers.0.blocks.0.attn.relative_position_bias_table": _in_words("a Swin transformer from timm"),
+    "conv_stem.weight": _in_words("an EfficientNet or MobileNet from timm"),
+    "inception3a.branch1.conv.weight": _in_words("GoogLeNet from torchvision"),
+    "Mixed_5b.branch1x1.conv.weight": _in_words("Inception v3 from torchvision"),
+    "trunk_output.block1.block1-0.f.a.0.weight": _in_words("a RegNet from torchvision"),
+    "stage2.0.branch1.0.weight": _in_words("a ShuffleNet v2 from torchvision"),
 }
 _MAX_DOTS = 12
 _OF_HUGGING_FACE = (
@@ -254,5 +254,7 @@ def _hugging_face(names: list[str]) -> Guess | None:
     first = {name.split(".")[0] for name in names} & {*_OF_HUGGING_FACE}
     has_head = any(name.split(".")[0] in ("classifier", "score", "pre_classifier", "projector") for name in names)
     if len(first) == 1 and has_head:
-        return Guess(f"looks like a {first.pop()} classifier of Hugging Face, whose folder has a config.json")
+        return Guess(
+            f"looks like a Hugging Face {first.pop()} classifier; such models come in a folder with config.json"
+        )
     return None

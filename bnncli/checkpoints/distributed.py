@@ -90,7 +90,7 @@ def _distributed(folder: Path) -> dict[str, Any]:
     for name in sorted(places):
         if "/" in name or name in ("", ".", ".."):
             raise DataError(
-                f"{quoted(folder, limit=300)} names {quoted(name)}, which is outside of it", code="bad_index"
+                f"{quoted(folder, limit=300)} refers to {quoted(name)}, which is outside the folder", code="bad_index"
             )
         with open_regular(folder / name) as stream:
             for index, place in places[name]:
@@ -98,11 +98,11 @@ def _distributed(folder: Path) -> dict[str, Any]:
                 _part_of(state[index.fqn], index, part).copy_(part)
                 numbers = _part_of(is_filled[index.fqn], index, part)
                 if bool(numbers.any()):
-                    message = f"{quoted(folder, limit=300)} has parts of {quoted(index.fqn)} that overlap"
+                    message = f"{quoted(folder, limit=300)} has overlapping parts of {quoted(index.fqn)}"
                     raise DataError(message, code="bad_index")
                 numbers.fill_(True)
     if short := [name for name, numbers in is_filled.items() if not bool(numbers.all())]:
-        raise DataError(f"{quoted(folder, limit=300)} lacks parts of {listed(short)}", code="truncated")
+        raise DataError(f"{quoted(folder, limit=300)} is missing parts of {listed(short)}", code="truncated")
     nested: dict[str, Any] = {}
     for name, tensor in state.items():
         *above, last = _path(metadata, name)
@@ -120,7 +120,8 @@ class _Descriptions(pickle.Unpickler):
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in _OF_METADATA.get(module, ()) and not is_type:
             raise Untrusted(
-                f"the checkpoint's {METADATA} asks for {quoted(f'{module}.{name}')}, which describes no tensors; nothing was run",
+                f"the checkpoint's {METADATA} refers to {quoted(f'{module}.{name}')}, which is not needed to "
+                "describe tensors; nothing was run",
                 code="needs_code",
             )
         return super().find_class(module, name)
@@ -135,7 +136,7 @@ def _path(metadata: Any, name: str) -> Sequence[Any]:
 def _slice(stream: IO[bytes], place: Any) -> Tensor:
     """The tensor that a stretch of a file holds."""
     if getattr(place, "transform_descriptors", None):
-        raise DataError(f"its files are packed with {listed(place.transform_descriptors)}", code="packed")
+        raise DataError(f"its files use unsupported transforms: {listed(place.transform_descriptors)}", code="packed")
     is_there = place.offset >= 0 and 0 < place.length <= stream.seek(0, 2) - place.offset
     stream.seek(place.offset if is_there else 0)
     tensor = None
@@ -145,7 +146,7 @@ def _slice(stream: IO[bytes], place: Any) -> Tensor:
         content.seek(0)
         tensor = load_tensors(content, kind="torch-zip")
     if not isinstance(tensor, Tensor):
-        raise DataError("a .distcp file is shorter than it was, or holds no tensor", code="truncated")
+        raise DataError("a .distcp file is truncated, or holds no tensor", code="truncated")
     return tensor
 
 
@@ -160,7 +161,7 @@ def _part_of(whole: Tensor, index: Any, part: Tensor) -> Tensor:
 def _check_size(folder: Path, claimed: Iterator[int]) -> None:
     total, there = sum(claimed), sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     if total > _SHARED * there + _SMALL:
-        raise DataError(f"the tensors claim {total} bytes, of files of {there}", code="size_mismatch")
+        raise DataError(f"the tensors claim {total} bytes, but the files have {there}", code="size_mismatch")
 
 
 def read_deepspeed(folder: Path) -> tuple[dict[str, Tensor], str]:
@@ -175,7 +176,7 @@ def read_deepspeed(folder: Path) -> tuple[dict[str, Tensor], str]:
     models = [name for name in names if name.endswith("_model_states.pt")]
     if any("mp_rank_00" not in name for name in models):
         raise DataError(
-            f"{quoted(folder, limit=300)} is split over tensor-parallel ranks, which is not read", code="packed"
+            f"{quoted(folder, limit=300)} is split across tensor-parallel ranks, which is not supported", code="packed"
         )
     if not models:
         raise MissingInput(f"no ..._model_states.pt in {quoted(folder, limit=300)}", path=folder)
@@ -185,14 +186,14 @@ def read_deepspeed(folder: Path) -> tuple[dict[str, Tensor], str]:
         if not optimizers:
             return _as_it_ran(
                 folder, saved
-            ), "the weights as the network ran; its optimizer's float32 ones are not there"
+            ), "the weights in the network's own precision; the optimizer's float32 copies are missing"
         lack = sorted({*range(max(optimizers) + 1)} - {*optimizers})
         ranks = [_inert(folder / optimizers[rank])["optimizer_state_dict"] for rank in sorted(optimizers)]
         count = ranks[0]["partition_count"]
         count = max(count) if isinstance(count, Sequence) else count
         if lack or len(ranks) != count:
             raise MissingInput(
-                f"{quoted(folder, limit=300)} has the optimizer's files of {len(ranks)} ranks, of {count}",
+                f"{quoted(folder, limit=300)} has optimizer files of {len(ranks)} ranks, expected {count}",
                 code="missing_shards", path=folder, hint="copy or download all of them",
             )  # fmt: skip
         shapes = {name: shape for group in saved["param_shapes"] for name, shape in group.items()}
@@ -202,9 +203,9 @@ def read_deepspeed(folder: Path) -> tuple[dict[str, Tensor], str]:
         state |= {
             name: state[other] for name, other in dict(saved.get("shared_params") or {}).items() if other in state
         }
-        return state, f"float32 weights of {len(ranks)} ranks"
+        return state, f"float32 weights from {len(ranks)} ranks"
     except _DAMAGE as error:
-        what = f"{quoted(folder, limit=300)}: the DeepSpeed checkpoint is damaged or of another layout"
+        what = f"{quoted(folder, limit=300)}: the DeepSpeed checkpoint is damaged or has an unknown layout"
         raise DataError(f"{what}: {type(error).__name__}: {str(error)[:120]}", code="truncated") from error
 
 
@@ -212,7 +213,7 @@ def _as_it_ran(folder: Path, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     state = dict(saved["module"])
     if any(tensor.numel() == 0 and name in _names_of_parameters(saved) for name, tensor in state.items()):
         raise MissingInput(
-            f"no ..._optim_states.pt in {quoted(folder, limit=300)}, which hold the weights", path=folder
+            f"no ..._optim_states.pt in {quoted(folder, limit=300)}; these files hold the weights", path=folder
         )
     return state
 
@@ -228,7 +229,7 @@ def _kept(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     shapes = saved.get("frozen_param_shapes") or {}
     whole = {name: part for name, part in frozen.items() if part.numel() == math.prod(shapes[name])}
     if split := frozen.keys() - whole.keys():
-        raise ValueError(f"frozen parameters are split over ranks: {listed(sorted(split))}")
+        raise ValueError(f"frozen parameters are split across ranks: {listed(sorted(split))}")
     return {
         **{name: module[name].float() for name in buffers},
         **{n: p.float().view(shapes[n]) for n, p in whole.items()},

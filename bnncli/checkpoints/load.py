@@ -27,7 +27,7 @@ from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.progress import SILENT, Progress
 
 _SHARED, _SMALL = 16, 1 << 24
-_SAVE_TENSORS = "save the network's state_dict() where you trust the program, and give that file"
+_SAVE_TENSORS = "save the network's state_dict() on a machine where you trust the program, and use that file"
 # What it is, and the way out; FILE stands for the file.
 _CODE_KINDS = {
     "torchscript": ("a TorchScript program", f"run its graph: \0model\0 jit:FILE; or {_SAVE_TENSORS}"),
@@ -149,11 +149,11 @@ def _joined(shards: Shards, parts: Sequence[_Part]) -> dict[str, Any]:
     places: dict[str, str] = {}
     for file, part in zip(shards.files, parts, strict=True):
         if not isinstance(part.saved, Mapping):
-            raise DataError(f"{quoted(file.name)} holds no dictionary of tensors", code="no_state_dict")
+            raise DataError(f"{quoted(file.name)} does not hold a dictionary of tensors", code="no_state_dict")
         if twice := part.saved.keys() & found.keys():
             name = min(twice, key=str)
             raise DataError(
-                f"{quoted(name)} is in {quoted(places[name])} and in {quoted(file.name)}", code="duplicate_key"
+                f"{quoted(name)} is in both {quoted(places[name])} and {quoted(file.name)}", code="duplicate_key"
             )
         found |= part.saved
         places |= dict.fromkeys(part.saved, file.name)
@@ -165,7 +165,8 @@ def _joined(shards: Shards, parts: Sequence[_Part]) -> dict[str, Any]:
     if wrong:
         there, said = (where.get(wrong[0], "no file") for where in (places, shards.weight_map))
         raise DataError(
-            f"the index does not fit the shards: {quoted(wrong[0])} is in {quoted(there)}, by the index in {quoted(said)}",
+            f"the index does not match the shards: {quoted(wrong[0])} is in {quoted(there)}, but the index says "
+                f"{quoted(said)}",
             code="bad_index", hint="copy or download all files again",
         )  # fmt: skip
     return found
@@ -241,9 +242,9 @@ def check_finite(state: Mapping[str, Tensor]) -> None:
     if bad:
         name, count = next(iter(bad.items()))
         raise DataError(
-            f"weights are not finite: {quoted(name)} has {count} NaN or infinite values, and {len(bad) - 1} other "
-            "tensors have some",
-            code="not_finite", hint="the training run diverged: take an earlier checkpoint",
+            f"weights are not finite: {quoted(name)} has {count} NaN or infinite values, and {len(bad) - 1} "
+                "other tensors are affected",
+            code="not_finite", hint="the training run probably diverged: use an earlier checkpoint",
         )  # fmt: skip
 
 
@@ -255,7 +256,7 @@ def check_sizes(state: Mapping[str, Tensor], size: int) -> None:
     claimed = sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
     if claimed > _SHARED * size + _SMALL:
         raise DataError(
-            f"the tensors claim {claimed} bytes, of a file of {size}", code="size_mismatch",
+            f"the tensors claim {claimed} bytes, but the file has {size}", code="size_mismatch",
             hint="save them with .contiguous().clone()",
         )  # fmt: skip
 
@@ -270,7 +271,7 @@ def _checkpoint_kind(stream: IO[bytes]) -> str:
         return kind
     if kind in _CODE_KINDS:
         what, hint = _CODE_KINDS[kind]
-        raise Untrusted(f"the file is {what}: code, not only tensors", code="program", hint=hint)
+        raise Untrusted(f"the file is {what}, which contains code as well as tensors", code="program", hint=hint)
     if kind == "pickle":
         raise Untrusted(_raw_pickle(stream), code="needs_code", hint=trust_hint())
     raise DataError(describe_wrong_kind(kind), code=f"is_{kind}", hint=HINTS.get(kind))
@@ -285,8 +286,8 @@ def _check_content(stream: IO[bytes], kind: str, progress: Progress) -> tuple[st
 
 def _raw_pickle(stream: IO[bytes]) -> str:
     names = list_globals(stream, "pickle")
-    asks = f"; it asks for {listed(names, limit=10)}" if names else ""
-    return f"the file is a raw pickle, not a torch checkpoint, and is never loaded as it is{asks}"
+    asks = f"; it refers to {listed(names, limit=10)}" if names else ""
+    return f"the file is a raw pickle, not a torch checkpoint; bnncli does not load it directly{asks}"
 
 
 def _load_safetensors(stream: IO[bytes]) -> dict[str, Tensor]:
@@ -300,7 +301,9 @@ def _load_safetensors(stream: IO[bytes]) -> dict[str, Tensor]:
     data = stream.read()
     length = int.from_bytes(data[:8], "little")
     if 8 + length > len(data):
-        raise DataError(f"safetensors header claims {length} bytes, the file has {len(data)}", code="truncated")
+        raise DataError(
+            f"the safetensors header is {length} bytes long, but the file has only {len(data)}", code="truncated"
+        )
     try:
         header = json.loads(data[8 : 8 + length], object_pairs_hook=_unique)
         stored = safetensors.torch.load(data)  # which refuses headers of other types
@@ -317,7 +320,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"the safetensors header names {quoted(twice)} twice", code="duplicate_key")
+        raise DataError(f"the safetensors header has {quoted(twice)} twice", code="duplicate_key")
     return found
 
 

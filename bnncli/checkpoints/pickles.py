@@ -41,7 +41,7 @@ _MAX_OPCODES = 1_000_000
 
 def trust_hint(source: str = "IN", target: str = "OUT") -> str:
     """What to do with a file that would run code."""
-    return f"if you trust where it comes from: {pasted('convert', source, target, trust_pickle=True)}"
+    return f"if you trust this file: {pasted('convert', source, target, trust_pickle=True)}"
 
 
 def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
@@ -89,8 +89,8 @@ def load_trusted(stream: IO[bytes]) -> Any:
         return torch.load(stream, map_location="cpu", weights_only=False)
     except (*_DAMAGE, ImportError) as error:
         raise DataError(
-            f"the pickle could not be loaded: {type(error).__name__}: {_plain(str(error))}", code="unpicklable",
-            hint="the modules that defined its classes must be importable here",
+            f"cannot load the pickle: {type(error).__name__}: {_plain(str(error))}", code="unpicklable",
+            hint="the modules that define its classes must be importable",
         ) from error  # fmt: skip
 
 
@@ -98,16 +98,16 @@ def _refuse_parts(stream: IO[bytes], kind: str) -> None:
     """Nothing, unless a torch file holds one rank's part of a network: then DataError."""
     if any(name.startswith(_OF_RANKS) for name in list_globals(stream, kind)):
         raise DataError(
-            "its tensors are one rank's parts of a network that was spread over several (DTensor)", code="sharded",
-            hint="save all of it where it runs (get_model_state_dict with full_state_dict=True), or a folder with "
-            "torch.distributed.checkpoint, which bnncli convert makes one file of",
+            "the file holds one rank's shards of a distributed network (DTensor)", code="sharded",
+            hint="save the full state where it was trained (get_model_state_dict with full_state_dict=True), or save "
+                "a folder with torch.distributed.checkpoint and merge it with bnncli convert",
         )  # fmt: skip
 
 
 def needs_trust(names: list[str]) -> Untrusted:
     """The error that says which functions and classes a pickle asks for, and what to do."""
     return Untrusted(
-        f"loading this file would call code that it names: {listed(names, limit=10)}; nothing was run",
+        f"loading this file would run code: {listed(names, limit=10)}; nothing was run",
         code="needs_code", hint=trust_hint(),
     )  # fmt: skip
 

@@ -23,10 +23,10 @@ _ROWS = ".SCB"
 _LARGEST = 127
 _FOREIGN = {
     ".qweight": "GPTQ or AWQ",
-    ".weight.absmax": "bitsandbytes in 4 bits",
-    ".weight.quant_state.bitsandbytes__nf4": "bitsandbytes in 4 bits",
-    ".weight.quant_state.bitsandbytes__fp4": "bitsandbytes in 4 bits",
-    ".weight_scale_inv": "blocks of float8",
+    ".weight.absmax": "4-bit bitsandbytes",
+    ".weight.quant_state.bitsandbytes__nf4": "4-bit bitsandbytes",
+    ".weight.quant_state.bitsandbytes__fp4": "4-bit bitsandbytes",
+    ".weight_scale_inv": "block-wise float8",
 }
 
 
@@ -41,8 +41,8 @@ def dequantised(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], tuple[str,
         for suffix, library in _FOREIGN.items():
             if name.endswith(suffix):
                 raise DataError(
-                    f"{quoted(name)}: the weights are quantised by {library}, which is not read", code="quantised",
-                    hint="save the network before it is quantised, or dequantise it where its library is, and save that",
+                    f"{quoted(name)}: the weights are quantised ({library}), which is not supported", code="quantised",
+                    hint="save the network before quantisation, or dequantise it with its library and save the result",
                 )  # fmt: skip
     packed = [name.removesuffix(_PACKED) for name in names if name.endswith(_PACKED)]
     rows = [name.removesuffix(_ROWS) for name in names if name.endswith(_ROWS)]
@@ -60,8 +60,7 @@ def dequantised(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], tuple[str,
     for layer in rows:
         found[f"{layer}.weight"] = _of_rows(layer, state)
     note = (
-        f"{len(packed) + len(rows)} layers were int8 and are dequantised: the network runs in float32, without the "
-        "rounding of what goes into them"
+        f"dequantised {len(packed) + len(rows)} int8 layers: the network runs in float32 and does not round activations"
     )
     return found, (note,)
 
@@ -70,7 +69,9 @@ def _unpacked(layer: str, value: Any) -> dict[str, Tensor]:
     """Weight and bias of a dynamically quantised linear layer of torch's."""
     weight, bias = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
     if not isinstance(weight, Tensor) or not weight.is_quantized or weight.ndim != 2:
-        raise DataError(f"{quoted(layer)} is packed, and no linear layer of torch's: it is not read", code="quantised")
+        raise DataError(
+            f"{quoted(layer)} is packed, but is not a torch linear layer; it is not supported", code="quantised"
+        )
     found = {f"{layer}.weight": weight.dequantize()}
     return found | ({f"{layer}.bias": bias} if isinstance(bias, Tensor) else {})
 
@@ -87,5 +88,5 @@ def _of_rows(layer: str, state: Mapping[Any, Any]) -> Tensor:
         or scale.numel() != weight.shape[0]
         or not is_plain
     ):
-        raise DataError(f"{quoted(layer + _ROWS)} is beside no int8 weight in rows: it is not read", code="quantised")
+        raise DataError(f"{quoted(layer + _ROWS)} has no matching int8 weight; it is not supported", code="quantised")
     return weight.float() * scale.float().reshape(-1, 1) / _LARGEST

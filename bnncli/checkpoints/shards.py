@@ -97,14 +97,14 @@ def sharded_folder(folder: Path) -> Sharded | None:
     distcp = [name for name in names if name.endswith(".distcp")]
     states = [name for name in names if _DEEPSPEED.fullmatch(name)]
     if distcp:
-        kind, what = "distributed", f"a distributed checkpoint of torch ({len(distcp)} .distcp files)"
+        kind, what = "distributed", f"a torch distributed checkpoint ({len(distcp)} .distcp files)"
     elif states:
-        kind, what = "deepspeed", f"a checkpoint of DeepSpeed ({len(states)} files)"
+        kind, what = "deepspeed", f"a DeepSpeed checkpoint ({len(states)} files)"
     else:
         below = _tagged(folder) if "latest" in names else None
         return None if below is None else sharded_folder(below)
     out = folder.absolute().parent / f"{folder.absolute().name}.safetensors"
-    hint = f"make one file of it: {pasted('convert', str(folder), str(out))}"
+    hint = f"merge it into one file: {pasted('convert', str(folder), str(out))}"
     return Sharded(f"{quoted(folder, limit=300)} is {what}", hint, kind, folder)
 
 
@@ -114,13 +114,13 @@ def sharded_file(path: Path) -> Sharded | None:
     if path.suffix == ".distcp" or path.name == ".metadata":
         whole = sharded_folder(path.parent)
         if whole is not None:
-            return Sharded(f"the file is a part of a checkpoint in several files: {whole.what}", whole.hint)
-        what = "the file is a part of a checkpoint in several files, and the others are not beside it"
+            return Sharded(f"the file is part of a sharded checkpoint: {whole.what}", whole.hint)
+        what = "the file is part of a sharded checkpoint, but the other files are not in its folder"
         return Sharded(what, "copy or download all of them")
     if match is None or int(match[3]) < 2:
         return None
     what = f"the file is one of {int(match[3])} shards of a checkpoint"
-    return Sharded(what, f"give the folder, for all of them: {path.parent}")
+    return Sharded(what, f"give the folder: {path.parent}")
 
 
 def _tagged(folder: Path) -> Path | None:
@@ -139,8 +139,8 @@ def _shards_in(folder: Path, names: list[str]) -> Shards | None:
         indexes = [name for name in names if name.endswith(f".{suffix}{INDEX_SUFFIX}")]
         if len(indexes) > 1:
             raise DataError(
-                f"{quoted(folder, limit=300)} holds {len(indexes)} checkpoints in shards: {listed(indexes)}",
-                code="several_states", hint=f"give the index of one: {folder / indexes[0]}",
+                f"{quoted(folder, limit=300)} holds {len(indexes)} sharded checkpoints: {listed(indexes)}",
+                code="several_states", hint=f"give one index: {folder / indexes[0]}",
             )  # fmt: skip
         if indexes:
             return _indexed(folder / indexes[0])
@@ -166,13 +166,13 @@ def _indexed(index: Path) -> Shards:
         is_plain, weight_map = False, {}
     if not is_plain or not weight_map:
         raise DataError(
-            f"{quoted(index, limit=300)} names no shards: expected a weight_map of tensors and their files",
+            f"{quoted(index, limit=300)} lists no shards: expected a weight_map from tensors to files",
             code="bad_index", path=index, hint="copy or download it again",
         )  # fmt: skip
     odd = sorted({file for file in weight_map.values() if "/" in file or "\0" in file or file in ("", ".", "..")})
     if odd:
         raise DataError(
-            f"{quoted(index, limit=300)} names {quoted(odd[0])}, which is outside its folder", code="bad_index"
+            f"{quoted(index, limit=300)} refers to {quoted(odd[0])}, which is outside its folder", code="bad_index"
         )
     return _found(index.parent, sorted(set(weight_map.values())), index, weight_map)
 
@@ -181,7 +181,7 @@ def _found(folder: Path, names: list[str], index: Path | None, weight_map: dict[
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise MissingInput(
-            f"{quoted(folder, limit=300)} lacks {len(missing)} of its {len(names)} shards: {listed(missing)}",
+            f"{quoted(folder, limit=300)} is missing {len(missing)} of its {len(names)} shards: {listed(missing)}",
             code="missing_shards", path=folder, hint="copy or download all of them",
         )  # fmt: skip
     return Shards(tuple(folder / name for name in names), index, weight_map)

@@ -114,11 +114,11 @@ def check_members(members: list[zipfile.ZipInfo], *, start_dir: int, size: int) 
         name = member.filename
         fault = None
         if name in seen:
-            fault = "is there twice"
+            fault = "appears twice"
         elif name.startswith("/") or "\\" in name or ".." in name.split("/"):
             fault = "points outside the archive"
         elif member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
-            fault = "is compressed; torch stores members as they are"
+            fault = "is compressed, but torch stores members uncompressed"
         elif member.flag_bits & 1:
             fault = "is encrypted"
         elif member.header_offset < end:
@@ -128,7 +128,7 @@ def check_members(members: list[zipfile.ZipInfo], *, start_dir: int, size: int) 
         seen.add(name)
         end = member.header_offset + _LOCAL_HEADER_SIZE + len(name.encode()) + member.file_size
     if end > start_dir or end > size:
-        raise DataError(f"zip members claim {end} bytes but the file holds {min(start_dir, size)}", code="bad_zip")
+        raise DataError(f"zip members claim {end} bytes, but the file has only {min(start_dir, size)}", code="bad_zip")
 
 
 def describe_wrong_kind(kind: str, members: list[str] | None = None) -> str:
@@ -136,15 +136,15 @@ def describe_wrong_kind(kind: str, members: list[str] | None = None) -> str:
     text = {
         "empty": "the file is empty",
         "git-lfs": "the file is a git-LFS pointer, not the checkpoint itself",
-        "html": "the file is a web page, not a checkpoint (a download that needed a login?)",
+        "html": "the file is a web page, not a checkpoint (did the download need a login?)",
         "hdf5": "the file is HDF5, not a torch or safetensors checkpoint",
         "npy": "the file is a NumPy array, not a checkpoint",
-        "npz": "the file is an npz archive of arrays, not a checkpoint",
+        "npz": "the file is an npz archive, not a checkpoint",
         "gzip": "the file is gzip-compressed",
         "onnx": "the file is an ONNX graph, not a checkpoint",
-        "skops": "the file is one of skops: an estimator of scikit-learn, not a checkpoint",
-        "tar": "the file is a tar archive (saved before torch 0.4?), which is not read",
-        "zip": "the file is a zip archive without data.pkl, so not a torch checkpoint",
+        "skops": "the file is a skops file with a scikit-learn estimator, not a checkpoint",
+        "tar": "the file is a tar archive (saved before torch 0.4?), which is not supported",
+        "zip": "the file is a zip archive without data.pkl, not a torch checkpoint",
     }.get(kind, "the file is neither a torch nor a safetensors checkpoint")
     return f"{text} (it holds {listed(members)})" if members else text
 
@@ -153,8 +153,8 @@ HINTS = {
     "empty": "copy or download it again",
     "git-lfs": "git lfs pull",
     "html": "download the file itself",
-    "gzip": "gunzip it first",
+    "gzip": "decompress it with gunzip",
     "onnx": "run its graph: \0model\0 onnx:FILE",
-    "skops": "its linear classifier: \0model\0 sklearn:FILE",
-    "npz": "features and labels of your own are read with \0from_npz\0 FILE",
+    "skops": "use its linear classifier: \0model\0 sklearn:FILE",
+    "npz": "to use your own features and labels, pass \0from_npz\0 FILE",
 }

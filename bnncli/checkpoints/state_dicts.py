@@ -33,8 +33,8 @@ _COUNTER = "n_averaged"
 _LIGHTNINGS_RAW = "current_model_state"
 
 _QUANTISED = (
-    "save the network before it is quantised; or save it as torch.jit.trace makes it: \0model\0 jit:FILE \0last_layer\0 identity "
-    "runs it as it is"
+    "save the network before quantisation; or save it with torch.jit.trace and run it unchanged: \0model\0 "
+    "jit:FILE \0last_layer\0 identity"
 )
 
 
@@ -51,7 +51,7 @@ def select_state(saved: Any, wanted: str | None = None) -> tuple[dict[str, Tenso
     if wanted is not None:
         return _wanted_state(saved, wanted)
     path = _usual_path(saved)
-    notes = tuple(f"averaged weights {quoted(key)} were picked, not the raw ones" for key in path if key in _AVERAGED)
+    notes = tuple(f"using the averaged weights {quoted(key)}, not the raw ones" for key in path if key in _AVERAGED)
     state, own_notes = dequantised(_below(saved, path))
     plain = _checked(state)
     return plain, ".".join(path) or None, (*(notes or _other_weights(saved, ".".join(path), plain)), *own_notes)
@@ -60,13 +60,15 @@ def select_state(saved: Any, wanted: str | None = None) -> tuple[dict[str, Tenso
 def _other_weights(saved: Mapping[str, Any], key: str, state: Mapping[str, Tensor]) -> tuple[str, ...]:
     """What a reader should be told of other weights for the same names, where those of `key` are taken: raw or averaged ones."""
     if _is_lightnings_average(saved, key):
-        return (f"averaged weights {quoted(key)} were picked, not the raw ones of {quoted(_LIGHTNINGS_RAW)}",)
+        return (f"using the averaged weights {quoted(key)}, not the raw ones in {quoted(_LIGHTNINGS_RAW)}",)
     own = _by_plain_names(state)
     for path, other in _dictionaries(saved):
         name, theirs = ".".join(path), _by_plain_names(other)
         if name != key and is_averaged(name) and own.keys() <= theirs.keys():
             is_same = all(torch.equal(own[one], theirs[one]) for one in own if isinstance(theirs[one], Tensor))
-            return () if is_same else (f"raw weights were picked, not the averaged ones (\0state\0 {name})",)
+            return (
+                () if is_same else (f"using the raw weights, not the averaged ones (to use those: \0state\0 {name})",)
+            )
     return ()
 
 
@@ -121,7 +123,7 @@ def _wanted_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | Non
                 inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
                 plain, notes = dequantised(inside)
                 return _checked(plain), key, notes
-    there = listed([one.key for one in states if one.key], limit=10) or "one alone, at the top"
+    there = listed([one.key for one in states if one.key], limit=10) or "only one, at the top level"
     raise UsageError(f"\0state\0: the checkpoint has no state {quoted(wanted)}; it has {there}")
 
 
@@ -196,7 +198,7 @@ def clean_names(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[s
     notes: tuple[str, ...] = ()
     if _COUNTER in state and all(name == _COUNTER or name.startswith("module.") for name in state):
         state = {name: tensor for name, tensor in state.items() if name != _COUNTER}
-        notes = ("averaged weights (AveragedModel): its count was left out",)
+        notes = ("averaged weights (AveragedModel): ignored their counter",)
     stripped: list[str] = []
     names = {name: name for name in state}
     while prefix := _common_prefix(names.values()):
@@ -207,7 +209,7 @@ def clean_names(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[s
             names = {original: name.replace(wrapper, "") for original, name in names.items()}
             stripped.append(f".{wrapper}")
     if len(set(names.values())) != len(names):
-        raise DataError("two tensors have the same name once wrapper prefixes are removed", code="duplicate_key")
+        raise DataError("two tensors have the same name after removing wrapper prefixes", code="duplicate_key")
     return {names[original]: tensor for original, tensor in state.items()}, tuple(stripped), notes
 
 
@@ -238,14 +240,14 @@ def _checked(saved: Mapping[Any, Any]) -> dict[str, Tensor]:
     state = {}
     for name, value in saved.items():
         if not isinstance(name, str):
-            raise DataError(f"expected names of tensors, got the key {quoted(name)}", code="no_state_dict")
+            raise DataError(f"expected tensor names, got the key {quoted(name)}", code="no_state_dict")
         if name.endswith("_extra_state"):
             continue
         if not isinstance(value, Tensor):
             raise DataError(f"{quoted(name)} is {type(value).__name__}, expected a tensor", code="no_state_dict")
         if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
             raise DataError(
-                f"{quoted(name)} is a sparse, nested, quantized or empty tensor, expected a plain one",
+                f"{quoted(name)} is a sparse, nested, quantized or meta tensor, expected a dense one",
                 code="odd_tensor",
                 hint=_QUANTISED if value.is_quantized else None,
             )

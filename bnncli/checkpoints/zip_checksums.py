@@ -16,7 +16,7 @@ from bnncli.names import quoted
 from bnncli.progress import SILENT, Progress
 
 _BLOCK = 1 << 20
-UNCHECKED = "its members have no checksums (written after set_crc32_options(False)): damage in it cannot be told"
+UNCHECKED = "its members have no checksums (written after set_crc32_options(False)), so damage cannot be detected"
 
 
 def check_checksums(stream: IO[bytes], progress: Progress = SILENT) -> bool:
@@ -41,7 +41,7 @@ def check_checksums(stream: IO[bytes], progress: Progress = SILENT) -> bool:
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
         if is_failure(error):
             raise
-        what = f"zip member {quoted(name)} is not as it was written" if name else "it is a damaged zip archive"
-        reason = "its checksum differs" if "CRC" in str(error) else " ".join(str(error).split())[:120]
+        what = f"zip member {quoted(name)} is damaged" if name else "the zip archive is damaged"
+        reason = "checksum mismatch" if "CRC" in str(error) else " ".join(str(error).split())[:120]
         raise DataError(f"{what}: {reason}", code="damaged", hint="copy or download it again") from error
     return True

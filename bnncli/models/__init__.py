@@ -118,6 +118,6 @@ def open_model(spec: str, asked: Asked) -> SavedModel:
     for option in [option for option, value in given.items() if value]:
         if option not in (declaration(_FAMILY, kind, "TAKES") or ()):
             takers = [name for name, takes in declarations(_FAMILY, "TAKES").items() if option in takes]
-            hint = f"\0model\0 of kind {', '.join(takers)} takes it" if takers else None
-            raise UsageError(f"\0{option}\0: the model {module.FORM.text} takes none", hint=hint)
+            hint = f"supported by \0model\0 {', '.join(takers)}" if takers else None
+            raise UsageError(f"\0{option}\0: not supported by the model {module.FORM.text}", hint=hint)
     return cast(SavedModel, module.open_model(place, asked))

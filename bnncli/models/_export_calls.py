@@ -53,7 +53,7 @@ class ExportCall:
         self.name = str(node.get("name") or "")
         if self.operator in ("dropout", "batch_norm", "feature_dropout") and self._is_training():
             raise DataError(
-                f"the program was exported in training mode: its {self.operator} is random or of the batch", code="in_training",
+                f"the program was exported in training mode: its {self.operator} is random or depends on the batch", code="in_training",
                 hint="export the network after network.eval()",
             )  # fmt: skip
 
@@ -91,7 +91,7 @@ def _function(target: str) -> tuple[str, Callable[..., Any]]:
     packet = getattr(torch.ops.aten, match[1], None) if match else None
     if match is None or not isinstance(packet, torch._ops.OpOverloadPacket) or match[2] not in packet.overloads():
         raise DataError(
-            f"the program calls {quoted(target)}, which is none of PyTorch's own operators (torch.ops.aten): only those are run",
+            f"the program calls {quoted(target)}; expected only PyTorch's own operators (torch.ops.aten)",
             code="unknown_operator", hint="give the network as Python code with \0model\0 file.py:factory",
         )  # fmt: skip
     function = getattr(packet, match[2])
@@ -100,7 +100,8 @@ def _function(target: str) -> tuple[str, Callable[..., Any]]:
     is_dropout = match[1] in ("dropout", "dropout_", "feature_dropout", "native_dropout")
     if torch.Tag.nondeterministic_seeded in function.tags and not is_dropout:
         raise DataError(
-            f"the program draws random numbers ({target}): its features would not be the same twice", code="in_training"
+            f"the program draws random numbers ({target}), so its features would change from run to run",
+            code="in_training",
         )
     return match[1], function
 
@@ -156,4 +157,4 @@ def _argument(kind: str, content: Any, values: Mapping[str, Any], device: torch.
         return float(content)
     if kind in ("as_int", "as_bool", "as_string", "as_ints", "as_floats", "as_bools", "as_strings"):
         return content
-    raise DataError(f"the program has an argument of kind {kind}, which is not read", code="unknown_operator")
+    raise DataError(f"the program has an argument of kind {kind}, which is not supported", code="unknown_operator")

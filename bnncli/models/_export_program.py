@@ -50,7 +50,7 @@ class ExportedGraph:
             if program["schema_version"]["major"] != _MAJOR:
                 raise DataError(
                     f"the program has schema version {program['schema_version']['major']}, expected {_MAJOR}", code="wrong_version",
-                    hint="export it again with a current torch",
+                    hint="export it again with a current version of torch",
                 )  # fmt: skip
             self.graph = module["graph"]
             stored = {
@@ -66,8 +66,8 @@ class ExportedGraph:
         if len(found) != 1:
             what = "no" if not found else "more than one"
             raise DataError(
-                f"the archive has {what} member like {pattern.replace(chr(92), '').replace('[^/]+', '*')}", code="bad_program",
-                hint="export it again with torch.export.save of torch 2.9 or newer",
+                f"the archive has {what} member matching {pattern.replace(chr(92), '').replace('[^/]+', '*')}", code="bad_program",
+                hint="export it again with torch.export.save from torch 2.9 or newer",
             )  # fmt: skip
         content: dict[str, Any] = json.loads(archive.read(found[0]))
         return content
@@ -85,13 +85,13 @@ class ExportedGraph:
                 name = content["arg"]["as_tensor"]["name"]
                 self.inputs[name] = self.graph["tensor_values"][name]
             elif kind not in ("user_input", "constant_input") or "as_none" not in content.get("arg", {"as_none": True}):
-                raise DataError(f"the program takes an input of kind {kind}, expected tensors", code="bad_program")
+                raise DataError(f"the program has an input of kind {kind}, expected tensors", code="bad_program")
         self.outputs: list[str] = []
         for spec in signature["output_specs"]:
             ((kind, content),) = spec.items()
             if kind != "user_output":
                 raise DataError(
-                    f"the program changes its own state ({kind}) when it runs", code="in_training",
+                    f"the program modifies its own state ({kind}) when it runs", code="in_training",
                     hint="export the network after network.eval()",
                 )  # fmt: skip
             if "as_tensor" in content["arg"]:
@@ -150,7 +150,7 @@ def read_graph(path: Path) -> ExportedGraph:
         except (KeyError, ValueError, TypeError, AttributeError, RecursionError, RuntimeError, IndexError) as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             raise DataError(
-                f"{quoted(path, limit=300)}: the program cannot be read ({why})", code="bad_program", path=path
+                f"{quoted(path, limit=300)}: cannot read the program ({why})", code="bad_program", path=path
             ) from error
 
 
@@ -191,8 +191,8 @@ def _payload(archive: zipfile.ZipFile, config: Mapping[str, Any], folder: str) -
     for name, entry in config["config"].items():
         if entry["use_pickle"] or entry["tensor_meta"] is None:
             raise Untrusted(
-                f"{quoted(name)} is stored as a pickle, which is not loaded: loading it can run code", code="needs_code",
-                hint="export a network of plain tensors",
+                f"{quoted(name)} is stored as a pickle; unpickling can run code, so it was not loaded", code="needs_code",
+                hint="export a network that contains only plain tensors",
             )  # fmt: skip
         meta = entry["tensor_meta"]
         content = bytearray(archive.read(f"{root}/data/{folder}/{entry['path_name']}"))

@@ -48,5 +48,8 @@ def part(library: ModuleType, name: str, *, extra: str) -> Any:
         message = (
             f"{library.__name__} cannot import {name}: {type(first).__name__}: {' '.join(str(first).split())[:200]}"
         )
-        hint = f"mend the library that this comes from, or uninstall it; pip install 'bnncli[{extra}]' in an environment of its own"
+        hint = (
+            f"fix or uninstall the library that raises this error; or run pip install 'bnncli[{extra}]' in a new "
+            "environment"
+        )
         raise UsageError(message, code="missing_library", hint=hint) from error

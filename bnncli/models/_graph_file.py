@@ -33,7 +33,7 @@ class GraphFile:
         """Nothing, when no tensors of a checkpoint are to fill the graph. Raises UsageError otherwise."""
         if state is not None:
             raise UsageError(
-                f"{self.files[0]} has weights of its own, and CKPT is another file of weights",
+                f"{self.files[0]} has its own weights, but CKPT is a different weights file",
                 hint="give the graph's file as CKPT too, or a name for the run",
             )
 
@@ -48,10 +48,10 @@ def not_a_program(expected: str, kind: str) -> DataError:
     wanted, hint = _PROGRAMS[expected][0], None
     if kind in _PROGRAMS:
         what, form = _PROGRAMS[kind]
-        hint = f"\0model\0 {form}:FILE takes it"
+        hint = f"use \0model\0 {form}:FILE"
     elif kind in _WEIGHTS:
-        what = "a file of weights"
-        hint = "weights need their network: give the file as CKPT, with \0model\0 file.py:factory"
+        what = "a weights file"
+        hint = "pass the weights as CKPT, and define their network with \0model\0 file.py:factory"
     else:
         what = describe_wrong_kind(kind)
     return DataError(f"expected {wanted}, got {what.removeprefix('the file is ')}", code=f"is_{kind}", hint=hint)

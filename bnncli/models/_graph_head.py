@@ -83,8 +83,8 @@ class HeadSearch:
         if ends:
             return ends[0]
         missing = DataError(
-            f"{self._what}: no linear step gives the output; {self._candidates()}", code="no_head",
-            hint="if one of them is the head all the same, name the node before it with \0feature_node\0",
+            f"{self._what}: its output does not come from a linear layer; {self._candidates()}", code="no_head",
+            hint="if one of these linear layers is the head, name the node before it with \0feature_node\0",
         )  # fmt: skip
         return GraphHead(outputs[0], np.empty((0, 0), np.float32), None, is_pooled=False, missing=missing)
 
@@ -109,7 +109,9 @@ class HeadSearch:
             if (head := self._head(step, is_pooled=False)) is not None and named & {*self._way_back(head.features)}:
                 pools = [one.inputs[0] for one in self._steps if one.does == POOL]
                 return head._replace(is_pooled=any(step.output in self._way_back(value) for value in pools))
-        raise UsageError(f"\0feature_node\0: no linear step of {self._what} takes {quoted(name)}; {self._candidates()}")
+        raise UsageError(
+            f"\0feature_node\0: no linear layer of {self._what} takes {quoted(name)} as input; {self._candidates()}"
+        )
 
     def _way_back(self, value: str | None) -> Iterator[str]:
         """The value, and those that it has come from by a change of shape or pooling."""
@@ -170,10 +172,10 @@ class HeadSearch:
             if step.does != ADD and (head := self._head(step, is_pooled=False)) is not None
         }
         if not found:
-            return "it has no linear step with weights of its own"
-        shown = [f"{quoted(name)} before one of {head.weight.shape}" for name, head in found.items()]
+            return "it has no linear layer with weights of its own"
+        shown = [f"{quoted(name)} (weight {head.weight.shape})" for name, head in found.items()]
         more = f" and {len(shown) - _MOST_LISTED} more" if len(shown) > _MOST_LISTED else ""
-        return f"nodes before linear steps (K, D): {', '.join(shown[-_MOST_LISTED:])}{more}"
+        return f"nodes before linear layers, with weights (K, D): {', '.join(shown[-_MOST_LISTED:])}{more}"
 
     def _name(self, value: str) -> str:
         """What the graph calls the node that gives a value; the value itself where that has no name."""

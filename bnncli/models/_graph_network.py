@@ -85,10 +85,10 @@ class GraphNetwork(nn.Module):
             takes = (
                 f"the graph takes {len(self._inputs)} inputs" if len(self._inputs) > 1 else "the graph takes one input"
             )
-            came = f"inputs called {names_of([*kwargs])}" if kwargs else f"{len(args)} without a name"
+            came = f"inputs named {names_of([*kwargs])}" if kwargs else f"{len(args)} unnamed"
             raise DataError(
                 f"{takes}, {names_of([*self._inputs])}; got {came}", code="wrong_inputs",
-                hint="data of kind py may give a mapping of tensors by these names",
+                hint="with \0data\0 py:, return a mapping of tensors with these names",
             )  # fmt: skip
         return {name: given[name] for name in self._inputs}
 
@@ -104,8 +104,8 @@ class GraphNetwork(nn.Module):
             if not (is_kind and fits):
                 got = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
                 raise DataError(
-                    f"the graph's input {quoted(name)} takes {wanted}, got {got}", code="wrong_inputs",
-                    hint="is it the right \0data\0 for this \0model\0? \0resize\0 and \0crop\0 change sizes",
+                    f"the graph's input {quoted(name)} expects {wanted}, got {got}", code="wrong_inputs",
+                    hint="check that \0data\0 matches \0model\0; \0resize\0 and \0crop\0 change image sizes",
                 )  # fmt: skip
         return {name: tensor.to(self._inputs[name].dtype or tensor.dtype) for name, tensor in given.items()}
 

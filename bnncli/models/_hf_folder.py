@@ -40,13 +40,13 @@ def folder_of(place: str, *, option: str, allow_download: bool) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        hint = f"give the folder that it is in: {folder.parent}"
+        hint = f"give the folder that contains it: {folder.parent}"
         raise MissingInput(
             f"{option}: {quoted(folder, limit=300)} is a file, expected a folder", path=folder, hint=hint
         )
     if not allow_download or not _REPOSITORY.fullmatch(place):
         is_name = _REPOSITORY.fullmatch(place) and not allow_download
-        hint = "a folder on this machine is expected; \0allow_download\0 fetches a model of the Hugging Face Hub"
+        hint = "give a local folder, or add \0allow_download\0 to fetch the model from the Hugging Face Hub"
         message = f"{option}: no folder {quoted(folder, limit=300)}"
         raise MissingInput(message, path=folder, hint=hint if is_name else None)
     hub = require("huggingface_hub", extra="hf")
@@ -60,7 +60,7 @@ def folder_of(place: str, *, option: str, allow_download: bool) -> Path:
         return Path(hub.snapshot_download(place, allow_patterns=wanted))
     except Exception as error:  # of the library, of the network, of the disk
         why = " ".join(str(error).split())[:200]
-        raise MissingInput(f"{option}: {place!r} could not be fetched: {why}", path=folder) from error
+        raise MissingInput(f"{option}: could not fetch {place!r}: {why}", path=folder) from error
 
 
 def files_like(folder: Path, patterns: Iterable[str]) -> tuple[Path, ...]:
@@ -81,10 +81,12 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     names = read_object(index).get("weight_map")
     shards = sorted({*names.values()}) if isinstance(names, dict) and all(map(_is_name, names.values())) else []
     if not shards:
-        raise DataError(f"{quoted(index, limit=300)} names no files of weights", path=index)
+        raise DataError(f"{quoted(index, limit=300)} lists no weight files", path=index)
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
-        message = f"{quoted(folder, limit=300)}: {len(missing)} of {len(shards)} files of weights are missing: {listed(missing)}"
+        message = (
+            f"{quoted(folder, limit=300)}: {len(missing)} of {len(shards)} weight files are missing: {listed(missing)}"
+        )
         raise MissingInput(message, path=folder / missing[0], hint="copy or download all of them")
     return (index, *(folder / name for name in shards))
 
@@ -128,7 +130,7 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
     kind = classified_by(name)
     if kind is None:
         has = "config.json names no architecture" if name is None else f"the model is {quoted(name)}"
-        expected = "expected one for sequence, image or audio classification"
+        expected = "expected a sequence, image or audio classifier"
         raise DataError(f"{where}: {has}, {expected}", code="not_a_classifier", path=folder / CONFIG)
     check_plain(config, folder)
     return "Audio" if kind == "Sequence" and feature_extractor(folder) is not None else kind
@@ -138,7 +140,7 @@ def check_plain(config: Mapping[str, Any], folder: Path) -> None:
     """Nothing, when a model is a classifier with plain weights. Raises DataError for a regression and quantised weights."""
     where = quoted(folder, limit=300)
     if config.get("problem_type") == "regression":
-        message = f"{where}: a regression head (problem_type regression), expected a classifier"
+        message = f"{where}: expected a classifier, got a regression model (problem_type regression)"
         raise DataError(message, code="regression", path=folder / CONFIG)
     if config.get("quantization_config") is not None:
         method = (
@@ -148,7 +150,7 @@ def check_plain(config: Mapping[str, Any], folder: Path) -> None:
         )
         raise DataError(
             f"{where}: the weights are quantised ({method or 'quantization_config'}), which is not supported",
-            code="quantised", path=folder / CONFIG, hint="save the model as it was before, or after model.dequantize()",
+            code="quantised", path=folder / CONFIG, hint="save the model before quantisation, or after model.dequantize()",
         )  # fmt: skip
 
 
@@ -184,7 +186,7 @@ def classes_of(config: Mapping[str, Any], folder: Path) -> tuple[str, ...] | Non
         return None
     found = [names.get(str(index)) for index in range(len(names))]
     if not all(isinstance(name, str | int) for name in found):
-        message = f"{quoted(folder / CONFIG, limit=300)}: id2label does not number its names 0 to {len(names) - 1}"
+        message = f"{quoted(folder / CONFIG, limit=300)}: the keys of id2label are not 0 to {len(names) - 1}"
         raise DataError(message, path=folder / CONFIG)
     texts = tuple(str(name) for name in found)
     is_named = len(set(texts)) == len(texts) and not all(map(_NO_NAME.fullmatch, texts))

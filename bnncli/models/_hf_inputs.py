@@ -127,7 +127,7 @@ class Sounds:
         for sound in items:
             samples = at_rate(sound, self.rate)
             if len(samples) < self.min_length:
-                what = f"{len(samples)} samples at {self.rate:,} Hz, expected {self.min_length} or more"
+                what = f"got {len(samples)} samples at {self.rate:,} Hz, expected at least {self.min_length}"
                 raise DataError(f"{sound.where} is too short for the model: {what}", code="empty_clip")
             num_truncated += self.max_length is not None and len(samples) > self.max_length
             found.append(extractor(samples, sampling_rate=self.rate, return_tensors="np"))
@@ -158,7 +158,8 @@ def audio_inputs(folder: Path, config: Mapping[str, Any]) -> Sounds | None:
     rate = own["sampling_rate"]
     if not isinstance(rate, int) or rate < 1:
         message = (
-            f"{quoted(folder, limit=300)}: its feature extractor has a sampling_rate of {quoted(rate)}, expected Hz"
+            f"{quoted(folder, limit=300)}: its feature extractor has sampling_rate {quoted(rate)}, expected an "
+            "integer in Hz"
         )
         raise DataError(message, path=folder)
     is_kaldi = own.get("feature_extractor_type") == "ASTFeatureExtractor"
@@ -255,10 +256,11 @@ def _loaded(auto: str, folder: str, digest: str) -> Any:
         what = {"AutoTokenizer": "tokenizer", "AutoFeatureExtractor": "feature extractor"}.get(auto, "image processor")
         if "trust_remote_code" in why or "custom code" in why:
             raise Untrusted(
-                f"{quoted(folder, limit=300)}: its {what} is code of its own (auto_map), which is never run",
+                f"{quoted(folder, limit=300)}: its {what} is defined by code in the folder (auto_map), which "
+                "bnncli never runs",
                 path=folder,
             ) from error
-        raise DataError(f"{quoted(folder, limit=300)}: its {what} cannot be loaded: {why}", path=folder) from error
+        raise DataError(f"{quoted(folder, limit=300)}: cannot load its {what}: {why}", path=folder) from error
 
 
 def _settle_threads() -> None:

@@ -41,7 +41,9 @@ def classifier(folder: Path, config: Mapping[str, Any], state: Mapping[str, Tens
     if state is None:
         state = pickled_state(folder)
     network, info = load(made, folder, made_by, state)
-    check_filled(info, what=f"the {'checkpoint' if state is not None else 'folder'} does not fit {name}", folder=folder)
+    check_filled(
+        info, what=f"the {'checkpoint' if state is not None else 'folder'} does not match {name}", folder=folder
+    )
     return settled(network)
 
 
@@ -61,8 +63,8 @@ def load_config(folder: Path, **changes: Any) -> Any:
 def load(made: Any, folder: Path, config: Any, state: Mapping[str, Tensor] | None) -> tuple[nn.Module, dict[str, Any]]:
     """A network of a class of the library, and what it says of names that did not fit."""
     if state is None and not weight_files(folder):
-        message = f"{quoted(folder, limit=300)} has no weights (looked for {WEIGHTS}, its index, and {PICKLED})"
-        raise MissingInput(message, path=folder, hint="give a file of weights as the checkpoint")
+        message = f"{quoted(folder, limit=300)} has no weights; looked for {WEIGHTS}, its index, and {PICKLED}"
+        raise MissingInput(message, path=folder, hint="pass a weights file as the checkpoint")
     given = {} if state is None else {"state_dict": dict(state)}
     with told(folder):
         network, info = made.from_pretrained(
@@ -72,8 +74,9 @@ def load(made: Any, folder: Path, config: Any, state: Mapping[str, Tensor] | Non
         own, whole = network.state_dict(), _no_reals(folder, state)
     if odd := sorted(name for name in whole & own.keys() if own[name].is_floating_point()):
         raise DataError(
-            f"{quoted(folder, limit=300)}: {listed(odd)} are no real numbers in the weights, as they are in the network",
-            code="quantised", path=folder, hint="save the model as it was before it was quantised",
+            f"{quoted(folder, limit=300)}: the weights {listed(odd)} are integers, but the network expects "
+                "floating-point numbers",
+            code="quantised", path=folder, hint="save the model before quantisation",
         )  # fmt: skip
     return network, info
 
@@ -112,8 +115,8 @@ def check_filled(
     unknown = sorted(name for name in info["unexpected_keys"] if not may_have(name))
     odd = sorted((name, tuple(came), tuple(own)) for name, came, own in info["mismatched_keys"] if not may_miss(name))
     parts = [f"missing from the weights ({len(missing)}): {listed(missing)}"] if missing else []
-    parts += [f"unknown to the network ({len(unknown)}): {listed(unknown)}"] if unknown else []
-    parts += [f"{quoted(name)} has shape {came} in the weights and {own} in the network" for name, came, own in odd[:3]]
+    parts += [f"not in the network ({len(unknown)}): {listed(unknown)}"] if unknown else []
+    parts += [f"{quoted(name)} has shape {came} in the weights, {own} in the network" for name, came, own in odd[:3]]
     parts += [" ".join(str(text).split())[:200] for text in info.get("error_msgs", [])[:1]]
     if parts:
         raise DataError(f"{quoted(folder, limit=300)}: {what}; {'; '.join(parts)}", code="wrong_weights", path=folder)
@@ -159,7 +162,7 @@ def told(folder: Path) -> Iterator[None]:
         why = " ".join(str(error).split())
         if "trust_remote_code" in why:
             raise _is_code(folder) from error
-        message = f"{quoted(folder, limit=300)}: the model cannot be loaded: {type(error).__name__}: {why[:200]}"
+        message = f"{quoted(folder, limit=300)}: cannot load the model: {type(error).__name__}: {why[:200]}"
         raise DataError(message, path=folder) from error
     finally:
         logging.set_verbosity(verbosity)
@@ -169,8 +172,9 @@ def told(folder: Path) -> Iterator[None]:
 
 def _is_code(folder: Path) -> Untrusted:
     return Untrusted(
-        f"{quoted(folder, limit=300)}: the model's definition is code of its own (auto_map in {CONFIG}), which is never run",
-        hint="if you trust it, name it yourself: \0model\0 file.py:factory, with a factory that makes the network",
+        f"{quoted(folder, limit=300)}: the model is defined by code in the folder (auto_map in {CONFIG}), which "
+        "bnncli never runs",
+        hint="if you trust this code, use \0model\0 file.py:factory with a factory that builds the network",
         path=folder / CONFIG,
     )
 

@@ -46,17 +46,19 @@ def onnx_files(path: Path) -> tuple[Path, ...]:
         except (ValueError, IndexError, RecursionError) as error:
             why = f"{error}" if len(str(error)) < 80 else type(error).__name__
             raise DataError(
-                f"{quoted(path, limit=300)} is no ONNX graph, or a damaged one ({why})", code="not_onnx", path=path
+                f"{quoted(path, limit=300)} is not an ONNX graph, or is damaged ({why})", code="not_onnx", path=path
             ) from error
     files = [path]
     for name in names:
         if "\0" in name:
-            message = f"{quoted(path, limit=300)} names a file of its tensors with a NUL in it: {quoted(name)}"
+            message = f"{quoted(path, limit=300)} refers to a file whose name contains NUL: {quoted(name)}"
             raise DataError(message, code="not_onnx", path=path)
         file = path.parent / name
         if not file.resolve().is_relative_to(path.parent.resolve()):
             raise Untrusted(
-                f"{quoted(path, limit=300)} names a file outside its folder: {quoted(name)}", code="outside", path=path
+                f"{quoted(path, limit=300)} refers to a file outside its folder: {quoted(name)}",
+                code="outside",
+                path=path,
             )
         with open_regular(file):
             files.append(file)
@@ -87,13 +89,13 @@ def fields_of(content: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, i
         elif wire == _BYTES:
             size, start = _number(content, start)
             if start + size > end:
-                raise ValueError("a field is longer than the file")
+                raise ValueError("a field extends past the end of the file")
             yield key >> 3, start, start + size
             start += size
         else:
-            raise ValueError(f"a field of type {wire}")
+            raise ValueError(f"unknown field type {wire}")
     if start != end:
-        raise ValueError("a field is longer than the file")
+        raise ValueError("a field extends past the end of the file")
 
 
 def _number(content: mmap.mmap, at: int) -> tuple[int, int]:

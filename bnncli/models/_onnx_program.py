@@ -54,7 +54,7 @@ class OnnxGraph:
             self.model = onnx.load(path, load_external_data=False)
         except Exception as error:  # of protobuf, whose errors have no base but this
             raise DataError(
-                f"{quoted(path, limit=300)} is no ONNX graph, or a damaged one", code="not_onnx", path=path
+                f"{quoted(path, limit=300)} is not an ONNX graph, or is damaged", code="not_onnx", path=path
             ) from error
         self.path, graph = path, self.model.graph
         self._stored = {tensor.name: tensor for tensor in graph.initializer}
@@ -66,7 +66,8 @@ class OnnxGraph:
         random = [node.op_type for node in graph.node if node.op_type in _RANDOM]
         if random:
             raise self._error(
-                f"the graph draws random numbers ({random[0]}): its features would not be the same twice", "in_training"
+                f"the graph draws random numbers ({random[0]}), so its features would change from run to run",
+                "in_training",
             )
 
     def steps(self) -> list[GraphStep]:
@@ -168,7 +169,7 @@ class OnnxGraph:
         if not value.type.HasField("tensor_type") or kind.elem_type not in _DTYPES:
             what = onnx.helper.printable_type(value.type)
             raise self._error(
-                f"the graph's input {quoted(value.name)} is {what}, expected tensors of numbers", "not_tensors"
+                f"the graph's input {quoted(value.name)} is {what}, expected a numeric tensor", "not_tensors"
             )
         sizes = [
             size.dim_value if size.HasField("dim_value") and size.dim_value > 0 else None for size in kind.shape.dim
@@ -184,7 +185,7 @@ class OnnxGraph:
             return numpy_helper.to_array(whole)
         except (ValueError, TypeError, onnx.checker.ValidationError) as error:  # a file that is shorter than it was
             raise self._error(
-                f"its tensor {quoted(tensor.name)} is not whole: copy its files again", "truncated"
+                f"its tensor {quoted(tensor.name)} is incomplete; copy its files again", "truncated"
             ) from error
 
     def _evaluated(self, node: onnx.NodeProto, name: str, values: Mapping[str, Any]) -> np.ndarray:
@@ -198,7 +199,7 @@ class OnnxGraph:
             (array,) = session.run([name], {})
         except Exception as error:  # onnxruntime's errors have no base of their own
             why = " ".join(str(error).split())[:200]
-            raise self._error(f"its constant {quoted(name)} cannot be computed: {why}", "bad_program") from error
+            raise self._error(f"cannot compute its constant {quoted(name)}: {why}", "bad_program") from error
         return np.asarray(array)
 
     def _require_memory(self, model: onnx.ModelProto, name: str) -> None:
@@ -212,8 +213,9 @@ class OnnxGraph:
         num_bytes, free = math.prod(sizes) * item, available_memory("cpu")
         if num_bytes > free:
             raise DeviceError(
-                f"{quoted(self.path, limit=300)}: its constant {quoted(name)} takes {num_bytes >> 20} MiB, and {free >> 20} MiB of memory are free",
-                code="out_of_memory", hint="export the network again with the constant computed", path=self.path,
+                f"{quoted(self.path, limit=300)}: its constant {quoted(name)} needs {num_bytes >> 20} MiB, but "
+                    f"only {free >> 20} MiB of memory are free",
+                code="out_of_memory", hint="export the network again with constant folding", path=self.path,
             )  # fmt: skip
 
     def _error(self, message: str, code: str) -> DataError:
@@ -286,7 +288,7 @@ def keys_of(outputs: Sequence[str]) -> list[str] | None:
 
 def _tensor(array: Any, name: str) -> Tensor:
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
-        raise DataError(f"the graph's output {quoted(name)} is no tensor of numbers", code="no_logits")
+        raise DataError(f"the graph's output {quoted(name)} is not a numeric tensor", code="no_logits")
     tensor = torch.from_numpy(array)
     return tensor.float() if tensor.is_floating_point() else tensor
 
@@ -305,5 +307,5 @@ def _session(model: bytes, path: Path, *, is_on_gpu: bool) -> Any:
     except Exception as error:  # onnxruntime's errors have no base of their own
         why = " ".join(str(error).split())[:200]
         raise DataError(
-            f"{quoted(path, limit=300)}: onnxruntime cannot run it: {why}", code="bad_program", path=path
+            f"{quoted(path, limit=300)}: onnxruntime cannot run the graph: {why}", code="bad_program", path=path
         ) from error

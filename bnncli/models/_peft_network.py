@@ -49,7 +49,7 @@ def adapted(folder: Path, base: Path, kind: str, architecture: str | None, *, is
     network, info = load(type(empty), base, config, pickled_state(base))
     check_filled(
         info,
-        what=f"the base model does not fit {type(network).__name__}",
+        what=f"the base model does not match {type(network).__name__}",
         folder=base,
         may_miss=lambda name: name in saved,
         may_have=lambda name: classified_by(architecture) is None,
@@ -97,17 +97,17 @@ def _with_adapter(network: nn.Module, folder: Path, *, is_merged: bool) -> nn.Mo
         f"{what} ({len(names)}): {listed(sorted(names))}"
         for what, names in (
             ("missing from the adapter", found.missing_keys),
-            ("unknown to the network", _unknown(folder / _WEIGHTS, found.unexpected_keys)),
+            ("not in the network", _unknown(folder / _WEIGHTS, found.unexpected_keys)),
         )
         if names
     ]
     if parts:
-        message = f"{quoted(folder, limit=300)}: the adapter does not fit {type(network).__name__}; {'; '.join(parts)}"
+        message = (
+            f"{quoted(folder, limit=300)}: the adapter does not match {type(network).__name__}; {'; '.join(parts)}"
+        )
         raise DataError(message, code="wrong_weights", path=folder)
     if not hasattr(model.base_model, "merge_and_unload"):
-        message = (
-            f"{quoted(folder, limit=300)}: an adapter of kind {config.peft_type} cannot be merged into the weights"
-        )
+        message = f"{quoted(folder, limit=300)}: adapters of kind {config.peft_type} cannot be merged into the weights"
         raise DataError(message, code="not_supported", path=folder)
     if not is_merged:
         apart: nn.Module = model.base_model.model

@@ -84,7 +84,7 @@ class ScriptGraph:
             name = re.sub(r"\.\d+$", "", value.debugName())
             if value.type().kind() != "TensorType":
                 raise DataError(
-                    f"the program takes an input {quoted(name)} of type {value.type()}, expected tensors alone", code="not_tensors",
+                    f"the program's input {quoted(name)} has type {value.type()}, expected only tensors", code="not_tensors",
                     hint="give the network as Python code with \0model\0 file.py:factory",
                 )  # fmt: skip
             self.inputs.append(name)
@@ -113,7 +113,7 @@ class ScriptGraph:
             for node in self.graph.findAllNodes(f"aten::{name}", True):
                 if [*node.inputs()][place].toIValue() is True:
                     raise DataError(
-                        f"the program was traced in training mode: its {name} is random or of the batch", code="in_training",
+                        f"the program was traced in training mode: its {name} is random or depends on the batch", code="in_training",
                         hint="trace the network after network.eval()",
                     )  # fmt: skip
 
@@ -216,7 +216,7 @@ def read_program(path: Path) -> ScriptGraph:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             why = f"{type(error).__name__}: {' '.join(lines)[:120]}"
             raise DataError(
-                f"{quoted(path, limit=300)}: the program cannot be read ({why})", code="bad_program", path=path
+                f"{quoted(path, limit=300)}: cannot read the program ({why})", code="bad_program", path=path
             ) from error
 
 
@@ -233,13 +233,14 @@ def _checked_archive(stream: IO[bytes]) -> io.BytesIO:
         names = [name.lower() for name in archive.namelist()]
         if len({*names}) < len(names) or any(name.endswith("/model.json") for name in names):
             raise DataError(
-                "expected the members that torch.jit.save writes; found two of one name, or the format of 2018",
+                "expected an archive written by torch.jit.save; found duplicate members or the format of 2018",
                 code="bad_program", hint="save the program again with torch.jit.save",
             )  # fmt: skip
         unpacked = sum(member.file_size - member.compress_size for member in archive.infolist())
         if unpacked > _MAX_UNPACKED:
             raise DataError(
-                f"its members take {unpacked / 1e6:,.0f} MB more than the archive; torch.jit.save compresses source alone",
+                f"its members unpack to {unpacked / 1e6:,.0f} MB more than the archive; torch.jit.save "
+                "compresses only source code",
                 code="bad_program",
             )
         for member in archive.infolist():
@@ -279,7 +280,7 @@ def _check_loading_ends(archive: io.BytesIO) -> None:
                 signals.raise_if_interrupted("loading the network's program")
                 if time.monotonic() > end:
                     raise DataError(
-                        f"loading the program does not end in {_LOAD_SECONDS:g} s: its __setstate__ loops",
+                        f"loading the program did not finish in {_LOAD_SECONDS:g} s: its __setstate__ contains a loop",
                         code="bad_program",
                         hint="give the network as Python code with \0model\0 file.py:factory",
                     )
@@ -287,7 +288,7 @@ def _check_loading_ends(archive: io.BytesIO) -> None:
             signals.raise_if_interrupted("loading the network's program")
             if process.returncode < 0:  # and not by itself
                 raise DataError(
-                    f"the process that loads the program was ended by signal {-process.returncode}", code="bad_program"
+                    f"the process loading the program was killed by signal {-process.returncode}", code="bad_program"
                 )
         finally:
             process.kill()
@@ -326,7 +327,8 @@ def _nodes(block: Any) -> Iterator[Any]:
 def _refuse(found: set[str]) -> None:
     if found:
         raise Untrusted(
-            f"the program calls {listed(sorted(found))}: it can reach beyond PyTorch's own operators on tensors",
+            f"the program calls {listed(sorted(found))}, which can do more than PyTorch's operators on tensors; "
+                "it was not run",
             code="program", hint="give the network as Python code with \0model\0 file.py:factory",
         )  # fmt: skip
 

@@ -99,10 +99,12 @@ def _coefficients(model: Any) -> dict[str, np.ndarray]:
         loss = f" with loss {model.get('loss')!r}" if name == "SGDClassifier" else ""
         raise _refused(f"a {name}{loss} has no likelihood: its scores are margins, not log probabilities")
     if name == "CalibratedClassifierCV":
-        raise _refused(f"the probabilities of a {name} are those of several calibrated models, not of one linear layer")
+        raise _refused(
+            f"a {name} averages the probabilities of several calibrated models; expected a single linear layer"
+        )
     if not is_logistic and name != "SGDClassifier":
         raise _refused(
-            f"expected a LogisticRegression or SGDClassifier, alone or behind scalers in a Pipeline; got {name}"
+            f"expected a LogisticRegression or SGDClassifier, optionally after scalers in a Pipeline; got {name}"
         )
     if "coef_" not in model.attributes:
         raise _refused(f"the {name} is not fitted: it has no coef_")
@@ -110,8 +112,8 @@ def _coefficients(model: Any) -> dict[str, np.ndarray]:
     way = model.get("multi_class", "auto")
     if len(classes) > 2 and (name == "SGDClassifier" or way == "ovr" or model.get("solver") == "liblinear"):
         raise _refused(
-            f"this {name} has one classifier for each of {len(classes)} classes (one against the rest): its probabilities are no "
-            "softmax of its scores; fit a LogisticRegression with the solver lbfgs"
+            f"this {name} trains one classifier for each of {len(classes)} classes (one-vs-rest), so its "
+            "probabilities are not a softmax of its scores; fit a LogisticRegression with solver lbfgs"
         )
     if len(coefficients) == 1 and way == "multinomial":  # a softmax of -score and score
         coefficients = 2 * coefficients
@@ -131,7 +133,8 @@ def _scaling(step: Any) -> tuple[np.ndarray, np.ndarray]:
     if name not in _SCALERS:
         clips = " that clips" if name == "MinMaxScaler" else ""
         raise _refused(
-            f"the step {name}{clips} before the classifier is no scaler of single features: {', '.join(_SCALERS)}, MinMaxScaler"
+            f"the step {name}{clips} before the classifier is not supported; expected a scaler that acts on each "
+            f"feature separately: {', '.join(_SCALERS)}, MinMaxScaler"
         )
     shift, scale, with_shift, with_scale = _SCALERS[name]
     has_shift = shift is not None and step.get(with_shift) and step.get(shift) is not None
@@ -163,7 +166,7 @@ def read_skops(path: Path) -> Estimator:
         except _DAMAGE as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             raise DataError(
-                f"{quoted(path, limit=300)}: the skops file cannot be read ({why})", code="bad_skops", path=path
+                f"{quoted(path, limit=300)}: cannot read the skops file ({why})", code="bad_skops", path=path
             ) from error
 
 
@@ -179,12 +182,12 @@ def _read_skops(stream: IO[bytes]) -> Estimator:
         odd = sorted({name for name in _types(schema) if name.partition(".")[0] not in _KNOWN})
         if odd:
             raise Untrusted(
-                f"it holds types that are not scikit-learn's: {listed(odd, limit=10)}; nothing of them was loaded", code="needs_code",
-                hint="save the arrays coef_, intercept_ and classes_ with numpy.savez, and give that file",
+                f"it contains types from outside scikit-learn: {listed(odd, limit=10)}; nothing was loaded", code="needs_code",
+                hint="save the arrays coef_, intercept_ and classes_ with numpy.savez, and use that file",
             )  # fmt: skip
         found = _SkopsReader(archive).value(schema)
     if not isinstance(found, Estimator):
-        raise DataError(f"expected a classifier of scikit-learn, got {type(found).__name__}", code="not_the_head")
+        raise DataError(f"expected a scikit-learn classifier, got {type(found).__name__}", code="not_the_head")
     return found
 
 

@@ -33,7 +33,7 @@ def convert_classifier(path: Path, target: Path, *, trust_pickle: bool) -> dict[
         names = list_globals(stream, "pickle") if is_pickle and not trust_pickle else []
     try:
         if is_pickle and not trust_pickle:
-            hint = f"if you trust where it comes from: {pasted('convert', str(path), str(target), trust_pickle=True)}"
+            hint = f"if you trust this file: {pasted('convert', str(path), str(target), trust_pickle=True)}"
             raise Untrusted(needs_trust(names).message, code="needs_code", hint=hint)
         found = arrays_of(_unpickled(path) if is_pickle else read_skops(path))
     except (DataError, Untrusted) as error:
@@ -54,9 +54,10 @@ def _unpickled(path: Path) -> Estimator:
     except Exception as error:  # whatever the code in it raises
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
         raise DataError(
-            f"the pickle could not be loaded: {why}", code="unpicklable",
-            hint="the modules that defined its classes must be importable here, scikit-learn's in the release that wrote it",
+            f"cannot load the pickle: {why}", code="unpicklable",
+            hint="the modules that define its classes must be importable; use the scikit-learn version that wrote "
+                "the file",
         ) from error  # fmt: skip
     if not hasattr(model, "__dict__"):
-        raise DataError(f"expected a classifier of scikit-learn, got {type(model).__name__}", code="not_the_head")
+        raise DataError(f"expected a scikit-learn classifier, got {type(model).__name__}", code="not_the_head")
     return Estimator.of(model)

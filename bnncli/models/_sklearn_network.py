@@ -26,8 +26,8 @@ class ScaledLinear(nn.Module):
         features = inputs.flatten(1)
         if features.shape[1] != self.head.in_features:
             raise DataError(
-                f"the classifier takes {self.head.in_features} features, got inputs of shape {tuple(inputs.shape)}",
-                code="wrong_inputs", hint="give the features that it was fitted on, as \0data\0 train=npz:FILE",
+                f"the classifier expects {self.head.in_features} features, got inputs of shape {tuple(inputs.shape)}",
+                code="wrong_inputs", hint="give the features that it was fitted on, such as \0data\0 train=npz:FILE",
             )  # fmt: skip
         logits: Tensor = self.head((features - self.shift) / self.scale)
         return logits

@@ -29,7 +29,10 @@ def require_torchvision(kind: str) -> ModuleType:
     except UsageError as error:
         if error.__cause__ is None:
             raise
-        hint = f"install the torchvision of this torch's release and build (for CPUs, or for the same CUDA): torch is {_torch()}"
+        hint = (
+            f"install the torchvision release that matches torch {_torch()}, built for the same platform (CPU, or "
+            "the same CUDA version)"
+        )
         raise UsageError(error.message, code=error.code, hint=hint) from error
 
 
@@ -65,5 +68,5 @@ def building(spec: str) -> Iterator[None]:
         NotImplementedError,
     ) as error:
         reason = " ".join(str(error).split())[:200]
-        message = f"\0model\0 {spec} cannot be built: {type(error).__name__}: {reason}"
+        message = f"cannot build \0model\0 {spec}: {type(error).__name__}: {reason}"
         raise UsageError(message, hint="check the names and values of \0model_arg\0") from error

@@ -61,7 +61,11 @@ def open_model(place: str, asked: Asked) -> Classifier:
     folder = folder_of(place, option="\0model\0", allow_download=asked.allow_download)
     if not (folder / CONFIG).is_file():
         is_adapter = (folder / ADAPTER_CONFIG).is_file()
-        hint = f"it is an adapter: \0model\0 peft:{place}" if is_adapter else "expected a folder of save_pretrained"
+        hint = (
+            f"this is an adapter: use \0model\0 peft:{place}"
+            if is_adapter
+            else "expected a folder written by save_pretrained"
+        )
         raise MissingInput(f"no {CONFIG} in {quoted(folder, limit=300)}", path=folder / CONFIG, hint=hint)
     config = read_object(folder / CONFIG)
     kind = kind_of(config, folder)

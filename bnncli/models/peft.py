@@ -37,7 +37,7 @@ EXTRA: str | None = "peft"
 TAKES: tuple[str, ...] = ("base_model", "allow_download")
 
 _ADAPTER, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
-_CHOOSERS = {"XLORA": "mixes adapters of other folders for each input"}  # which would be fetched
+_CHOOSERS = {"XLORA": "selects adapters from other folders for each input"}  # which would be fetched
 _PROMPTS = ("PROMPT", "PREFIX", "P_TUNING")  # kinds of adapters that are more inputs, not other weights
 
 
@@ -66,7 +66,8 @@ class Adapted:
 
         if state is not None:
             raise UsageError(
-                "\0model\0 peft:DIR has weights of its own, the adapter's and its base model's; the checkpoint is another file",
+                "\0model\0 peft:DIR has its own weights (adapter and base model), but the checkpoint is a "
+                "different file",
                 hint="give the adapter's folder as the checkpoint, or any name for the run",
             )
         return with_padding(adapted(self.folder, self.base, self.kind, architecture_of(self.config)), self.transform)
@@ -90,7 +91,7 @@ def open_model(place: str, asked: Asked) -> Adapted:
     """
     folder = folder_of(place, option="\0model\0", allow_download=asked.allow_download)
     if not (folder / ADAPTER_CONFIG).is_file():
-        hint = f"it is a whole model: \0model\0 hf:{place}" if (folder / CONFIG).is_file() else None
+        hint = f"this is a full model: use \0model\0 hf:{place}" if (folder / CONFIG).is_file() else None
         raise MissingInput(
             f"no {ADAPTER_CONFIG} in {quoted(folder, limit=300)}", path=folder / ADAPTER_CONFIG, hint=hint
         )
@@ -121,14 +122,16 @@ def _weights(folder: Path, adapter: Mapping[str, Any]) -> Path:
     where, kind = quoted(folder, limit=300), str(adapter.get("peft_type")).upper()
     does = "adds inputs" if any(word in kind for word in _PROMPTS) else _CHOOSERS.get(kind)
     if does is not None:
-        message = f"{where}: an adapter of kind {kind} {does} and cannot be merged into weights, which is not supported"
+        message = (
+            f"{where}: an adapter of kind {kind} {does}, so it cannot be merged into the weights; this is not supported"
+        )
         raise DataError(message, code="not_supported", path=folder / ADAPTER_CONFIG)
     if (folder / _ADAPTER).is_file():
         return folder / _ADAPTER
     if (folder / _PICKLED).is_file():
-        message = f"{where}: the adapter is a pickle ({_PICKLED}), expected {_ADAPTER}"
+        message = f"{where}: expected {_ADAPTER}, got the pickle {_PICKLED}"
         raise DataError(
-            message, code="needs_code", path=folder / _PICKLED, hint="save it again: model.save_pretrained(DIR)"
+            message, code="needs_code", path=folder / _PICKLED, hint="save it again with model.save_pretrained(DIR)"
         )
     raise MissingInput(f"no {_ADAPTER} in {where}", path=folder / _ADAPTER)
 
@@ -138,10 +141,10 @@ def _base_of(adapter: Mapping[str, Any], folder: Path, asked: Asked) -> Path:
     named = adapter.get("base_model_name_or_path")
     place = asked.base_model or (named if isinstance(named, str) and named else None)
     if place is None:
-        raise UsageError(f"{quoted(folder, limit=300)} names no base model: give \0base_model\0 DIR")
+        raise UsageError(f"{quoted(folder, limit=300)} does not name its base model; give it with \0base_model\0 DIR")
     if asked.base_model is None and not Path(place).is_dir() and not asked.allow_download:
-        message = f"{quoted(folder, limit=300)} is an adapter of {quoted(place)}, which is no folder here"
-        raise UsageError(message, hint="give the folder of that model: \0base_model\0 DIR")
+        message = f"{quoted(folder, limit=300)} is an adapter for {quoted(place)}, which is not a local folder"
+        raise UsageError(message, hint="give the folder of the base model: \0base_model\0 DIR")
     base = folder_of(place, option="\0base_model\0", allow_download=asked.allow_download)
     if not (base / CONFIG).is_file():
         raise MissingInput(f"\0base_model\0: no {CONFIG} in {quoted(base, limit=300)}", path=base / CONFIG)
@@ -154,9 +157,9 @@ def _kind(adapter: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -
     made_by = mapping.get("base_model_class") if isinstance(mapping, dict) else None
     kind = "Sequence" if task == "SEQ_CLS" else classified_by(made_by or architecture_of(config))
     if kind is None or task not in ("SEQ_CLS", "FEATURE_EXTRACTION", None):
-        what = f"of {made_by or architecture_of(config)}" + (f" for {task}" if task else "")
+        what = f"for {made_by or architecture_of(config)}" + (f" for {task}" if task else "")
         message = (
-            f"{quoted(folder, limit=300)}: an adapter {what}, expected one for sequence, image or audio classification"
+            f"{quoted(folder, limit=300)}: expected an adapter of a sequence, image or audio classifier, got one {what}"
         )
         raise DataError(message, code="not_a_classifier", path=folder / ADAPTER_CONFIG)
     return kind

@@ -50,7 +50,7 @@ class LinearClassifier:
 
         if state is not None:
             raise UsageError(
-                f"{self.files[0]} has weights of its own, and CKPT is another file of weights",
+                f"{self.files[0]} has its own weights, but CKPT is a different weights file",
                 hint="give the classifier's file as CKPT too, or a name for the run",
             )
         return linear_network(self.coefficients, self.intercepts, self.shift, self.scale)
@@ -80,8 +80,9 @@ def _is_skops(head: bytes, path: Path) -> bool:
     """Whether a file, by its first bytes and members, is a skops file. Raises Untrusted for a pickle."""
     if head[:1] == b"\x80":
         raise Untrusted(
-            f"{quoted(path, limit=300)} is a pickle, which can run code: it is not loaded", code="needs_code",
-            hint=f"if you trust where it comes from: {pasted('convert', str(path), str(path.with_suffix('.npz')), trust_pickle=True)}",
+            f"{quoted(path, limit=300)} is a pickle, which can run code, so it was not loaded", code="needs_code",
+            hint="if you trust this file: "
+                f"{pasted('convert', str(path), str(path.with_suffix('.npz')), trust_pickle=True)}",
             path=path,
         )  # fmt: skip
     with open_regular(path) as stream:
@@ -94,9 +95,7 @@ def _from_npz(path: Path) -> dict[str, np.ndarray]:
     odd = sorted({*names} - {*NAMES})
     if "coef_" not in names or odd:
         what = f"it has {listed(odd)}" if odd else "it has no coef_"
-        message = (
-            f"{quoted(path, limit=300)}: expected arrays coef_ and, as far as there are, {', '.join(NAMES[1:])}; {what}"
-        )
+        message = f"{quoted(path, limit=300)}: expected the array coef_ and optionally {', '.join(NAMES[1:])}; {what}"
         raise DataError(message, code="bad_arrays", path=path)
     return dict(read_npz(path, names))
 
@@ -106,7 +105,7 @@ def _checked(path: Path, found: Mapping[str, np.ndarray]) -> LinearClassifier:
     numbers = {name: np.asarray(found[name]) for name in NAMES if name in found and name != "classes_"}
     for name, array in numbers.items():
         if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
-            raise DataError(f"{name} has values that are no finite numbers", code="not_finite")
+            raise DataError(f"{name} has values that are not finite numbers", code="not_finite")
     coefficients = np.atleast_2d(numbers["coef_"])
     num_outputs, num_features = coefficients.shape[0], coefficients.shape[-1]
     if coefficients.ndim != 2 or not coefficients.size:
@@ -120,11 +119,12 @@ def _checked(path: Path, found: Mapping[str, np.ndarray]) -> LinearClassifier:
     for name, row in rows.items():
         if row is None:
             raise DataError(
-                f"{name} has shape {numbers[name].shape}, expected ({sizes[name]},) as coef_ has {coefficients.shape}",
+                f"{name} has shape {numbers[name].shape}, expected ({sizes[name]},) to match coef_ "
+                f"{coefficients.shape}",
                 code="bad_shape",
             )
     if "scale_" in rows and not np.asarray(rows["scale_"]).all():
-        raise DataError("scale_ has zeros, and features are divided by it", code="not_finite")
+        raise DataError("scale_ has zeros, expected nonzero divisors", code="not_finite")
     names = _class_names(found.get("classes_"), num_outputs)
     return LinearClassifier((path,), coefficients, rows.get("intercept_"), rows.get("mean_"), rows.get("scale_"), names)
 
@@ -134,6 +134,9 @@ def _class_names(classes: np.ndarray | None, num_outputs: int) -> tuple[str, ...
     if classes is None:
         return None
     if len(classes) != likelihood_of(num_outputs).num_classes:
-        raise DataError(f"there are {len(classes)} classes_ and {num_outputs} rows of coef_", code="bad_shape")
+        raise DataError(
+            f"classes_ has {len(classes)} entries, which does not match the {num_outputs} rows of coef_",
+            code="bad_shape",
+        )
     is_counted = classes.dtype.kind in "iuf" and bool((classes == np.arange(len(classes))).all())
     return None if is_counted else tuple(str(one) for one in classes.tolist())

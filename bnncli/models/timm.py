@@ -141,14 +141,15 @@ def open_model(place: str, asked: Asked) -> TimmModel:
     """
     for argument in asked.arguments:
         if argument in _NOT_ARGUMENTS:
-            raise UsageError(f"\0model_arg\0 {argument}: the checkpoint's weights are used, and the whole network")
+            raise UsageError(
+                f"\0model_arg\0 {argument} is not supported: the weights come from the checkpoint, and the full "
+                "network is used"
+            )
     folder = Path(place).expanduser()
     if folder.is_dir():
         return _of_folder(place, folder, asked.arguments)
     if ":" in place or place.endswith(("/", ".json", ".safetensors", ".bin", ".pth")):
-        raise UsageError(
-            f"\0model\0: expected timm:NAME, or timm:DIR with a folder that is there; got {'timm:' + place!r}"
-        )
+        raise UsageError(f"\0model\0: expected timm:NAME, or timm:DIR with an existing folder; got {'timm:' + place!r}")
     if "/" in place:
         raise MissingInput(f"no folder {quoted(place, limit=300)}", path=folder)
     channels = asked.arguments.get("in_chans", "3")
@@ -165,7 +166,7 @@ def _of_folder(place: str, folder: Path, arguments: Mapping[str, str]) -> TimmMo
     if not isinstance(network, str) or not isinstance(config, dict) or not isinstance(saved, dict):
         hint = f"\0model\0 hf:{place}" if "architectures" in found or "model_type" in found else None
         raise DataError(
-            f"{quoted(folder / _CONFIG, limit=300)} names no architecture of timm", path=folder / _CONFIG, hint=hint
+            f"{quoted(folder / _CONFIG, limit=300)} names no timm architecture", path=folder / _CONFIG, hint=hint
         )
     weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
@@ -223,14 +224,14 @@ def _config_of(name: str) -> Mapping[str, Any]:
     network, _, tag = name.partition(".")
     if not timm.is_model(network):
         near = difflib.get_close_matches(network, timm.list_models()) or ["resnet50"]
-        raise UsageError(f"\0model\0 timm: there is no network {network!r}; near are {listed(near)}")
+        raise UsageError(f"\0model\0 timm: no network {network!r}; similar names: {listed(near)}")
     try:
         config = timm.get_pretrained_cfg(name)
     except RuntimeError:
         tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{network}.*")]
         raise UsageError(f"\0model\0 timm: {network} has the tags {listed(tags, limit=20)}; got {tag!r}") from None
     if config is None:
-        raise UsageError(f"\0model\0 timm: {name!r} is an old name; give the one that timm has for it now")
+        raise UsageError(f"\0model\0 timm: {name!r} is a deprecated name; use timm's current name for it")
     found: dict[str, Any] = config.to_dict()
     return found
 

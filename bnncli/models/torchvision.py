@@ -105,8 +105,8 @@ def open_model(place: str, asked: Asked) -> Builder:
     for argument in asked.arguments:
         if argument in _NOT_ARGUMENTS:
             raise UsageError(
-                f"\0model_arg\0 {argument}: the checkpoint's weights are used",
-                hint=f"\0model\0 {FORM.text} names a transform",
+                f"\0model_arg\0 {argument} is not supported: the weights come from the checkpoint",
+                hint=f"to set a transform, use \0model\0 {FORM.text}",
             )
     return Builder(name, asked.arguments, WeightsTransform(name, weights) if weights else None)
 
@@ -124,7 +124,7 @@ def _builder(name: str) -> Any:
     if name not in names:
         near = difflib.get_close_matches(name, names) or names[:5]
         raise UsageError(
-            f"\0model\0 torchvision: there is no classifier {name!r} in torchvision.models; near are {listed(near)}"
+            f"\0model\0 torchvision: no classifier {name!r} in torchvision.models; similar names: {listed(near)}"
         )
     return models.get_model_builder(name)
 
@@ -136,7 +136,7 @@ def _weights(name: str, weights: str) -> Any:
     enum = require_torchvision("torchvision").models.get_model_weights(name)
     if weights not in enum.__members__:
         raise UsageError(
-            f"\0model\0 torchvision:{name}: expected weights of {', '.join(enum.__members__)}; got {weights!r}"
+            f"\0model\0 torchvision:{name}: expected weights {', '.join(enum.__members__)}; got {weights!r}"
         )
     return enum[weights]
 
@@ -152,9 +152,10 @@ def _of_auxiliary_heads(name: str, given: Mapping[str, Any], state: Mapping[str,
     """Arguments of Inception and GoogLeNet that the checkpoint tells. Raises UsageError for the one that it cannot."""
     if "transform_input" not in given:
         raise UsageError(
-            f"\0model\0 torchvision:{name} normalises its input once more where it was made with published weights, which a "
-            "checkpoint does not tell",
-            hint="\0model_arg\0 transform_input=true where it began from published weights, transform_input=false otherwise",
+            f"\0model\0 torchvision:{name} normalises its input again if it was trained from published weights, "
+            "and the checkpoint does not record this",
+            hint="set \0model_arg\0 transform_input=true if training started from published weights, else "
+            "transform_input=false",
         )
     return {"aux_logits": any(key.startswith(("AuxLogits.", "aux1.")) for key in state), "init_weights": False}
 

@@ -75,5 +75,5 @@ def test_the_weights_of_a_hugging_face_classifier_ask_for_its_folder() -> None:
     names = ("bert.embeddings.word_embeddings.weight", "bert.pooler.dense.weight", "classifier.weight")
     found = guess(dict.fromkeys(names, (2, 2)))
     assert found is not None
-    assert found.text == "looks like a bert classifier of Hugging Face, whose folder has a config.json"
+    assert found.text == "looks like a Hugging Face bert classifier; such models come in a folder with config.json"
     assert guess({"fc.weight": (2, 2)}) is None

@@ -55,23 +55,23 @@ def test_one_shard_alone_is_told_of_the_folder(tmp_path: Path) -> None:
     save_shards(tmp_path, STATE)
     with pytest.raises(DataError, match="one of 2 shards of a checkpoint") as caught:
         load_checkpoint(tmp_path / "model-00001-of-00002.safetensors")
-    assert caught.value.hint == f"give the folder, for all of them: {tmp_path}"
+    assert caught.value.hint == f"give the folder: {tmp_path}"
 
 
 def test_shards_that_are_missing_are_named(tmp_path: Path) -> None:
     index = save_shards(tmp_path, STATE)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     for _ in range(2):
-        with pytest.raises(MissingInput, match=r"lacks 1 of its 2 shards: 'model-00002-of-00002.safetensors'"):
+        with pytest.raises(MissingInput, match=r"is missing 1 of its 2 shards: 'model-00002-of-00002.safetensors'"):
             load_checkpoint(tmp_path)
         index.unlink(missing_ok=True)
 
 
 BAD_INDEXES = {
-    "names no shards": '{"weight_map": {}}',
+    "lists no shards": '{"weight_map": {}}',
     "expected a weight_map": '["model-00001-of-00002.safetensors"]',
     "outside its folder": '{"weight_map": {"0.bias": "../model.safetensors"}}',
-    r"'0.weight' is in 'model-00001-of-00002.safetensors', by the index in 'no file'": (
+    r"'0.weight' is in 'model-00001-of-00002.safetensors', but the index says 'no file'": (
         '{"weight_map": {"0.bias": "model-00002-of-00002.safetensors", "x": "model-00001-of-00002.safetensors"}}'
     ),
 }
@@ -88,23 +88,23 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, message: str) -> 
 def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     save_shards(tmp_path, STATE, is_indexed=False)
     save_file(STATE, tmp_path / "model-00002-of-00002.safetensors")
-    with pytest.raises(DataError, match=r"'0.weight' is in 'model-00001-of-00002.safetensors' and in"):
+    with pytest.raises(DataError, match=r"'0.weight' is in both 'model-00001-of-00002.safetensors' and"):
         load_checkpoint(tmp_path)
 
 
 def test_two_checkpoints_in_one_folder_have_to_be_chosen_from(tmp_path: Path) -> None:
     index = save_shards(tmp_path, STATE)
     index.with_name("other.safetensors.index.json").write_text(index.read_text())
-    with pytest.raises(DataError, match="holds 2 checkpoints in shards") as caught:
+    with pytest.raises(DataError, match="holds 2 sharded checkpoints") as caught:
         load_checkpoint(tmp_path)
-    assert caught.value.hint == f"give the index of one: {index}"
+    assert caught.value.hint == f"give one index: {index}"
     assert load_checkpoint(index).weights_digest == tensor_digest(STATE)
 
 
 def test_a_shard_that_would_run_code_is_refused(tmp_path: Path) -> None:
     save_shards(tmp_path, STATE, "bin", is_indexed=False)
     torch.save(torch.nn.Linear(1, 1), tmp_path / "model-00002-of-00002.bin")
-    with pytest.raises(Untrusted, match=r"model-00002-of-00002.bin': loading this file would call code"):
+    with pytest.raises(Untrusted, match=r"model-00002-of-00002.bin': loading this file would run code"):
         load_checkpoint(tmp_path)
 
 

@@ -79,7 +79,7 @@ def test_a_state_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no state 'best'; it has 'state_dict', 'callbacks\.EMA\.weights'"):
         load_checkpoint(tmp_path / "a.pt", wanted="best")
     torch.save(RAW, tmp_path / "b.pt")
-    with pytest.raises(UsageError, match="no state 'ema'; it has one alone, at the top"):
+    with pytest.raises(UsageError, match="no state 'ema'; it has only one, at the top level"):
         load_checkpoint(tmp_path / "b.pt", wanted="ema")
 
 
@@ -166,7 +166,7 @@ def test_it_is_said_that_raw_weights_were_picked_where_there_are_averaged_ones(t
     torch.save(saved, tmp_path / "a.pt")
     checkpoint = load_checkpoint(tmp_path / "a.pt")
     assert checkpoint.weights_digest == tensor_digest(RAW)
-    assert checkpoint.notes == (f"raw weights were picked, not the averaged ones (\0state\0 {key})",)
+    assert checkpoint.notes == (f"using the raw weights, not the averaged ones (to use those: \0state\0 {key})",)
     assert load_checkpoint(tmp_path / "a.pt", wanted=key).weights_digest == tensor_digest(MEAN)
     for other in ({"else": torch.ones(1)}, RAW):  # of another network, or the same numbers
         torch.save({**saved, key.split(".")[0]: other}, tmp_path / "a.pt")
@@ -180,7 +180,7 @@ def test_lightnings_callback_has_the_averaged_weights_in_the_place_of_the_raw(cl
     )
     checkpoint = load_checkpoint(path)
     assert checkpoint.weights_digest == tensor_digest(MEAN)
-    note = "averaged weights 'state_dict' were picked, not the raw ones of 'current_model_state'"
+    note = "using the averaged weights 'state_dict', not the raw ones in 'current_model_state'"
     assert checkpoint.notes == (note,) == tuple(cli("inspect", path, "--json").json["notes"])
     assert load_checkpoint(path, wanted="ema").selected_key == "state_dict"
     raw = load_checkpoint(path, wanted="current_model_state")

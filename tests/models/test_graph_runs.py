@@ -72,7 +72,7 @@ def test_a_graph_without_a_linear_head_takes_an_identity_layer(form: str, tmp_pa
     line: list[Any] = ["extract-features", tmp_path / "run", "--model", f"{form}:{tmp_path / file}"]
     line += ["--data", f"train=npz:{tmp_path / 'data.npz'}"]
     refused = cli(*line)
-    assert (refused.code, "no linear step gives the output" in refused.stderr) == (65, True)
+    assert (refused.code, "its output does not come from a linear layer" in refused.stderr) == (65, True)
     assert "--last-layer identity puts an identity layer on the logits" in refused.stderr
     assert cli(*line, "--last-layer", "identity").code == 0
     with torch.no_grad():

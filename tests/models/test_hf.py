@@ -121,7 +121,7 @@ def test_whole_numbers_are_no_weights(tmp_path: Path, form: str) -> None:
     state["classifier.weight"] = (100 * state["classifier.weight"]).to(torch.int8)
     if form == "safetensors":
         save_file(state, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(DataError, match=r"'classifier\.weight' are no real numbers in the weights"):
+    with pytest.raises(DataError, match=r"'classifier.weight' are integers"):
         open_model(f"hf:{folder}", Asked()).build(None if form == "safetensors" else state)
 
 
@@ -156,13 +156,13 @@ def test_half_precision_is_widened_and_a_checkpoint_fills_the_model(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"problem_type": "regression"}, DataError, "a regression head"),
+        ({"problem_type": "regression"}, DataError, "a regression model"),
         ({"quantization_config": {"quant_method": "gptq"}}, DataError, r"are quantised \(gptq\), which is not supported"),
-        ({"architectures": ["ViTModel"]}, DataError, "the model is 'ViTModel', expected one for sequence, image or audio"),
+        ({"architectures": ["ViTModel"]}, DataError, "the model is 'ViTModel', expected a sequence, image or audio"),
         ({"architectures": None}, DataError, "config.json names no architecture"),
-        ({"id2label": {"0": "a", "2": "b"}}, DataError, "id2label does not number its names 0 to 1"),
-        ({"model_type": "own", "auto_map": {"AutoConfig": "own.C"}}, Untrusted, "code of its own .* which is never run"),
-        ({"model_type": "no-such-type"}, DataError, "the model cannot be loaded: ValueError"),
+        ({"id2label": {"0": "a", "2": "b"}}, DataError, "id2label are not 0 to 1"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.C"}}, Untrusted, "code in the folder.*which bnncli never runs"),
+        ({"model_type": "no-such-type"}, DataError, "the model: ValueError"),
         ({"architectures": ["OwnForImageClassification"]}, DataError, "has no OwnForImageClassification"),
     ],
 )  # fmt: skip
@@ -183,10 +183,10 @@ def test_a_missing_folder_or_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(MissingInput, match=r"no config.json in") as told:
         open_model(f"hf:{tmp_path}", Asked())
-    assert told.value.hint == f"it is an adapter: \0model\0 peft:{tmp_path}"
+    assert told.value.hint == f"this is an adapter: use \0model\0 peft:{tmp_path}"
     folder = image_folder(tmp_path / "model", shards=True)
     next(folder.glob("model-00002*")).unlink()
-    with pytest.raises(MissingInput, match=r"1 of \d files of weights are missing: 'model-00002"):
+    with pytest.raises(MissingInput, match=r"1 of \d weight files are missing: 'model-00002"):
         open_model(f"hf:{folder}", Asked())
 
 
@@ -269,7 +269,9 @@ def test_a_processor_that_is_code_of_the_folder_is_not_run(tmp_path: Path) -> No
     config = {"auto_map": {"AutoImageProcessor": "own.Own"}, "image_processor_type": "Own"}
     (folder / "preprocessor_config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text("raise AssertionError('it was run')\n")
-    with pytest.raises(Untrusted, match=r"its image processor is code of its own \(auto_map\), which is never run"):
+    with pytest.raises(
+        Untrusted, match=r"its image processor is defined by code in the folder \(auto_map\), which bnncli never runs"
+    ):
         open_model(f"hf:{folder}", Asked()).transform([pictures()[0]])  # type: ignore[misc]
 
 

@@ -185,5 +185,5 @@ def test_a_nested_feature_extractor_is_found_and_an_odd_rate_refused(tmp_path: P
     np.testing.assert_array_equal(made["input_values"], expected["input_values"])  # type: ignore[index, call-overload]
     path.write_text(json.dumps({**own, "sampling_rate": "16k"}))
     (folder / "processor_config.json").unlink()
-    with pytest.raises(DataError, match="its feature extractor has a sampling_rate of '16k', expected Hz"):
+    with pytest.raises(DataError, match="its feature extractor has sampling_rate '16k', expected an integer in Hz"):
         open_model(f"hf:{folder}", Asked())

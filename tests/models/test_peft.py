@@ -162,16 +162,21 @@ def test_a_weight_that_is_in_neither_folder_is_named(tmp_path: Path) -> None:
     ("changes", "base", "error", "message"),
     [
         ({}, "nowhere", MissingInput, "\0base_model\0: no folder .*nowhere'"),
-        ({}, None, UsageError, "is an adapter of 'some/base', which is no folder here"),
-        ({"base_model_name_or_path": None}, None, UsageError, "names no base model: give \0base_model\0 DIR"),
+        ({}, None, UsageError, "is an adapter for 'some/base', which is not a local folder"),
+        (
+            {"base_model_name_or_path": None},
+            None,
+            UsageError,
+            "does not name its base model; give it with \0base_model\0 DIR",
+        ),
         ({"peft_type": "PROMPT_TUNING"}, "base", DataError, "of kind PROMPT_TUNING adds inputs and cannot be merged"),
         (
             {"peft_type": "XLORA"},
             "base",
             DataError,
-            "of kind XLORA mixes adapters of other folders .* cannot be merged",
+            "of kind XLORA selects adapters from other folders .* cannot be merged",
         ),
-        ({"task_type": "CAUSAL_LM"}, "base", DataError, "an adapter of .* for CAUSAL_LM, expected one for sequence"),
+        ({"task_type": "CAUSAL_LM"}, "base", DataError, "expected an adapter of a sequence.* for CAUSAL_LM"),
     ],
 )
 def test_what_cannot_be_merged_is_refused_in_a_line(
@@ -192,4 +197,4 @@ def test_what_cannot_be_merged_is_refused_in_a_line(
 def test_a_folder_that_is_no_adapter_says_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match=r"no adapter_config.json in") as told:
         open_model(f"peft:{text_folder(tmp_path / 'base')}", Asked())
-    assert told.value.hint == f"it is a whole model: \0model\0 hf:{tmp_path / 'base'}"
+    assert told.value.hint == f"this is a full model: use \0model\0 hf:{tmp_path / 'base'}"

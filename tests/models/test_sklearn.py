@@ -87,8 +87,8 @@ def test_a_model_of_before_that_doubles_two_classes_gives_a_softmax_of_both_scor
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "LinearSVC": (lambda: LinearSVC().fit(X, THREE), "a LinearSVC has no likelihood: its scores are margins"),
     "hinge": (lambda: SGDClassifier().fit(X, TWO), "SGDClassifier with loss 'hinge' has no likelihood"),
-    "calibrated": (lambda: CalibratedClassifierCV(LinearSVC()).fit(X, TWO), "those of several calibrated models"),
-    "one against the rest": (lambda: SGDClassifier(loss="log_loss").fit(X, THREE), r"no softmax of its scores; fit a Log"),
+    "calibrated": (lambda: CalibratedClassifierCV(LinearSVC()).fit(X, TWO), "the probabilities of several calibrated models"),
+    "one against the rest": (lambda: SGDClassifier(loss="log_loss").fit(X, THREE), r"not a softmax of its scores; fit a LogisticRegression"),
     "regression": (lambda: LinearRegression().fit(X, X[:, 0]), "expected a LogisticRegression .* got LinearRegression"),
     "not fitted": (LogisticRegression, "is not fitted"),
     "not linear": (
@@ -112,7 +112,7 @@ class Doubled(StandardScaler):
 def test_types_of_others_in_a_skops_file_are_named_and_not_loaded(tmp_path: Path) -> None:
     skops = pytest.importorskip("skops.io")
     skops.dump(make_pipeline(Doubled(), LogisticRegression()).fit(X, TWO), tmp_path / "model.skops")
-    with pytest.raises(Untrusted, match=r"types that are not scikit-learn's: '.*test_sklearn\.Doubled'"):
+    with pytest.raises(Untrusted, match=r"types from outside scikit-learn: '.*test_sklearn.Doubled'"):
         open_model(str(tmp_path / "model.skops"), Asked())
 
 
@@ -125,10 +125,13 @@ def test_pickles_are_not_loaded(tmp_path: Path) -> None:
 
 ARRAYS: dict[str, Any] = {"coef_": np.ones((3, 4)), "intercept_": np.ones(3)}
 ODD: dict[str, tuple[dict[str, Any], str]] = {
-    "no coef_": ({"weights": np.ones(3)}, "expected arrays coef_ .*; it has 'weights'"),
+    "no coef_": ({"weights": np.ones(3)}, "expected the array coef_ .*; it has 'weights'"),
     "intercepts": ({**ARRAYS, "intercept_": np.ones(2)}, r"intercept_ has shape \(2,\), expected \(3,\)"),
-    "classes": ({**ARRAYS, "classes_": np.arange(4)}, "there are 4 classes_ and 3 rows of coef_"),
-    "NaN": ({**ARRAYS, "coef_": np.full((3, 4), np.nan)}, "coef_ has values that are no finite numbers"),
+    "classes": (
+        {**ARRAYS, "classes_": np.arange(4)},
+        "classes_ has 4 entries, which does not match the 3 rows of coef_",
+    ),
+    "NaN": ({**ARRAYS, "coef_": np.full((3, 4), np.nan)}, "coef_ has values that are not finite numbers"),
     "axes": ({**ARRAYS, "coef_": np.ones((3, 4, 1))}, r"coef_ has shape \(3, 4, 1\), expected \(K, D\)"),
     "scale": ({**ARRAYS, "scale_": np.zeros(4)}, "scale_ has zeros"),
 }
@@ -152,7 +155,7 @@ def test_what_is_no_classifier_is_one_line(content: bytes, tmp_path: Path) -> No
 def test_other_features_than_it_was_fitted_on_are_one_line(tmp_path: Path) -> None:
     np.savez(tmp_path / "model.npz", **ARRAYS)
     network = open_model(str(tmp_path / "model.npz"), Asked()).build(None)
-    with pytest.raises(DataError, match=r"takes 4 features, got inputs of shape \(2, 5\)"):
+    with pytest.raises(DataError, match=r"expects 4 features, got inputs of shape \(2, 5\)"):
         network(torch.zeros(2, 5))
 
 

@@ -102,13 +102,13 @@ def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
             "torchvision:resnet19",
             {},
             UsageError,
-            "there is no classifier 'resnet19' in torchvision.models; near are 'resnet",
+            "no classifier 'resnet19' in torchvision.models; similar names: 'resnet",
         ),
         ("torchvision:fasterrcnn_resnet50_fpn", {}, UsageError, "there is no classifier"),
-        (f"torchvision:{SMALL}:V9", {}, UsageError, "expected weights of IMAGENET1K_V1.*; got 'V9'"),
+        (f"torchvision:{SMALL}:V9", {}, UsageError, "expected weights IMAGENET1K_V1.*; got 'V9'"),
         (f"torchvision:{SMALL}:", {}, UsageError, r"expected torchvision:NAME\[:WEIGHTS\]"),
-        (f"torchvision:{SMALL}", {"weights": "DEFAULT"}, UsageError, "the checkpoint's weights are used"),
-        (f"torchvision:{SMALL}", {"no_such": "1"}, UsageError, "cannot be built: TypeError: .*no_such"),
+        (f"torchvision:{SMALL}", {"weights": "DEFAULT"}, UsageError, "the weights come from the checkpoint"),
+        (f"torchvision:{SMALL}", {"no_such": "1"}, UsageError, ": TypeError:.*no_such"),
         (
             f"torchvision:{SMALL}",
             {"num_classes": "4"},
@@ -119,7 +119,7 @@ def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
             "torchvision:googlenet",
             {},
             UsageError,
-            "normalises its input once more where it was made with published weights",
+            "normalises its input again if it was trained from published weights",
         ),
         ("torchvision:shufflenet_v2_x1_0", {}, DataError, "has shape"),
         (
@@ -145,7 +145,7 @@ def test_a_torchvision_for_another_torch_is_told_in_one_line(monkeypatch: pytest
     monkeypatch.setattr(_torchvision_library, "require", broken)
     with pytest.raises(UsageError, match="it cannot be imported") as error:
         _torchvision_library.require_torchvision("timm")
-    assert f"torch is {torch.__version__}" in str(error.value.hint)
+    assert f"matches torch {torch.__version__}" in str(error.value.hint)
 
 
 @pytest.mark.long
