@@ -220,7 +220,7 @@ def test_a_new_score_is_set_by_an_option_of_its_own(done: list[Invocation], sphe
     assert "--stretch" in done[0].stdout
     assert "Times the spherical score. [default: 1.0]" in " ".join(done[0].stdout.split())
     assert "Times it. [default: 1.0]" in " ".join(done[8].stdout.split())
-    assert (done[9].code, "stretch: 1.0 there, 0.5 asked" in done[9].stderr) == (73, True)
+    assert (done[9].code, "stretch: existing=1.0, requested=0.5" in done[9].stderr) == (73, True)
     assert (done[10].code, "--stretch: expected a number of at most 1; got 2.0" in done[10].stderr) == (2, True)
     rows = done[11].json["rows"]
     own = next(row for row in rows if row["posterior"] == "laplace" and row["split"] == "test")

@@ -237,17 +237,22 @@ def _has_positions(product: Product) -> bool:
 def _notes(form: HeadForm, names: tuple[str, ...], scales: list[Tensor], *, has_positions: bool) -> list[str]:
     notes = []
     if len(form.taps) > 1:
-        notes.append(f"features are those of {len(form.taps)} layers side by side: {', '.join(names)}")
+        notes.append(f"features are the concatenated outputs of {len(form.taps)} layers: {', '.join(names)}")
     elif len(names) > 1:
-        notes.append(f"{len(names)} layers over the same features are merged into one head: {', '.join(names)}")
+        notes.append(f"merged {len(names)} layers over the same features into one head: {', '.join(names)}")
     if len(scales) == 1 and not bool((scales[0] == 1).all()):
-        notes.append("what follows the last layer scales or shifts each logit, and is part of the head")
+        notes.append("the scale or shift applied to each logit after the last layer is part of the head")
     if form.positions == "mean" and has_positions:
-        notes.append("the last layer is applied at every position and averaged: features are averages over positions")
+        notes.append(
+            "the last layer is applied at every position and averaged, so features are averages over positions"
+        )
     if form.positions == "one":
         notes.append(
-            "the last layer is applied at every position and one is taken: features are those of that position"
+            "the last layer is applied at every position and one position is selected, so features come from "
+            "that position"
         )
     if form.reduce_range is not None:
-        notes.append("the last layer is quantised to 8 bits: the head is dequantised, the rest runs as saved")
+        notes.append(
+            "the last layer is quantised to 8 bits: the head is dequantised, the rest of the network runs as saved"
+        )
     return notes

@@ -41,6 +41,7 @@ class PrecisionLoss(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"on the first {self.num_rows} rows logits differ from float32's by at most {self.largest:.2g} (their spread is "
-            f"{self.spread:.2g}), and {self.num_same} of {self.num_rows} predicted classes are the same"
+            f"on the first {self.num_rows} rows, logits differ from float32 by at most {self.largest:.2g} "
+            f"(spread of the logits: {self.spread:.2g}); {self.num_same} of {self.num_rows} predicted classes "
+            "are the same"
         )

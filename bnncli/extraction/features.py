@@ -268,7 +268,7 @@ def _of_layer(layer: nn.Linear, call: Callable[[], Any]) -> tuple[Tensor, Any]:
     if len(captured) != 1:
         raise DataError(
             f"the last linear layer is called {len(captured)} times in one forward pass, expected once",
-            code="not_the_head", hint="name another layer with \0last_layer\0",
+            code="not_the_head", hint="choose another layer with \0last_layer\0",
         )  # fmt: skip
     return captured[0], output
 
@@ -292,8 +292,8 @@ def _logits(output: Tensor, head: Head, features: Tensor) -> Tensor:
 def _check_features(features: Tensor, *, where: str, first_row: int) -> None:
     if features.ndim != 2:
         raise DataError(
-            f"{where}: the last layer takes inputs of shape {tuple(features.shape)}, expected (N, D): "
-            "one vector for each example",
+            f"{where}: the input of the last layer has shape {tuple(features.shape)}, expected (N, D): one "
+                "vector per example",
             code="bad_shape", hint="networks that classify every position or patch are not supported",
         )  # fmt: skip
     if bool(torch.isfinite(features.sum())):
@@ -301,9 +301,9 @@ def _check_features(features: Tensor, *, where: str, first_row: int) -> None:
     bad = (~torch.isfinite(features)).nonzero()
     if len(bad):
         raise DataError(
-            f"{where}: {len(bad)} feature values are NaN or infinite in this batch, the first in row "
-            f"{first_row + int(bad[0, 0])}",
-            code="not_finite", hint="look at that input, and at \0mean\0 and \0std\0",
+            f"{where}: {len(bad)} feature values are NaN or infinite in this batch; the first is in row "
+                f"{first_row + int(bad[0, 0])}",
+            code="not_finite", hint="check that input, \0mean\0 and \0std\0",
         )  # fmt: skip
 
 
@@ -314,8 +314,9 @@ def _check_labels(batch: Batch, head: Head, *, where: str, first_row: int) -> No
     if batch.labels.ndim == 2:
         if batch.labels.shape[1] != head.layout.num_outputs:
             raise DataError(
-                f"{where}: an example has {batch.labels.shape[1]} labels, the head has {head.layout.num_outputs} outputs",
-                code="bad_labels", hint="give data of other labels with \0ood\0, which stores none",
+                f"{where}: each example has {batch.labels.shape[1]} labels, but the head has "
+                    f"{head.layout.num_outputs} outputs",
+                code="bad_labels", hint="pass data with other labels as \0ood\0, which stores no labels",
             )  # fmt: skip
         return
     bad = (batch.labels >= num_classes).nonzero()
@@ -323,15 +324,15 @@ def _check_labels(batch: Batch, head: Head, *, where: str, first_row: int) -> No
         row = int(bad[0, 0])
         if head.layout.num_outputs < head.layout.num_classes:
             raise DataError(
-                f"{where}: the label of row {first_row + row} is {int(batch.labels[row])}, a head of one output takes labels "
-                "0 and 1",
-                code="bad_labels", hint="is it a regression? bnncli takes classifiers",
+                f"{where}: row {first_row + row} has label {int(batch.labels[row])}, but a head with one output "
+                    "expects labels 0 and 1",
+                code="bad_labels", hint="is this a regression? bnncli supports only classifiers",
             )  # fmt: skip
         raise DataError(
-            f"{where}: the label of row {first_row + row} is {int(batch.labels[row])}, the head has classes 0 to "
-            f"{num_classes - 1}",
+            f"{where}: row {first_row + row} has label {int(batch.labels[row])}, but the head has classes 0 to "
+                f"{num_classes - 1}",
             code="bad_labels", hint=FROM_1 if int(batch.labels[row]) == num_classes and int(batch.labels.min()) > 0
-            else "give data of other classes with \0ood\0, which stores no labels",
+            else "pass data with other classes as \0ood\0, which stores no labels",
         )  # fmt: skip
 
 
@@ -340,8 +341,8 @@ def _store(features: Tensor, dtype: torch.dtype, where: str) -> Tensor:
     largest = torch.finfo(dtype).max
     if dtype != torch.float32 and float(features.abs().max()) > largest:
         raise NumericError(
-            f"{where}: a feature of {float(features.abs().max()):.3g} is beyond {largest:.3g}, the range of "
-            f"{str(dtype).removeprefix('torch.')}",
+            f"{where}: a feature has magnitude {float(features.abs().max()):.3g}, which exceeds {largest:.3g}, "
+                f"the maximum of {str(dtype).removeprefix('torch.')}",
             hint="store features with \0dtype\0 float32",
         )  # fmt: skip
     return plain_copy(features, dtype)

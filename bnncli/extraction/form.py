@@ -153,6 +153,6 @@ def _taken(tap: Tap, passed: list[Tensor], operations: Mapping[int, Tensor]) -> 
     if isinstance(tap.at, Place) and tap.at.call < len(passed):
         return passed[tap.at.call]
     raise DataError(
-        "the network takes another way for these inputs than for the first ones, in which its head was found",
-        code="not_the_head", hint="name another layer with \0last_layer\0",
+        "the network runs different operations for these inputs than for the first ones, on which its head was found",
+        code="not_the_head", hint="choose another layer with \0last_layer\0",
     )  # fmt: skip

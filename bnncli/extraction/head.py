@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bnncli.data import Inputs
     from bnncli.extraction.form import HeadForm
 
-IDENTITY_HINT = f"\0last_layer\0 {IDENTITY} puts an identity layer on the logits"
+IDENTITY_HINT = f"\0last_layer\0 {IDENTITY} puts an identity layer on top of the logits"
 _SHOWN = 8  # linear layers that a message names; heads come last
 # Largest |features @ W.T + b - logits| that rounding explains, in units of 1 + max |logits|.
 HEAD_TOLERANCE = 1e-3
@@ -115,7 +115,7 @@ def head_of(model: nn.Module, name: str) -> Head:
     linear = linear_layers(model)
     if name not in linear:
         last = [*linear][-_SHOWN:]
-        before = f" and {len(linear) - _SHOWN} before these" if len(linear) > _SHOWN else ""
+        before = f" and {len(linear) - _SHOWN} earlier ones" if len(linear) > _SHOWN else ""
         raise UsageError(
             f"\0last_layer\0: expected one of {listed(last, limit=_SHOWN) or 'none: there is no torch.nn.Linear'}{before}; "
             f"got {name!r}",
@@ -136,9 +136,9 @@ def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
     actual = output.double()
     if actual.numel() != logits.numel():
         raise DataError(
-            f"the network's output has shape {tuple(output.shape)}, its linear layer {quoted(head.name)} gives "
-            f"{tuple(logits.shape)}: that layer is not the last step",
-            code="not_the_head", hint="name another layer with \0last_layer\0, or return its output as it is",
+            f"the network's output has shape {tuple(output.shape)}, but its linear layer {quoted(head.name)} "
+                f"gives {tuple(logits.shape)}: that layer is not the last step",
+            code="not_the_head", hint="choose another layer with \0last_layer\0, or return this layer's output unchanged",
         )  # fmt: skip
     actual = actual.reshape(logits.shape)
     if head.form is not None:
@@ -147,9 +147,9 @@ def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
     if error <= HEAD_TOLERANCE * (1 + actual.abs().max()):
         return
     raise DataError(
-        f"features times {quoted(head.name)} differ from the network's output by {float(error):.3g}; "
-        f"{_explain(logits, actual)}",
-        code="not_the_head", hint="the network must return the output of its last linear layer as it is",
+        f"features times the weights of {quoted(head.name)} differ from the network's output by "
+            f"{float(error):.3g}; {_explain(logits, actual)}",
+        code="not_the_head", hint="the network must return the output of its last linear layer unchanged",
     )  # fmt: skip
 
 
@@ -167,12 +167,16 @@ def check_link(head: Head, likelihood: str | None = None) -> None:
         return
     is_sigmoid = link == "sigmoid"
     raise DataError(
-        f"the network returns a {link.replace('_', '-')} of its {head.layout.num_outputs} outputs, which does not fit "
-        f"{head.layout.num_classes} classes: "
-        + ("a sigmoid of each says that they do not exclude each other" if is_sigmoid else "it sums to one"),
+        f"the network returns a {link.replace('_', '-')} of its {head.layout.num_outputs} outputs, which does "
+        f"not match {head.layout.num_classes} classes: "
+        + (
+            "a sigmoid of each output means that classes are not mutually exclusive"
+            if is_sigmoid
+            else "its outputs sum to one"
+        ),
         code="not_the_head",
-        hint="return the output of the last linear layer as it is"
-        + (", or add \0task\0 multilabel if each is a label by itself" if is_sigmoid else ""),
+        hint="return the output of the last linear layer unchanged"
+        + (", or add \0task\0 multilabel if each output is a separate label" if is_sigmoid else ""),
     )
 
 
@@ -188,7 +192,9 @@ def advise_layer(error: DataError, model: nn.Module, *, has_logits: bool) -> Dat
         has_logits: whether the network's output can be taken for logits.
     """
     linear = linear_layers(model)
-    others = f"; \0last_layer\0 NAME names another linear layer (there: {listed(linear, limit=20)})" * (len(linear) > 1)
+    others = f"; \0last_layer\0 NAME selects another linear layer (available: {listed(linear, limit=20)})" * (
+        len(linear) > 1
+    )
     identity = f"; {IDENTITY_HINT}" * has_logits
     return DataError(error.message, code=error.code, hint=f"{error.hint}{others}{identity}")
 
@@ -197,13 +203,13 @@ def _explain(logits: Tensor, output: Tensor) -> str:
     """What the network does to the logits, when it is one of the usual things."""
     centered = logits - logits.mean(dim=1, keepdim=True)
     usual: Mapping[str, Tensor] = {
-        "it is the ReLU of the logits: remove the ReLU": logits.relu(),
-        "it is the logits less their mean: remove the centring": centered,
+        "the output is the ReLU of the logits: remove the ReLU": logits.relu(),
+        "the output is the logits minus their mean: remove the centring": centered,
     }
     for text, changed in usual.items():
         if (changed - output).abs().max() <= HEAD_TOLERANCE * (1 + output.abs().max()):
             return text
-    return "something comes after that layer"
+    return "another operation follows that layer"
 
 
 def forward(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -228,16 +234,16 @@ def run_network(model: nn.Module, inputs: Inputs) -> Any:
         ) from error
     except (RuntimeError, IndexError) as error:
         first_line = str(error).strip().split("\n")[0][:200]
-        hint: str | None = "is it the right \0data\0 for this \0model\0? \0resize\0 and \0crop\0 change sizes"
+        hint: str | None = "check that \0data\0 matches \0model\0; \0resize\0 and \0crop\0 change image sizes"
         if (
             isinstance(inputs, Tensor)
             and inputs.ndim == 3
             and any(isinstance(one, nn.Conv2d) for one in model.modules())
         ):
-            hint = "images need a channel axis, (N, C, H, W): save x[:, None] for grey ones"
-        message = f"the network cannot take inputs of shape {_shapes(inputs)}: {first_line}"
+            hint = "images need a channel axis, (N, C, H, W): for greyscale images, save x[:, None]"
+        message = f"the network failed on inputs of shape {_shapes(inputs)}: {first_line}"
         if (beyond := _beyond_embedding(model, inputs)) is not None:
-            message, hint = beyond, "make the inputs with the tokenizer that the network was trained with"
+            message, hint = beyond, "tokenize the inputs with the network's own tokenizer"
         raise DataError(message, code="wrong_inputs", hint=hint) from error
 
 
@@ -248,8 +254,8 @@ def _beyond_embedding(model: nn.Module, inputs: Inputs) -> str | None:
     if not sizes or given is None or given.is_floating_point() or not given.numel() or int(given.max()) < max(sizes):
         return None
     return (
-        f"the network's embedding has {max(sizes)} tokens, numbered from 0; the inputs have token {int(given.max())}: "
-        "the tokenizer is another network's"
+        f"the network's embedding has {max(sizes)} tokens, numbered from 0, but the inputs contain token "
+        f"{int(given.max())}; they were made with a different tokenizer"
     )
 
 
@@ -289,7 +295,7 @@ def chosen_output(returned: Any, name: str) -> Tensor:
     """The output of that name. Raises UsageError where there is none."""
     outputs = outputs_of(returned)
     if name not in outputs and {*outputs} <= {""}:
-        raise UsageError(f"\0output\0: the network returns nothing that has a name: leave it out; got {name!r}")
+        raise UsageError(f"\0output\0: the network's outputs have no names; omit \0output\0; got {name!r}")
     if name not in outputs:
         raise UsageError(
             f"\0output\0: expected one of {listed(outputs, limit=20)}; got {name!r}", hint=near_miss(name, [*outputs])

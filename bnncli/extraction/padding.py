@@ -46,8 +46,8 @@ def padding_warning(split: str, effect: float | None) -> str | None:
     if effect is None or effect <= MUCH:
         return None
     return (
-        f"{split}: padding changes what the network makes of a text: the features of one differ by "
-        f"{percent(effect, '.2g')} from those that it has alone (\0batch_size\0 1 pads least)"
+        f"{split}: padding changes the features: for one text they differ by {percent(effect, '.2g')} from its "
+        "unpadded features (\0batch_size\0 1 pads least)"
     )
 
 

@@ -63,11 +63,11 @@ def check_repeats(model: nn.Module, read: Read, batch: Batch, features: Tensor) 
         return
     if not is_random and change <= _MUCH_OF_8_BITS and any("quantize" in call.operation for call in calls):
         return
-    differ = f": the features of the same rows differ by {percent(change, '.3g')}"
+    differ = f": features of the same rows differ by {percent(change, '.3g')}"
     if not is_random:
         raise _batch_error(f"{differ} between batches", _batch_cause(model, calls))
     cause = _random_cause(model, calls)
-    message = f"the network is random in evaluation mode{differ} from one pass to the next; {cause.text}"
+    message = f"the network is random in evaluation mode{differ} between two passes; {cause.text}"
     raise DataError(message, code="random_network", hint=cause.hint)
 
 
@@ -86,7 +86,7 @@ def explain_refusal(model: nn.Module, first: Callable[[int], Inputs], error: Dat
 
 
 def _batch_error(differ: str, cause: _Cause) -> DataError:
-    message = f"the network depends on the batch in evaluation mode{differ}; {cause.text}"
+    message = f"in evaluation mode, an example's features depend on the rest of the batch{differ}; {cause.text}"
     return DataError(message, code="depends_on_batch", hint=cause.hint)
 
 
@@ -140,7 +140,7 @@ def _random_cause(model: nn.Module, calls: list[Call]) -> _Cause:
     hint = "pass training=self.training to dropout in forward, and leave every module in evaluation mode"
     found = next((call for call in calls if _is_random(call)), None)
     if found is None:
-        return _Cause("the forward pass itself is random", hint)
+        return _Cause("the forward pass is random", hint)
     what = f"{found.operation.partition('::')[2]} in {_module(model, found)}"
     return _Cause(f"{what} draws random numbers", hint)
 
@@ -149,12 +149,12 @@ def _batch_cause(model: nn.Module, calls: list[Call]) -> _Cause:
     found = next((call for call in calls if _uses_batch_statistics(call)), None)
     if found is None:
         return _Cause(
-            "the forward pass itself mixes the examples of a batch", "compute every example of a batch by itself"
+            "the forward pass mixes the examples of a batch", "compute every example independently of its batch"
         )
     return _Cause(
-        f"{_module(model, found)} normalises by the batch's own statistics",
-        "give it running statistics (track_running_stats=True, and passes over training data in train mode), save the "
-        "checkpoint again, and leave every module in evaluation mode",
+        f"{_module(model, found)} normalises with batch statistics",
+        "use running statistics (track_running_stats=True, updated in train mode on the training data), save "
+        "the checkpoint again, and leave every module in evaluation mode",
     )
 
 
@@ -182,7 +182,7 @@ def _module(model: nn.Module, call: Call) -> str:
     name = call.modules[-1] if call.modules else ""
     module = dict(model.named_modules()).get(name)
     if module is None or name == "":
-        return "the network's own forward"
+        return "the network's forward method"
     kind = type(module).__name__
     if getattr(module, "track_running_stats", True) is False or getattr(module, "running_mean", 0) is None:
         return f"{quoted(name)} ({kind} without running statistics)"

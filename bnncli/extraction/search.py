@@ -41,10 +41,13 @@ _VIEWS = {
     *("aten::contiguous", "aten::clone", "aten::detach", "aten::alias", "aten::to", "aten::_to_copy"),
 }
 IDENTITY_NOTE = (
-    "the head is an identity layer on the network's own logits: the posterior is over what scales, mixes and shifts these, not "
-    "over weights of the network"
+    "the head is an identity layer on the network's logits: the posterior covers a scale, mixing and shift of "
+    "the logits, not weights of the network"
 )
-UNIT_NOTE = "the outputs for the first examples lie between 0 and 1 and are taken for logits: a network of probabilities must return these"
+UNIT_NOTE = (
+    "the outputs for the first examples are between 0 and 1 and are treated as logits; a network that returns "
+    "probabilities must return logits instead"
+)
 _USUAL = ("logits", "out")  # what networks call their logits where they return more
 
 
@@ -143,7 +146,7 @@ def _identity_head(tape: Tape, returned: Any, output: str | None) -> Head:
     if len(names) != 1:
         shapes = ", ".join(f"{quoted(name)} {tuple(one.shape)}" for name, one in outputs.items())
         raise DataError(
-            f"an identity layer needs one output with a vector for each example; {tape.num_rows} examples gave {shapes}",
+            f"an identity layer needs one output with one vector per example; {tape.num_rows} examples gave {shapes}",
             code="not_the_head", hint="choose one with \0output\0 NAME" if fitting else None,
         )  # fmt: skip
     tensor = outputs[names[0]]
@@ -152,8 +155,8 @@ def _identity_head(tape: Tape, returned: Any, output: str | None) -> Head:
     sums = rows.sum(1)
     if link == "none" and bool((rows >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
         raise DataError(
-            "the network's outputs are probabilities: they sum to one, and no softmax was seen that made them",
-            code="not_the_head", hint="return what the softmax takes, or the logarithms of the probabilities",
+            "the network's outputs look like probabilities (they sum to one), but no softmax was found",
+            code="not_the_head", hint="return the input of the softmax, or log-probabilities",
         )  # fmt: skip
     taps = () if index is None else (Tap(tap_number(tape, index), -1),)
     doubt = (UNIT_NOTE,) if link == "none" and bool(((rows >= 0) & (rows <= 1)).all()) else ()
@@ -171,7 +174,11 @@ def _offering_identity(error: DataError, tape: Tape, returned: Any, output: str 
 
 
 def _link_notes(link: str) -> tuple[str, ...]:
-    return () if link == "none" else (f"the network returns {LINKS[link].returns}: its logits are what goes in",)
+    return (
+        ()
+        if link == "none"
+        else (f"the network returns {LINKS[link].returns}; bnncli uses the logits before this step",)
+    )
 
 
 def _link(tape: Tape, output: Tensor) -> tuple[str, int | None]:
@@ -212,9 +219,11 @@ def _no_linear(tape: Tape, returned: Any) -> DataError | None:
             names = listed(product.name for product in map(tape.product, before[0]) if product is not None)
             after = ", ".join(dict.fromkeys(tape.calls[index].operation.partition("::")[2] for index in before[1]))
             return DataError(
-                f"the network's output is not linear in any features: it is made from {names} by {after or 'nothing else'}",
+                f"the network's output is not linear in any features: it is computed from {names} by "
+                f"{after or 'nothing else'}",
                 code="no_head",
-                hint="after the last weights only a scale, an average over positions, a softmax or a sigmoid is undone",
+                hint="after the last weights, bnncli supports only a scale, an average over positions, a softmax or "
+                "a sigmoid",
             )
     return None
 
@@ -223,8 +232,10 @@ def _not_one(found: list[_Found], layer: str | None, returned: Any) -> DataError
     """That there are several heads, or none of the name; lists them."""
     heads = listed_heads(found)
     if layer is not None and not any(one.traced.is_in(layer) for one in found):
-        return UsageError(f"\0last_layer\0: {quoted(layer)} gives no output of the network; what does: {heads}")
-    first = f"the network returns {len(returned)} outputs, of which the first is taken; " * isinstance(
+        return UsageError(
+            f"\0last_layer\0: {quoted(layer)} does not produce an output of the network; these do: {heads}"
+        )
+    first = f"the network returns {len(returned)} outputs, and the first is used; " * isinstance(
         returned, (tuple, list)
     )
     hint = f"add \0last_layer\0 {found[0].head.name}" if first else "choose one with \0last_layer\0 NAME"
@@ -233,6 +244,4 @@ def _not_one(found: list[_Found], layer: str | None, returned: Any) -> DataError
 
 def listed_heads(found: list[_Found]) -> str:
     """Heads with their sizes and the outputs that they give."""
-    return ", ".join(
-        f"{quoted(one.head.name)} ({one.head.layout}; gives output {quoted(one.form.output)})" for one in found
-    )
+    return ", ".join(f"{quoted(one.head.name)} ({one.head.layout}; output {quoted(one.form.output)})" for one in found)

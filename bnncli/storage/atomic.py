@@ -42,7 +42,10 @@ def write_error(error: OSError, path: Path) -> BnnError:
         return OutputExists(message, hint=ELSEWHERE, code="not_writable", path=path)
     if error.errno == errno.ELOOP:
         return OutputExists(
-            f"{path} is a symbolic link, which is not followed", hint="remove it", code="not_writable", path=path
+            f"{path} is a symbolic link, and bnncli does not write through links",
+            hint="remove it",
+            code="not_writable",
+            path=path,
         )
     hint = f"free space on the file system of {path.parent}" if error.errno in _FULL else None
     if error.errno == errno.ENOENT:  # the folder cannot be made, as in /proc, or is gone
@@ -137,7 +140,7 @@ def published_together(before: Callable[[Sequence[Path]], None]) -> Iterator[Non
 def _said_of_all(error: BnnError, num_there: int, num_files: int) -> BnnError:
     """The error of one of several files, where others have their names already."""
     if num_there:
-        there = f"{num_there} of {num_files} files that belong together are in place: run the command again"
+        there = f"{num_there} of {num_files} related files were already written: run the command again"
         message = f"{error.message.removesuffix(_UNCHANGED)}; {there}"
         return type(error)(message, hint=error.hint, code=error.code, path=error.path)
     return error
@@ -152,7 +155,9 @@ def _take_name(file: Waiting) -> None:
             _link(file.temporary, file.target)
     except FileExistsError:
         raise OutputExists(
-            f"{file.target} was written by somebody else meanwhile", hint="run the command again", path=file.target
+            f"{file.target} was written by another process in the meantime",
+            hint="run the command again",
+            path=file.target,
         ) from None
     except OSError as error:
         raise write_error(error, file.target) from None
@@ -177,8 +182,8 @@ def _sync_name(target: Path) -> None:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise WriteError(
-            f"{target} is written and in place, but its folder could not be synced: {reason}; "
-            "the file may be gone after a power failure",
+            f"{target} was written, but its folder could not be synced: {reason}; the file may be lost after a "
+            "power failure",
             hint="check the file system, and run the command again with \0force\0",
             path=target,
         ) from None
@@ -228,14 +233,14 @@ def check_free_space(folder: Path, size: int) -> None:
     needed = int(size * 1.1) + SPARE_BYTES
     if free < needed:
         raise WriteError(
-            f"{folder}: about {needed >> 20} MiB are needed, {SPARE_BYTES >> 20} of them to spare, and {free >> 20} MiB are free"
-            f"{_UNCHANGED}",
+            f"{folder}: about {needed >> 20} MiB of disk space are needed (with {SPARE_BYTES >> 20} MiB to "
+            f"spare), but only {free >> 20} MiB are free{_UNCHANGED}",
             hint="free space, or choose another place with \0run_dir\0",
             path=folder,
         )
 
 
-_COPY_ELSEWHERE = "choose another place with \0run_dir\0 DIR: a copy of the run folder, where there is one already"
+_COPY_ELSEWHERE = "choose another place with \0run_dir\0 DIR (if there is a run folder already, copy it there first)"
 
 
 def check_writable(folder: Path, *, hint: str = _COPY_ELSEWHERE) -> None:

@@ -137,7 +137,7 @@ def _in_graph(path: Path, content: mmap.mmap, *, is_whole: bool) -> _Found:
 
 
 def _not_ours(path: Path) -> DataError:
-    return DataError(f"{path} is no model that bnncli exported", code="not_an_artifact", path=path)
+    return DataError(f"{path} is not a model exported by bnncli", code="not_an_artifact", path=path)
 
 
 def _parts(content: bytes) -> Mapping[str, bytes]:

@@ -60,7 +60,7 @@ def of_another_recipe(header: Header) -> tuple[Header, str] | None:
     there, here = (_said(one.provenance["params"].get(name)) for one in (newest, header))
     return (
         newest,
-        f"split {newest.path.stem!r} was made with another \0{name}\0 ({there} there, {here} here)",
+        f"split {newest.path.stem!r} used \0{name}\0 {there}, split {header.path.stem!r} used {here}",
     )
 
 

@@ -156,25 +156,25 @@ def check_split(path: Path, split: FeatureFile) -> None:
     if str(split.features.dtype) not in CHECK_TOLERANCE:
         raise DataError(f"{path}: expected features in float32 or float16, got {split.features.dtype}", path=path)
     if split.names is not None and (split.names.shape != (rows,) or split.names.dtype.kind != "S"):
-        raise DataError(f"{path}: expected a name for each of {rows} rows", code="bad_shape", path=path)
+        raise DataError(f"{path}: expected one name for each of {rows} rows", code="bad_shape", path=path)
     if split.likelihood not in (None, MULTILABEL, *([BINARY] if split.head_weight is None else [])):
         raise DataError(f"{path}: unknown likelihood {split.likelihood!r}", code="damaged", path=path)
     bad = _rows_not_finite(split.features)
     if len(bad):
         raise DataError(
-            f"{path}: {len(bad)} rows are not finite, the first is row {bad[0]}", code="not_finite", path=path
+            f"{path}: {len(bad)} rows are not finite; the first is row {bad[0]}", code="not_finite", path=path
         )
     if labels is not None and not has_exclusive_classes(split.likelihood):
         if labels.shape != (rows, len(split.classes)) or labels.dtype != np.uint8 or labels.max() > 1:
-            message = f"{path}: labels must be zeros and ones ({rows}, {len(split.classes)}) as uint8"
+            message = f"{path}: expected labels of zeros and ones, shape ({rows}, {len(split.classes)}), type uint8"
             raise DataError(f"{message}; got {labels.dtype} {labels.shape}", code="bad_labels", path=path)
     elif labels is not None and labels.ndim != 1:
-        raise DataError(f"{path}: labels must be one a row, got shape {labels.shape}", code="bad_labels", path=path)
+        raise DataError(f"{path}: expected one label per row, got shape {labels.shape}", code="bad_labels", path=path)
     elif labels is not None:
         wrong = np.flatnonzero((labels < 0) | (labels >= len(split.classes)))
         if labels.shape != (rows,) or len(wrong):
             first = f"; row {wrong[0]} has {labels[wrong[0]]}" if len(wrong) else ""
-            message = f"{path}: labels must be 0 to {len(split.classes) - 1}, one a row{first}"
+            message = f"{path}: expected one label per row from 0 to {len(split.classes) - 1}{first}"
             raise DataError(message, code="bad_labels", path=path)
     if split.head_weight is None:
         return
@@ -186,7 +186,7 @@ def check_split(path: Path, split: FeatureFile) -> None:
         or (split.head_bias is not None and split.head_bias.shape != (len(split.head_weight),))
     ):
         raise DataError(
-            f"{path}: head {split.head_weight.shape} does not fit features {split.features.shape}",
+            f"{path}: head {split.head_weight.shape} does not match features {split.features.shape}",
             code="bad_shape",
             path=path,
         )
@@ -197,9 +197,10 @@ def check_split(path: Path, split: FeatureFile) -> None:
     tolerance = CHECK_TOLERANCE[str(split.features.dtype)] * (1 + np.abs(split.check_logits).max())
     if not error <= tolerance:
         raise DataError(
-            f"{path}: features times head differs from the network's logits by {error:.3g} (tolerance {tolerance:.3g})",
+            f"{path}: features times head weights differ from the network's logits by {error:.3g} (tolerance "
+            f"{tolerance:.3g})",
             code="self_check",
-            hint="the file is damaged or mixed up: run extract-features \0force\0",
+            hint="the file is damaged or inconsistent: run extract-features \0force\0",
             path=path,
         )
 

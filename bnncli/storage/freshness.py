@@ -70,7 +70,7 @@ def decide(
     """
     for source in sources:
         if is_same_file(target, source.path):
-            raise UsageError(f"the output {target} is also an input; choose another with \0name\0 or \0out\0")
+            raise UsageError(f"the output {target} is also an input; choose another file with \0name\0 or \0out\0")
     if not target.exists() and not target.is_symlink():
         return Decision("compute")
     header = _header_or_refuse(target, kind, force)
@@ -83,7 +83,7 @@ def decide(
             return Decision("replace", why, header)
         different = differences(recorded, params)
         raise OutputExists(
-            f"{target} exists and was made with other options ({different})",
+            f"{target} already exists with other options ({different})",
             path=target,
             hint="add \0force\0 to replace it" + _KEEP_BOTH.get(kind, f", or {another} to keep both"),
         )
@@ -108,10 +108,12 @@ def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
         if force and carries_our_mark(target):
             return None
         hint = "add \0force\0 to replace it" if carries_our_mark(target) else f"move it away, or {_elsewhere(kind)}"
-        raise OutputExists(f"{target} exists and cannot be used: {error.message}", hint=hint, path=target) from None
+        raise OutputExists(
+            f"{target} already exists and cannot be used: {error.message}", hint=hint, path=target
+        ) from None
     if header.kind != kind:
         raise OutputExists(
-            f"{target} exists and is of kind {header.kind}, not {kind}",
+            f"{target} already exists and is of kind {header.kind}, expected {kind}",
             hint=_elsewhere(kind),
             path=target,
         )
@@ -157,10 +159,14 @@ def _chosen(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name != "transform"}
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What differs between the options of what is there and those that were asked for, for people."""
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, labels: tuple[str, str] = ("existing", "requested")
+) -> str:
+    """Return the options that differ with both values, such as `mean: existing=none, requested='0.1918'`."""
+    first, second = labels
     names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
-    return ", ".join(f"{name}: {_said(old, name)} there, {_said(new, name)} asked" for name in names) or "other options"
+    found = (f"{name}: {first}={_said(old, name)}, {second}={_said(new, name)}" for name in names)
+    return "; ".join(found) or "other options"
 
 
 def _said(params: Mapping[str, Any], name: str) -> str:
@@ -266,7 +272,7 @@ def _staleness_of_features(header: Header) -> Stale | None:
         return None
     other, why = mixed
     newest = max(header, other, key=lambda one: str(one.provenance.get("created_at")))
-    return Stale(f"the splits of the run do not belong together: {why}", newest)
+    return Stale(f"the splits of the run are inconsistent: {why}", newest)
 
 
 class Remake(Protocol):
@@ -281,7 +287,7 @@ def refresh_command(header: Header, stale: Stale, remake: Remake) -> str | None:
     return remake(header) if stale.maker is None else remake(stale.maker, force=True)
 
 
-UNKNOWN_MAKER = "make it again with the command that made it: its header records none of bnncli's"
+UNKNOWN_MAKER = "run the command that created it again; its header records no bnncli command"
 
 
 def check_fresh(

@@ -148,7 +148,7 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
     except (OSError, ValueError) as error:
         _raise_if_unreadable(path, error)
         raise DataError(
-            f"{path} is truncated, or not HDF5", code="truncated", hint="make it again", path=path
+            f"{path} is truncated, or not an HDF5 file", code="truncated", hint="make it again", path=path
         ) from None
     with file:
         is_same = _state(file) == before

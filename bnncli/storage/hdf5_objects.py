@@ -29,25 +29,25 @@ def check_objects(path: Path, file: h5py.h5f.FileID) -> None:
     while groups:
         group = groups.pop()
         if hash(group) in seen:
-            raise DataError(f"{path}: groups form a loop", path=path)
+            raise DataError(f"{path}: its groups form a cycle", path=path)
         seen.add(hash(group))
         for link in group:
             count += 1
             if count > MAX_OBJECTS:
-                raise DataError(f"{path}: more than {MAX_OBJECTS} objects", path=path)
+                raise DataError(f"{path}: it has more than {MAX_OBJECTS} objects", path=path)
             name = link.decode("utf-8", "surrogateescape")
             if group.links.get_info(link).type != h5py.h5l.TYPE_HARD:
-                raise Untrusted(f"{path}: {name!r} is a link to somewhere else", code="hdf5_link", path=path)
+                raise Untrusted(f"{path}: {name!r} is a link, which is not allowed", code="hdf5_link", path=path)
             entry = h5py.h5o.open(group, link)
             if isinstance(entry, h5py.h5g.GroupID):
                 groups.append(entry)
             elif isinstance(entry, h5py.h5d.DatasetID):
                 declared += _check_dataset(path, name, entry)
             else:
-                raise DataError(f"{path}: {name!r} is neither array nor group", path=path)
+                raise DataError(f"{path}: {name!r} is neither an array nor a group", path=path)
     if declared > path.stat().st_size:
         raise DataError(
-            f"{path}: declares {declared} bytes of data and has {path.stat().st_size}",
+            f"{path}: it declares {declared} bytes of data but has only {path.stat().st_size}",
             code="size_mismatch",
             path=path,
         )
@@ -58,12 +58,14 @@ def _check_dataset(path: Path, name: str, entry: h5py.h5d.DatasetID) -> int:
     made, space = entry.get_create_plist(), entry.get_space()
     layout = made.get_layout()
     if layout == h5py.h5d.VIRTUAL or made.get_external_count():
-        raise Untrusted(f"{path}: {name!r} takes its data from another file", code="hdf5_external", path=path)
+        raise Untrusted(
+            f"{path}: {name!r} stores its data in another file, which is not allowed", code="hdf5_external", path=path
+        )
     if layout not in _PLAIN or made.get_nfilters() or space.get_simple_extent_type() == h5py.h5s.NULL:
-        raise DataError(f"{path}: {name!r} is not stored as bnncli stores arrays", path=path)
+        raise DataError(f"{path}: {name!r} does not use bnncli's storage layout", path=path)
     kind, size = entry.dtype, space.get_simple_extent_npoints()
     if not is_text(kind) and kind.kind not in "fiubS":
-        raise DataError(f"{path}: {name!r} has the unexpected type {kind}", path=path)
+        raise DataError(f"{path}: {name!r} has unexpected type {kind}", path=path)
     if not is_text(kind) and size and entry.get_storage_size() != size * kind.itemsize:
         raise DataError(f"{path}: {name!r} declares more data than it has", code="size_mismatch", path=path)
     return int(size) * kind.itemsize

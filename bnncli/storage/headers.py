@@ -72,7 +72,7 @@ def check_header(path: Path, kind: Any, schema: Any, digest: Any, provenance: An
     major, own = int(version[1]), int(SCHEMA.partition(".")[0])
     if major > own:
         raise DataError(
-            f"{path}: schema {schema} was made by a newer bnncli; this one reads {SCHEMA}",
+            f"{path}: schema {schema} was written by a newer bnncli; this version reads {SCHEMA}",
             code="future_schema",
             hint="upgrade bnncli",
             path=path,
@@ -82,9 +82,7 @@ def check_header(path: Path, kind: Any, schema: Any, digest: Any, provenance: An
     if not is_text(digest) or not isinstance(provenance, dict) or not isinstance(meta, dict):
         raise DataError(f"{path}: its header is damaged", code="bad_header", path=path)
     if (field := odd_field(kind, provenance, meta)) is not None:
-        raise DataError(
-            f"{path}: its header is damaged: {field!r} is not what it should be", code="bad_header", path=path
-        )
+        raise DataError(f"{path}: its header is damaged: field {field!r} is invalid", code="bad_header", path=path)
     return Header(path, kind, schema, digest, provenance, meta)
 
 
@@ -106,12 +104,12 @@ def interpreting(path: Path) -> Iterator[None]:
 def parse_json(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_BYTES) -> Any:
     """Strict JSON: at most 1 MiB or what is said, no duplicate keys, finite numbers, not deeply nested; else DataError."""
     if len(text) > most_bytes:
-        raise DataError(f"{path}: its header has {len(text)} bytes; at most {most_bytes} are allowed", path=path)
+        raise DataError(f"{path}: its header has {len(text)} bytes, expected at most {most_bytes}", path=path)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         if len(keys) != len(set(keys)):
-            raise DataError(f"{path}: its header has a key twice", code="bad_header", path=path)
+            raise DataError(f"{path}: its header has a duplicate key", code="bad_header", path=path)
         return dict(pairs)
 
     def finite(number: str) -> float:

@@ -46,7 +46,10 @@ def artifact_lock(
         return
     if path.parent.is_symlink():
         raise OutputExists(
-            f"{path.parent} is a symbolic link, which is not followed", hint="remove it", code="not_writable", path=path
+            f"{path.parent} is a symbolic link, and bnncli does not write through links",
+            hint="remove it",
+            code="not_writable",
+            path=path,
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +78,7 @@ def _acquire(descriptor: int, path: Path, wait: float, poll: Callable[[], None],
             return
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                without = f"the file system of {path} has no file locks"
+                without = f"the file system of {path} does not support file locks"
                 raise WriteError(without, hint="choose another place with \0run_dir\0", path=path) from None
             if error.errno in (errno.EACCES, errno.EPERM):
                 raise OutputExists(f"cannot lock {path}: {os.strerror(error.errno)}", path=path) from None

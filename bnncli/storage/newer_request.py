@@ -20,7 +20,7 @@ from bnncli.storage.headers import Header, parse_json
 from bnncli.storage.provenance import Source, params_hash
 
 SCHEMA = "bnncli.newer-request/1"
-UNFINISHED = "it did not end"
+UNFINISHED = "it did not finish"
 _MAX_REASON = 500
 
 
@@ -64,7 +64,7 @@ def newer_request(header: Header) -> str | None:
     if note is None or note.get("request") == own_digest(header):
         return None
     what = "other data" if "together" not in note else "other splits"
-    return f"extract-features was asked for {what} since, in vain: {note.get('reason', UNFINISHED)}"
+    return f"the last extract-features, for {what}, failed ({note.get('reason', UNFINISHED)})"
 
 
 def published_meanwhile(header: Header) -> dict[str, str]:

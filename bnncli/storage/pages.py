@@ -37,13 +37,13 @@ def check_page_path(
     """
     folder = target.parent
     if not folder.exists():
-        hint = f"make the folder, or choose another place with {flag}"
-        raise OutputExists(f"{flag}: there is no folder {folder}", hint=hint, code="not_writable", path=folder)
+        hint = f"create the folder, or choose another place with {flag}"
+        raise OutputExists(f"{flag}: no folder {folder}", hint=hint, code="not_writable", path=folder)
     check_side_output(target, flag, "report", is_ours=_is_ours, force=force, others=others)
     recorded = _recorded(target)
     if recorded is not None and recorded != options and not force:
         raise OutputExists(
-            f"{target} exists and was made with other options ({differences(recorded, options)})",
+            f"{target} already exists with other options ({differences(recorded, options)})",
             hint=f"add \0force\0 to replace it, or {flag} FILE to keep both",
             path=target,
         )

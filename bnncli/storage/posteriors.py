@@ -132,7 +132,7 @@ def _check_prior(path: Path, tensors: Mapping[str, Tensor], header: Header) -> N
     except (ValueError, RuntimeError) as error:
         raise DataError(f"{path} is damaged: {error}", code="damaged", hint="make it again", path=path) from None
     if stated != stored and not (stated and stored and stated.is_close(stored)):
-        message = f"its header says prior precision {stated or 'none'} and its tensors {stored or 'none'}"
+        message = f"its header has prior precision {stated or 'none'}, but its tensors have {stored or 'none'}"
         raise DataError(f"{path} is damaged: {message}", code="damaged", hint="make it again", path=path)
 
 
@@ -165,7 +165,7 @@ def read_document(path: Path) -> dict[str, Any]:
     metadata = entries.get("__metadata__", {}) if isinstance(entries, dict) else {}
     if not isinstance(metadata, dict) or METADATA_KEY not in metadata:
         raise DataError(
-            f"{path}: not a bnncli artifact (a safetensors file without our header)",
+            f"{path}: not a bnncli artifact (a safetensors file without a bnncli header)",
             code="wrong_kind",
             path=path,
         )

@@ -131,7 +131,7 @@ def read_predictions(path: Path) -> PredictionFile:
         raise DataError(f"{path}: has no {', '.join(missing) or 'classes'}", code="damaged", path=path)
     lacking = [name for name in _GROUPS if name not in arrays]
     if 0 < len(lacking) < len(_GROUPS):
-        raise DataError(f"{path}: has groups of draws and no {', '.join(lacking)}", code="damaged", path=path)
+        raise DataError(f"{path}: it has groups of draws but no {', '.join(lacking)}", code="damaged", path=path)
     sizes = {"N": len(arrays["sample_id"]), "C": len(classes), "2": 2, "S": len(arrays.get("probs_samples", ()))}
     sizes |= {"G": len(arrays.get("group_weights", ())), "R": len(arrays.get("group_rows", ()))}
     of_labels = {} if has_exclusive_classes(recorded_name(header.meta)) else _OF_LABELS
@@ -160,7 +160,7 @@ def _check_samples(path: Path, samples: Array | None, probs: Array) -> None:
         rows = slice(start, start + _CHECK_ROWS)
         error = np.abs(samples[:, rows].mean(axis=0, dtype=np.float64) - probs[rows]).max(initial=0)
         if not error <= 1e-3:
-            raise DataError(f"{path}: the mean of probs_samples is not probs", code="damaged", path=path)
+            raise DataError(f"{path}: the mean of probs_samples does not match probs", code="damaged", path=path)
 
 
 def _check_groups(path: Path, arrays: Mapping[str, Array]) -> None:
@@ -170,12 +170,12 @@ def _check_groups(path: Path, arrays: Mapping[str, Array]) -> None:
     means, kept, weights = (arrays[name] for name in _GROUPS)
     is_ordered = bool(np.all(np.diff(kept) > 0)) and (len(kept) == 0 or 0 <= kept[0] <= kept[-1] < len(arrays["probs"]))
     if not is_ordered or not np.issubdtype(kept.dtype, np.integer):
-        raise DataError(f"{path}: group_rows are not ascending rows of the split", code="damaged", path=path)
+        raise DataError(f"{path}: group_rows must be ascending rows of the split", code="damaged", path=path)
     if len(weights) < 2 or not np.all(weights >= 0) or not abs(weights.sum() - 1) <= 1e-9:
-        raise DataError(f"{path}: group_weights are not two or more shares of one", code="damaged", path=path)
+        raise DataError(f"{path}: expected at least two group_weights that sum to one", code="damaged", path=path)
     for start in range(0, len(kept), _CHECK_ROWS):
         rows = slice(start, start + _CHECK_ROWS)
         mixed = np.tensordot(weights, means[:, rows].astype(np.float64), axes=1)
         error = np.abs(mixed - arrays["probs"][kept[rows]]).max(initial=0)
         if not error <= 1e-6:
-            raise DataError(f"{path}: the mean of group_probs is not probs", code="damaged", path=path)
+            raise DataError(f"{path}: the mean of group_probs does not match probs", code="damaged", path=path)

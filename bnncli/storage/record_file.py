@@ -97,7 +97,7 @@ class _Writer:
             except Exception as error:  # of any kind: it belongs to the main thread
                 self._failure = error
             except BaseException as error:  # a thread that ended would be waited for without end
-                self._failure = RuntimeError(f"the writer of records was ended by {error!r}")
+                self._failure = RuntimeError(f"the record writer stopped with {error!r}")
                 self._failure.__cause__ = error
             finally:
                 self._queue.task_done()
@@ -163,7 +163,7 @@ class RecordFile:
                 shutil.copyfile(self._leaders, self.path)
             stream = self._open(os.O_RDWR)
         except FileNotFoundError:
-            raise unusable(self._state, f"its {self._what} ({self.path.name}) are gone") from None
+            raise unusable(self._state, f"its {self._what} ({self.path.name}) are missing") from None
         except OSError as error:
             raise write_error(error, self.path) from None
         self._stream, self._written = stream, num_records

@@ -116,7 +116,7 @@ def read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor] | N
     except (DataError, SafetensorError, ValueError, KeyError) as error:
         raise unusable(path, " ".join(str(error).removeprefix(str(path)).strip(": ").split())[:120]) from None
     if document.get("kind") != KIND or document.get("schema") != SCHEMA:
-        raise unusable(path, "it is no resume state of this version")
+        raise unusable(path, "it is not a resume state of this version")
     if tensor_digest(tensors) != document.get("content_digest"):
         raise unusable(path, "its content does not match its digest")
     differing = _differences(document.get("identity"), dict(identity))
@@ -144,7 +144,7 @@ def remove_state(path: Path) -> None:
 
 def unusable(path: Path, why: str, *, code: str = "damaged") -> DataError:
     """The error for a state that cannot be continued."""
-    hint = f"start again without \0resume\0; to discard the state: rm {shlex.quote(str(path))}"
+    hint = f"start over without \0resume\0; to discard the state: rm {shlex.quote(str(path))}"
     return DataError(f"cannot resume from {path}: {why}", hint=hint, code=code, path=path)
 
 
@@ -169,7 +169,8 @@ _WORDS = {
     "algo_rev": "another revision of the algorithm",
     "seed": "another seed",
     "weights_digest": "another checkpoint",
-    "groups": "networks in other batches (workers and \0shards\0 have them apart, and otherwise they are one)",
+    "groups": "networks grouped into different batches (with workers or \0shards\0 they are separate; otherwise they form "
+    "one batch)",
 }
 
 

@@ -21,8 +21,8 @@ MAX_NAME_BYTES = 255
 _LOCKS = ".locks"
 # How a folder with this file is named.
 _MODELS = {
-    "adapter_config.json": "name it as the model: \0model\0 peft:DIR \0base_model\0 BASE",
-    "config.json": "name it as the model: \0model\0 hf:DIR (timm:DIR where timm wrote it)",
+    "adapter_config.json": "pass it as the model: \0model\0 peft:DIR \0base_model\0 BASE",
+    "config.json": "pass it as the model: \0model\0 hf:DIR (timm:DIR if timm wrote it)",
 }
 
 
@@ -51,7 +51,7 @@ class RunFolder:
                 raise _is_folder(checkpoint)
         if any(part.endswith(".bnn") for part in checkpoint.parts[:-1]):
             raise MissingInput(
-                f"expected a checkpoint; {checkpoint} lies in a run folder",
+                f"expected a checkpoint, but {checkpoint} is inside a run folder",
                 path=checkpoint,
                 hint="give the checkpoint first, and the artifact by name (\0base\0, \0posterior\0)",
             )
@@ -81,9 +81,13 @@ class RunFolder:
         """
         network = self.posterior("map")
         if target.with_suffix(network.suffix).absolute() == network.absolute():
-            raise UsageError(f"{network} is the network as trained, which later commands need; choose another \0name\0")
+            raise UsageError(
+                f"{network} is reserved for the trained network, which later commands need; choose another \0name\0"
+            )
         if target.with_suffix("").absolute() == self.posterior(FEATURES_NAME, suffix="").absolute():
-            raise UsageError(f"{FEATURES_NAME!r} is the name of scores that need no posterior; choose another \0name\0")
+            raise UsageError(
+                f"the name {FEATURES_NAME!r} is reserved for scores that need no posterior; choose another \0name\0"
+            )
         for suffix in POSTERIOR_SUFFIXES:
             other = target.with_suffix(suffix)
             if suffix != target.suffix and other.exists():
@@ -114,8 +118,8 @@ class RunFolder:
         for folder in [one for one in target.parents if one != self.root and one.is_relative_to(self.root)]:
             if folder.is_symlink():
                 raise OutputExists(
-                    f"{folder} is a symbolic link, which is not followed to write", code="not_writable", path=folder,
-                    hint="replace the link by a folder, or link the whole run folder",
+                    f"{folder} is a symbolic link, and bnncli does not write through links", code="not_writable", path=folder,
+                    hint="replace the link with a folder, or link the whole run folder",
                 )  # fmt: skip
 
     def lock(self, target: Path) -> Path:
@@ -180,7 +184,7 @@ class RunFolder:
             if Path(name_or_file).is_file():
                 return Path(name_or_file)
             came = f"{name_or_file} is a folder" if Path(name_or_file).is_dir() else f"no file {name_or_file}"
-            raise MissingInput(f"{flag}: expected a posterior's name or file; {came}", path=name_or_file)
+            raise MissingInput(f"{flag}: expected the name or file of a posterior; {came}", path=name_or_file)
         check_artifact_name(name_or_file, flag)
         places = [self.posterior(name_or_file, suffix=suffix) for suffix in POSTERIOR_SUFFIXES]
         for path in places:
@@ -189,7 +193,7 @@ class RunFolder:
         names = [path.stem for path in self.posteriors()]
         there, maker = ", ".join(names) or "none", (None if is_meant else near_miss(name_or_file, names)) or maker
         raise MissingInput(
-            f"no posterior {name_or_file!r} for {self.checkpoint} (looked for {places[0]}; there: {there})",
+            f"no posterior {name_or_file!r} for {self.checkpoint} (looked for {places[0]}; available: {there})",
             hint=maker,
             path=places[0],
         )
@@ -210,7 +214,7 @@ def _is_folder(folder: Path) -> MissingInput:
             message = f"expected a checkpoint file; {folder} is the folder of a saved model"
             return MissingInput(message, hint=way.replace("DIR", str(folder)), path=folder)
     own = folder.with_suffix("") if folder.suffix == ".bnn" else None
-    hint = f"give the checkpoint itself: {own}" if own else "give the checkpoint file in it"
+    hint = f"give the checkpoint itself: {own}" if own else "give the checkpoint file inside it"
     return MissingInput(f"expected a checkpoint file; {folder} is a folder", hint=hint, path=folder)
 
 

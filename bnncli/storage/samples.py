@@ -159,7 +159,7 @@ def read_samples(path: Path) -> SampleFile:
     main = "head_weight" if theta is None else "theta"
     if arrays.get(f"posterior/{main}", np.empty(0)).ndim != len(_AXES[main]):
         axes = ", ".join(_AXES[main])
-        raise DataError(f"{path}: has no draws posterior/{main} ({axes})", code="damaged", path=path)
+        raise DataError(f"{path}: no draws posterior/{main} ({axes})", code="damaged", path=path)
     for values in (weight, bias, theta):
         if values is not None and not np.isfinite(values).all():
             raise DataError(f"{path}: some draws are not finite", code="not_finite", path=path)

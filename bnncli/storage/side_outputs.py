@@ -30,6 +30,6 @@ def check_side_output(
         raise UsageError(f"{flag}: {target} is an input or another output of this command; choose another name")
     check_writable(target.parent, hint=f"choose another place with {flag}")
     if target.is_dir() or (target.exists() and not force and not (target.is_file() and is_ours(target))):
-        what = "is a folder" if target.is_dir() else f"exists and is no {kind} of bnncli"
-        hint = f"give {flag} another name" + ("" if target.is_dir() else ", or add \0force\0 to replace it")
+        what = "is a folder" if target.is_dir() else f"exists and is not a {kind} created by bnncli"
+        hint = f"give another name to {flag}" + ("" if target.is_dir() else ", or add \0force\0 to replace it")
         raise OutputExists(f"{target} {what}", hint=hint, path=target)

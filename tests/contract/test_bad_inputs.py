@@ -141,10 +141,10 @@ def test_a_training_split_without_labels_is_refused_by_fits(cli: Cli, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("predict", "--split", "tset"), 66, "have: train, far, test, val"),
-        (("predict", "--posterior", "none"), 66, "there: map, laplace, refine, hmc"),
-        (("evaluate", "--split", "far2"), 66, "have:"),
-        (("evaluate", "--posterior", "none"), 66, "have:"),
+        (("predict", "--split", "tset"), 66, "splits there: train, far, test, val"),
+        (("predict", "--posterior", "none"), 66, "available: map, laplace, refine, hmc"),
+        (("evaluate", "--split", "far2"), 66, "there:"),
+        (("evaluate", "--posterior", "none"), 66, "there:"),
         (("refine", "--base", "hmc", "--name", "x"), 65, "expected a gaussian posterior"),
         (("refine", "--base", "none"), 66, "there: map"),
         (("hmc", "--base", "map", "--name", "x"), 65, "no prior precision"),
@@ -262,4 +262,4 @@ def test_a_checkpoint_that_is_a_folder_a_pipe_or_a_device_is_missing(cli: Cli, t
 
 def test_an_artifact_given_as_the_checkpoint_is_refused(cli: Cli, small_run: Path) -> None:
     done = cli("refine", small_run.with_name("small.bnn") / "posteriors" / "laplace.safetensors")
-    assert (done.code, "lies in a run folder" in done.stderr) == (66, True)
+    assert (done.code, "is inside a run folder" in done.stderr) == (66, True)

@@ -93,7 +93,7 @@ def test_2_is_a_posterior_named_as_the_network_itself(cli: Cli, small_run: Path,
     stored = small_run.with_name("small.bnn") / "posteriors" / "map.safetensors"
     before = stored.read_bytes()
     done = cli(command, small_run, "--name", "map", "--force")
-    assert (done.code, "is the network as trained" in done.stderr) == (2, True)
+    assert (done.code, "is reserved for the trained network" in done.stderr) == (2, True)
     assert stored.read_bytes() == before
 
 
@@ -256,7 +256,7 @@ def test_70_is_a_fit_that_failed_and_publishes_nothing(cli: Cli, small_run: Path
 def test_73_is_an_output_that_exists_and_differs(cli: Cli, small_run: Path) -> None:
     done = cli("fit-laplace", small_run, "--prior-precision", "11")
     assert done.code == 73
-    assert "prior_precision: 10.0 there, 11.0 asked" in done.stderr
+    assert "prior_precision: existing=10.0, requested=11.0" in done.stderr
     assert "--force" in done.stderr
 
 

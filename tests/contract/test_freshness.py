@@ -82,11 +82,11 @@ def test_another_seed_gives_other_draws_and_the_same_seed_the_same(cli: Cli, sma
     [
         ("fit-laplace", ("--prior-precision", "3"), "prior_precision"),
         ("fit-laplace", ("--structure", "diag"), "structure"),
-        ("refine", ("--length", 3), "length: 2 there, 3 asked"),
-        ("refine", ("--seed", 1), "seed: 0 there, 1 asked"),
+        ("refine", ("--length", 3), "length: existing=2, requested=3"),
+        ("refine", ("--seed", 1), "seed: existing=0, requested=1"),
         ("hmc", ("--draws", 17), "draws"),
         ("predict", ("--samples", 7), "samples"),
-        ("evaluate", ("--bins", 5), "bins: 15 there, 5 asked"),
+        ("evaluate", ("--bins", 5), "bins: existing=15, requested=5"),
         ("extract-features", ("--dtype", "float16"), "dtype"),
     ],
 )

@@ -127,7 +127,7 @@ def test_the_layer_that_gives_the_output_is_named(cli: Cli, tmp_path: Path, firs
     words = two_heads(tmp_path, "self.first(x), self.second(x)", first)
     error = cli(*words).json["error"]
     assert error["code"] == "not_the_head"
-    assert "the network returns 2 outputs, of which the first is taken" in error["message"]
+    assert "the network returns 2 outputs, and the first is used" in error["message"]
     assert error["hint"] == "add --last-layer first"
     assert cli(*words, *error["hint"].removeprefix("add ").split()).code == 0
 
@@ -228,7 +228,7 @@ def lenet(tmp_path: Path) -> Path:
         (("--model", "resnet20"), "its tensors are those of lenet5: --model lenet5"),
         (("--model", "net.py:make"), "it has 'build'"),
         (("--model", "lenet5", "--data", "train=npz:lenet.pt"), "'lenet.pt' is a PyTorch checkpoint, not an npz file"),
-        (("--model", "lenet5", "--data", "train=npz:no_channel.npz"), "save x[:, None] for grey ones"),
+        (("--model", "lenet5", "--data", "train=npz:no_channel.npz"), "save x[:, None]"),
         (("--model", "lenet5", "--data", "train=csv:paths.csv"), "name their column: image=COLUMN"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -262,7 +262,7 @@ def test_token_ids_beyond_the_embedding_are_told(cli: Cli, tmp_path: Path) -> No
     torch.save(state, tmp_path / "net.pt")
     words = ("--model", f"{tmp_path}/net.py:Network", "--data", f"train=py:{tmp_path}/net.py:Rows")
     error = cli("extract-features", tmp_path / "net.pt", *words, "--json").json["error"]
-    assert "embedding has 50 tokens, numbered from 0; the inputs have token 76" in error["message"]
+    assert "embedding has 50 tokens, numbered from 0, but the inputs contain token 76" in error["message"]
 
 
 def test_options_before_the_command_are_told_with_the_line_that_was_meant(cli: Cli, tmp_path: Path) -> None:

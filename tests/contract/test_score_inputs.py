@@ -93,7 +93,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
     "empty": (lambda path: path.write_bytes(b""), "", 65, "is empty"),
     "half an npz": (lambda path: cut(path, 0.5, probs=PROBS), "", 65, "is not an npz file"),
     "half a parquet file": (lambda path: path.write_bytes(b"PAR1" + bytes(50)), "", 65, "is not a complete parquet file"),
-    "half a prediction file": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(90)), "", 65, "truncated, or not HDF5"),
+    "half a prediction file": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(90)), "", 65, "truncated, or not an HDF5 file"),
     "half an npy": (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00v\x00{'descr"), "", 65, "is truncated or damaged"),
     "something else": (lambda path: path.write_bytes(bytes(range(64))), "", 65, "has an unknown format; expected npz, npy, csv, Parquet"),
     "a folder": (lambda path: path.mkdir(), "", 66, "is a folder"),

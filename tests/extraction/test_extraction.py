@@ -146,10 +146,10 @@ def test_logits_are_found_in_the_usual_wrappings(split: InputSplit, kind: str) -
 
 
 AFTER_THE_HEAD = {
-    "it is the ReLU": lambda logits: logits.relu(),
-    "it is the logits less their mean": lambda logits: logits - logits.mean(1, keepdim=True),
-    "something comes after that layer": lambda logits: logits.exp(),
-    r"shape \(10, 2\), its linear layer 'head' gives \(10, 3\)": lambda logits: logits[:, :2],
+    "the output is the ReLU": lambda logits: logits.relu(),
+    "the output is the logits minus their mean": lambda logits: logits - logits.mean(1, keepdim=True),
+    "another operation follows that layer": lambda logits: logits.exp(),
+    r"shape \(10, 2\), but its linear layer 'head' gives \(10, 3\)": lambda logits: logits[:, :2],
 }
 
 
@@ -185,7 +185,7 @@ def test_a_head_that_is_called_twice_is_refused(split: InputSplit) -> None:
 def test_one_vector_for_each_position_is_refused(split: InputSplit) -> None:
     model = nn.ModuleDict({"head": nn.Linear(2, 3)})
     model.forward = lambda inputs: model["head"](inputs.view(-1, 3, 2))
-    with pytest.raises(DataError, match=r"inputs of shape \(10, 3, 2\), expected \(N, D\)"):
+    with pytest.raises(DataError, match=r"input of the last layer has shape \(10, 3, 2\), expected \(N, D\)"):
         run(model, split)
 
 
@@ -193,7 +193,7 @@ def test_a_feature_that_is_not_finite_is_counted_and_its_row_named(split: InputS
     model = Classifier()
     model.body = nn.Sequential(nn.Linear(6, 4))
     split.dataset.inputs[7, 2] = float("nan")  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match=r"split test: 4 feature values .* the first in row 7"):
+    with pytest.raises(DataError, match=r"split test: 4 feature values .* the first is in row 7"):
         run(model, replace(split, name="test"), batch_size=3)
 
 
@@ -204,7 +204,7 @@ def test_large_finite_features_are_not_mistaken_for_infinite_ones(split: InputSp
 
 
 def test_a_label_beyond_the_head_is_named_with_its_row(split: InputSplit) -> None:
-    with pytest.raises(DataError, match=r"the label of row 5 is 2, the head has classes 0 to 1"):
+    with pytest.raises(DataError, match=r"row 5 has label 2, but the head has classes 0 to 1"):
         run(Classifier(num_outputs=2), replace(split, rows=torch.tensor([0, 1, 3, 4, 0, 5])), batch_size=4)
 
 
@@ -213,7 +213,7 @@ def test_half_precision_features_are_rounded_and_their_range_is_checked(split: I
     found = run(model, split, dtype=torch.float16)
     assert torch.equal(found.features, model.body(INPUTS).detach().half())
     split.dataset.inputs[9, 0] = 1e5  # type: ignore[attr-defined]
-    with pytest.raises(NumericError, match=r"1e\+05 is beyond 6.55e\+04, the range of float16"):
+    with pytest.raises(NumericError, match=r"1e\+05, which exceeds 6.55e\+04, the maximum of float16"):
         collect(extract(nn.Flatten(), None, split, dtype=torch.float16), 10)
 
 
@@ -230,7 +230,7 @@ class Narrow(nn.Module):
 
 
 def test_inputs_that_the_network_cannot_take_are_reported_with_their_shape(split: InputSplit) -> None:
-    with pytest.raises(DataError, match=r"cannot take inputs of shape \(10, 6\): "):
+    with pytest.raises(DataError, match=r"failed on inputs of shape \(10, 6\):"):
         collect(extract(Narrow(), head_of(Narrow(), "head"), split), 10)
 
 
@@ -281,7 +281,7 @@ def test_an_error_in_turns_names_the_row_of_the_split(tmp_path: Path) -> None:
     model = Classifier()
     head = find(model, INPUTS[:1])
     assert len(list(extract(model, head, bad, batch_size=2, turns=slice(0, None, 2)))) == 3
-    with pytest.raises(DataError, match="the label of row 7 is 9"):
+    with pytest.raises(DataError, match="row 7 has label 9"):
         list(extract(model, head, bad, batch_size=2, turns=slice(1, None, 2)))
 
 

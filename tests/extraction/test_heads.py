@@ -220,7 +220,7 @@ def test_a_sigmoid_of_each_of_several_classes_is_refused() -> None:
     network = made(lambda self, maps: self.head(pooled(maps)).sigmoid(), head=nn.Linear(6, 3))
     head = found(network)
     check_link(head, "multilabel")
-    with pytest.raises(DataError, match=r"returns a sigmoid of its 3 outputs, which does not fit 3 classes"):
+    with pytest.raises(DataError, match=r"returns a sigmoid of its 3 outputs, which does not match 3 classes"):
         check_link(head)
 
 
@@ -232,7 +232,9 @@ def test_an_8_bit_head_is_dequantised_and_proven_with_its_own_rounding(split: In
         network.head = torch.ao.nn.quantized.dynamic.Linear.from_float(quantizable(network.head))
     head = found(network)
     whole = read(network, split, head)
-    assert head.notes == ("the last layer is quantised to 8 bits: the head is dequantised, the rest runs as saved",)
+    assert head.notes == (
+        "the last layer is quantised to 8 bits: the head is dequantised, the rest of the network runs as saved",
+    )
     assert 0 < (whole.logits - exact).abs().max() < 0.05
     assert torch.equal(head.weight, network.head.weight().dequantize())
     wrong = Head(head.name, head.weight * 1.01, head.bias, head.form)
@@ -255,7 +257,7 @@ def two_heads(returned: Callable[[Tensor, Tensor], Any]) -> Network:
 
 def test_several_heads_are_listed_and_one_is_chosen(split: InputSplit) -> None:
     network = two_heads(lambda first, second: {"a": first, "b": second})
-    listed = r"several heads: 'first' \(3 outputs of 6 features; gives output 'a'\), 'second' \(2 outputs"
+    listed = r"several heads: 'first' \(3 outputs of 6 features; output 'a'\), 'second' \(2 outputs"
     with pytest.raises(DataError, match=listed):
         found(network)
     for asked in ({"layer": "second"}, {"output": "b"}):
@@ -274,17 +276,17 @@ def test_an_output_or_layer_that_is_not_there_is_refused() -> None:
     with pytest.raises(UsageError, match=r"output.*expected one of 'a', 'b'; got 'c'"):
         found(network, output="c")
     alone = two_heads(lambda first, second: first)
-    with pytest.raises(UsageError, match="returns nothing that has a name: leave it out; got 'a'"):
+    with pytest.raises(UsageError, match="outputs have no names; omit .*; got 'a'"):
         found(alone, output="a")
     with pytest.raises(UsageError, match=r"last_layer.*expected one of 'first', 'second'; got 'third'"):
         found(network, layer="third")
-    with pytest.raises(UsageError, match=r"'body.0' gives no output of the network; what does: 'first' \(3"):
+    with pytest.raises(UsageError, match=r"'body.0' does not produce an output of the network; these do: 'first' \(3"):
         found(network, layer="body.0")
 
 
 def test_of_many_layers_the_last_are_named_among_which_heads_are() -> None:
     network = nn.Sequential(*(nn.Linear(6, 6) for _ in range(30)))
-    with pytest.raises(UsageError, match=r"expected one of '22', .*'29' and 22 before these; got 'head'"):
+    with pytest.raises(UsageError, match=r"expected one of '22', .*'29' and 22 earlier ones; got 'head'"):
         found(network, layer="head")
 
 
@@ -315,7 +317,7 @@ NOT_LINEAR = {
 @pytest.mark.parametrize("after", NOT_LINEAR)
 def test_what_no_head_can_give_is_refused_with_what_stands_between(after: str) -> None:
     network = made(NOT_LINEAR[after], head=nn.Conv2d(6, 3, 1))
-    with pytest.raises(DataError, match=f"not linear in any features: it is made from 'head' by {after}"):
+    with pytest.raises(DataError, match=f"not linear in any features: it is computed from 'head' by {after}"):
         found(network)
 
 
@@ -335,7 +337,7 @@ def test_an_identity_layer_is_put_on_the_logits_where_it_is_asked_for(split: Inp
     network = made(lambda self, maps: after(self.head(maps).amax((2, 3))), head=nn.Conv2d(6, num_outputs, 1))
     with pytest.raises(DataError, match="not linear in any features") as caught:
         found(network)
-    assert str(caught.value.hint).endswith("; \0last_layer\0 identity puts an identity layer on the logits")
+    assert str(caught.value.hint).endswith("; \0last_layer\0 identity puts an identity layer on top of the logits")
     head = found(network, layer="identity")
     with torch.no_grad():
         expected = network.head(network.body(IMAGES)).amax((2, 3))
@@ -344,7 +346,7 @@ def test_an_identity_layer_is_put_on_the_logits_where_it_is_asked_for(split: Inp
     torch.testing.assert_close(whole.logits, expected)
     assert torch.equal(head.weight, torch.eye(num_outputs))
     assert head.logits(torch.zeros(1, num_outputs)).tolist() == [[0.0] * num_outputs]
-    assert head.notes[-1].startswith("the head is an identity layer on the network's own logits")
+    assert head.notes[-1].startswith("the head is an identity layer on the network's logits")
     check_link(head)
 
 
@@ -354,9 +356,9 @@ def test_weights_that_are_called_identity_are_meant_by_it() -> None:
 
 
 NO_LOGITS = {
-    r"needs one output with a vector for each example; 2 examples gave '' \(2, 3, 4, 4\)": lambda self, maps: self.head(maps),
+    r"needs one output with one vector per example; 2 examples gave '' \(2, 3, 4, 4\)": lambda self, maps: self.head(maps),
     r"2 examples gave 'a' \(2, 3\), 'b' \(2, 3\)": lambda self, maps: {"a": (x := self.head(pooled(maps)[:, :, None, None]).amax((2, 3))), "b": -x},
-    "outputs are probabilities": lambda self, maps: self.head(maps).softmax(1).mean((2, 3)),
+    "outputs look like probabilities": lambda self, maps: self.head(maps).softmax(1).mean((2, 3)),
 }  # fmt: skip
 
 
@@ -369,7 +371,7 @@ def test_outputs_that_are_no_logits_get_no_identity_layer(message: str) -> None:
 
 def test_a_layer_that_fails_its_proof_names_the_identity_layer(split: InputSplit) -> None:
     network = made(lambda self, maps: self.head(pooled(maps)).relu(), head=nn.Linear(6, 3))
-    with pytest.raises(DataError, match="it is the ReLU of the logits") as caught:
+    with pytest.raises(DataError, match="the output is the ReLU of the logits") as caught:
         read(network, split, found(network))
     assert "identity puts an identity layer" in str(caught.value.hint)
 
@@ -408,7 +410,7 @@ def test_heads_side_by_side_are_called_as_the_module_that_has_them_alone() -> No
 
 def test_a_maximum_over_positions_of_one_output_is_no_position_that_is_taken() -> None:
     network = made(lambda self, maps: self.head(maps).amax((2, 3)), head=nn.Conv2d(6, 1, 1))
-    with pytest.raises(DataError, match="it is made from 'head' by amax"):
+    with pytest.raises(DataError, match="it is computed from 'head' by amax"):
         found(network)
 
 
@@ -424,7 +426,7 @@ def test_a_head_is_proven_on_the_rows_of_a_second_batch(split: InputSplit) -> No
 def test_one_output_takes_two_labels(split: InputSplit) -> None:
     network = made(lambda self, maps: self.head(pooled(maps)), head=nn.Linear(6, 1))
     split.dataset.labels[5] = 7  # type: ignore[index]
-    with pytest.raises(DataError, match="the label of row 5 is 7, a head of one output takes labels 0 and 1"):
+    with pytest.raises(DataError, match="row 5 has label 7, but a head with one output expects labels 0 and 1"):
         read(network, split, found(network))
 
 

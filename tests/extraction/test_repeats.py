@@ -82,28 +82,31 @@ class TrainingModule(Net):
 
 
 PLAIN_NORM = nn.BatchNorm1d(8, track_running_stats=False)
-RANDOM, BATCH = "the network is random in evaluation mode", "the network depends on the batch in evaluation mode"
+RANDOM, BATCH = (
+    "the network is random in evaluation mode",
+    "in evaluation mode, an example's features depend on the rest of the batch",
+)
 REFUSED = {
-    "functional dropout": (AlwaysDropout, RANDOM, "dropout in the network's own forward draws random numbers"),
-    "train mode in forward": (LeftInTraining, RANDOM, "dropout in the network's own forward draws random numbers"),
+    "functional dropout": (AlwaysDropout, RANDOM, "dropout in the network's forward method draws random numbers"),
+    "train mode in forward": (LeftInTraining, RANDOM, "dropout in the network's forward method draws random numbers"),
     "a module in train mode": (
         lambda: TrainingModule(nn.Dropout(0.2)),
         RANDOM,
         r"dropout in 'body.1' \(Dropout in training mode\) draws",
     ),
-    "numpy": (RandomByNumpy, RANDOM, "the forward pass itself is random"),
+    "numpy": (RandomByNumpy, RANDOM, "the forward pass is random"),
     "norm": (
         lambda: Net(PLAIN_NORM),
         BATCH,
-        r"'body.1' \(BatchNorm1d without running statistics\) normalises by the batch",
+        r"'body.1' \(BatchNorm1d without running statistics\) normalises with batch statistics",
     ),
     "norm in train mode": (
         lambda: TrainingModule(nn.BatchNorm1d(8)),
         BATCH,
-        r"'body.1' \(BatchNorm1d in training mode\) normalises by",
+        r"'body.1' \(BatchNorm1d in training mode\) normalises with batch statistics",
     ),
-    "mean": (LessTheMean, BATCH, "the forward pass itself mixes the examples of a batch"),
-    "attention": (Attends, BATCH, "the forward pass itself mixes the examples of a batch"),
+    "mean": (LessTheMean, BATCH, "the forward pass mixes the examples of a batch"),
+    "attention": (Attends, BATCH, "the forward pass mixes the examples of a batch"),
 }
 
 
@@ -144,7 +147,7 @@ def test_the_first_error_is_told_where_there_is_no_second_example() -> None:
             raise DataError("images have different sizes")
         return torch.ones(1, 5)
 
-    with pytest.raises(DataError, match="cannot take inputs of shape"):
+    with pytest.raises(DataError, match="failed on inputs of shape"):
         find_head(Net(), first)
 
 
@@ -187,7 +190,7 @@ def test_what_counts_as_rounding_depends_on_the_precision_of_the_weights(dtype: 
     if is_rounding:
         check_repeats(model, read, Batch(torch.ones(8, 2), None), features)
         return
-    with pytest.raises(DataError, match="differ by 1% from one pass to the next"):
+    with pytest.raises(DataError, match="differ by 1 % between two passes"):
         check_repeats(model, read, Batch(torch.ones(8, 2), None), features)
 
 

@@ -181,11 +181,11 @@ def content_of(**changes: Any) -> PredictionFile:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"group_weights": None}, "has groups of draws and no group_weights"),
-        ({"group_weights": np.full(4, 0.25)}, "the mean of group_probs is not probs"),
-        ({"group_weights": np.array([0.1, 0.2, 0.3, 0.5])}, "not two or more shares of one"),
-        ({"group_rows": np.arange(12)[::-1].copy()}, "not ascending rows"),
-        ({"group_rows": np.arange(1, 13)}, "not ascending rows"),
+        ({"group_weights": None}, "has groups of draws but no group_weights"),
+        ({"group_weights": np.full(4, 0.25)}, "the mean of group_probs does not match probs"),
+        ({"group_weights": np.array([0.1, 0.2, 0.3, 0.5])}, "least two group_weights that sum to one"),
+        ({"group_rows": np.arange(12)[::-1].copy()}, "be ascending rows"),
+        ({"group_rows": np.arange(1, 13)}, "be ascending rows"),
         ({"group_rows": np.arange(11)}, "expected group_probs"),
     ],
 )

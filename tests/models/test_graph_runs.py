@@ -73,7 +73,7 @@ def test_a_graph_without_a_linear_head_takes_an_identity_layer(form: str, tmp_pa
     line += ["--data", f"train=npz:{tmp_path / 'data.npz'}"]
     refused = cli(*line)
     assert (refused.code, "its output does not come from a linear layer" in refused.stderr) == (65, True)
-    assert "--last-layer identity puts an identity layer on the logits" in refused.stderr
+    assert "--last-layer identity puts an identity layer on top of the logits" in refused.stderr
     assert cli(*line, "--last-layer", "identity").code == 0
     with torch.no_grad():
         expected = net(torch.from_numpy(INPUTS)).numpy()

@@ -125,4 +125,4 @@ def test_a_sigmoid_of_each_of_several_classes_is_refused_with_the_way_out(
     np.savez("d.npz", x=np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32), y=np.arange(6) % 4)
     done = cli("extract-features", "net.pt", "--model", "net.py:make", "--data", "test=npz:d.npz", "--json")
     assert done.code == 65
-    assert "add --task multilabel if each is a label by itself" in done.json["error"]["hint"]
+    assert "add --task multilabel if each output is a separate label" in done.json["error"]["hint"]

@@ -189,7 +189,11 @@ def test_a_gpu_gives_what_the_cpu_gives(finished_run: Path) -> None:
 
 
 REFUSED = [
-    ({"posterior": "laplac"}, "no posterior 'laplac' .*there: map, laplace, refine, hmc", "did you mean 'laplace'?"),
+    (
+        {"posterior": "laplac"},
+        "no posterior 'laplac' .*available: map, laplace, refine, hmc",
+        "did you mean 'laplace'?",
+    ),
     ({"posterior": 1}, "^posterior: expected a text; got 1$", None),
     ({"integrator": "mcc"}, "^integrator: expected one of bridge, .*; got 'mcc'", "did you mean 'mc'?"),
     ({"integrator": "all"}, "^integrator: expected one of bridge, .*; got 'all'$", None),

@@ -141,7 +141,7 @@ def test_what_is_not_there_is_named_with_what_is(finished_run: Path) -> None:
     run = bnncli.open(finished_run)
     with pytest.raises(MissingInput, match=r"no features of split 'tets' .* did you mean 'test'"):
         run.split("tets")
-    with pytest.raises(MissingInput, match=r"no posterior 'zz' .* there: map, laplace, refine, hmc"):
+    with pytest.raises(MissingInput, match=r"no posterior 'zz' .* available: map, laplace, refine, hmc"):
         run.posterior("zz")
     with pytest.raises(MissingInput, match=r"no metrics of posterior 'zz' .there: hmc, hmc.mc, laplace"):
         run.metrics(posterior="zz")

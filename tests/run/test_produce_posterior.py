@@ -88,7 +88,7 @@ def test_a_fit_is_published_and_reported_and_then_up_to_date(small_run: Path) ->
 
 def test_a_fit_has_the_name_that_was_given_if_it_is_free(small_run: Path) -> None:
     assert Path(Halving(small_run, "other").produce().outputs[0]["path"]).name == "other.safetensors"
-    with pytest.raises(UsageError, match="the network as trained"):
+    with pytest.raises(UsageError, match="reserved for the trained network"):
         Halving(small_run, "map").produce()
 
 

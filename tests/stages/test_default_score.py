@@ -167,4 +167,4 @@ def test_what_was_scored_by_another_default_is_scored_anew_and_what_was_named_is
     assert (done.code, "detection now uses combined by default" in done.stderr) == (0, True)
     assert cli("evaluate", run, "--score", "all", "--force").code == 0
     refused = cli("evaluate", run)
-    assert (refused.code, "made with other options (score" in refused.stderr) == (73, True)
+    assert (refused.code, "with other options (score" in refused.stderr) == (73, True)

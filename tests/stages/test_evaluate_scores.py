@@ -112,7 +112,7 @@ def test_the_same_request_again_is_up_to_date(cli: Cli, everything: dict[str, An
     assert again["rows"] == everything["rows"]
     other = cli("evaluate", scored_run, "--score", "all", "--bootstrap", 50, "--neighbors", 3)
     assert other.code == 73
-    assert "neighbors: 50 there, 3 asked" in other.stderr
+    assert "neighbors: existing=50, requested=3" in other.stderr
 
 
 def test_the_table_shows_the_scores_that_were_asked_for(cli: Cli, everything: dict[str, Any], scored_run: Path) -> None:
@@ -191,7 +191,7 @@ def test_distances_are_measured_once_for_each_posterior(
 def test_no_posterior_may_be_called_features(cli: Cli, small_run: Path, command: tuple[str]) -> None:
     done = cli(*command, small_run, "--name", "features")
     assert done.code == 2
-    assert "'features' is the name of scores that need no posterior" in done.stderr
+    assert "the name 'features' is reserved for scores that need no posterior" in done.stderr
 
 
 def test_without_another_split_features_have_nothing_to_detect(cli: Cli, small_run: Path) -> None:

@@ -153,7 +153,7 @@ def test_features_that_were_harmed_meanwhile_are_not_continued(extract: Extract,
         rows.write_bytes(content[:-1] if harm == "short" else content)
     refused = extract("--resume")
     assert refused.code == 65
-    assert {"gone": "are gone", "short": "truncated", "changed": "damaged"}[harm] in refused.stderr
+    assert {"gone": "are missing", "short": "truncated", "changed": "damaged"}[harm] in refused.stderr
     assert "rm " in refused.stderr
 
 

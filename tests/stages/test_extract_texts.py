@@ -117,7 +117,7 @@ def test_a_network_that_reads_padding_is_warned_of(
     pooled = lambda self, input_ids, attention_mask: self.embedding(input_ids)[:, -1]  # noqa: E731
     monkeypatch.setattr(MeanOfWords, "pooled", pooled)
     done = cli(*run, "--json")
-    assert any("train: padding changes what the network makes of a text" in text for text in done.json["warnings"])
+    assert any("train: padding changes" in text for text in done.json["warnings"])
 
 
 @pytest.mark.usefixtures("pictures_are_names")

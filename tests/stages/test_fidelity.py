@@ -172,7 +172,7 @@ def test_what_differs_in_the_reference_alone_is_made_anew_without_force(cli: Cli
     assert "replacing it" in cli(*words).stderr
     assert "up to date" in cli(*words).stderr
     done = cli(*words[:-1], 7, "--reference", "hmc")
-    assert (done.code, "bootstrap: 0 there, 7 asked" in done.stderr, "{" in done.stderr) == (73, True, False)
+    assert (done.code, "bootstrap: existing=0, requested=7" in done.stderr, "{" in done.stderr) == (73, True, False)
 
 
 def test_a_bad_reference_is_told_before_scores_that_are_there(cli: Cli, small_run: Path, tmp_path: Path) -> None:

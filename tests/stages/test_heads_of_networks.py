@@ -78,7 +78,7 @@ def test_an_output_is_chosen_by_name_and_splits_share_it(cli: Cli, images: np.nd
     assert read_header(path).provenance["params"]["output"] == "other"
     assert "head_notes" not in read_header(path).meta
     refused = cli(*extraction("two", "--output", "main"))
-    assert (refused.code, "output: 'other' there, 'main' asked" in refused.stderr) == (73, True)
+    assert (refused.code, "output: existing='other', requested='main'" in refused.stderr) == (73, True)
     run = bnncli.open("ckpt.pt", model="net.py:make")
     np.testing.assert_array_equal(run.features(images[7:9]), read_features(path).features[7:9])
 
@@ -86,13 +86,13 @@ def test_an_output_is_chosen_by_name_and_splits_share_it(cli: Cli, images: np.nd
 def test_an_output_that_is_not_linear_is_refused_with_what_stands_before_it(cli: Cli, images: np.ndarray) -> None:
     done = cli(*extraction("relu"), "--json")
     assert done.code == 65
-    assert "made from 'head' by mean, batch_norm, relu" in done.json["error"]["message"]
+    assert "computed from 'head' by mean, batch_norm, relu" in done.json["error"]["message"]
     assert "--last-layer identity puts" in done.json["error"]["hint"]
 
 
 def test_an_identity_layer_on_such_an_output_is_a_head_like_any_other(cli: Cli, images: np.ndarray) -> None:
     done = cli(*extraction("relu", "--last-layer", "identity"))
-    assert (done.code, "identity: the head is an identity layer on the network's own logits" in done.stderr) == (
+    assert (done.code, "identity: the head is an identity layer on the network's logits" in done.stderr) == (
         0,
         True,
     )

@@ -96,7 +96,7 @@ def test_coarse_gradients_are_told_recorded_and_continued(cli: Cli, small_run: P
     assert digest_of(cli(*words, "--name", "cut", "--resume", "--json")) == digest_of(whole)
     other = cli("hmc", small_run, *SMALL, "--name", "whole")
     assert other.code == 73
-    assert "gradients: 'bfloat16' there, 'float32' asked" in other.stderr
+    assert "gradients: existing='bfloat16', requested='float32'" in other.stderr
 
 
 def test_draws_from_before_there_were_coarse_gradients_are_fresh(

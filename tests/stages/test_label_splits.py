@@ -168,7 +168,7 @@ def test_another_number_of_labels_than_outputs_is_refused(cli: Cli, folder: Path
     spec = save_split(folder / "d.npz", SEVERAL[:, :3])
     done = cli("extract-features", "net.pt", "--model", "net.py:make", "--data", f"train={spec}")
     assert done.code == 65
-    assert "an example has 3 labels, the head has 4 outputs" in done.stderr
+    assert "each example has 3 labels, but the head has 4 outputs" in done.stderr
     arrays = label_arrays() | {"labels_test": SEVERAL[:, :3], "features_test": np.ones((4, 5), np.float32)}
     np.savez(folder / "a.npz", **arrays)
     done = cli("extract-features", "a", "--from-npz", "a.npz")

@@ -82,7 +82,7 @@ def test_the_next_batch_replaces_the_last_whatever_its_size(cli: Cli, run: Path,
 def test_the_rows_asked_for_are_a_parameter(cli: Cli, run: Path) -> None:
     done = extract(cli, run, spec="batch.npz@5")
     assert (done.code, done.json["error"]["code"]) == (73, "exists")
-    assert "first_rows: none there, 5 asked" in done.json["error"]["message"]
+    assert "first_rows: existing=none, requested=5" in done.json["error"]["message"]
 
 
 @pytest.mark.parametrize("spec", ["batch.npz", "batch.npz@5"])
@@ -114,8 +114,8 @@ def test_after_a_refusal_of_newer_data_nothing_is_made_of_the_older(cli: Cli, ru
     refuse(cli, run)
     done = cli("predict", run, "--table", table, "--json")
     assert (done.code, done.json["error"]["code"], table.read_bytes()) == (65, "stale_input", before)
-    assert "asked for other data since, in vain: " in done.json["error"]["message"]
-    assert "dtype: 'float32' there, 'float16' asked" in done.json["error"]["message"]
+    assert "the last extract-features, for other data, failed (" in done.json["error"]["message"]
+    assert "dtype: existing='float32', requested='float16'" in done.json["error"]["message"]
     assert cli("evaluate", run).code == 65
     stale = {one["name"] for one in cli("status", run, "--json").json["artifacts"] if one["state"] == "stale"}
     assert stale == {"features/new.h5", "predictions/laplace.mc/new.h5"}

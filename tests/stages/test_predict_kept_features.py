@@ -88,7 +88,7 @@ def test_a_posterior_over_all_layers_takes_the_split_afterwards(folder: Path, cl
 def test_data_of_other_classes_are_kept_without_their_labels(folder: Path, cli: Cli) -> None:
     np.savez("odd.npz", x=np.zeros((2, 4, 4), np.uint8), y=np.array([0, 3]))
     refused = predict(cli, "--data", "new=npz:odd.npz", *KEPT, code=65)
-    assert "give data of other classes with --ood" in refused.stderr
+    assert "pass data with other classes as --ood" in refused.stderr
     assert not NEW.exists()
     predict(cli, "--ood", "new=npz:odd.npz", "--table", "streamed.csv")
     predict(cli, "--ood", "new=npz:odd.npz", *KEPT)

@@ -151,7 +151,7 @@ def test_splits_that_were_mixed_by_hand_are_refused(cli: Cli, folder: Path) -> N
         assert "made with another --mean" in done.json["error"]["message"]
     allowed = cli("predict", "net.pt", "--split", "val", "--allow-stale", "--json")
     assert allowed.code == 0
-    assert any("do not belong together" in text for text in allowed.json["warnings"])
+    assert any("are inconsistent" in text for text in allowed.json["warnings"])
 
 
 def test_a_split_that_was_extracted_later_with_the_same_options_belongs(cli: Cli, folder: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_checkpoint_carries_what_later_commands_need(cli: Cli) -> None:
     assert "up to date" in again.stderr
     other = cli("train", "a.safetensors", *MLP, *SHORT)
     assert other.code == 73
-    assert "mean: '0.1' there, none asked" in other.stderr
+    assert "mean: existing='0.1', requested=none" in other.stderr
     found = cli("extract-features", "a.safetensors", *DATA, "--hold-out", "val=train:10", "--json")
     assert found.code == 0, found.stderr
     assert "trained with mlp, classes=3, hidden=5, inputs=6, mean 0.1, std 2" in found.stderr
@@ -198,7 +198,7 @@ def test_seeds_that_workers_share_out_go_on_where_all_of_them_were(cli: Cli, mon
         2,
     ]  # three epochs of the first, two of the other
     other = cli("train", "a.safetensors", *MLP, *SHORT, "--seeds", 2, "--resume")
-    assert (other.code, "saved with networks in other batches" in other.stderr) == (65, True)
+    assert (other.code, "saved with networks grouped into different batches" in other.stderr) == (65, True)
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(resumable.Resumable, "is_due", lambda self: calls.append(0) or False)
@@ -221,10 +221,10 @@ def test_seeds_that_workers_share_out_go_on_where_all_of_them_were(cli: Cli, mon
         (("a.safetensors", *MLP, *DATA, "--augment", "flip"), 2, "--augment needs images"),
         (("a.safetensors", "--model", "flatten", *DATA), 2, "flatten has nothing to train"),
         (("a.safetensors", "--model", "hf:x", *DATA), 2, "expected a built-in network"),
-        (("a.safetensors", *MLP, "--model-arg", "classes=2", *DATA), 65, "a label is 2, but the network has classes 0 to 1"),
-        (("a.safetensors", *MLP, "--model-arg", "inputs=7", *DATA), 65, "the network cannot take inputs of shape (2, 6)"),
-        (("a.safetensors", "--model", "mlp", *DATA), 65, "hint: set the number of inputs: --model-arg inputs=6"),
-        (("a.safetensors", "--model", "lenet5", *DATA), 65, "--resize and --crop change sizes"),
+        (("a.safetensors", *MLP, "--model-arg", "classes=2", *DATA), 65, "a label is 2, the network has classes 0 to 1"),
+        (("a.safetensors", *MLP, "--model-arg", "inputs=7", *DATA), 65, "the network failed on inputs of shape (2, 6)"),
+        (("a.safetensors", "--model", "mlp", *DATA), 65, "hint: give the network as many inputs: --model-arg inputs=6"),
+        (("a.safetensors", "--model", "lenet5", *DATA), 65, "--resize and --crop change image sizes"),
         (("a.safetensors", *MLP, *SHORT, "--learning-rate", 1e6, "--optimizer", "sgd"), 70, "use a --learning-rate below 1e+06"),
     ],
 )  # fmt: skip

@@ -97,7 +97,7 @@ def test_replacing_makes_a_new_file_and_leaves_open_readers_the_old_one(old: Pat
 
 
 def test_a_file_that_appeared_meanwhile_is_not_replaced(old: Path) -> None:
-    with pytest.raises(OutputExists, match="written by somebody else"):
+    with pytest.raises(OutputExists, match="written by another process"):
         publish_bytes(old, NEW, may_replace=False)
     assert old.read_bytes() == OLD
     assert only(old.parent) == ["artifact.bin"]
@@ -110,7 +110,7 @@ def test_a_file_is_published_where_there_are_no_hard_links(tmp_path: Path, monke
     monkeypatch.setattr(os, "link", refuse)
     publish_bytes(tmp_path / "new", NEW, may_replace=False)
     assert (tmp_path / "new").read_bytes() == NEW
-    with pytest.raises(OutputExists, match="somebody else"):
+    with pytest.raises(OutputExists, match="another process"):
         publish_bytes(tmp_path / "new", OLD, may_replace=False)
 
 
@@ -151,7 +151,7 @@ def test_a_file_size_limit_is_a_write_error_and_the_old_file_survives(old: Path)
 
 
 def test_free_space_is_asked_for_before_the_work(small_disk: Path) -> None:
-    with pytest.raises(WriteError, match="of them to spare, and 0 MiB are free"):
+    with pytest.raises(WriteError, match=r"MiB to spare\), but only 0 MiB are free"):
         check_free_space(small_disk / "folder" / "to" / "be", 10)
     check_free_space(Path("/"), 10)
 
@@ -182,7 +182,7 @@ def test_a_folder_that_cannot_be_synced_is_an_error_that_says_the_file_is_there(
         plain(path)
 
     monkeypatch.setattr(atomic, "sync", fail)
-    with pytest.raises(WriteError, match="is written and in place, but its folder could not be synced") as caught:
+    with pytest.raises(WriteError, match="was written, but its folder could not be synced") as caught:
         publish_bytes(old, NEW, may_replace=True)
     assert "nothing was changed" not in caught.value.message
     assert old.read_bytes() == NEW
@@ -295,7 +295,7 @@ def test_an_error_between_two_names_says_how_many_are_taken(old: Path, monkeypat
         plain(source, target)
 
     monkeypatch.setattr(os, "replace", replace)
-    message = "failed: Input/output error; 1 of 2 files that belong together are in place: run the command again"
+    message = "failed: Input/output error; 1 of 2 related files were already written: run the command again"
 
     def work() -> None:
         with published_together(lambda targets: None):

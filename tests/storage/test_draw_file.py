@@ -183,7 +183,7 @@ def test_what_came_after_the_state_is_dropped(tmp_path: Path) -> None:
 
 def test_a_file_shorter_than_its_state_is_refused(tmp_path: Path) -> None:
     first, second = open_file(tmp_path), open_file(tmp_path)
-    with pytest.raises(DataError, match="are gone"):
+    with pytest.raises(DataError, match="are missing"):
         second.continue_from(1, b"")
     first.append(records(1)[0])
     first.flush()

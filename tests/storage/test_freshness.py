@@ -61,7 +61,7 @@ def test_the_same_request_is_skipped_whatever_the_times_say(tmp_path: Path) -> N
 
 def test_other_parameters_are_refused_with_the_fields_that_differ(tmp_path: Path) -> None:
     make(tmp_path / "x")
-    with pytest.raises(OutputExists, match=r"epochs: 3 there, 4 asked") as caught:
+    with pytest.raises(OutputExists, match=r"epochs: existing=3, requested=4") as caught:
         ask(tmp_path / "x", params={"epochs": 4})
     assert caught.value.exit == 73
     assert caught.value.hint == "add \0force\0 to replace it"  # metrics have no name of their own
@@ -109,7 +109,7 @@ def test_a_damaged_artifact_is_replaced_only_with_force(tmp_path: Path) -> None:
 
 def test_an_artifact_of_another_kind_is_not_replaced_even_with_force(tmp_path: Path) -> None:
     make(tmp_path / "x")
-    with pytest.raises(OutputExists, match="is of kind metrics, not posterior"):
+    with pytest.raises(OutputExists, match="is of kind metrics, expected posterior"):
         ask(tmp_path / "x", kind="posterior", force=True)
 
 

@@ -124,7 +124,7 @@ def test_a_prior_that_the_header_and_the_tensors_do_not_share_is_refused(
         assert Prior.found_in(read_posterior(tmp_path / "x")[0]) == stored
         return
     with pytest.raises(
-        DataError, match=re.escape(f"precision {stated or 'none'} and its tensors {stored or 'none'}")
+        DataError, match=re.escape(f"precision {stated or 'none'}, but its tensors have {stored or 'none'}")
     ) as told:
         read_posterior(tmp_path / "x")
     assert (told.value.code, told.value.hint) == ("damaged", "make it again")
@@ -166,7 +166,7 @@ def test_a_name_that_stands_twice_is_refused(path: Path) -> None:
     text = json.dumps(header)
     twice = text[:-1] + f', "mean": {json.dumps(header["mean"])}}}'
     put(path, twice, body)
-    with pytest.raises(DataError, match="a key twice"):
+    with pytest.raises(DataError, match="a duplicate key"):
         read_posterior(path)
 
 
@@ -187,7 +187,7 @@ def test_a_header_that_is_not_ours_is_refused(path: Path, header: str) -> None:
 
 def test_a_plain_safetensors_file_is_not_an_artifact(path: Path) -> None:
     path.write_bytes(save({"w": torch.zeros(2)}))
-    with pytest.raises(DataError, match="without our header"):
+    with pytest.raises(DataError, match="without a bnncli header"):
         read_posterior(path)
 
 

@@ -46,7 +46,7 @@ def test_run_dir_is_the_folder_itself(tmp_path: Path) -> None:
 def test_a_folder_or_an_artifact_is_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match="is a folder"):
         folder(tmp_path)
-    with pytest.raises(MissingInput, match="lies in a run folder"):
+    with pytest.raises(MissingInput, match="is inside a run folder"):
         folder(tmp_path / "a.pt.bnn" / "posteriors" / "map.safetensors")
 
 
@@ -76,7 +76,7 @@ def test_names_that_are_not_file_names_are_refused(tmp_path: Path, name: str) ->
 
 def test_a_missing_posterior_names_those_there_and_the_command(small_run: Path) -> None:
     run = folder(small_run)
-    with pytest.raises(MissingInput, match="there: map, laplace, refine, hmc") as caught:
+    with pytest.raises(MissingInput, match="available: map, laplace, refine, hmc") as caught:
         run.find_posterior("diagonal", flag="--base", maker="bnncli fit-laplace x")
     assert caught.value.hint == "bnncli fit-laplace x"
     with pytest.raises(MissingInput, match="laplaze") as near:

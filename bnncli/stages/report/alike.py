@@ -95,11 +95,7 @@ def _options(subjects: Sequence[Subject], posteriors: Sequence[str]) -> list[str
             headers = [subject.headers.get(name) for subject in (first, other)]
             params = [_params(header) for header in headers if header is not None]
             if len(params) == 2 and params[0] != params[1]:
-                told = (
-                    differences(*params)
-                    .replace(" there, ", f" for {first.name}, ")
-                    .replace(" asked", f" for {other.name}")
-                )
+                told = differences(*params, labels=(first.name, other.name))
                 found.append(f"options of {name} ({told})")
                 break
     rest = len(found) - _MOST_TOLD

@@ -181,7 +181,7 @@ def test_a_page_of_other_options_is_not_replaced_without_force(cli: Cli, run: Pa
     done = cli("report", run, *words, "--examples", 1)
     assert (done.code, done.stdout, (tmp_path / "page.html").read_bytes()) == (73, "", before)
     assert done.stderr.splitlines() == [
-        f"error: {tmp_path / 'page.html'} exists and was made with other options (examples: 6 there, 1 asked)",
+        f"error: {tmp_path / 'page.html'} already exists with other options (examples: existing=6, requested=1)",
         "hint: add --force to replace it, or --out FILE to keep both",
     ]
     assert cli("report", run, *words, "--examples", 1, "--force", "--json").json["action"] == "replaced"
@@ -324,7 +324,7 @@ def test_what_sets_checkpoints_apart_is_more_than_chance_where_their_examples_or
     assert (
         "differ by more than their random training: their training examples are not the same (60 and 30 of them)" in text
     )
-    assert "options of laplace (prior_precision: 1.0 for one, 100.0 for two)" in text
+    assert "options of laplace (prior_precision: one=1.0, two=100.0)" in text
     headline = section.all("p")[0].text
     assert (
         headline
