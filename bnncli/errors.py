@@ -177,7 +177,7 @@ def bug(error: BaseException) -> BnnError:
 
 def left_by(error: SystemExit) -> UsageError:
     """The error for code of the user's that ends the process."""
-    return UsageError(f"the code that was named called exit({error.code!r})")
+    return UsageError(f"user code called exit({error.code!r})")
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -193,8 +193,8 @@ def resource_error(error: OSError, where: str = "") -> DeviceError | None:
         hint = "free memory, or use fewer rows, draws or chains"
         return DeviceError(f"{place}out of memory", code="out_of_memory", hint=hint)
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        hint = "allow more with ulimit -n, or end other programs"
-        return DeviceError(f"{place}too many files are open", code="too_many_files", hint=hint)
+        hint = "raise the limit with ulimit -n, or close other programs"
+        return DeviceError(f"{place}too many open files", code="too_many_files", hint=hint)
     return None
 
 
@@ -211,7 +211,7 @@ def machine_error(error: Exception) -> BnnError | None:
         message = f"the device failed: {' '.join(str(error).split())[:200]}"
         if type(error).__name__ == "OutOfMemoryError":
             return DeviceError(message, code="out_of_memory")
-        return DeviceError(message, hint="run it again, or with \0device\0 cpu")
+        return DeviceError(message, hint="run the command again, or use \0device\0 cpu")
     if is_short_of_memory(error):
         return DeviceError("out of memory", code="out_of_memory")
     if isinstance(error, ImportError) and any(text in str(error) for text in _NOT_MAPPED):
@@ -220,7 +220,7 @@ def machine_error(error: Exception) -> BnnError | None:
     return None
 
 
-MORE_ADDRESSES = "allow more memory with ulimit -v"
+MORE_ADDRESSES = "raise the limit with ulimit -v"
 _NOT_MAPPED = ("failed to map segment", "annot allocate memory")  # what the loader of shared libraries says
 
 

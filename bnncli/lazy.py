@@ -32,7 +32,8 @@ else:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             if limit - used < _SCIPY_BYTES:
                 raise DeviceError(
-                    f"out of memory: {name} could not be loaded; it takes {_SCIPY_BYTES >> 20} MiB, and the limit leaves {(limit - used) >> 20} MiB",
+                    f"out of memory: cannot load {name}, which needs {_SCIPY_BYTES >> 20} MiB; the limit leaves "
+                        f"{(limit - used) >> 20} MiB",
                     code="out_of_memory", hint=MORE_ADDRESSES,
                 )  # fmt: skip
 

@@ -180,7 +180,7 @@ def source_of(family: str, name: str) -> Path:
             spec = PathFinder.find_spec(path, places) if places is not None else None
         if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
             return Path(spec.origin)
-    raise broken(family, name, f"there is no file of the module {_installed(family)[name].module}")
+    raise broken(family, name, f"the module {_installed(family)[name].module} has no file")
 
 
 def broken(family: str, name: str, why: str) -> UsageError:
@@ -192,8 +192,10 @@ def broken(family: str, name: str, why: str) -> UsageError:
 
 
 def _refusal(family: str, name: str, distribution: str, why: str) -> UsageError:
-    message = f"the part {name!r} of {_group(family)} that the distribution {distribution!r} has cannot be used: {why}"
-    return UsageError(message, hint=f"pip uninstall {distribution}, or another release of it", code="broken_part")
+    message = f"the part {name!r} of {_group(family)} from the package {distribution!r} cannot be used: {why}"
+    return UsageError(
+        message, hint=f"pip uninstall {distribution}, or install another release of it", code="broken_part"
+    )
 
 
 @cache
@@ -210,14 +212,14 @@ def _installed(family: str) -> dict[str, _Installed]:
     found: dict[str, _Installed] = {}
     for name, value, distribution in _entry_points().get(_group(family), ()):
         if name in _own(family):
-            raise _refusal(family, name, distribution, "bnncli has a part of this name itself")
+            raise _refusal(family, name, distribution, "bnncli has a built-in part with this name")
         if name in found and found[name].distribution != distribution:
             others = found[name].distribution
-            raise _refusal(family, name, distribution, f"the distribution {others!r} has a part of this name too")
+            raise _refusal(family, name, distribution, f"the package {others!r} also has a part with this name")
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-            raise _refusal(family, name, distribution, "a name has small letters, digits and dashes")
+            raise _refusal(family, name, distribution, "expected a name of lowercase letters, digits and dashes")
         if not re.fullmatch(r"\w+(\.\w+)*", value):
-            raise _refusal(family, name, distribution, f"expected a module, as package.module; got {value!r}")
+            raise _refusal(family, name, distribution, f"expected a module such as package.module; got {value!r}")
         found.setdefault(name, _Installed(value, distribution))  # the first on the search path is what is imported
     return found
 

@@ -241,7 +241,9 @@ def test_a_new_score_of_features_is_set_by_an_option_of_its_own(done: list[Invoc
 def test_two_scores_that_have_another_option_of_one_name_are_refused() -> None:
     one = ScoreOption(text="Bins.", default=15)
     assert merged("scores", {"ece": {"bins": one}, "mce": {"bins": one}}) == {"bins": one}
-    with pytest.raises(UsageError, match=r"mce.py: its option bins is not the one that another score has"):
+    with pytest.raises(
+        UsageError, match=r"mce.py: its option bins differs from another score's option of the same name"
+    ):
         merged("scores", {"ece": {"bins": one}, "mce": {"bins": replace(one, default=10)}})
 
 

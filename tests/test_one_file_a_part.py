@@ -205,9 +205,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 def test_a_name_that_is_ours_already_is_refused_and_says_whose_it_is(installed: Callable[..., Path]) -> None:
     installed({"flows": "radial"})
-    with pytest.raises(
-        UsageError, match=r"'radial' of bnncli.flows that the distribution 'theirs' has .* of this name"
-    ):
+    with pytest.raises(UsageError, match=r"'radial' of bnncli.flows from the package 'theirs' .* with this name"):
         registry.names("flows")
     assert registry.load_class("flows", "radial").__module__ == "bnncli.flows.radial"
 
@@ -215,7 +213,7 @@ def test_a_name_that_is_ours_already_is_refused_and_says_whose_it_is(installed: 
 def test_a_name_that_two_distributions_have_is_refused(installed: Callable[..., Path]) -> None:
     installed({"flows": "eddy"})
     installed({"flows": "eddy"}, name="others")
-    with pytest.raises(UsageError, match=r"the distribution '(theirs|others)' has a part of this name too"):
+    with pytest.raises(UsageError, match=r"the package '(theirs|others)' also has a part with this name"):
         registry.names("flows")
 
 
@@ -223,11 +221,11 @@ def test_a_part_that_fails_to_import_is_told_in_one_line(installed: Callable[...
     (installed({"integrators": "halfway"}) / "integrators_part.py").write_text("import no_such_module\n")
     assert "halfway" in registry.names("integrators")
     with pytest.raises(
-        UsageError, match="'theirs' has cannot be used: importing it failed with ModuleNotFoundError"
+        UsageError, match="'theirs' cannot be used: importing it failed with ModuleNotFoundError"
     ) as told:
         registry.load_class("integrators", "halfway")
     assert "\n" not in told.value.message
-    assert told.value.hint == "pip uninstall theirs, or another release of it"
+    assert told.value.hint == "pip uninstall theirs, or install another release of it"
 
 
 @pytest.mark.parametrize(
@@ -262,7 +260,7 @@ def test_a_command_without_a_declaration_is_told(installed: Callable[..., Path],
     (installed({"stages": "salute"}) / "stages_part.py").write_text("COMMAND = Command('x')\n")
     said = cli("salute")
     assert (said.code, said.stdout, said.stderr.count("\n")) == (2, "", 2)  # and a hint
-    assert "'theirs' has cannot be used: COMMAND cannot be read: NameError" in said.stderr
+    assert "'theirs' cannot be used: COMMAND cannot be read: NameError" in said.stderr
 
 
 def test_a_name_of_ours_is_found_without_looking_at_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,8 +278,8 @@ def test_an_installed_score_that_is_no_good_is_told_by_the_commands_that_score(t
     done = run([*command, "evaluate", "x"])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "error: the part 'aplomb' of bnncli.scores that the distribution 'theirs' has cannot be used: its module has no SCORE",
-        "hint: pip uninstall theirs, or another release of it",
+        "error: the part 'aplomb' of bnncli.scores from the package 'theirs' cannot be used: its module has no SCORE",
+        "hint: pip uninstall theirs, or install another release of it",
     ]
 
 

@@ -192,7 +192,7 @@ def remedies(line: str, hint: str, device: str) -> Iterator[tuple[str, list[tupl
         if not is_told and flag not in LEAST:
             continue  # such as fewer --posterior at a time
         value = value if is_told else LEAST[flag]
-        if "made by fit-laplace" in hint and command_of(line) == "refine":
+        if "fitted with fit-laplace" in hint and command_of(line) == "refine":
             base = f"fit-laplace FOLDER/run --prior-precision 100 --{flag} {value} --name smaller"
             for place in (device, "cpu"):  # it may take more to make than to refine
                 yield (

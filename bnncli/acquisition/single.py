@@ -28,7 +28,7 @@ def _margin(probs: Array, mutual_info: Array | None) -> Array:
 
 def _bald(probs: Array, mutual_info: Array | None) -> Array:
     if mutual_info is None:
-        raise UsageError("\0by\0 bald is about draws, and this posterior or integrator has none: name another")
+        raise UsageError("\0by\0 bald needs draws, but this posterior or integrator has none: choose another")
     return mutual_info.astype(np.float64)
 
 

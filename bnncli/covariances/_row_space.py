@@ -39,7 +39,8 @@ class WithinRows:
     def __post_init__(self) -> None:
         if self.inner.num_params != self.rows.reduced.num_params:
             raise ValueError(
-                f"the row space has {self.rows.reduced.num_params} parameters, the covariance {self.inner.num_params}"
+                f"the row space has {self.rows.reduced.num_params} parameters, but the covariance has "
+                f"{self.inner.num_params}"
             )
         if not (math.isfinite(self.precision) and self.precision > 0):
             raise ValueError(f"the precision outside the row space must be positive and finite, got {self.precision}")

@@ -43,12 +43,12 @@ def from_arrays(kind: str, arrays: Mapping[str, NDArray[np.float64]], known: Map
     if kind == SETS:
         thresholds = arrays["thresholds"]
         if thresholds.shape not in ((1,), (size,)):
-            raise ValueError(f"thresholds: expected one, or {size}; got {thresholds.shape}")
+            raise ValueError(f"thresholds: expected 1 or {size} values; got shape {thresholds.shape}")
         return SetRule(SetScore(**{name: known[name] for name in _SCORE}), thresholds, bool(known["is_filled"]))
     if kind == RISK:
         found = [float(value) for value in arrays["most_doubt"]]
         if len(found) > 1:
-            raise ValueError(f"most_doubt: expected one number or none; got {len(found)}")
+            raise ValueError(f"most_doubt: expected at most one number; got {len(found)}")
         return AcceptanceRule(found[0] if found else None, **{name: known[name] for name in _TESTED})
     if kind == OOD:
         return OutlierRule(float(arrays["threshold"].item()))

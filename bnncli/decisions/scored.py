@@ -54,7 +54,7 @@ def _worst_class(form: ScoreForm, covered: NDArray, labels: NDArray) -> ScoreGro
 def acceptance_scores(accepted: NDArray, is_right: NDArray | None, choices: dict[str, Any]) -> list[ScoreGroup]:
     """The share of accepted predictions (N,), and the share of wrong ones among them."""
     share = means([ScoreForm("acceptance", choices, True, bounds=_SHARE)], [accepted])
-    form = ScoreForm("selective_risk", choices, False, bounds=_SHARE, when_nan="nothing is accepted")
+    form = ScoreForm("selective_risk", choices, False, bounds=_SHARE, when_nan="no predictions are accepted")
     if is_right is None:
         return [share, ScoreGroup([form], None, NO_LABELS)]
     columns = np.stack([accepted & ~np.asarray(is_right, dtype=bool), accepted], axis=1).astype(np.float64)

@@ -38,9 +38,9 @@ class SetScore:
         if self.scheme not in SCHEMES:
             raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}; got {self.scheme!r}")
         if self.seed is not None and self.scheme == LAC:
-            raise ValueError("lac is not randomised")
+            raise ValueError("lac does not support randomisation")
         if self.scheme != RAPS and (self.penalty, self.free_ranks) != (0.0, 0):
-            raise ValueError(f"{self.scheme} has no penalty")
+            raise ValueError(f"{self.scheme} does not support a penalty")
 
     def uniform(self, split: str, count: int) -> Floats | None:
         """The numbers (N,) of the examples of a split, the same for every prediction of it; None where there are none."""
@@ -62,7 +62,7 @@ class SetScore:
         if self.scheme == LAC:
             return 1 - wide
         if (self.seed is None) != (uniform is None):
-            raise ValueError("expected a uniform number an example where the score has a seed, and only there")
+            raise ValueError("expected one uniform number per example if and only if the score has a seed")
         order = np.argsort(-wide, axis=1, kind="stable")
         ordered = np.take_along_axis(wide, order, axis=1)
         used = np.cumsum(ordered, axis=1)

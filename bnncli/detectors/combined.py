@@ -29,5 +29,5 @@ DETECTOR = Detector(
     place=1,
     of_predictions=of_predictions,
     needs="combined",
-    without="the predictions have no combined score, which predict computes from the features of train and val",
+    without="the predictions have no combined score; predict computes it from the features of train and val",
 )

@@ -36,5 +36,5 @@ DETECTOR = Detector(
     place=5,
     of_predictions=of_predictions,
     needs="log_concentration",
-    without="this integrator gives no Dirichlet distribution",
+    without="this integrator provides no Dirichlet distribution",
 )

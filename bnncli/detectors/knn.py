@@ -17,7 +17,11 @@ def of_features(train: TrainingFeatures) -> FittedDetector:
         num_neighbors=train.settings["neighbors"],
     )
     asked, found = train.settings["neighbors"], neighbors.num_neighbors
-    notes = [f"\0neighbors\0 {asked}: there are {found} training examples; k is that"] if found < asked else []
+    notes = (
+        [f"\0neighbors\0 {asked}: using k = {found}, because there are only {found} training examples"]
+        if found < asked
+        else []
+    )
     return FittedDetector(lambda features: {"knn": neighbors.scores(features)}, {"neighbors": found}, notes)
 
 

@@ -20,5 +20,8 @@ def of_predictions(examples: ExampleStatistics, values: NDArray | None) -> NDArr
 
 
 DETECTOR = Detector(
-    place=4, of_predictions=of_predictions, needs="mutual_info", without="this integrator gives no mutual information"
+    place=4,
+    of_predictions=of_predictions,
+    needs="mutual_info",
+    without="this integrator provides no mutual information",
 )

@@ -40,9 +40,9 @@ class Estimate:
     def __post_init__(self) -> None:
         error = self.standard_error
         if not math.isfinite(self.value) or (error is not None and not (math.isfinite(error) and error >= 0)):
-            raise ValueError(f"expected a finite value, and a standard error of at least 0; got {self.value}, {error}")
+            raise ValueError(f"expected a finite value and a nonnegative standard error; got {self.value}, {error}")
         if self.count < 0 or (self.count == 1 and error):
-            raise ValueError(f"expected several values behind a standard error, or 0; got {self.count}")
+            raise ValueError(f"a standard error above 0 needs several values; got {self.count}")
 
     @classmethod
     def of_repeats(cls, values: Sequence[float]) -> Estimate:

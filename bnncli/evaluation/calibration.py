@@ -103,7 +103,7 @@ def _plain(confidence: NDArray, is_right: NDArray, num_bins: int, strategy: str)
     members = [_score("ece", {**choices, "norm": "l1"}), _score("mce", choices)]
     if strategy == "equal-mass":
         debiased = {**choices, "norm": "l2", "estimator": "debiased"}
-        members.append(_score("ece", debiased, when_nan="no bin holds two examples, whose noise could be told"))
+        members.append(_score("ece", debiased, when_nan="no bin holds two examples, so the noise cannot be estimated"))
     index = _index(confidence, _edges(confidence, num_bins, strategy))
     values = np.stack([np.ones(len(confidence)), confidence - is_right, is_right], axis=1)[:, : len(members)]
 
@@ -205,7 +205,7 @@ def _published(confidence: NDArray, is_right: NDArray) -> ScoreGroup:
         "ece",
         choices,
         facts={"num_used": int(is_used.sum())},
-        when_nan="every confidence is 0.99 or more, which the published script leaves out",
+        when_nan="every confidence is 0.99 or more; the published script skips these",
     )
     index = np.where(is_used, index, 0)
     values = np.stack([is_used, np.where(is_used, confidence - is_right, 0)], axis=1).astype(np.float64)

@@ -111,7 +111,9 @@ def convergence_of(
         found += look.statistics
         task.advance(look.size)
     if stuck:
-        reason = f"constant draws: parameter {stuck[0]} does not move within any half-chain ({len(stuck)} such)"
+        reason = (
+            f"constant draws: parameter {stuck[0]} does not move within any half-chain ({len(stuck)} such parameters)"
+        )
         return Convergence(None, None, None, None, undefined=reason)
     r_hat, ess_bulk, ess_tail = (torch.cat(part) for part in zip(*found, strict=True))
     smallest = float(ess_bulk.min()), float(ess_tail.min())
@@ -119,7 +121,7 @@ def convergence_of(
         return Convergence(None, int(ess_bulk.argmin()), *smallest, undefined="R-hat needs at least two chains, got 1")
     undefined = torch.nonzero(~torch.isfinite(r_hat)).flatten()
     if len(undefined):
-        reason = f"parameter {int(undefined[0])} has the same distance from its median throughout half-chains"
+        reason = f"parameter {int(undefined[0])} stays at the same distance from its median within half-chains"
         return Convergence(None, None, None, None, undefined=reason)
     return Convergence(float(r_hat.max()), int(r_hat.argmax()), *smallest)
 

@@ -30,7 +30,7 @@ def decomposition_scores(examples: ExampleStatistics) -> ScoreGroup:
         )
     ]
     if examples.num_classes != 2:
-        return ScoreGroup(members, None, f"two classes only, there are {examples.num_classes}")
+        return ScoreGroup(members, None, f"expected two classes, got {examples.num_classes}")
     if examples.labels is None or examples.label_probability is None:
         return ScoreGroup(members, None, NO_LABELS)
     # Not from the label's probability: 1 - p rounds, and forecasts that are equal would differ by their label.

@@ -54,7 +54,7 @@ class Ranking:
     def __post_init__(self) -> None:
         for scores in (self.scores_in, self.scores_out):
             if scores.ndim != 1 or len(scores) == 0:
-                raise DataError(f"detection: expected one score for each example, got shape {scores.shape}")
+                raise DataError(f"detection: expected one score per example, got shape {scores.shape}")
             if not np.isfinite(scores).all():
                 raise DataError("detection: expected finite scores, got NaN or infinity")
 

@@ -99,13 +99,13 @@ def thin_draws(draws: Tensor, num_independent: int | None, *, count: int = NUM_D
         return ThinnedDraws(thinned)
     if num_independent < MIN_INDEPENDENT:
         known = f"only about {num_independent} of the draws are independent"
-        known = known if num_independent else "it is not known how many of the draws are independent"
-        reason = f"{known}; {MIN_INDEPENDENT} are needed"
+        known = known if num_independent else "the number of independent draws is unknown"
+        reason = f"{known}; expected at least {MIN_INDEPENDENT}"
         return ThinnedDraws(thinned, untested=reason)
     stretches = _stretches(num_chains, length, num_independent)
     num_blocks = min(num_chains * stretches, MOST_BLOCKS)
     if num_blocks < MIN_BLOCKS:
-        reason = f"only {num_blocks} stretches of the chains are about independent; {MIN_BLOCKS} are needed"
+        reason = f"only about {num_blocks} segments of the chains are independent; expected at least {MIN_BLOCKS}"
         return ThinnedDraws(thinned, untested=reason)
     places = thinned_places(num_chains * length, count)
     stretch = places // length * stretches + places % length * stretches // length
@@ -135,7 +135,7 @@ def compare_draws(
         return Compared(found.unbiased, found.standard_error, p_value, num_permutations, None, None)
     num_blocks = min(x.num_blocks, y.num_blocks)
     if num_blocks < MIN_BLOCKS:
-        reason = f"only {num_blocks} independent draws; {MIN_BLOCKS} are needed"
+        reason = f"only {num_blocks} independent draws; expected at least {MIN_BLOCKS}"
         return Compared(mmd2_of(distances, bandwidth).unbiased, None, None, num_permutations, None, reason)
     products = _products(x, y, kernels(distances, bandwidth), num_blocks)
     value, error = _estimate(products)

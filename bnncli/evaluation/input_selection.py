@@ -56,7 +56,7 @@ def selection_rows(inclusion: Tensor, true_inputs: Sequence[int]) -> list[Row]:
             "higher_is_better": name == "true_positive_rate",
         }
         if row["n"] == 0:
-            row["undefined"] = "every input is a true one"
+            row["undefined"] = "every input is a true input"
         else:
             rates = selected[:, which].mean(dim=1)
             row["value"] = float(rates.mean())

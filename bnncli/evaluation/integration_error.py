@@ -105,7 +105,7 @@ def integration_errors(scores: Callable[..., Sequence[float]], *splits: DrawGrou
     weights = splits[0].weights
     for other in splits[1:]:
         if other.weights.shape != weights.shape or not np.allclose(other.weights, weights, rtol=0, atol=1e-9):
-            raise DataError("groups of draws: the splits were not predicted by the same draws")
+            raise DataError("groups of draws: the splits were predicted with different draws")
     halves = [half for half in balanced_halves(len(weights)) if 0 < weights[half].sum() < 1]
     values = np.array([scores(*(split.half(half) for split in splits)) for half in halves], dtype=np.float64)  # (H, m)
     shares = np.array([weights[half].sum() for half in halves])

@@ -73,7 +73,7 @@ def label_by_label_scores(probs: NDArray, examples: ExampleStatistics) -> list[S
         return [ScoreGroup(members, None, NO_LABELS) for members in (counted, macro, micro)]
     found = [_counted(counted, probs, labels)]
     if probs.size > MOST_PROBABILITIES:
-        reason = f"there are {probs.size} probabilities, more than the {MOST_PROBABILITIES} that are ranked at once"
+        reason = f"{probs.size} probabilities are more than the {MOST_PROBABILITIES} that can be ranked at once"
         return [*found, ScoreGroup(macro, None, reason), ScoreGroup(micro, None, reason)]
     return [*found, _ranked(macro, probs, labels), _pooled(micro, probs, labels)]
 
@@ -88,7 +88,7 @@ def one_sided_labels(labels: NDArray, names: list[str]) -> tuple[list[str], list
 
 
 def _form(name: str, average: str, facts: dict[str, int] | None = None) -> ScoreForm:
-    reason = "no label is there in some examples and not in others"
+    reason = "no label is present in some examples and absent in others"
     choices = {"average": average, **({"classes": "present"} if average == "macro" else {})}
     return ScoreForm(name, choices, True, bounds=(0.0, 1.0), when_nan=reason, facts=facts or {})
 

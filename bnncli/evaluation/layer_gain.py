@@ -58,14 +58,14 @@ class LayerGain:
     def sentence(self) -> str:
         """The finding with its numbers, for people."""
         says = {
-            "better": f"{self.posterior} predicts better than {self.last_layer}, of the last layer alone",
-            "worse": f"the last layer alone ({self.last_layer}) predicts better than {self.posterior}",
-            "as good": f"the last layer alone ({self.last_layer}) is as good as {self.posterior}",
-            "untold": f"val is too small to tell {self.posterior} from {self.last_layer}, of the last layer alone",
+            "better": f"{self.posterior} predicts better than the last-layer posterior {self.last_layer}",
+            "worse": f"the last-layer posterior {self.last_layer} predicts better than {self.posterior}",
+            "as good": f"the last-layer posterior {self.last_layer} predicts as well as {self.posterior}",
+            "untold": f"val is too small to distinguish {self.posterior} from the last-layer posterior {self.last_layer}",
         }[self.finding]
         interval = "no interval" if self.low is None else f"95% interval {self.low:+.4f} to {self.high:+.4f}"
         shown = "p unknown" if self.p_adjusted is None else f"p {self.p_adjusted:.2g}"
-        allows = f" after Holm for {self.num_compared} posteriors" if self.num_compared > 1 else ""
+        allows = f" after Holm correction for {self.num_compared} posteriors" if self.num_compared > 1 else ""
         return f"{says}: val NLL {self.value:+.4f} ({interval}, {shown}{allows}, paired)"
 
     def to_json(self) -> dict[str, Any]:

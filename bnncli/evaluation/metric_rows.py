@@ -64,7 +64,8 @@ def _told(value: float, chance: Row) -> Row:
     ends = chance.get("interval")
     if ends is not None and value > ends["high"]:
         row["note"] = (
-            "the value is above its interval: it contains the floor, what a calibrated model of this size scores"
+            "the value is above its interval because it contains the noise floor, the score of a calibrated "
+            "model on data of this size"
         )
     return row
 

@@ -100,7 +100,7 @@ def squared_distances(x: Tensor, y: Tensor) -> Distances:
     sizes = check_shapes(x=(x, "n P"), y=(y, "m P"))
     n, m = sizes["n"], sizes["m"]
     if min(n, m) < 2:
-        raise DataError(f"the squared discrepancy needs at least two draws on each side, got {n} and {m}")
+        raise DataError(f"the squared discrepancy needs at least two draws per side, got {n} and {m}")
     y = y.to(x.device)
     center = torch.cat([part.double().mean(dim=0) for part in y.split(_width(y), dim=1)])
     found = Distances(*(_squared_distances(a, b, center=center) for a, b in ((x, x), (y, y), (x, y))))
@@ -127,7 +127,7 @@ def median_of(squared: Tensor) -> float:
     median = float(np.median(squared[rows, columns].sqrt().cpu().numpy()))
     # Coinciding draws come out at rounding level relative to the spread, not at exactly 0.
     if median <= 1e-6 * float(squared.max()) ** 0.5:
-        raise DataError("half of the pairs of reference draws coincide: their median distance is 0")
+        raise DataError("half of the pairs of reference draws coincide, so their median distance is 0")
     return median
 
 

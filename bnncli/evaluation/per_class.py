@@ -35,7 +35,7 @@ def per_class_scores(probs: NDArray, examples: ExampleStatistics) -> list[ScoreG
         return [ScoreGroup(counted, None, NO_LABELS), ScoreGroup(ranked, None, NO_LABELS)]
     counts = _counted(counted, examples.predicted, examples.labels, num_classes=examples.num_classes)
     if probs.size > MOST_PROBABILITIES:
-        reason = f"there are {probs.size} probabilities, more than the {MOST_PROBABILITIES} that are ranked at once"
+        reason = f"{probs.size} probabilities are more than the {MOST_PROBABILITIES} that can be ranked at once"
         return [counts, ScoreGroup(ranked, None, reason)]
     return [counts, _ranked(ranked, probs, examples.labels)]
 
@@ -48,7 +48,7 @@ def rare_classes(labels: NDArray, names: list[str]) -> tuple[list[str], list[str
 
 
 def _score(name: str) -> ScoreForm:
-    reason = "no class has examples both of it and of others" if name.startswith("class_") else "undefined"
+    reason = "no class has both positive and negative examples" if name.startswith("class_") else "undefined"
     return ScoreForm(name, _CHOICES, True, bounds=(0.0, 1.0), when_nan=reason)
 
 

@@ -51,7 +51,7 @@ def _check_values(probs: NDArray, *, is_exclusive: bool) -> None:
         known = probs[~np.isnan(probs)]
         if known.size and known.max() <= 0:
             raise DataError("probs: expected finite values in [0, 1], got log-probabilities", hint=_HINT_LOG)
-        raise DataError("probs: expected finite values, got NaN or infinity", hint="a fit or a checkpoint diverged")
+        raise DataError("probs: expected finite values, got NaN or infinity", hint="the fit or the checkpoint diverged")
     smallest, largest = float(probs.min()), float(probs.max())
     worst = float(np.abs(probs.sum(axis=1, dtype=np.float64) - 1).max())
     if largest <= 0 and smallest < 0:
@@ -60,8 +60,14 @@ def _check_values(probs: NDArray, *, is_exclusive: bool) -> None:
         hint = "these look like logits; apply the softmax first"
         if smallest >= 0 and largest <= 100:
             are_percentages = np.abs(probs.sum(axis=1, dtype=np.float64) - 100).max() < 2
-            hint = "these look like percentages; divide by 100" if are_percentages else "rows of probabilities sum to 1"
+            hint = (
+                "these look like percentages; divide by 100"
+                if are_percentages
+                else "rows of probabilities must sum to 1"
+            )
         raise DataError(f"probs: expected values in [0, 1], got {smallest:g} to {largest:g}", hint=hint)
     if is_exclusive and worst > ROW_SUM_TOLERANCE:
-        hint = "sigmoid outputs per class, or rows that lost a class, do not sum to 1"
-        raise DataError(f"probs: expected rows that sum to 1 within 1e-4, got one off by {worst:g}", hint=hint)
+        hint = "rows of per-class sigmoid outputs, or rows with a missing class, do not sum to 1"
+        raise DataError(
+            f"probs: expected rows that sum to 1 within 1e-4, got a row that is off by {worst:g}", hint=hint
+        )

@@ -18,7 +18,7 @@ from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, Scor
 from bnncli.lazy import torch
 from bnncli.numerics.top_k import cumulative_lengths
 
-NO_RANKING = "the predictions have no ranking (predict \0top_k\0 makes one)"
+NO_RANKING = "the predictions have no ranking; create one with predict \0top_k\0"
 
 
 def ranking_scores(

@@ -218,7 +218,7 @@ def _published(pair: DrawPair, distances: Distances) -> Row:
     try:
         bandwidth = published_bandwidth(*(side.chains.flatten(0, 1) for side in pair.sides))
     except DataError:
-        reason = "half of the pairs of the draws that tell the bandwidth coincide: their median distance is 0"
+        reason = "half of the pairs of draws that set the bandwidth coincide, so their median distance is 0"
         return {"value": None, "n": None, "bandwidth": None, "undefined": reason}
     return {"value": mmd2_of(distances, bandwidth).biased, "bandwidth": bandwidth}
 
@@ -278,7 +278,7 @@ def _covariance_error(pair: DrawPair) -> list[Row]:
 
 
 def _too_few(counts: list[int]) -> str:
-    return f"only about {min(counts)} of the draws are independent; {MIN_INDEPENDENT} are needed"
+    return f"only about {min(counts)} of the draws are independent; expected at least {MIN_INDEPENDENT}"
 
 
 def _why_undefined(ours: WeightDraws | None, theirs: WeightDraws | None, reference: str) -> str | None:
@@ -289,11 +289,11 @@ def _why_undefined(ours: WeightDraws | None, theirs: WeightDraws | None, referen
         return "no draws of theta"
     x, y = ours.chains, theirs.chains
     if x.shape[2] != y.shape[2]:
-        return f"theta has {x.shape[2]} parameters, the draws of {reference} have {y.shape[2]}"
+        return f"theta has {x.shape[2]} parameters, but the draws of {reference} have {y.shape[2]}"
     if min(ours.num_draws, theirs.num_draws) < 2:
         return "fewer than two draws"
     if ours.draws is theirs.draws or (x.shape == y.shape and torch.equal(x.cpu(), y.cpu())):
-        return f"the draws are those of the reference, {reference}, itself"
+        return f"the draws are identical to the reference {reference}"
     return None
 
 

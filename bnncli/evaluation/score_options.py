@@ -49,5 +49,7 @@ def merged(family: str, declared: Mapping[str, Mapping[str, ScoreOption]]) -> di
         for name, one in options.items():
             if found.setdefault(name, one) != one:
                 part = score.replace("_", "-")
-                raise registry.broken(family, part, f"its option {name} is not the one that another score has")
+                raise registry.broken(
+                    family, part, f"its option {name} differs from another score's option of the same name"
+                )
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))

@@ -107,8 +107,8 @@ def _why_undefined(scores_in: NDArray | str, scores_out: NDArray | str, ood: str
         if isinstance(scores, str):
             return scores
     if len(scores_in) == 0:
-        return "empty in-distribution split"
-    return f"only one class present: split {ood} is empty" if len(scores_out) == 0 else None
+        return "the in-distribution split is empty"
+    return f"only one class is present: split {ood} is empty" if len(scores_out) == 0 else None
 
 
 def _sizes(scores_in: NDArray | str, scores_out: NDArray | str) -> list[int] | None:

@@ -40,7 +40,7 @@ def reference_scale(draws: Tensor) -> Tensor:
     scale = torch.cat([draws[:, block].double().std(dim=0) for block in _parameters(num_params, num_draws)])
     stuck = (~(scale > 0)).nonzero().flatten()
     if len(stuck):
-        raise DataError(f"parameter {int(stuck[0])} of the reference's draws does not vary")
+        raise DataError(f"parameter {int(stuck[0])} does not vary in the reference's draws")
     return scale
 
 
@@ -94,7 +94,7 @@ def covariance_error(x: Tensor, y: Tensor, scale: Tensor) -> float:
     sizes = check_shapes(x=(x, "n P"), y=(y, "m P"), scale=(scale, "P"))
     n, m = sizes["n"], sizes["m"]
     if min(n, m) < MIN_COVARIANCE_DRAWS:
-        raise DataError(f"a covariance error needs at least {MIN_COVARIANCE_DRAWS} draws on each side, got {n} and {m}")
+        raise DataError(f"a covariance error needs at least {MIN_COVARIANCE_DRAWS} draws per side, got {n} and {m}")
     own_x, own_y, cross = (scale.new_zeros(a, b) for a, b in ((n, n), (m, m), (n, m)))
     for block in _parameters(sizes["P"], n + m):
         ours, theirs = (part[:, block].to(scale) / scale[block] for part in (x, y))
@@ -105,7 +105,7 @@ def covariance_error(x: Tensor, y: Tensor, scale: Tensor) -> float:
     square_x, square_y = _squared_trace(own_x), _squared_trace(own_y)
     product = float(cross.square().sum()) / ((n - 1) * (m - 1))
     if not square_y > 0:
-        raise DataError("the covariance of the reference's draws is within their noise")
+        raise DataError("the covariance of the reference's draws is below their noise")
     return math.sqrt(max(0.0, square_x + square_y - 2 * product) / square_y)
 
 

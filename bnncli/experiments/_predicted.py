@@ -22,7 +22,7 @@ def entropies(path: Path, posterior: str, split: str, *, variant: str = "mc") ->
         with np.load(path) as table:
             columns = {name: table[name] for name in _COLUMNS}
     except (KeyError, ValueError) as error:
-        raise DataError(f"{path}: expected a table of predict: {error}") from None
+        raise DataError(f"{path}: expected a table written by predict: {error}") from None
     wanted = {"posterior": posterior, "variant": variant, "split": split}
     chosen = np.all([columns[name] == value for name, value in wanted.items()], axis=0)
     if not chosen.any():

@@ -68,6 +68,6 @@ def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     from bnncli.figures.image_rows import draw as draw_rows
 
     return {
-        name: draw_rows(shown, after=_SHOWN, title=f"{name}: lowest entropy of each class, and highest")
+        name: draw_rows(shown, after=_SHOWN, title=f"{name}: lowest entropy per class, and highest")
         for name, shown in measured.arrays.items()
     }

@@ -73,12 +73,12 @@ def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     from bnncli.figures.time_shares import draw as draw_times
 
     seconds = {name: measured.values[f"seconds_{name}"].value for name in ("network", "moments", "sample", "bridge")}
-    shared = {"network": seconds["network"], "Gaussian of the logits": seconds["moments"]}
+    shared = {"network": seconds["network"], "moments of the logits": seconds["moments"]}
     rows = {
         "samples": {**shared, "samples": seconds["sample"]},
         "bridge": {**shared, "bridge": seconds["bridge"]},
     }
-    return {"seconds": draw_times(rows, title="Seconds until there are probabilities")}
+    return {"seconds": draw_times(rows, title="Seconds per prediction")}
 
 
 def prior_precision(

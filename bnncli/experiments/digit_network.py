@@ -43,7 +43,7 @@ def images(path: Path, *, classes: int | None = None, count: int | None = None) 
     except (KeyError, ValueError) as error:
         raise DataError(f"{path}: expected arrays x and y: {error}") from None
     if pixels.shape[1:] != _SHAPE[1:] or pixels.dtype != np.uint8:
-        raise DataError(f"{path}: expected images of uint8, 28 x 28; got {pixels.dtype}, {pixels.shape[1:]}")
+        raise DataError(f"{path}: expected uint8 images of 28 x 28; got {pixels.dtype}, {pixels.shape[1:]}")
     chosen: NDArray[np.intp] = np.flatnonzero(labels < classes) if classes is not None else np.arange(len(labels))
     chosen = chosen[:count]
     return torch.from_numpy(pixels[chosen]).unsqueeze(1) / 255, torch.from_numpy(labels[chosen]).long()

@@ -82,13 +82,13 @@ def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     for name, suffix in (("published", "_published"), ("right", "")):
         each = [measured.values[f"variance_{digit}{suffix}"] for digit in range(DIGITS)]
         lines[name] = MeasuredLine(range(DIGITS), [one.value for one in each], [one.standard_error for one in each])
-    title = "The network has seen the digits 0, 1 and 2"
+    title = "The network was trained on the digits 0, 1 and 2"
     variance = draw_lines(lines, title=title, x_label="digit", y_label="mean variance, predicted class")
     rows = {
         name: [measured.arrays[f"density{suffix} {digit}"] for digit in _SHOWN]
         for name, suffix in (("published", "_published"), ("right", ""))
     }
-    titles = [f"a {digit} of mean variance,\n{'seen' if digit < SEEN else 'not seen'}" for digit in _SHOWN]
+    titles = [f"a {digit}, mean variance,\n{'trained on' if digit < SEEN else 'not trained on'}" for digit in _SHOWN]
     return {
         "variance": variance,
         "densities": draw_triangles(

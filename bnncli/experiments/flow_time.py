@@ -72,5 +72,5 @@ def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     lengths = list(settings["lengths"])
     times = [measured.values[f"seconds_{length}"] for length in lengths]
     line = MeasuredLine(lengths, [1e3 * one.value for one in times], [1e3 * (one.standard_error or 0) for one in times])
-    title = "Time of a step, a batch of 128 and 850 parameters"
+    title = "Time per step (batch of 128, 850 parameters)"
     return {"time": draw_lines({"radial": line}, title=title, x_label="radial layers", y_label="milliseconds")}

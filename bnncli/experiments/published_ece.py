@@ -83,6 +83,6 @@ def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
         found = [measured.values[f"{name}_{one}"] for one in settings["percentages"]]
         values, errors = [one.value for one in found], [one.standard_error for one in found]
         lines[label] = MeasuredLine([float(one) for one in settings["percentages"]], values, errors)
-    title = "A model that is calibrated exactly"
-    x_label = "confidences of 0.99 and more, %"
+    title = "A perfectly calibrated model"
+    x_label = "confidences of 0.99 or more, %"
     return {"calibrated": draw_lines(lines, title=title, x_label=x_label, y_label="calibration error")}

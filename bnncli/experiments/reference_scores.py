@@ -35,7 +35,7 @@ def measure(settings: Settings, inputs: Inputs, *, generator: torch.Generator, p
     with np.load(inputs["test"]) as arrays:
         labels = arrays["y"]
     if len(probs) != len(labels):
-        raise DataError(f"{inputs['reference']}: {len(probs)} rows, and {len(labels)} labels")
+        raise DataError(f"{inputs['reference']} has {len(probs)} rows, but there are {len(labels)} labels")
     losses = _losses(probs, labels, 1.0)
     values = {
         "reference_accuracy": _mean((probs.argmax(axis=1) == labels).astype(np.float64)),

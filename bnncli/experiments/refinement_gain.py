@@ -97,9 +97,9 @@ def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     from bnncli.figures.measured_lines import MeasuredLine
     from bnncli.figures.measured_lines import draw as draw_lines
 
-    gains = {f"gain_{flow}": (f"What {flow} layers gain", "ELBO gained, nats") for flow in settings["flows"]}
+    gains = {f"gain_{flow}": (f"ELBO gain of {flow} layers", "ELBO gain, nats") for flow in settings["flows"]}
     figures = {}
-    for quantity, (title, label) in {**gains, "k": ("The Gaussian at the mode", "Pareto k")}.items():
+    for quantity, (title, label) in {**gains, "k": ("Gaussian at the mode", "Pareto k")}.items():
         lines = {}
         for structure, size in product(settings["structures"], settings["sizes"]):
             names = {one: _name(quantity, size, one, structure) for one in settings["precisions"]}

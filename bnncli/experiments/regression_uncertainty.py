@@ -57,9 +57,7 @@ def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     ]
     places, x, y = (measured.arrays[name] for name in ("places", "x", "y"))
     return {
-        "functions": draw_bands(
-            panels, places, (x, y), title="The function of a network: mean and two standard deviations"
-        )
+        "functions": draw_bands(panels, places, (x, y), title="Function of a network: mean and two standard deviations")
     }
 
 

@@ -34,10 +34,12 @@ def prepare(inputs: Inputs, settings: Settings) -> Mapping[str, NDArray[Any]]:
         columns = np.loadtxt(inputs["columns"], delimiter=",", ndmin=2)
         labels = np.loadtxt(inputs["response"]).astype(np.int64)
     except (ValueError, UnicodeDecodeError) as error:
-        raise DataError(f"{inputs['columns']}: expected numbers with commas between them: {error}") from None
+        raise DataError(f"{inputs['columns']}: expected comma-separated numbers: {error}") from None
     if columns.shape != _SHAPE or labels.shape != _SHAPE[:1] or not np.isin(labels, (0, 1)).all():
         said = f"{columns.shape} columns, {labels.shape} responses"
-        raise DataError(f"{inputs['columns']}: expected {_SHAPE} columns and as many responses of 0 and 1; got {said}")
+        raise DataError(
+            f"{inputs['columns']}: expected {_SHAPE} columns and one response of 0 or 1 per row; got {said}"
+        )
     scaled = columns.copy()
     scaled[:, _NUM_BINARY:] -= columns[:, _NUM_BINARY:].mean(axis=0)
     scaled[:, _NUM_BINARY:] /= columns[:, _NUM_BINARY:].std(axis=0, ddof=1)

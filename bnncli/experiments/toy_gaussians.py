@@ -108,7 +108,7 @@ def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
         )
         for name, title in titles.items()
     ]
-    title = "Uncertainty about four classes: dark is certain"
+    title = "Uncertainty of four classes (dark: certain)"
     where = (measured.arrays["points"], measured.arrays["labels"])
     return {"uncertainty": draw_planes(planes, limit=_LIMIT, points=where, title=title)}
 

@@ -89,8 +89,8 @@ def to_onnx(module: nn.Module, example: Inputs, *, input_name: str, threads: int
     num_bytes = sum(value.const_value.nbytes for value in made.model.graph.initializers.values())
     if num_bytes > MOST_ONNX_BYTES:
         raise DataError(
-            f"the graph has {bytes_text(num_bytes)}; one ONNX file holds {bytes_text(MOST_ONNX_BYTES)}",
-            hint="lower \0draws\0, use \0dtype\0 float16, or export \0head_only\0",
+            f"the graph has {bytes_text(num_bytes)}, but one ONNX file holds at most {bytes_text(MOST_ONNX_BYTES)}",
+            hint="use fewer \0draws\0 or \0dtype\0 float16, or export with \0head_only\0",
             code="too_large",
         )
     content = made.model_proto.SerializeToString(deterministic=True)
@@ -205,8 +205,8 @@ def _name_batch(model: Any) -> None:
 def _not_exportable(what: str, error: Exception) -> DataError:
     why = " ".join(str(error).split())[:200]
     return DataError(
-        f"{what} cannot take the network apart: {type(error).__name__}: {why}",
-        hint="export the head alone: \0head_only\0",
+        f"{what} cannot export the network: {type(error).__name__}: {why}",
+        hint="export only the head: \0head_only\0",
         code="not_exportable",
     )
 

@@ -66,8 +66,8 @@ def check_exportable(form: HeadForm | None) -> None:
     """Pass where a head's features pass at modules, or are the output. Raises DataError otherwise."""
     if form is not None and any(isinstance(tap.at, int) for tap in form.taps):
         raise DataError(
-            "the features of this network pass between operations that no module has, where export cannot take them",
-            hint="export the head alone: \0head_only\0",
+            "export cannot reach this network's features, which are computed inside a module",
+            hint="export only the head: \0head_only\0",
             code="not_exportable",
         )
 

@@ -106,7 +106,9 @@ def _of_mean_field(posterior: Any, integrator: MeanField, ready: Ready) -> HeadP
     if layout.num_classes == 2 and is_projected:
         return _moments(posterior, _difference()).also(steps.probit).also(steps.two_classes)
     if integrator.order == 2:
-        raise _refused("mean-field of order 2, which takes all covariances of the logits", "mean-field of order 0 or 1")
+        raise _refused(
+            "mean-field of order 2, which needs all covariances of the logits,", "mean-field of order 0 or 1"
+        )
     combination = _minus_mean(layout) if is_projected else _as_they_are(layout)
     step = steps.mean_field if integrator.order == 0 else steps.mean_field_of_pairs
     return _moments(posterior, combination).also(step).also(steps.softmax)
@@ -115,11 +117,11 @@ def _of_mean_field(posterior: Any, integrator: MeanField, ready: Ready) -> HeadP
 def _of_bridge(posterior: Any, integrator: Bridge, ready: Ready) -> HeadParts:
     layout = posterior.layout
     if not layout.likelihood.is_exclusive:
-        raise _refused("bridge of several labels an example", "probit")
+        raise _refused("bridge with several labels per example", "probit")
     if not layout.likelihood.is_shift_invariant:
         combination = torch.tensor([[-0.5], [0.5]], dtype=torch.float64)
     elif integrator.projection == "conditional":
-        raise _refused("bridge with \0projection\0 conditional, which takes all covariances of the logits", "bridge")
+        raise _refused("bridge with \0projection\0 conditional, which needs all covariances of the logits,", "bridge")
     else:
         combination = _minus_mean(layout) if integrator.projection == "marginal" else _as_they_are(layout)
     found = _moments(posterior, combination)
@@ -148,9 +150,7 @@ def _of_logit_draws(posterior: Any, integrator: LogitMc, ready: Any) -> HeadPart
         return of_moments.also(steps.spread_along_basis).also(_average(layout))
     is_single = layout.likelihood.is_exclusive and not layout.likelihood.is_shift_invariant
     if covariance is not None and not isinstance(covariance, Diag | Block) and not is_single:
-        raise _refused(
-            f"logit-mc of a covariance of structure {covariance.structure}, whose root is another for each input", "mc"
-        )
+        raise _refused(f"logit-mc with a {covariance.structure} covariance, whose root differs for each input,", "mc")
     found = _moments(posterior, _as_they_are(layout))
     return found.also(steps.spread_logits, beside).also(_average(layout))
 
@@ -193,15 +193,15 @@ def with_ood_score(found: HeadParts, score: str, layout: HeadLayout, center: Ten
     step = SCORES[score]
     if step is steps.ood_by_mutual_info and not has_information(found):
         raise UsageError(
-            "\0score\0 mutual_info: this integrator gives no mutual information",
-            hint="take another score, or \0integrator\0 mc",
+            "\0score\0 mutual_info: this integrator provides no mutual information",
+            hint="use another score, or \0integrator\0 mc",
             code="unsupported_export",
         )
     if step not in (steps.ood_by_energy, steps.ood_by_max_logit):
         return found.also(step)
     if not layout.likelihood.is_exclusive:
         raise UsageError(
-            f"\0score\0 {score}: is for classes that exclude each other; here an example has several labels",
+            f"\0score\0 {score} needs mutually exclusive classes, but the data are multi-label",
             code="unsupported_export",
         )
     combination = _as_they_are(layout)

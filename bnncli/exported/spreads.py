@@ -43,8 +43,9 @@ def spread(covariance: Covariance | None, layout: HeadLayout, combination: Tenso
     num_bytes = 4 * len(combination) * size**2
     if num_bytes > MOST_BYTES:
         raise UsageError(
-            f"the variances of {len(combination)} logits over {layout.num_features} features take {bytes_text(num_bytes)} of a file",
-            hint="use \0integrator\0 mc, whose draws take less",
+            f"the variances of {len(combination)} logits over {layout.num_features} features would need "
+            f"{bytes_text(num_bytes)} in the file",
+            hint="use \0integrator\0 mc, whose draws need less",
             code="unsupported_export",
         )
     roots = root_of_covariances(_blocks(covariance, layout, combination)).scale

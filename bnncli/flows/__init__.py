@@ -106,7 +106,7 @@ def check_taken(kind: str, given: Iterable[str]) -> None:
     for name in given:
         if name not in class_attribute("flows", kind, "settings"):
             takers = [flow for flow in registry.names("flows") if name in class_attribute("flows", flow, "settings")]
-            raise UsageError(f"\0{name}\0: {kind} layers have none; flows that take it: {', '.join(takers)}")
+            raise UsageError(f"\0{name}\0: not supported by {kind} layers; supported by: {', '.join(takers)}")
 
 
 def resolved_settings(kind: str, layout: ParamLayout, **settings: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def resolve(declared: Mapping[str, Setting], layout: ParamLayout, **given: Any) 
         other, needed = setting.only_with or (None, None)
         if other is not None and found[other] != needed:
             if value is not None:
-                raise UsageError(f"\0{name}\0: \0{other}\0 {found[other]} has none; give \0{other}\0 {needed}")
+                raise UsageError(f"\0{name}\0: not supported with \0{other}\0 {found[other]}; use \0{other}\0 {needed}")
             found[name] = None
             continue
         most = getattr(layout, setting.at_most) if setting.at_most else None
@@ -184,7 +184,7 @@ def choose_space(kind: str, space: str) -> str:
         return str(spaces[0])
     if space not in spaces:
         raise UsageError(
-            f"\0space\0: {kind} layers act in {' or '.join(spaces)} space; got {space!r}",
+            f"\0space\0: {kind} layers support {' or '.join(spaces)} space; got {space!r}",
             hint=class_attribute("flows", kind, "spaces_reason"),
         )
     return space

@@ -31,7 +31,7 @@ class Householder(nn.Module):
     settings: ClassVar[tuple[str, ...]] = ()
     spaces: ClassVar[tuple[str, ...]] = ("weight",)
     spaces_reason: ClassVar[str] = (
-        "a rotation leaves the standard normal of whitened space as it is: use \0space\0 weight"
+        "a rotation does not change the standard normal of whitened space: use \0space\0 weight"
     )
     maps: ClassVar[str] = "z to center + H(second) H(first) (z - center), H(v) = I - 2 v v^T / |v|^2"
 

@@ -42,7 +42,7 @@ _MOST_HALVINGS = 20
 _SUFFICIENT_INCREASE = 1e-4  # Armijo constant, as usual
 _SMALLEST_RADIUS = 3e-3  # posterior standard deviations: steps that must be shorter meet kinks, or rounding
 _MOST_PRODUCTS = 150  # of a Newton step
-_KINKS = "no step increases it any more (units with kinks, such as ReLU, have modes where the gradient does not vanish)"
+_KINKS = "no step increases it further (with nonsmooth units such as ReLU, the gradient may not vanish at the mode)"
 
 
 class Position(NamedTuple):
@@ -81,7 +81,7 @@ class _Effort:
 
     def tell(self, place: Position, distance: float) -> None:
         """Say how far it is; of the distance alone what the whitening says of it."""
-        note = f"log joint {place.value:.2f}, about {distance:.2g} standard deviations away"
+        note = f"log joint {place.value:.2f}, about {distance:.2g} standard deviations from the mode"
         self.task.advance(self.spent - self.told, note=note)
         self.told = self.spent
 
@@ -133,8 +133,9 @@ def climb(
         decrement = _decrement(target, place, whitening.covariance)
     if decrement > max(1.0, NEAR * math.sqrt(len(place.theta))):
         raise NumericError(
-            f"no mode after {effort.spent:,} passes over the data: {decrement:.2g} posterior standard deviations away (a draw is "
-            f"about {math.sqrt(len(place.theta)):.0f} away); {ended.reason}",
+            f"found no mode after {effort.spent:,} passes over the data: still {decrement:.2g} posterior "
+            f"standard deviations away (a typical draw is about {math.sqrt(len(place.theta)):.0f} away); "
+            f"{ended.reason}",
             hint="use a larger \0prior_precision\0, or \0center\0 checkpoint",
         )
     return Mode(
@@ -248,7 +249,7 @@ def _newton(effort: _Effort, place: Position, covariance: Covariance, tolerance:
         if step.is_inside and step.decrement < tolerance:
             return place, _Ended(num_steps, step.decrement, None)
         if effort.is_over:
-            return place, _Ended(num_steps, math.nan, f"{effort.most:,} passes are over")
+            return place, _Ended(num_steps, math.nan, f"the limit of {effort.most:,} passes was reached")
         found = _search_along(effort, place, covariance.unwhiten(step.z)[0], torch.float64)
         if found is None:
             return place, _Ended(num_steps, math.nan, _KINKS)

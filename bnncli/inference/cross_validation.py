@@ -150,7 +150,7 @@ class _Folds:
         """The log precision of the lowest mean."""
         values = self.values
         if not values:
-            raise NumericError("no prior precision gave a finite criterion", hint="give \0prior_precision\0")
+            raise NumericError("the criterion is not finite for any prior precision", hint="give \0prior_precision\0")
         return min(values, key=lambda key: values[key])
 
     def by_plug_in(self, task: Task) -> _Folds:

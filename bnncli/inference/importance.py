@@ -112,17 +112,17 @@ def diagnose_weights(log_weights: Tensor) -> ImportanceDiagnostics:
     estimate = ElboEstimate.of(values)
     known = (size, estimate.value, estimate.standard_error, estimate.log_weight_sd)
     if estimate.log_weight_sd <= _EQUAL_NATS:
-        equal = "all weights are equal, so they have no tail"
+        equal = "all weights are equal, so there is no tail to fit"
         return ImportanceDiagnostics(*known, None, threshold, estimate.value, estimate.standard_error, undefined=equal)
     if size < MIN_TAIL_DRAWS:
         few = f"needs at least {MIN_TAIL_DRAWS} draws, got {size}"
         return ImportanceDiagnostics(*known, None, threshold, None, None, few, few)
     smoothed, pareto_k = pareto_smooth(values)
     if not (math.isfinite(pareto_k) and bool(torch.isfinite(smoothed).all())):  # either, by arviz-stats's release
-        reason = "a few draws outweigh all others beyond the range of float64, so the tail has no fit"
+        reason = "a few draws outweigh all others by more than float64 can represent, so the tail cannot be fitted"
         return ImportanceDiagnostics(*known, None, threshold, None, None, reason, reason)
     if not pareto_k <= threshold:
-        reason = f"Pareto k {pareto_k:.2f} is above {threshold:.2f}: {size} weights do not tell their mean"
+        reason = f"Pareto k {pareto_k:.2f} is above {threshold:.2f}: {size} weights are too few to estimate their mean"
         return ImportanceDiagnostics(*known, pareto_k, threshold, None, None, evidence_undefined=reason)
     log_evidence = float(smoothed.logsumexp(dim=0)) - math.log(size)
     shares = torch.softmax(smoothed, dim=0)

@@ -86,7 +86,7 @@ def fit_gaussian(
     if mode is not None:
         missing = 0.5 * mode.newton_decrement**2
         if missing > MOST_MODEL_ERROR:
-            short = f"the log joint at the mode is about {missing:.3g} nats higher than where the search for it ended"
+            short = f"the log joint at the mode is about {missing:.3g} nats higher than at the end of the search"
             return LaplaceFit(gaussian, mode, mode.log_joint, None, hessian, short)
         log_varying = mode.log_joint - fixed_log_prior(target, theta, covariance)
         return LaplaceFit(gaussian, mode, mode.log_joint, laplace_evidence(log_varying, covariance), hessian)
@@ -108,7 +108,7 @@ def _evidence_beside_the_mode(
         log_joint = float(
             target.log_joint(theta.unsqueeze(0))
         )  # its gradient in float64 took a third of a network's fit
-        return log_joint, None, f"beside the mode it needs the exact Hessian, and {one} one is not"
+        return log_joint, None, f"away from the mode it needs the exact Hessian, and {one} Hessian is not exact"
     value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=torch.float64)
     log_joint = float(value)
     white = covariance.pull_back(gradient)
@@ -124,7 +124,7 @@ def _evidence_beside_the_mode(
         else:
             wrong += abs(there.log_det_scale() - covariance.log_det_scale())
     if not wrong <= MOST_MODEL_ERROR:
-        reason = f"the quadratic model about the checkpoint's weights is wrong by {wrong:.3g} nats at its own maximum"
+        reason = f"the quadratic model at the checkpoint's weights is off by {wrong:.3g} nats at its own maximum"
         return log_joint, None, reason
     log_varying = log_joint - fixed_log_prior(target, theta, covariance)
     return log_joint, laplace_evidence(log_varying + rise, covariance), None

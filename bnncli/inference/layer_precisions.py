@@ -112,7 +112,7 @@ def choose_layer_precisions(target: CurvedTarget, start: LaplaceFit, structure: 
             break
     if not math.isfinite(reached):
         raise NumericError(
-            "the marginal likelihood of the layers' precisions is not finite", hint="give \0prior_precision\0"
+            "the marginal likelihood of the per-layer precisions is not finite", hint="give \0prior_precision\0"
         )
     fit = fit_gaussian(under(logs), start=theta, structure=structure, center="checkpoint", hessian=start.hessian)
     precisions = {name: float(one) for name, one in zip(places, logs.exp(), strict=True)}

@@ -83,9 +83,10 @@ def _of_network(layout: ModuleLayout, estimator: str) -> LogitDraws:
         if not isinstance(module, kinds):
             also = " and convolutions" if estimator == FLIPOUT else ""
             raise UsageError(
-                f"\0estimator\0 {estimator} is of linear layers{also}; {name or 'the network'} is {type(module).__name__}",
+                f"\0estimator\0 {estimator} supports only linear layers{also}; {name or 'the network'} is "
+                f"{type(module).__name__}",
                 hint="use \0estimator\0 reparam"
-                + ("" if estimator == FLIPOUT else " or flipout, or \0layers\0 of these alone"),
+                + ("" if estimator == FLIPOUT else " or flipout, or limit \0layers\0 to these"),
             )
 
     def logits(mean: Tensor, sd: Tensor, inputs: Tensor, generator: torch.Generator) -> Tensor:
@@ -110,7 +111,8 @@ def _perturbed(
             (inputs,) = args
             if name in used or (isinstance(module, nn.Linear) and inputs.ndim != 2):
                 raise UsageError(
-                    f"\0estimator\0 {estimator}: {name} is used at several places of an example, whose outputs share its weights",
+                    f"\0estimator\0 {estimator}: {name} is applied at several positions of one example, which "
+                    "share its weights",
                     hint="use \0estimator\0 reparam",
                 )
             used.add(name)

@@ -211,7 +211,7 @@ def require_fit(structure: str, layout: MatrixLayout, device: torch.device | str
     hint = (
         f"use \0structure\0 {fitting[0]}, the largest that fits" if fitting else "no structure fits: use fewer features"
     )
-    what = f"a {structure} covariance of {layout.num_params} parameters"
+    what = f"a {structure} covariance with {layout.num_params} parameters"
     require(fit_bytes(structure, layout, **sizes), device, what=what, hint=hint)
 
 
@@ -227,7 +227,7 @@ def require_sampling(
     most = 1 + (there - one) // (more - one)
     hint = f"use at most \0chains\0 {most}" if most > 0 else "no chain fits: use a head with fewer features"
     needed = sampling_bytes(whitening, layout, num_chains=num_chains, whole=whole)
-    require(needed, device, what=f"hmc with {num_chains} chains of {layout.num_params} parameters", hint=hint)
+    require(needed, device, what=f"hmc with {num_chains} chains and {layout.num_params} parameters", hint=hint)
 
 
 def require_refinement(
@@ -249,9 +249,9 @@ def require_refinement(
     sizes = {**sizes, "training": training}
     fitting = [name for name in structures() if refinement_bytes(name, layout, **sizes) <= there]
     less = "use \0flow\0 radial" if training > there else "use fewer \0elbo_draws\0"
-    hint = f"refine a base made by fit-laplace \0structure\0 {fitting[0]}" if fitting else less
+    hint = f"refine a base fitted with fit-laplace \0structure\0 {fitting[0]}" if fitting else less
     needed = refinement_bytes(structure, layout, **sizes, elements=elements)
-    require(needed, device, what=f"refining a {structure} Gaussian of {layout.num_params} parameters", hint=hint)
+    require(needed, device, what=f"refining a {structure} Gaussian with {layout.num_params} parameters", hint=hint)
 
 
 def drawn_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:
@@ -286,8 +286,8 @@ def require_draws(
     Raises:
         DeviceError: they have none; names how many do, where fewer do.
     """
-    what = f"{num_stored or num_used} draws of {num_params} parameters"
-    fewer = "make fewer draws: hmc with fewer \0chains\0 or \0draws\0" if num_stored else None
+    what = f"{num_stored or num_used} draws with {num_params} parameters"
+    fewer = "reduce the number of draws: hmc with fewer \0chains\0 or \0draws\0" if num_stored else None
     if str(device) != "cpu":
         require(4 * num_stored * num_params, "cpu", what=f"reading {what}", hint=fewer)
 
@@ -320,9 +320,9 @@ def require_latent(
 
     there, first = budget(device), most_at_once or 1
     most = first + (there - needed(first)) // (needed(first + 1) - needed(first))
-    what = f"fit-lbbnn of {num_repeats} networks of {layout.num_params} parameters"
+    what = f"fit-lbbnn with {num_repeats} networks of {layout.num_params} parameters"
     if num_repeats == 1:
-        what = f"fit-lbbnn of {layout.num_params} parameters"
+        what = f"fit-lbbnn with {layout.num_params} parameters"
     elif most > 0:
         hint = f"{hint}, at most {most} fit at once"
     require(needed(num_repeats), device, what=what, hint=hint)

@@ -55,8 +55,8 @@ class NetworkDraws:
 
         there = budget(device)
         fitting = [count for count in range(1, num_chains) if needed(count) <= there]
-        hint = f"use at most \0chains\0 {fitting[-1]}" if fitting else "no chain fits: choose fewer \0layers\0"
-        what = f"hmc with {num_chains} chains of {self.layout.num_params} parameters"
+        hint = f"use at most \0chains\0 {fitting[-1]}" if fitting else "no chain fits: use fewer \0layers\0"
+        what = f"hmc with {num_chains} chains and {self.layout.num_params} parameters"
         require(needed(num_chains), device, what=what, hint=hint)
         return needed(num_chains)
 

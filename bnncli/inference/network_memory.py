@@ -138,8 +138,8 @@ class NetworkPlan:
         fitting = [name for name in self.structures if self.fit_bytes(name, device) <= there]
         hint = f"use \0structure\0 {fitting[0]}, which fits" if fitting else "no structure fits: use fewer \0layers\0"
         if self.input_bytes > there:
-            hint = "the inputs alone are larger: extract the features of fewer examples"
-        what = f"a {structure} covariance of {self.layout.num_params:,} parameters"
+            hint = "the inputs alone need more memory: extract the features of fewer examples"
+        what = f"a {structure} covariance with {self.layout.num_params:,} parameters"
         require(needed, device, what=what, hint=hint)
         return needed
 

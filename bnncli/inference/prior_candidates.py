@@ -95,7 +95,7 @@ class Candidates:
     def best(self) -> float:
         """The log precision of the lowest value."""
         if not self.known:
-            raise NumericError("no prior precision gave a finite criterion", hint="give \0prior_precision\0")
+            raise NumericError("the criterion is not finite for any prior precision", hint="give \0prior_precision\0")
         return min(self.known, key=lambda key: self.known[key].value)
 
     def by_plug_in(self, task: Task) -> Candidates:

@@ -169,7 +169,7 @@ def search(
     elif criterion == "val" and held_out is None:
         raise UsageError(
             "tuning the prior precision on validation data needs a labelled val split",
-            hint="extract one (\0hold_out\0 val=test:2000), give \0prior_precision\0, or tune by marglik",
+            hint="extract one (\0hold_out\0 val=test:2000), set \0prior_precision\0, or tune with marglik",
         )
     grid = grid_of(target, bounds, generator)
     candidates = Candidates(

@@ -243,7 +243,7 @@ class _Chains(TargetLearner):
         self._num_looked = self._num_done
         if self.seen and not bool(torch.isfinite(self.seen[-1]).all() & torch.isfinite(self.theta).all()):
             raise NumericError(
-                f"the chains leave all bounds: the log joint is not finite by epoch {self._num_done + 1}",
+                f"the chains diverged: the log joint is not finite by epoch {self._num_done + 1}",
                 hint=f"use a \0learning_rate\0 below {self.plan.learning_rate:.3g}",
             )
 

@@ -80,8 +80,8 @@ class Prediction:
         if not torch.isfinite(self.probs.sum()):
             num_bad = int((~torch.isfinite(self.probs)).any(dim=1).sum())
             raise NumericError(
-                f"expected finite class probabilities, {num_bad} of {len(self.probs)} examples have none",
-                hint="the posterior or the features are not finite; bnncli verify says which file",
+                f"class probabilities are not finite for {num_bad} of {len(self.probs)} examples",
+                hint="the posterior or the features are not finite; run bnncli verify to find the file",
             )
 
     @classmethod
@@ -138,8 +138,8 @@ class Ready(Protocol):
             UsageError: there are no draws, or they are weighted, so that their mean is not the prediction.
         """
         raise UsageError(
-            "\0keep_samples\0 needs draws of equal weight",
-            hint="leave it out, or use \0integrator\0 mc",
+            "\0keep_samples\0 needs draws with equal weights",
+            hint="omit it, or use \0integrator\0 mc",
             code="unsupported_integrator",
         )
 
@@ -256,7 +256,7 @@ def does_classes(integrator: Integrator, num_classes: int, *, is_exclusive: bool
     return num_classes <= integrator.max_classes if is_exclusive else integrator.takes_labels
 
 
-NO_LABELS = "is for classes that exclude each other; here an example has several labels"
+NO_LABELS = "needs mutually exclusive classes, but the data are multi-label"
 
 
 def require_support(name: str, posterior: HasLayout) -> None:
@@ -274,10 +274,10 @@ def require_support(name: str, posterior: HasLayout) -> None:
         problem = f"needs a posterior with {integrator.needs}; {whose} has none"
     elif not posterior.layout.likelihood.is_exclusive:
         problem = NO_LABELS
-        whose += " of several labels"
+        whose += " with several labels"
     else:
-        problem = f"is for at most {integrator.max_classes} classes; the posterior has {num_classes}"
-        whose += f" of {num_classes} classes"
+        problem = f"supports at most {integrator.max_classes} classes, but the posterior has {num_classes}"
+        whose += f" with {num_classes} classes"
     choices = [choice for choice in names("integrators") if supports(choice, posterior)]
     raise UsageError(
         f"\0integrator\0 {name} {problem}",

@@ -49,7 +49,7 @@ def exact_probs(mean: Tensor, covariance: Tensor, *, seed: int = 0, sobol_logits
     mean = mean - mean.mean()
     root = _sum_zero_root(covariance)
     if root.shape[1] == 0:
-        return Exact(torch.softmax(mean, dim=0), _ROUNDING, "softmax: nothing is uncertain")
+        return Exact(torch.softmax(mean, dim=0), _ROUNDING, "softmax of fixed logits")
     counts = _grid_counts(root)
     if math.prod(counts) <= _MAX_NODES:
         return _product_rule(mean, root, counts)
@@ -113,4 +113,4 @@ def _sobol(mean: Tensor, root: Tensor, seed: int, logits: int) -> Exact:
             )  # its points are multiples of 2^-30, 0 among them
             means[scramble] += torch.softmax(mean + torch.special.ndtri(uniform) @ root.T, dim=1).sum(dim=0) / size
     error = float((means.std(dim=0) / math.sqrt(NUM_SCRAMBLES)).max())
-    return Exact(means.mean(dim=0), error, f"{NUM_SCRAMBLES} scramblings of {size} Sobol points")
+    return Exact(means.mean(dim=0), error, f"{NUM_SCRAMBLES} scrambles of {size} Sobol points")

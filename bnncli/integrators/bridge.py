@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 SETTINGS = {
     "projection": PROJECTION.of(
         default="marginal",
-        own="{default} (minus their mean, its default), none or conditional (given that they sum to zero)",
+        own="{default} (subtract their mean, the default), none or conditional (condition on a zero sum)",
         choices=("marginal", "none", "conditional"),
     ),
-    "normalize": Setting("Shrink logits of large variance before the Laplace bridge", bool, False, place=40),
+    "normalize": Setting("Shrink logits with large variance before the Laplace bridge", bool, False, place=40),
 }
 
 

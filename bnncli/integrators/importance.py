@@ -145,7 +145,7 @@ def importance_weights(log_weights: Tensor) -> tuple[Tensor | None, float, str |
         log_weights: (S,), on the CPU.
     """
     if len(log_weights) < 2:
-        return None, math.nan, _unweighted(f"they need at least {MIN_TAIL_DRAWS} draws, got {len(log_weights)}")
+        return None, math.nan, _unweighted(f"needs at least {MIN_TAIL_DRAWS} draws, got {len(log_weights)}")
     found = diagnose_weights(log_weights)
     if found.pareto_k is None:
         is_known = found.log_evidence is not None  # equal weights
@@ -157,4 +157,4 @@ def importance_weights(log_weights: Tensor) -> tuple[Tensor | None, float, str |
 
 
 def _unweighted(reason: str) -> str:
-    return f"importance weights cannot be trusted ({reason}): their draws were averaged unweighted, as mc does"
+    return f"importance weights are not reliable ({reason}): averaged the draws with equal weights, as mc does"

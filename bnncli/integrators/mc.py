@@ -222,8 +222,8 @@ def quasi_sample(posterior: Any, num_samples: int, generator: torch.Generator) -
     if not hasattr(posterior, "quasi_noise"):
         kind = getattr(posterior, "type", type(posterior).__name__.lower())
         raise UsageError(
-            f"\0qmc\0 needs a posterior made from standard normals (gaussian, flow), not {kind}",
-            hint="leave \0qmc\0 out",
+            f"\0qmc\0 needs a posterior built from standard normals (gaussian, flow), got {kind}",
+            hint="omit \0qmc\0",
             code="unsupported_integrator",
         )
     sizes = [end - begin for begin, end in pairwise((0, *scramble_ends(num_samples)))]

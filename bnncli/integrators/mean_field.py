@@ -39,7 +39,7 @@ SETTINGS = {
         place=30,
     ),
     "projection": PROJECTION.of(
-        default="sum-zero", own="{default} (its default) or none", choices=("sum-zero", "none")
+        default="sum-zero", own="{default} (the default) or none", choices=("sum-zero", "none")
     ),
 }
 

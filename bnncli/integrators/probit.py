@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SETTINGS = {
     "projection": PROJECTION.of(
         default="none",
-        own="{default} (as they are, its default), sum-zero (minus their mean) or difference (of two classes)",
+        own="{default} (unchanged, the default), sum-zero (subtract their mean) or difference (for two classes)",
         choices=("none", "sum-zero", "difference"),
     )
 }
@@ -76,10 +76,10 @@ class Probit(Integrator):
         check_features(layout, features)
         likelihood = layout.likelihood
         if self.projection == "difference" and not likelihood.is_exclusive:
-            raise UsageError("probit, projection difference: expected two classes, here an example has several labels")
+            raise UsageError("probit, projection difference: expected two classes, but the data are multi-label")
         if self.projection == "difference" and layout.num_classes > 2:
             raise UsageError(
-                f"probit, projection difference: expected two classes, the head has {layout.num_classes}",
+                f"probit, projection difference: expected two classes, but the head has {layout.num_classes}",
                 hint="use \0projection\0 sum-zero",
             )
         is_projected = self.projection != "none" and likelihood.is_shift_invariant

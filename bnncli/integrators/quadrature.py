@@ -57,7 +57,7 @@ SETTINGS = {
         choices=("trapezoid", "gauss-hermite"),
         place=50,
     ),
-    "points": Setting("Points of the quadrature rule, 8 to 1000; {default} by default", int, 250, minimum=1, place=60),
+    "points": Setting("Number of quadrature points, 8 to 1000; {default} by default", int, 250, minimum=1, place=60),
 }
 
 

@@ -54,9 +54,9 @@ class SpikeAndSlab:
 
     def __post_init__(self) -> None:
         if not bool(((self.inclusion > 0) & (self.inclusion < 1)).all()):
-            raise ValueError("a prior inclusion probability must lie between 0 and 1")
+            raise ValueError("expected a prior inclusion probability between 0 and 1")
         if not bool((self.slab_sd > 0).all()) or not self.bias_sd > 0:
-            raise ValueError("standard deviations of a prior must be positive")
+            raise ValueError("expected positive prior standard deviations")
         alike = [bool((part == part[:, :1]).all()) for part in self.tensors().values()]
         object.__setattr__(self, "is_uniform", all(alike))  # asked for once: on a GPU it is a wait
         object.__setattr__(self, "_layers", {})

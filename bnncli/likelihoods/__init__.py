@@ -160,9 +160,9 @@ def name_to_record(name: str | None) -> dict[str, str]:
 def why_unfit(task: str, num_outputs: int) -> str | None:
     """Why so many outputs cannot be for one of TASKS; None where they can."""
     expected = {
-        "multiclass": (num_outputs > 1, "at least 2; a single one tells two classes apart: \0task\0 binary"),
+        "multiclass": (num_outputs > 1, "at least 2 (a single output distinguishes two classes: \0task\0 binary)"),
         BINARY: (num_outputs <= 2, "1 or 2"),
-        MULTILABEL: (num_outputs > 1, "one for each of at least 2 labels"),
+        MULTILABEL: (num_outputs > 1, "one per label, at least 2"),
     }
     fits, wanted = expected[task]
     return None if fits else f"the head has {num_outputs} output{'s' * (num_outputs > 1)}, expected {wanted}"

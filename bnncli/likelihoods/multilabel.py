@@ -26,7 +26,7 @@ class Multilabel:
 
     def __post_init__(self) -> None:
         if self.num_outputs < 2:
-            raise ValueError(f"several labels need at least two outputs, got {self.num_outputs}")
+            raise ValueError(f"multi-label data need at least two outputs, got {self.num_outputs}")
 
     @property
     def num_classes(self) -> int:

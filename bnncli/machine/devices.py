@@ -47,7 +47,11 @@ def resolve_device(name: str) -> torch.device:
     index = int(name.partition(":")[2] or 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
-        found = f"there are {count} CUDA devices, from cuda:0" if count else f"no CUDA device: {_why_no_gpu()}"
+        found = (
+            f"this machine has {count} CUDA devices, numbered from cuda:0"
+            if count
+            else f"no CUDA device: {_why_no_gpu()}"
+        )
         raise DeviceError(f"\0device\0 {name}: {found}", hint="use \0device\0 auto or \0device\0 cpu")
     return torch.device("cuda", index)
 
@@ -61,7 +65,7 @@ def _why_no_gpu() -> str:
         return f"CUDA_VISIBLE_DEVICES is {printable(visible)!r}"
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return "the system has no NVIDIA GPU, or its driver is not loaded"
-    return f"the driver does not work with CUDA {torch.version.cuda}, which PyTorch was built for; nvidia-smi says more"
+    return f"the driver does not support CUDA {torch.version.cuda}, which PyTorch was built for; see nvidia-smi"
 
 
 def select_device(device: torch.device) -> None:

@@ -77,6 +77,6 @@ class Heartbeats:
 
 def leave_at_once(rank: int) -> None:
     """End this process, which may be waiting for the silent one in a call that cannot be stopped."""
-    text = f"error: worker {rank} has given no sign of life for {SILENCE:.0f} seconds: all workers end"
+    text = f"error: worker {rank} has not responded for {SILENCE:.0f} seconds: stopping all workers"
     print(text, file=sys.stderr, flush=True)
     os._exit(Exit.DEVICE)

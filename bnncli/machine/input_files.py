@@ -79,7 +79,7 @@ def nearest_file(path: Path) -> str | None:
         with os.scandir(path.parent) as entries:
             names = [entry.name.removesuffix(".bnn") for entry in islice(entries, _MOST_NAMES)]
     except FileNotFoundError:
-        return f"there is no folder {quoted(path.parent, limit=300)}"
+        return f"no folder {quoted(path.parent, limit=300)}"
     except OSError:
         return None
     near = difflib.get_close_matches(path.name, sorted(names), n=1)

@@ -23,11 +23,11 @@ def read_object(path: Path) -> dict[str, Any]:
         raw = stream.read(MAX_BYTES + 1)
     shown = quoted(path, limit=300)
     if len(raw) > MAX_BYTES:
-        raise DataError(f"{shown} has more than {MAX_BYTES >> 20} MiB: expected a small JSON file", path=path)
+        raise DataError(f"{shown} is larger than {MAX_BYTES >> 20} MiB: expected a small JSON file", path=path)
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{shown} is no whole JSON file: {error}", path=path) from None
+        raise DataError(f"{shown} is not a complete JSON file: {error}", path=path) from None
     if not isinstance(found, dict):
         raise DataError(f"{shown}: expected a JSON object, got {type(found).__name__}", path=path)
     return found

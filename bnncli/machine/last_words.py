@@ -79,7 +79,10 @@ class LastWords:
         while True:
             for rank, pid in here.items():
                 if not _is_running(pid):
-                    what = f"worker {rank} has ended without a word, as one that is killed: all workers end"
+                    what = (
+                        f"worker {rank} stopped without an error message (it may have been killed): stopping all "
+                        "workers"
+                    )
                     return DeviceError(what, code=LOST)
             if time.monotonic() >= deadline:
                 return None
@@ -104,7 +107,7 @@ class LastWords:
 
     def _told(self, rank: int, word: bytes) -> BnnError:
         if rank == 0:
-            error: BnnError = DeviceError("the first worker has ended", code=LOST)
+            error: BnnError = DeviceError("worker 0 has stopped", code=LOST)
             error.exit = int(word)
             self._of_first = error
             self.store.set(_heard_key(self.rank), "heard")

@@ -37,7 +37,8 @@ def require(needed: int, device: torch.device | str, *, what: str, hint: str | N
     there = budget(device)
     if needed > there:
         raise DeviceError(
-            f"{what} needs about {bytes_text(needed)} of memory; {bytes_text(there)} can be used on {device}",
+            f"not enough memory for {what}: needs about {bytes_text(needed)}, but only {bytes_text(there)} are available on "
+            f"{device}",
             hint=hint,
             code="out_of_memory",
         )

@@ -29,7 +29,7 @@ class BudgetSpent(Interrupted):
     default_code = "budget_spent"
 
     def __init__(self) -> None:
-        super().__init__(signal.SIGALRM, "the budget is spent")
+        super().__init__(signal.SIGALRM, "the time budget is used up")
 
 
 def install_handlers() -> None:

@@ -276,5 +276,5 @@ def _lost() -> BnnError:
     if (told := heard()) is not None:
         return told
     mine = _team[0].rank if _team else os.environ.get("RANK")
-    lost = DeviceError(f"worker {mine} has lost the others: one of them has ended", code=LOST)
+    lost = DeviceError(f"worker {mine} lost contact with the other workers: one of them has stopped", code=LOST)
     return killed(patience=ENDING) or lost

@@ -44,7 +44,7 @@ def running(what: str, *, but: type[Exception] | tuple[type[Exception], ...] = (
     except BaseException as error:  # theirs may be of any kind; to a command Ctrl-C does not come as an exception
         first_line = _text_of(error).strip().split("\n")[0][:200]
         raise DataError(
-            f"{what} raised {type(error).__name__}: {first_line}", code="user_code", hint="-v shows where"
+            f"{what} raised {type(error).__name__}: {first_line}", code="user_code", hint="use -v to see where"
         ) from error
 
 
@@ -157,7 +157,7 @@ def convert_arguments(factory: Callable[..., Any], texts: Mapping[str, str], *, 
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{option}: the factory's arguments cannot be told: {error}") from error
+        raise UsageError(f"{option}: cannot determine the factory's arguments: {error}") from error
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     accepted = [name for name, parameter in parameters.items() if parameter.kind in _BY_NAME]
     hints = _type_hints(factory)
@@ -172,7 +172,7 @@ def check_arguments(factory: Callable[..., Any], arguments: Mapping[str, Any], *
     try:
         inspect.signature(factory).bind(**arguments)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{option}: the factory cannot be called: {error}") from error
+        raise UsageError(f"{option}: cannot call the factory: {error}") from error
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -196,7 +196,7 @@ def _import_file(path: Path) -> types.ModuleType:
     module_name = path.stem if path.stem.isidentifier() else "user_code_file"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} cannot be imported")
+        raise ImportError(f"cannot import {path}")
     if type(spec.loader) is SourceFileLoader:
         spec.loader = _AsItStands(module_name, str(path))
     module = importlib.util.module_from_spec(spec)
@@ -230,7 +230,7 @@ def _convert(text: str, hint: Any, where: str) -> Any:
         if hint == tuple[int, ...]:
             return tuple(int(part) for part in text.split(",") if part.strip())
     except (ValueError, KeyError):
-        kind = "whole numbers like 50,50" if hint == tuple[int, ...] else hint.__name__
+        kind = "integers such as 50,50" if hint == tuple[int, ...] else hint.__name__
         raise UsageError(f"{where}: expected {kind}, got {text!r}") from None
     try:
         return ast.literal_eval(text)

@@ -33,7 +33,7 @@ class LowRank:
     """`hessian.low-rank.vectors` (r, P), `.values` (r,), and `.trace` (2,): of all of H as estimated, and its standard error."""
 
     order: ClassVar[int] = 50
-    about: ClassVar[str] = "the largest eigenvalues, \0rank\0 of them"
+    about: ClassVar[str] = "the \0rank\0 largest eigenvalues"
     kinds: ClassVar[tuple[str, ...]] = ("ggn",)
     is_exact: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()

@@ -35,9 +35,9 @@ def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, T
         DataError: names or shapes of `state` do not fit the network.
     """
     factory, inferred = _factory(spec, state or {})
-    given = user_code.convert_arguments(factory, model_args, option=f"\0model_arg\0 of {spec}")
+    given = user_code.convert_arguments(factory, model_args, option=f"\0model_arg\0 for {spec}")
     arguments = {**inferred, **given}
-    user_code.check_arguments(factory, arguments, option=f"\0model_arg\0 of {spec}")
+    user_code.check_arguments(factory, arguments, option=f"\0model_arg\0 for {spec}")
     with user_code.running(f"\0model\0: {spec!r}"):
         network = factory(**arguments)
     if not isinstance(network, nn.Module):
@@ -110,27 +110,27 @@ def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> 
     expected, given = network.state_dict(), state
     state = _with_counters(fitted(state, expected).state, expected)
     if not state.keys() & expected.keys() and not expected:
-        raise DataError(f"the checkpoint has {len(state)} tensors but the network {spec!r} has none")
+        raise DataError(f"the checkpoint has {len(state)} tensors, but the network {spec!r} has none")
     missing = [name for name in expected if name not in state]
     unexpected = [name for name in state if name not in expected]
     if missing or unexpected:
         others = [name for name, _ in recognised(given) if name != spec]
-        hint = f"its tensors are those of {others[0]}: \0model\0 {others[0]}" if others else None
+        hint = f"the tensors match {others[0]}: use \0model\0 {others[0]}" if others else None
         raise DataError(
             _mismatch(spec, missing, unexpected), hint=hint or _rename(missing, unexpected, expected, state)
         )
     for name, tensor in expected.items():
         if isinstance(tensor, Tensor) and state[name].shape != tensor.shape:
             raise DataError(
-                f"{quoted(name)} has shape {tuple(state[name].shape)} in the checkpoint "
-                f"and {tuple(tensor.shape)} in the network {spec!r}",
+                f"{quoted(name)} has shape {tuple(state[name].shape)} in the checkpoint, {tuple(tensor.shape)} "
+                f"in the network {spec!r}",
                 hint="pass the network's sizes with \0model_arg\0 NAME=VALUE",
             )
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and not state[name].is_floating_point():
             kind = str(state[name].dtype).removeprefix("torch.")
             raise DataError(
-                f"{quoted(name)} is {kind} in the checkpoint and real numbers in the network {spec!r}", code="quantised",
-                hint="save the network before it is quantised",
+                f"{quoted(name)} is {kind} in the checkpoint, but floating-point in the network {spec!r}", code="quantised",
+                hint="save the network before quantisation",
             )  # fmt: skip
     expected.update(state)  # as it has the versions of the modules, without which some refuse
     network.load_state_dict(expected, strict=True)
@@ -142,11 +142,11 @@ def _with_counters(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> 
 
 
 def _mismatch(spec: str, missing: list[str], unexpected: list[str]) -> str:
-    parts = [f"the checkpoint does not fit the network {spec!r}"]
+    parts = [f"the checkpoint does not match the network {spec!r}"]
     if missing:
         parts.append(f"missing from the checkpoint ({len(missing)}): {listed(missing)}")
     if unexpected:
-        parts.append(f"unknown to the network ({len(unexpected)}): {listed(unexpected)}")
+        parts.append(f"not in the network ({len(unexpected)}): {listed(unexpected)}")
     return "; ".join(parts)
 
 
@@ -158,5 +158,5 @@ def _rename(
         same_shape = [other for other in unexpected if state[other].shape == getattr(expected[name], "shape", None)]
         nearest = difflib.get_close_matches(name, same_shape, n=1)
         if nearest:
-            return f"perhaps {quoted(nearest[0])} of the checkpoint is {quoted(name)} of the network"
+            return f"{quoted(nearest[0])} in the checkpoint may be {quoted(name)} in the network"
     return None

@@ -48,14 +48,14 @@ class FilledState:
         """What a reader should be told."""
         found = []
         if self.place.theirs:
-            found.append(f"the network's names are those of the checkpoint that begin with {quoted(self.place.theirs)}")
+            found.append(f"using the checkpoint's tensors under {quoted(self.place.theirs)} for the network")
         if self.copies:
             several = [prefix.rstrip(".") for prefix in self.copies]
-            found.append(f"the checkpoint has the same names under {listed(several)} too (\0state\0 chooses)")
+            found.append(f"the checkpoint has the same names under {listed(several)} (choose with \0state\0)")
         others = [name for name in self.outside if not name.startswith(self.copies or ("\0",))]
         if others:
             found.append(
-                f"{len(others)} tensors of the checkpoint lie outside the network and are not used: {listed(others)}"
+                f"ignoring {len(others)} tensors of the checkpoint that are not part of the network: {listed(others)}"
             )
         return found
 
@@ -116,7 +116,7 @@ def _chosen(prefixes: list[str]) -> str:
         return "" if "" in prefixes else raw[0]
     names = sorted(prefix.rstrip(".") for prefix in raw)
     raise DataError(
-        f"the checkpoint has the network's names {len(raw)} times: under {listed(names)}", code="several_states",
+        f"the checkpoint contains the network's names {len(raw)} times, under {listed(names)}", code="several_states",
         hint=f"choose one: \0state\0 {names[0]}",
     )  # fmt: skip
 

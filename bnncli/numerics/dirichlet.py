@@ -123,7 +123,7 @@ def merge(log_concentration: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
     log_alpha, named = log_concentration.double(), [index for group in groups for index in group]
     num_classes = log_alpha.shape[1]
     if not all(groups) or len(set(named)) < len(named) or not set(named) <= set(range(num_classes)):
-        raise ValueError(f"expected disjoint groups of classes 0 to {num_classes - 1}, none empty; got {groups}")
+        raise ValueError(f"expected disjoint, nonempty groups of classes 0 to {num_classes - 1}; got {groups}")
     parts = [list(group) for group in groups] + [[k] for k in range(num_classes) if k not in set(named)]
     return torch.stack([log_alpha[:, part].logsumexp(dim=1) for part in parts], dim=1)
 

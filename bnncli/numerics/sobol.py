@@ -36,8 +36,9 @@ def quasi_normal(num_samples: int, dim: int, generator: torch.Generator) -> Tens
 
     if dim > MOST_DIMENSIONS:
         raise UsageError(
-            f"\0qmc\0: Sobol points have at most {MOST_DIMENSIONS} dimensions, {dim} are needed",
-            hint="for a gaussian posterior \0integrator\0 logit-mc \0qmc\0 needs one per logit; else leave \0qmc\0 out",
+            f"\0qmc\0: Sobol points support at most {MOST_DIMENSIONS} dimensions, but {dim} are needed",
+            hint="for a gaussian posterior, \0integrator\0 logit-mc \0qmc\0 needs one dimension per logit; otherwise "
+            "omit \0qmc\0",
         )
     seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
     sequence = qmc.Sobol(dim, scramble=True, bits=_BITS, rng=seed)
@@ -55,6 +56,6 @@ def balance_warning(num_samples: int, num_scrambles: int = 1) -> str | None:
         return None
     lower = num_scrambles << (size.bit_length() - 1)
     return (
-        f"\0qmc\0 spreads {num_samples} draws less evenly than {num_scrambles} times a power of two: "
-        f"take {lower} or {2 * lower} \0samples\0"
+        f"\0qmc\0 spreads {num_samples} draws less evenly than {num_scrambles} times a power of two: use "
+        f"\0samples\0 {lower} or {2 * lower}"
     )

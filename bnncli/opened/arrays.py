@@ -28,7 +28,7 @@ def as_tensor(x: Any) -> Tensor:
     tensor = _plain(x) if isinstance(x, torch.Tensor) else _of_array(x)
     if tensor.ndim < 2:
         message = f"{_WHERE}: expected features (N, D) or inputs (N, ...); got shape {tuple(tensor.shape)}"
-        raise DataError(message, hint="a single example has N = 1: give x[None]", code="bad_shape")
+        raise DataError(message, hint="for a single example, pass x[None] (N = 1)", code="bad_shape")
     if len(tensor) == 0:
         raise DataError(f"{_WHERE}: no examples", code="empty_split")
     return tensor
@@ -74,7 +74,7 @@ def as_items(x: Any) -> Items | None:
 
     for is_one, what in ((is_of(str), "texts"), (is_of(Image.Image), "images"), (is_clip, "audio")):
         if is_one(x):
-            message = f"{_WHERE}: expected a list of {what}; got one that is in no list"
+            message = f"{_WHERE}: expected a list of {what}; got a single item"
             raise DataError(message, hint="give [x]", code="bad_shape")
         given = x.tolist() if isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype.kind in "UO" else x
         if isinstance(given, list | tuple) and given and all(map(is_one, given)):
@@ -103,22 +103,22 @@ def check_finite(tensor: Tensor) -> None:
         return
     bad = (~torch.isfinite(tensor)).flatten(1).any(dim=1).nonzero()
     if len(bad):
-        message = f"{_WHERE}: {len(bad)} rows are not finite, the first is row {int(bad[0])}"
-        raise DataError(message, hint="leave them out: x[np.isfinite(x).all(axis=1)]", code="not_finite")
+        message = f"{_WHERE}: {len(bad)} rows are not finite; the first is row {int(bad[0])}"
+        raise DataError(message, hint="drop them: x[np.isfinite(x).all(axis=1)]", code="not_finite")
 
 
 def described(inputs: Tensor | Items) -> str:
     """Shape and type of an array, or how many texts, images or clips, for messages."""
     if isinstance(inputs, Items):
         return f"{len(inputs)} {'clips' if inputs.items == 'audio' else inputs.items}"
-    return f"{tuple(inputs.shape)} of {str(inputs.dtype).removeprefix('torch.')}"
+    return f"{str(inputs.dtype).removeprefix('torch.')} of shape {tuple(inputs.shape)}"
 
 
 def _plain(x: Tensor) -> Tensor:
     if x.is_nested or x.is_meta or x.layout is not torch.strided or x.is_quantized:
-        raise _no_numbers("a sparse, nested, quantized or empty tensor")
+        raise _no_numbers("a sparse, nested, quantized or meta tensor")
     if x.is_complex() or x.dtype == torch.bool:
-        raise _no_numbers(f"a tensor of {str(x.dtype).removeprefix('torch.')}")
+        raise _no_numbers(f"a tensor of type {str(x.dtype).removeprefix('torch.')}")
     return x.detach()
 
 
@@ -128,9 +128,9 @@ def _of_array(x: Any) -> Tensor:
     except (ValueError, TypeError, OverflowError, RecursionError):
         raise _no_numbers(type(x).__name__) from None
     if np.ma.is_masked(x):
-        raise _no_numbers("a masked array: fill it or leave the masked rows out")
+        raise _no_numbers("a masked array: fill it, or drop the masked rows")
     if array.dtype.kind not in "fui":
-        raise _no_numbers(f"{type(x).__name__} of {array.dtype}" if array.ndim else type(x).__name__)
+        raise _no_numbers(f"{type(x).__name__} of type {array.dtype}" if array.ndim else type(x).__name__)
     native = array.astype(np.float64 if array.dtype.itemsize > 8 else array.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(
         np.require(native, requirements=("C", "W"))
@@ -138,4 +138,4 @@ def _of_array(x: Any) -> Tensor:
 
 
 def _no_numbers(what: str) -> DataError:
-    return DataError(f"{_WHERE}: expected an array or tensor of numbers; got {what}", code="bad_dtype")
+    return DataError(f"{_WHERE}: expected a numeric array or tensor; got {what}", code="bad_dtype")

@@ -62,7 +62,7 @@ class LoadedPredictor:
             return self._of(x)
         parts = [self._of(batch) for batch in _inputs_of(x)]
         if not parts:
-            raise UsageError("x: expected batches; the DataLoader has none")
+            raise UsageError("x: expected batches; the DataLoader yields none")
         return _joined(parts)
 
     def _of(self, x: Any) -> ClassProbabilities:

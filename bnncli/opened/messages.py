@@ -60,7 +60,7 @@ def exits_refused() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise UsageError(f"the code that was named called exit({error.code!r})") from error
+        raise UsageError(f"user code called exit({error.code!r})") from error
 
 
 def _interruption(error: BaseException | None) -> KeyboardInterrupt | None:

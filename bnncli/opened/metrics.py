@@ -39,14 +39,14 @@ def metrics_of(run: Run, *, posterior: str | None, split: str | None) -> list[di
         there |= names
     if posterior is not None and posterior not in there:
         known = ", ".join(sorted(there))
-        raise MissingInput(f"no metrics of posterior {posterior!r} (there: {known})", hint=run.suggest("evaluate"))
+        raise MissingInput(f"no metrics for posterior {posterior!r} (available: {known})", hint=run.suggest("evaluate"))
     if not rows:
         first = unusable[0]
         if any(error.code != "stale_input" for error in unusable):
             raise first
-        raise DataError("every metrics file of the run is stale", code="stale_input", hint=first.hint, path=first.path)
+        raise DataError("all metrics files of the run are stale", code="stale_input", hint=first.hint, path=first.path)
     kept = [row for row in rows if split in (None, row.get("split"))]
     if not kept:
         known = ", ".join(sorted({str(row.get("split")) for row in rows}))
-        raise MissingInput(f"no metrics of split {split!r} (there: {known})", hint=run.suggest("evaluate"))
+        raise MissingInput(f"no metrics for split {split!r} (available: {known})", hint=run.suggest("evaluate"))
     return kept

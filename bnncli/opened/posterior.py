@@ -70,7 +70,7 @@ class OpenedPosterior:
             header = self._predictor.header
             stored = num_stored(header) if header.kind == "samples" else 0
             if 0 < stored < num:
-                run.console.warn(f"{self.name} has {stored} draws, fewer than {num}: all are given")
+                run.console.warn(f"asked for {num} draws, but {self.name} has only {stored}; returning all of them")
             self._predictor.require_memory(min(num, stored or num), option="num")
             draws: Tensor = self._predictor.posterior.sample(num, stream(chosen, "predict/draws"))
             return draws.clone() if 0 < stored <= num else draws  # else they are those that the posterior keeps

@@ -66,7 +66,7 @@ def check_request(integrator: str | None, samples: int | None, settings: Mapping
     known = settings_of("integrators")
     unknown = [name for name in settings if name not in known]
     if unknown:
-        raise UsageError(f"expected a setting of an integrator ({', '.join(known)}); got {unknown[0]!r}")
+        raise UsageError(f"expected an integrator setting ({', '.join(known)}); got {unknown[0]!r}")
     given = {name: _value(name, value, known[name].type) for name, value in settings.items() if value is not None}
     given = {name: value for name, value in given.items() if value is not False}
     return PredictOptions(integrator=[] if integrator is None else [integrator], samples=samples, settings=given)

@@ -218,7 +218,9 @@ class OpenedRun:
             options = check_request(integrator, samples, settings)
             shared = self._predictor(run, posterior)
             if is_of_network(shared.header):
-                message = f"{posterior} is over other layers than the last, which are loaded at each call: use predict"
+                message = (
+                    f"{posterior} covers other layers than the last, so its layers are loaded at each call: use predict"
+                )
                 raise UsageError(message)
             layout = shared.posterior.layout
             predictor, choice = replace(shared), choose(options, shared.header, layout.num_classes)
@@ -249,11 +251,11 @@ class OpenedRun:
         except DataError as error:
             if error.code != "no_network":
                 raise
-            message = f"x: expected features (N, {num_features}), real numbers; got {described(tensor)}"
+            message = f"x: expected floating-point features (N, {num_features}); got {described(tensor)}"
             raise DataError(f"{message}; {error.message}", hint=error.hint, code="bad_shape") from None
         features = network.features(tensor)
         if features.shape[1] != num_features:
-            message = f"the network gives {features.shape[1]} features, the posterior takes {num_features}"
+            message = f"the network gives {features.shape[1]} features, but the posterior expects {num_features}"
             raise DataError(message, code="wrong_layout")
         return features
 
@@ -271,7 +273,8 @@ class OpenedRun:
             if error.code != "wrong_inputs":
                 raise
             expected = (
-                f"inputs of the network {network.network.spec!r}: the posterior is over other layers than the last"
+                f"inputs of the network {network.network.spec!r}, because the posterior covers other layers than "
+                "the last"
             )
             message = f"x: expected {expected}; got {described(tensor)}: {error.message}"
             raise DataError(message, code="wrong_inputs") from error

@@ -165,7 +165,7 @@ def _path(name: str, value: str | PathLike[str]) -> str:
         raise UsageError(f"{name}: expected a path; got {value!r}"[:300])
     longest = max(len(os.fsencode(part)) for part in path.split(os.sep))
     if longest > MAX_NAME_BYTES:
-        raise UsageError(f"{name}: expected a path; got one with a name of {longest} bytes, more than {MAX_NAME_BYTES}")
+        raise UsageError(f"{name}: expected a path; got a name of {longest} bytes, more than {MAX_NAME_BYTES}")
     return path
 
 

@@ -51,7 +51,7 @@ class Flow:
             raise ValueError(f"space: expected one of {', '.join(SPACES)}; got {self.space!r}")
         if self.subspace is not None:
             if self.space != "whitened":
-                raise ValueError("a subspace is one of whitened coordinates")
+                raise ValueError("a subspace needs whitened coordinates")
             size = self._row_layout.num_params
             check_shapes(basis=(self.subspace.basis, f"{size} K"))
 

@@ -49,13 +49,13 @@ class Gaussian(Generic[Layout]):
         check_shapes(mean=(self.mean, str(self.layout.num_params)))
         if self.covariance.num_params != self.layout.num_params:
             raise ValueError(
-                f"covariance has {self.covariance.num_params} parameters, the head {self.layout.num_params}"
+                f"the covariance has {self.covariance.num_params} parameters, but the head has {self.layout.num_params}"
             )
 
     def require_prior(self) -> Prior:
         """The prior of the target that it was fitted to. Raises DataError where there is none."""
         if self.prior is None:
-            raise DataError("the Gaussian has no prior, which is needed here", hint="give the prior of its target")
+            raise DataError("the Gaussian has no prior, which this command needs", hint="give the prior of its target")
         return self.prior
 
     @property

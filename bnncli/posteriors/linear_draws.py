@@ -58,8 +58,8 @@ class LinearDraws:
         """The first draws (S', P) float32, all for None. Raises UsageError where more are asked for than there are."""
         if num_samples is not None and num_samples > self.num_stored:
             raise UsageError(
-                f"\0samples\0: expected at most {self.num_stored}, the draws that the posterior has; got {num_samples}",
-                hint="fit-laplace with larger \0draws\0 makes more",
+                f"\0samples\0: expected at most {self.num_stored}, the number of stored draws; got {num_samples}",
+                hint="for more draws, run fit-laplace with larger \0draws\0",
             )
         return (self.mean + self.deviations[:num_samples].double()).float()
 

@@ -218,7 +218,7 @@ class Mixture:
             own = {name.removeprefix(lead): one for name, one in tensors.items() if name.startswith(lead)}
             gaussians.append(Gaussian.from_tensors(own, member))
         if not gaussians or any(one.layout != head for one in gaussians) or len(gaussians) != len(tensors[_STATES]):
-            raise ValueError("its members are not of one layout, or not as many as its networks")
+            raise ValueError("its members have different layouts, or their number does not match its networks")
         return cls(gaussians, MemberLayout(head, whole, tensors[_STATES], tensors[_HEADS]))
 
     def _numbered(self, thetas: Sequence[Tensor]) -> Tensor:

@@ -27,6 +27,7 @@ SCORE = Score(
     told_by=("reference",),
     facts=("floor_undefined", "floor_n"),
     has_floor=True,
-    note="agreement: same class as the reference; TV: half the L1 distance; JSD in nats; their floor is what halves of its draws have",
+    note="agreement: predicts the same class as the reference; TV: half the L1 distance; JSD in nats; floor: the "
+    "value between halves of its draws",
     of_reference=of_reference,
 )

@@ -11,5 +11,5 @@ SCORE = Score(
     usual={"kind": "used", "layer": "all"},
     told_by=("kind", "layer"),
     facts=("draws", "sd"),
-    note="density: share of the weights that are in the networks that predict (mc: on average)",
+    note="density: share of the weights included in the networks that predict (mc: on average)",
 )

@@ -34,8 +34,8 @@ def of_labels(split: ScoredPredictions) -> list[ScoreGroup]:
 
 
 BINS = ScoreOption(
-    text="Bins of ECE and MCE.",
-    in_compare="Bins of calibration errors.",
+    text="Number of bins for ECE and MCE.",
+    in_compare="Number of bins for calibration errors.",
     default=15,
     minimum=1,
     maximum=100_000,

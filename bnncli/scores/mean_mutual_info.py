@@ -18,7 +18,7 @@ def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
 
     members = [ScoreForm("mean_mutual_info", {}, None)]
     if split.mutual_info is None:
-        return [ScoreGroup(members, None, "the integrator makes no draws")]
+        return [ScoreGroup(members, None, "the integrator uses no draws")]
     return [means(members, [split.mutual_info])]
 
 

@@ -21,7 +21,7 @@ def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
     if examples.label_rank is None:
         return [ScoreGroup(members, None, NO_LABELS)]
     if examples.num_classes <= k:
-        return [ScoreGroup(members, None, f"there are {examples.num_classes} classes")]
+        return [ScoreGroup(members, None, f"only {examples.num_classes} classes")]
     return [means(members, [examples.label_rank < k])]
 
 

@@ -14,7 +14,7 @@ def input_numbers(text: str | None, option: str = "\0true_inputs\0") -> tuple[in
     parts = [part.strip() for part in text.split(",")]
     numbers = tuple(int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 10)
     if len(numbers) < len(parts) or min(numbers) < 1 or len(set(numbers)) < len(numbers):
-        raise UsageError(f"{option}: expected different numbers from 1, joined by commas, as 1,3,7; got {text!r}")
+        raise UsageError(f"{option}: expected distinct comma-separated numbers from 1, such as 1,3,7; got {text!r}")
     return numbers
 
 

@@ -29,6 +29,6 @@ def check_labels(labels: Tensor, likelihood: Likelihood) -> None:
     most = likelihood.num_classes - 1 if likelihood.is_exclusive else 1
     if lowest < 0 or highest > most:
         raise DataError(
-            f"labels must lie in 0..{most}, got {lowest}..{highest}",
-            hint="are these labels of another data set than the network's?",
+            f"expected labels from 0 to {most}, got {lowest} to {highest}",
+            hint="are these labels from another data set?",
         )

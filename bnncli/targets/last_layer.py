@@ -67,12 +67,12 @@ class LastLayerTarget:
     def __post_init__(self) -> None:
         sizes = check_shapes(features=(self.features, "N D"), labels=(self.labels, label_shape(self.likelihood)))
         if sizes["D"] != self.layout.num_features:
-            raise DataError(f"features have {sizes['D']} columns, the head expects {self.layout.num_features}")
+            raise DataError(f"the features have {sizes['D']} columns, but the head expects {self.layout.num_features}")
         check_labels(self.labels, self.likelihood)
         object.__setattr__(self, "prior", self.prior.to(self.device))
         if not bool(torch.isfinite(self.label_statistic).all()):  # one pass for both; count only when it fails
             num_bad = self._sum(lambda rows, block: ((~torch.isfinite(block)).sum(),), columns=self.layout.num_features)
-            raise DataError(f"features hold {int(num_bad[0])} values that are not finite")
+            raise DataError(f"the features contain {int(num_bad[0])} values that are not finite")
 
     @property
     def rough_structure(self) -> str:

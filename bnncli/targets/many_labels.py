@@ -39,7 +39,7 @@ class ManyLabels:
         check_shapes(means=(self.means, f"{num_sets} {num_params}"))
         check_shapes(roots=(self.roots, f"{num_sets} {num_params} {num_params}"))
         if any(one.features is not self.targets[0].features for one in self.targets):
-            raise ValueError("the targets have features of their own")
+            raise ValueError("the targets must share their features")
 
     @property
     def layout(self) -> HeadLayout:

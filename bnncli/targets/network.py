@@ -63,7 +63,7 @@ class NetworkTarget:
         check_shapes(labels=(self.labels, label_shape(self.likelihood)))
         shape = tuple(self.inputs.shape)
         if shape[0] != len(self.labels) or shape[1:] not in (self.layout.input_shape, (self.layout.num_features,)):
-            raise DataError(f"inputs have shape {shape}, expected {(len(self.labels), *self.layout.input_shape)}")
+            raise DataError(f"the inputs have shape {shape}, expected {(len(self.labels), *self.layout.input_shape)}")
         check_labels(self.labels, self.likelihood)
         object.__setattr__(self, "prior", self.prior.to(self.device))
 

@@ -100,7 +100,7 @@ class FeatureBlocks:
                     raise  # nothing can be given back there, and what has failed would be replayed
                 if size == 1:
                     raise DeviceError(
-                        f"{self.device}: out of memory with a block of one example ({columns} columns)",
+                        f"{self.device}: out of memory even with a block of one example ({columns} columns)",
                         code="out_of_memory",
                     ) from error
             else:

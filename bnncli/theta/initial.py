@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bnncli.errors import UsageError
 from bnncli.theta.layout import LogitLayout
 
-_WHY = "start from \0start\0 checkpoint"
+_WHY = "use \0start\0 checkpoint"
 
 
 def initial_theta(layout: LogitLayout, num_starts: int, seed: int) -> Tensor:
@@ -30,14 +30,15 @@ def initial_theta(layout: LogitLayout, num_starts: int, seed: int) -> Tensor:
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
             raise UsageError(
-                f"\0start\0 init: the network has batch norm ({name}), whose statistics are fixed and are those of the trained weights",
+                f"\0start\0 init: the network has batch norm ({name}) with statistics from the trained weights, "
+                "which do not fit new weights",
                 hint=_WHY,
             )
     for part in layout.parts:
         owner = module.get_submodule(part.name.rpartition(".")[0])
         if not hasattr(owner, "reset_parameters"):
             raise UsageError(
-                f"\0start\0 init: {type(owner).__name__} does not say how its {part.name} is initialised", hint=_WHY
+                f"\0start\0 init: {type(owner).__name__} does not define how to initialise its {part.name}", hint=_WHY
             )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

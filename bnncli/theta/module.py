@@ -162,7 +162,7 @@ class ModuleLayout:
         there = {name: tuple(value.shape) for name, value in _named_tensors(network.module).items()}
         odd = [part.name for part in self.parts if there.get(part.name) != part.shape]
         if odd:
-            raise ValueError(f"the network has no parameters {listed(odd)} of these shapes")
+            raise ValueError(f"the network has no parameters {listed(odd)} with these shapes")
         return replace(self, network=network)
 
     def split(self, theta: Tensor) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ class Prior:
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be positive and finite, got {value}")
         if (self.mean is None) != (self.mean_scale is None):
-            raise ValueError("mean and mean_scale belong together")
+            raise ValueError("give mean and mean_scale together")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Prior):
@@ -70,7 +70,7 @@ class Prior:
     def __str__(self) -> str:
         own = "" if self.bias_precision in (None, self.weight_precision) else f" (bias {self.bias_precision:.4g})"
         if self.part_precisions is not None:
-            own = f" (each of {len(self.part_precisions)} parts its own)"
+            own = f" (separate values for {len(self.part_precisions)} parts)"
         about = "" if self.mean_scale is None else f" about {self.mean_scale:.4g} times the checkpoint's last layer"
         return f"{self.weight_precision:.4g}{own}{about}"
 

@@ -132,7 +132,7 @@ class StepGraph(Generic[Result]):
 
     def _refuse(self, why: str) -> None:
         self.is_refused = True
-        self.warn(f"steps are launched one by one, which is slower: CUDA cannot replay them as a graph ({why})")
+        self.warn(f"running steps one at a time, which is slower: cannot record them as a CUDA graph ({why})")
 
 
 @cache

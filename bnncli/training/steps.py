@@ -65,7 +65,7 @@ class Steps:
         largest = max(map(max, rates))
         if largest > _LARGEST:  # infinite there, and what infinite steps come to is the device's affair
             raise NumericError(
-                f"a learning rate of {largest:g} is beyond float32", hint="use a smaller \0learning_rate\0"
+                f"a learning rate of {largest:g} is out of range for float32", hint="use a smaller \0learning_rate\0"
             )
         if learner.batch_size is not None:
             learner.begin_epoch(self._order())

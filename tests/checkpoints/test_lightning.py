@@ -64,7 +64,7 @@ def test_what_lightnings_trainer_saves_gives_the_logits_of_its_module(cli: Cli, 
     words = ("--model", f"{tmp_path}/net.py:make", "--data", f"train=npz:{tmp_path}/x.npz")
     averaging = lightning.pytorch.callbacks
     cases = {
-        "plain": ((), "names are those of the checkpoint that begin with 'net.'"),
+        "plain": ((), "using the checkpoint's tensors under 'net.' for the network"),
         "ema": ((averaging.EMAWeightAveraging(decay=0.9),), "using the averaged weights 'state_dict' were picked"),
         "swa": (
             (averaging.StochasticWeightAveraging(0.01, swa_epoch_start=1),),

@@ -170,7 +170,7 @@ def test_printable_keeps_ordinary_text_of_any_language() -> None:
 
 def test_a_field_that_is_meant_below_the_stages_is_said_as_its_option(cli: Cli, small_run: Path) -> None:
     words = ("refine", small_run, "--flow", "radial", "--rank", 3)
-    text = "--rank: radial layers have none; flows that take it: affine, sylvester"
+    text = "--rank: not supported by radial layers; supported by: affine, sylvester"
     assert cli(*words).stderr.startswith(f"error: {text}")
     error = cli(*words, "--json").json["error"]
     assert error["message"] == text

@@ -193,7 +193,7 @@ def test_what_helps_without_memory_are_options_that_the_command_has(command: Com
     [
         (("predict", "--name", "x", "--posterior", "hmc"), "use at most --samples"),
         (("predict", "--name", "x", "--posterior", "laplace", "--samples", "90000"), "use at most --samples"),
-        (("diagnose", "--posterior", "hmc"), "make fewer draws: hmc with fewer"),
+        (("diagnose", "--posterior", "hmc"), "reduce the number of draws: hmc with fewer"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
 )
@@ -203,7 +203,7 @@ def test_69_is_memory_for_draws_of_a_posterior_that_does_not_suffice(
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 20_000)
     done = cli(words[0], small_run, *words[1:], "--json")
     assert (done.code, advice in done.json["error"]["hint"]) == (69, True)
-    assert "draws of 18 parameters needs about" in done.json["error"]["message"]
+    assert "draws with 18 parameters: needs about" in done.json["error"]["message"]
     assert_options_exist(words[0], done.json["error"]["hint"])
     if words[0] == "predict":
         most = done.json["error"]["hint"].split()[-1]
@@ -217,7 +217,7 @@ def test_draws_without_room_leave_only_their_distances_out(
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 5_000)
     done = cli("evaluate", small_run, "--json")
     assert done.code == 0
-    assert "skipping MMD^2: 128 draws of 18 parameters needs about" in done.stderr
+    assert "MMD^2 is left out: not enough memory for 128 draws with 18 parameters: needs about" in done.stderr
 
 
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(1 << 50), lambda: np.ones(1 << 50)], ids=["torch", "numpy"])

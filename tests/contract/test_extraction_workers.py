@@ -232,8 +232,8 @@ def test_torchrun_gives_the_one_document_of_the_first(cli: Cli, folder: Path) ->
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ("Exits", "error: worker 1: the code that was named called exit('enough')"),
-        ("Dies", "error: worker 1 has ended without a word, as one that is killed: all workers end"),
+        ("Exits", "error: worker 1: user code called exit('enough')"),
+        ("Dies", "error: worker 1 stopped without an error message (it may have been killed): stopping all workers"),
     ],
 )
 def test_torchrun_ends_the_first_when_that_has_said_why(folder: Path, data: str, said: str) -> None:
@@ -254,7 +254,7 @@ def test_a_killed_worker_ends_an_extraction(folder: Path) -> None:
     first, _, third = ended(started)
     assert (first.code, last_words(first)) == (
         69,
-        ["error: worker 1 has ended without a word, as one that is killed: all workers end"],
+        ["error: worker 1 stopped without an error message (it may have been killed): stopping all workers"],
     )
     assert (third.code, third.stdout, third.stderr) == (69, "", "")
     assert not (folder / "net.pt.bnn/features/train.h5").exists()

@@ -225,7 +225,7 @@ def lenet(tmp_path: Path) -> Path:
     [
         (("--model", "lenet"), "did you mean 'lenet5' or"),
         (("--model", "LeNet5"), "did you mean 'lenet5'?"),
-        (("--model", "resnet20"), "its tensors are those of lenet5: --model lenet5"),
+        (("--model", "resnet20"), "the tensors match lenet5: use --model lenet5"),
         (("--model", "net.py:make"), "it has 'build'"),
         (("--model", "lenet5", "--data", "train=npz:lenet.pt"), "'lenet.pt' is a PyTorch checkpoint, not an npz file"),
         (("--model", "lenet5", "--data", "train=npz:no_channel.npz"), "save x[:, None]"),

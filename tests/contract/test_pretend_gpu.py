@@ -418,7 +418,7 @@ def test_a_fault_in_a_training_step_is_told_with_its_place(
 @pytest.mark.parametrize(
     ("failure", "code", "said"),
     [
-        ({"capture_error": RuntimeError("not permitted")}, 0, "launched one by one, which is slower"),
+        ({"capture_error": RuntimeError("not permitted")}, 0, "one at a time, which is slower"),
         ({"capture_error": torch.OutOfMemoryError("CUDA out of memory")}, 69, "out of memory"),
     ],
 )

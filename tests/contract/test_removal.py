@@ -53,7 +53,7 @@ def test_hints_remake_exactly_the_stale_predictions_whatever_auto_recommends_now
     refused = cli("evaluate", left_over, "--json").json["error"]
     assert (refused["code"], refused["hint"]) == ("stale_input", hint)
     with (
-        pytest.raises(DataError, match="every metrics file of the run is stale") as caught,
+        pytest.raises(DataError, match="all metrics files of the run are stale") as caught,
         pytest.warns(BnnWarning, match="skipping"),
     ):
         bnncli.open(left_over).metrics()

@@ -32,8 +32,8 @@ def cut(path: Path, keep: float, **arrays: np.ndarray) -> None:
 
 
 ARRAYS: dict[str, tuple[dict[str, Any], tuple[str, ...], int, str]] = {
-    "rows off one": ({"probs": PROBS * 0.9}, (), 65, "expected rows that sum to 1 within 1e-4, got one off by 0.1"),
-    "rows off one, unnamed": ({"a": PROBS * 0.9}, (), 65, "sigmoid outputs per class"),
+    "rows off one": ({"probs": PROBS * 0.9}, (), 65, "expected rows that sum to 1 within 1e-4, got a row that is off by 0.1"),
+    "rows off one, unnamed": ({"a": PROBS * 0.9}, (), 65, "rows of per-class sigmoid outputs"),
     "negative": ({"probs": with_value(-0.2)}, (), 65, "got -0.2 to"),
     "NaN": ({"probs": with_value(np.nan)}, (), 65, "row 4 has NaN or infinity"),
     "NaN, said": ({"probs": with_value(np.nan)}, ("--probabilities",), 65, "expected finite values"),

@@ -141,7 +141,7 @@ def test_rows_that_one_worker_cannot_predict_end_all(cli: Cli, tmp_path: Path, s
     first, *others = run_processes(size, *words, cwd=tmp_path)
     assert first.code == 70
     assert all(one.code in (69, 70) for one in others)  # 69 where it has lost the first before it heard why
-    said = f"worker {size - 1}: expected finite class probabilities, 1 of 434 examples have none"
+    said = f"worker {size - 1}: class probabilities are not finite for 1 of 434 examples"
     assert (first.json["error"]["code"], first.json["error"]["message"]) == ("numeric", said)
     assert first.stderr.count(said) == 1
     assert [one.stdout + one.stderr for one in others] == [""] * (size - 1)

@@ -312,8 +312,8 @@ def test_a_worker_that_hangs_or_is_killed_ends_all(cli: Cli, tmp_path: Path, sto
     started[1].kill()
     started[1].communicate(timeout=60)
     expected = {
-        signal.SIGSTOP: "worker 1 has given no sign of life",
-        signal.SIGKILL: "worker 1 has ended without a word",
+        signal.SIGSTOP: "worker 1 has not responded",
+        signal.SIGKILL: "worker 1 stopped without an error",
         signal.SIGTERM: "interrupted by SIGTERM",
     }
     assert expected[stop] in said

@@ -186,7 +186,7 @@ def test_float32_and_the_file_keep_the_posterior() -> None:
 def test_a_basis_of_another_size_is_refused() -> None:
     _, lifted, rows = both(CASES[0])
     assert isinstance(lifted.covariance, WithinRows)
-    with pytest.raises(ValueError, match="the row space has 12 parameters, the covariance 15"):
+    with pytest.raises(ValueError, match="the row space has 12 parameters, but the covariance has 15"):
         replace(lifted.covariance, rows=RowSpace(rows.basis[:, :3], THREE))
     with pytest.raises(ValueError, match="must be positive"):
         replace(lifted.covariance, precision=0.0)

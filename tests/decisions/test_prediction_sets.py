@@ -93,7 +93,7 @@ def test_the_score_of_a_class_is_what_comes_before_it_and_its_share() -> None:
     raps = SetScore("raps", None, penalty=0.1, free_ranks=1).of_classes(probs)
     assert raps == pytest.approx(whole + np.array([[0.2, 0.0, 0.1], [0.0, 0.1, 0.2]]))
     assert label_ranks(probs, np.array([0, 1])).tolist() == [3, 2]
-    with pytest.raises(ValueError, match="expected a uniform number an example"):
+    with pytest.raises(ValueError, match="expected one uniform number per example"):
         SetScore("aps", 0).of_classes(probs)
 
 

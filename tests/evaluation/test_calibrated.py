@@ -156,7 +156,7 @@ def test_a_value_above_its_interval_is_explained() -> None:
             assert ("note" in row) == (row["value"] > row["interval"]["high"])
             if "note" in row:
                 notes += 1
-                assert "it contains the floor" in row["note"]
+                assert "it contains the noise floor" in row["note"]
     assert notes > 0
 
 

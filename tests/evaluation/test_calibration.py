@@ -193,7 +193,7 @@ def test_the_debiased_error_is_the_loop_over_bins() -> None:
 def test_the_debiased_error_of_bins_of_one_example_is_undefined() -> None:
     probs, labels = predictions(3, count=15)
     (row,) = [row for row in rows_of(probs, labels, bootstrap=Bootstrap(20)) if row.get("estimator") == "debiased"]
-    assert (row["value"], row["undefined"]) == (None, "no bin holds two examples, whose noise could be told")
+    assert (row["value"], row["undefined"]) == (None, "no bin holds two examples, so the noise cannot be estimated")
     assert value(probs, labels, "ece", "equal-mass", norm="l2", num_bins=14) >= 0
 
 

@@ -88,7 +88,7 @@ def stuck(shape: tuple[int, int, int], parameter: int) -> NDArray:
         (chains(4, 3, 2), "needs at least 4 draws per chain, got 3"),
         (chains(4, 0, 2), "needs at least 4 draws per chain, got 0"),
         (stuck((4, 20, 3), 1), "constant draws: parameter 1 does not move"),
-        (np.ones((4, 20, 3)), r"parameter 0 does not move within any half-chain (3 such)"),
+        (np.ones((4, 20, 3)), r"parameter 0 does not move within any half-chain (3 such parameters)"),
         (np.ones((4, 20, 0)), "no draws"),
     ],
 )

@@ -82,4 +82,4 @@ def test_labels_of_one_class_have_no_uncertainty() -> None:
 
 def test_more_classes_have_no_decomposition() -> None:
     scores = decomposition_scores(examples_of(np.full((4, 3), 1 / 3), np.zeros(4, dtype=int)))
-    assert (scores.statistic, scores.undefined) == (None, "two classes only, there are 3")
+    assert (scores.statistic, scores.undefined) == (None, "expected two classes, got 3")

@@ -126,7 +126,7 @@ def test_one_example_on_each_side_is_enough() -> None:
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [([0.1, np.nan], "expected finite scores"), ([], "expected one score for each example, got shape \\(0,\\)")],
+    [([0.1, np.nan], "expected finite scores"), ([], "expected one score per example, got shape \\(0,\\)")],
 )
 def test_what_is_no_score_is_refused(values: list[float], message: str) -> None:
     with pytest.raises(DataError, match=message):
@@ -180,7 +180,7 @@ def test_the_standard_error_of_auroc_is_that_of_hanley_and_mcneil() -> None:
 
 @pytest.mark.parametrize(
     ("num_in", "num_out", "reason"),
-    [(0, 5, "empty in-distribution split"), (5, 0, "only one class present: split svhn is empty")],
+    [(0, 5, "the in-distribution split is empty"), (5, 0, "only one class is present: split svhn is empty")],
 )
 def test_an_empty_split_leaves_the_rows_undefined(num_in: int, num_out: int, reason: str) -> None:
     rows = detection_rows(
@@ -229,7 +229,7 @@ def test_every_score_is_higher_for_what_looks_in_distribution() -> None:
 def test_a_score_that_predictions_do_not_give_says_so(name: str) -> None:
     found = example_scores([name], examples_of(np.full((2, 2), 0.5)), lambda name: None)[name]
     assert isinstance(found, str)
-    assert found.startswith(("this integrator gives no", "the predictions have no"))
+    assert found.startswith(("this integrator provides no", "the predictions have no"))
 
 
 def test_the_dirichlet_variance_is_that_of_torch_in_any_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,9 +223,9 @@ def test_blocks_are_chains_or_long_stretches_of_them(
 @pytest.mark.parametrize(
     ("shape", "num_independent", "reason"),
     [
-        ((4, 260), 75, "only 4 stretches of the chains are about independent; 8 are needed"),
-        ((16, 75), 19, "only about 19 of the draws are independent; 20 are needed"),
-        ((16, 75), 0, "it is not known how many of the draws are independent; 20 are needed"),
+        ((4, 260), 75, "only about 4 segments of the chains are independent; expected at least 8"),
+        ((16, 75), 19, "only about 19 of the draws are independent; expected at least 20"),
+        ((16, 75), 0, "the number of independent draws is unknown; expected at least 20"),
     ],
 )
 def test_what_is_too_little_is_not_tested(shape: tuple[int, int], num_independent: int, reason: str) -> None:
@@ -234,7 +234,7 @@ def test_what_is_too_little_is_not_tested(shape: tuple[int, int], num_independen
     assert (found.p_value, found.standard_error) == (None, None)
     assert found.untested.startswith(reason)
     few = compare(ThinnedDraws(normal(5, 2)), thin_draws(normal(16, 75, 2), 1200))
-    assert few.untested == "only 5 independent draws; 8 are needed"
+    assert few.untested == "only 5 independent draws; expected at least 8"
 
 
 def test_sides_with_more_blocks_are_merged_to_as_many() -> None:

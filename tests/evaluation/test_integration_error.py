@@ -228,7 +228,7 @@ def test_chains_of_a_sampler_reach_their_groups_whole() -> None:
 def test_groups_that_do_not_belong_together_are_refused() -> None:
     probs = np.full((4, 2, 2), 0.5)
     even, uneven = np.full(4, 0.25), np.array([0.1, 0.2, 0.3, 0.4])
-    with pytest.raises(DataError, match="not predicted by the same draws"):
+    with pytest.raises(DataError, match="predicted with different draws"):
         integration_error(lambda a, b: 0.0, DrawGroups(probs, even), DrawGroups(probs, uneven))
     for weights in (np.full(3, 1 / 3), np.full((4, 1), 0.25)):
         with pytest.raises(DataError, match="expected probs"):

@@ -156,7 +156,7 @@ def test_examples_that_are_all_alike_have_a_floor_all_the_same() -> None:
 def test_without_labels_nothing_is_said_of_them_and_what_classes_need_is_not_there() -> None:
     probs, labels = predictions()
     rows = rows_of(probs, None)
-    assert {one["undefined"] for one in rows if one["value"] is None} == {"no labels", "the integrator makes no draws"}
+    assert {one["undefined"] for one in rows if one["value"] is None} == {"no labels", "the integrator uses no draws"}
     names = {one["name"] for one in rows_of(probs, labels)}
     assert names.isdisjoint({"top_k", "aurc", "miscalibration", "ranked_length", "mean_confidence"})
 

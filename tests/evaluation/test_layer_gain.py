@@ -60,11 +60,11 @@ def test_the_interval_ends_where_the_p_value_is_a_fortieth(seed: int) -> None:
 @pytest.mark.parametrize(
     ("differences", "finding", "words"),
     [
-        (np.tile([-0.2, -0.1], 50), "better", "all predicts better than last, of the last layer alone"),
-        (np.tile([0.2, 0.1], 50), "worse", "the last layer alone (last) predicts better than all"),
-        (np.tile([1e-4, -1e-4], 50), "as good", "the last layer alone (last) is as good as all"),
+        (np.tile([-0.2, -0.1], 50), "better", "all predicts better than the last-layer posterior last"),
+        (np.tile([0.2, 0.1], 50), "worse", "the last-layer posterior last predicts better than all"),
+        (np.tile([1e-4, -1e-4], 50), "as good", "the last-layer posterior last predicts as well as all"),
         (np.zeros(100), "as good", "val NLL +0.0000 (no interval, p 1, paired)"),
-        (np.tile([1.0, -1.0], 10), "untold", "val is too small to tell all from last"),
+        (np.tile([1.0, -1.0], 10), "untold", "val is too small to distinguish all from"),
     ],
 )
 def test_what_is_found_is_said_plainly(differences: NDArray[np.float64], finding: str, words: str) -> None:
@@ -79,4 +79,4 @@ def test_the_p_of_several_says_that_it_allows_for_them_all() -> None:
     both = {"one": theirs + np.tile([-0.2, 0.1], 50), "two": theirs + np.tile([-0.1, 0.1], 50)}
     found = layer_gains(both, dict.fromkeys(both, ("last", theirs)))
     assert [one.to_json()["num_compared"] for one in found] == [2, 2]
-    assert all("after Holm for 2 posteriors, paired)" in one.sentence for one in found)
+    assert all("after Holm correction for 2 posteriors, paired)" in one.sentence for one in found)

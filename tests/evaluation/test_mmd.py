@@ -124,7 +124,7 @@ def test_coinciding_reference_draws_have_no_bandwidth(num_others: int) -> None:
 @pytest.mark.parametrize(
     ("count", "value", "bandwidth", "message"),
     [
-        (1, 0.0, 1.0, "at least two draws on each side, got 1 and 5"),
+        (1, 0.0, 1.0, "at least two draws per side, got 1 and 5"),
         (3, math.nan, 1.0, "expected finite draws"),
         (3, 0.0, 0.0, "expected a positive bandwidth, got 0.0"),
     ],

@@ -108,11 +108,11 @@ def test_scores_without_labels_or_of_one_class_or_of_too_many_are_undefined_with
     assert {row["undefined"] for row in rows_of(probs, None).values()} == {"no labels"}
     one = rows_of(probs, np.zeros(SIZE, dtype=int))
     assert one["class_auroc"]["value"] is None
-    assert one["class_auroc"]["undefined"] == "no class has examples both of it and of others"
+    assert one["class_auroc"]["undefined"] == "no class has both positive and negative examples"
     assert one["balanced_accuracy"]["value"] == np.mean(probs.argmax(axis=1) == 0)
     monkeypatch.setattr(per_class, "MOST_PROBABILITIES", 700)
     many = rows_of(probs, labels)
-    assert "there are 750 probabilities, more than the 700" in many["class_auroc"]["undefined"]
+    assert "750 probabilities are more than the 700" in many["class_auroc"]["undefined"]
     assert many["macro_f1"]["value"] is not None
 
 

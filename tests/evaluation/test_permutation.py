@@ -56,5 +56,5 @@ def test_the_same_draws_twice_show_no_difference() -> None:
 
 
 def test_draws_that_cannot_be_compared_are_refused() -> None:
-    with pytest.raises(DataError, match="at least two draws on each side"):
+    with pytest.raises(DataError, match="at least two draws per side"):
         permutation_p_value(normal(1, 2), normal(5, 2), 1.0, generator=seeded())

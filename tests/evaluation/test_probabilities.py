@@ -25,7 +25,7 @@ def some_probs(num_classes: int = 7, *, count: int = 200) -> NDArray:
         ([2.5, -1.5], r"expected values in \[0, 1\], got -1.5 to 2.5", "softmax"),
         ([70.0, 30.0], "got 30 to 70", "percentages"),
         ([1.2, 0.1], "got 0.1 to 1.2", "sum to 1"),
-        ([0.9, 0.3], "sum to 1 within 1e-4, got one off by 0.2", "sigmoid"),
+        ([0.9, 0.3], "sum to 1 within 1e-4, got a row that is off by 0.2", "sigmoid"),
         ([0.5, 0.4998], "off by 0.0002", "sigmoid"),
         ([0.2, 0.3, 0.5], r"expected shape \(N, 2\), got \(1, 3\)", None),
     ],

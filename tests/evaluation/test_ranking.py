@@ -79,7 +79,7 @@ def test_the_gain_is_resampled_in_pairs() -> None:
 def test_without_a_ranking_or_labels_the_reason_is_told() -> None:
     probs, labels = predictions()
     assert {row["undefined"] for row in rows_of(probs, labels, None).values()} == {
-        "the predictions have no ranking (predict \0top_k\0 makes one)"
+        "the predictions have no ranking; create one with predict \0top_k\0"
     }
     rows = rows_of(probs, None, np.ones(300, dtype=int))
     assert rows["ranked_length"]["value"] == 1

@@ -126,7 +126,7 @@ def test_a_point_beside_few_draws_lacks_the_published_bandwidth_alone() -> None:
     assert found["mmd2", "biased"]["value"] == expected.biased
     row = found["mmd2", "published"]
     assert (row["value"], row["bandwidth"]) == (None, None)
-    assert row["undefined"].startswith("half of the pairs of the draws that tell the bandwidth coincide")
+    assert row["undefined"].startswith("half of the pairs of draws that set the bandwidth coincide")
 
 
 def test_equal_distributions_stay_near_the_stated_noise() -> None:
@@ -144,8 +144,8 @@ def test_equal_distributions_stay_near_the_stated_noise() -> None:
     [
         (normal(9, 2), None, "no draws of hmc"),
         (None, normal(2, 9, 2), "no draws of theta"),
-        (normal(2, 9, 2), normal(2, 9, 2), "the draws are those of the reference, hmc, itself"),
-        (normal(9, 3), normal(2, 9, 2), "theta has 3 parameters, the draws of hmc have 2"),
+        (normal(2, 9, 2), normal(2, 9, 2), "the draws are identical to the reference hmc"),
+        (normal(9, 3), normal(2, 9, 2), "theta has 3 parameters, but the draws of hmc have 2"),
         (normal(1, 2), normal(2, 9, 2), "fewer than two draws"),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_reference_that_stands_still_has_no_unit() -> None:
     hmc[:, :, 2] = 1
     found = rows_of(WeightDraws(normal(100, 3, seed=1)), WeightDraws(hmc))
     assert found["mmd2", "unbiased"]["value"] is not None
-    assert "parameter 2 of the reference's draws does not vary" in found["wasserstein", "mean"]["undefined"]
+    assert "parameter 2 does not vary in the reference's draws" in found["wasserstein", "mean"]["undefined"]
     stuck = rows_of(WeightDraws(normal(100, 3, seed=1)), WeightDraws(torch.ones(4, 30, 3)))
     assert "median distance is 0" in stuck["mmd2", "biased"]["undefined"]
 

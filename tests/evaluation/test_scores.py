@@ -150,7 +150,7 @@ def test_rows_carry_the_choices_that_define_them() -> None:
         rows.setdefault(row["name"], row)
     assert {row["n"] for row in rows.values()} == {200}
     assert rows["accuracy"]["higher_is_better"] is True
-    assert rows["top_k"].items() >= {"k": 5, "value": None, "undefined": "there are 3 classes"}.items()
+    assert rows["top_k"].items() >= {"k": 5, "value": None, "undefined": "only 3 classes"}.items()
     assert value("top_k", probs, labels, top_k=3) is None
     assert rows["nll"].items() >= {"reduction": "mean", "value": nll(probs, labels), "num_clamped": 0}.items()
     assert rows["brier"].items() >= {"reduction": "mean", "classes": "sum"}.items()
@@ -180,7 +180,7 @@ def test_undefined_rows_are_none_with_a_reason(probs: NDArray, labels: NDArray |
     assert {row["value"] for row in undefined} == {None}
     reasons = {row["undefined"] for row in undefined}
     assert reasons >= {reason}
-    others = {"there are 3 classes", "two classes only, there are 3", "the integrator makes no draws", NO_RANKING}
+    others = {"only 3 classes", "expected two classes, got 3", "the integrator uses no draws", NO_RANKING}
     assert reasons <= {reason} | others
     assert "NaN" not in json.dumps(rows, allow_nan=False)
 

@@ -118,9 +118,9 @@ def test_equal_gaussians_sit_at_the_stated_noise() -> None:
 def test_what_has_no_scale_or_too_few_draws_is_refused() -> None:
     y = normal(10, 3)
     y[:, 1] = 4
-    with pytest.raises(DataError, match="parameter 1 of the reference's draws does not vary"):
+    with pytest.raises(DataError, match="parameter 1 does not vary in the reference's draws"):
         reference_scale(y)
     with pytest.raises(DataError, match="needs at least two draws, got 1"):
         reference_scale(y[:1])
-    with pytest.raises(DataError, match="needs at least 4 draws on each side, got 3 and 10"):
+    with pytest.raises(DataError, match="needs at least 4 draws per side, got 3 and 10"):
         covariance_error(normal(3, 3), y, torch.ones(3).double())

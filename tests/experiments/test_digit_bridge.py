@@ -39,7 +39,7 @@ def test_images_of_the_first_classes_are_taken_in_their_order(tmp_path: Path) ->
     assert inputs.shape == (7, 1, 28, 28)
     assert float(inputs.max()) <= 1
     np.savez(tmp_path / "b.npz", x=np.zeros((2, 8, 8), dtype=np.uint8), y=np.zeros(2))
-    with pytest.raises(DataError, match="expected images of uint8, 28 x 28"):
+    with pytest.raises(DataError, match="expected uint8 images of 28 x 28"):
         digit_network.images(tmp_path / "b.npz")
 
 

@@ -43,7 +43,7 @@ def test_entropies_are_those_of_the_posterior_integrator_and_split_in_the_order_
     with pytest.raises(DataError, match="no rows of c, mc, split 'test'"):
         entropies(table, "c", "test")
     np.savez(table, x=np.zeros(3))
-    with pytest.raises(DataError, match="expected a table of predict"):
+    with pytest.raises(DataError, match="expected a table written by predict"):
         entropies(table, "a", "test")
 
 

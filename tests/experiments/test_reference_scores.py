@@ -40,5 +40,5 @@ def test_scores_are_those_of_sklearn(tmp_path: Path) -> None:
 
 
 def test_other_numbers_of_rows_are_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="3 rows, and 2 labels"):
+    with pytest.raises(DataError, match="3 rows, but there are 2 labels"):
         measured(tmp_path, np.full((3, 2), 0.5), np.zeros(2, np.int64))

@@ -33,5 +33,5 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected \(2000, 20\) columns"):
         prepare(written(tmp_path, rows=30), {})
     (tmp_path / "x.txt").write_text("a,b\n")
-    with pytest.raises(DataError, match="expected numbers with commas"):
+    with pytest.raises(DataError, match="expected comma-separated numbers"):
         prepare({"columns": tmp_path / "x.txt", "response": tmp_path / "y.txt"}, {})

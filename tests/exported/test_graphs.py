@@ -112,7 +112,7 @@ class Stubborn(nn.Module):
 
 @every_form
 def test_a_network_that_no_graph_can_have_is_refused_in_one_line(form: str) -> None:
-    with pytest.raises(DataError, match="cannot take the network apart") as caught:
+    with pytest.raises(DataError, match="cannot export the network") as caught:
         written_by(form)(Stubborn(), inputs(2), input_name=FEATURES)
     assert "\n" not in str(caught.value)
     assert "head_only" in str(caught.value.hint)
@@ -121,7 +121,7 @@ def test_a_network_that_no_graph_can_have_is_refused_in_one_line(form: str) -> N
 def test_a_graph_too_large_for_one_file_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     write = written_by("onnx")
     monkeypatch.setattr("bnncli.exported.graphs.MOST_ONNX_BYTES", 300)
-    with pytest.raises(DataError, match=r"the graph has \d+ KiB; one ONNX file holds 0 KiB"):
+    with pytest.raises(DataError, match=r"the graph has \d+ KiB, but one ONNX file holds at most 0 KiB"):
         write(head("mc"), inputs(2), input_name=FEATURES)
 
 

@@ -276,7 +276,7 @@ def test_an_output_or_layer_that_is_not_there_is_refused() -> None:
     with pytest.raises(UsageError, match=r"output.*expected one of 'a', 'b'; got 'c'"):
         found(network, output="c")
     alone = two_heads(lambda first, second: first)
-    with pytest.raises(UsageError, match="outputs have no names; omit .*; got 'a'"):
+    with pytest.raises(UsageError, match=r"outputs have no names; omit .*; got 'a'"):
         found(alone, output="a")
     with pytest.raises(UsageError, match=r"last_layer.*expected one of 'first', 'second'; got 'third'"):
         found(network, layer="third")

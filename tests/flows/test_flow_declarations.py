@@ -36,8 +36,8 @@ def test_what_a_class_declares_is_read_without_it(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "said"),
     [
-        ("radial", {"rank": 2}, "\0rank\0: radial layers have none; flows that take it: affine, sylvester"),
-        ("affine", {"rank": 2}, "\0rank\0: \0scale\0 kron has none; give \0scale\0 low-rank"),
+        ("radial", {"rank": 2}, "\0rank\0: not supported by radial layers; supported by: affine, sylvester"),
+        ("affine", {"rank": 2}, "\0rank\0: not supported with \0scale\0 kron; use \0scale\0 low-rank"),
         ("affine", {"scale": "low-rank", "rank": 31}, "\0rank\0: expected 1 to 30, the number of parameters; got 31"),
         ("sylvester", {"rank": 0}, "\0rank\0: expected 1 to 30, the number of parameters; got 0"),
     ],

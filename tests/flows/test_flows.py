@@ -228,8 +228,8 @@ def test_affine_learns_correlations_of_either_sign(scale: str, correlation: floa
 @pytest.mark.parametrize(
     ("kind", "settings", "why"),
     [
-        ("radial", {"rank": 3}, "\0rank\0: radial layers have none; flows that take it: affine"),
-        ("affine", {"rank": 3}, "\0rank\0: \0scale\0 kron has none"),
+        ("radial", {"rank": 3}, "\0rank\0: not supported by radial layers; supported by: affine"),
+        ("affine", {"rank": 3}, "\0rank\0: not supported with \0scale\0 kron"),
         ("sylvester", {"rank": 31}, "\0rank\0: expected 1 to 30, the number of parameters; got 31"),
         ("affine", {"scale": "low-rank", "rank": 31}, "\0rank\0: expected 1 to 30, the number of parameters; got 31"),
     ],
@@ -290,10 +290,10 @@ def test_householder_turns_by_the_angle_it_says(angle: float) -> None:
 
 def test_householder_is_for_weight_space_alone_and_says_why() -> None:
     assert [choose_space(kind, "auto") for kind in ("householder", "radial")] == ["weight", "whitened"]
-    with pytest.raises(UsageError, match="householder layers act in weight space; got 'whitened'") as caught:
+    with pytest.raises(UsageError, match="householder layers support weight space; got 'whitened'") as caught:
         choose_space("householder", "whitened")
     assert caught.value.hint is not None
-    assert "leaves the standard normal of whitened space as it is" in caught.value.hint
+    assert "does not change the standard normal of whitened space" in caught.value.hint
 
 
 @pytest.mark.parametrize("raw_alpha", [-20.0, -1.0, 0.0, 20.0])

@@ -134,7 +134,9 @@ def test_units_with_kinks_end_where_nothing_near_is_higher_or_say_how_far() -> N
 
 def test_a_search_that_may_not_go_on_says_how_far_it_came() -> None:
     target = tanh_network()
-    with pytest.raises(NumericError, match=r"no mode after \d+ passes over the data: .* away.*; 9 passes are over"):
+    with pytest.raises(
+        NumericError, match=r"no mode after \d+ passes over the data: .* away.*; the limit of 9 passes was reached"
+    ):
         climb(target, target.layout.trained() * 0 + 0.1, most_passes=9)
 
 
@@ -147,7 +149,7 @@ def test_a_search_that_ends_near_gives_what_it_has_and_no_evidence_where_that_wo
     monkeypatch.setattr(climb_module, "MOST_PASSES", 12)
     fit = fit_gaussian(target, start=start)
     assert fit.mode is not None
-    assert fit.mode.shortfall == "12 passes are over"
+    assert fit.mode.shortfall == "the limit of 12 passes was reached"
     gradient = target.log_joint_and_grad(fit.mode.theta[None])[1][0]
     precision = target.hessian_operator(fit.mode.theta)(torch.eye(len(start)))
     exact = float(gradient @ torch.linalg.solve(precision, gradient)) ** 0.5

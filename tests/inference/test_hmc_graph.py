@@ -143,7 +143,7 @@ def test_chains_go_on_step_by_step_where_there_can_be_no_graph(dynamics: str, fa
     with pretend_cuda.pretend(**failure) as gpu:
         refused = sample(case, gpu.device, dynamics=dynamics, progress=told)
     assert gpu.num_captures == len(told.lines) == 1
-    assert "one by one" in told.lines[0]
+    assert "one at a time" in told.lines[0]
     assert_same(refused, sample(case, dynamics=dynamics))
 
 

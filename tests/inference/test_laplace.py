@@ -171,7 +171,7 @@ def test_far_from_the_mode_there_is_no_evidence_and_the_reason_is_told() -> None
     fit = fit_gaussian(target, start=40 * start(LAYOUTS[0]), center="checkpoint")
     assert fit.log_marginal_likelihood is None
     assert fit.no_evidence is not None
-    assert "wrong by" in fit.no_evidence
+    assert "off by" in fit.no_evidence
 
 
 @every_structure

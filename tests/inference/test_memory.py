@@ -21,11 +21,11 @@ def test_the_advised_number_of_draws_fits_and_one_more_does_not(
 ) -> None:
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 30 << 30)
     sizes = {"num_stored": num_stored, "device": torch.device("cpu")}
-    with pytest.raises(DeviceError, match="1500 draws of 2000000 parameters needs about") as caught:
+    with pytest.raises(DeviceError, match="1500 draws with 2000000 parameters: needs about") as caught:
         memory.require_draws(2_000_000, num_used=1500, option="--samples", **sizes)
     most = int(str(caught.value.hint).removeprefix("use at most --samples "))
     memory.require_draws(2_000_000, num_used=most, **sizes)
-    with pytest.raises(DeviceError, match="parameters needs about"):
+    with pytest.raises(DeviceError, match="parameters: needs about"):
         memory.require_draws(2_000_000, num_used=most + 1, **sizes)
 
 
@@ -54,16 +54,16 @@ def test_stored_draws_that_cannot_be_read_are_to_be_made_anew(monkeypatch: pytes
         "bnncli.machine.memory.available_memory", lambda device: (60 if str(device) == "cpu" else 900) << 30
     )
     memory.require_draws(2_050_000, torch.device(device), num_used=10, num_stored=2560, option="--samples")
-    with pytest.raises(DeviceError, match=r"6400 draws of 2050000 .* 42\.0 GiB can be used on cpu") as caught:
+    with pytest.raises(DeviceError, match=r"6400 draws with 2050000 .* 42\.0 GiB are available on cpu") as caught:
         memory.require_draws(2_050_000, torch.device(device), num_used=10, num_stored=6400, option="--samples")
-    assert caught.value.hint == "make fewer draws: hmc with fewer \0chains\0 or \0draws\0"
+    assert caught.value.hint == "reduce the number of draws: hmc with fewer \0chains\0 or \0draws\0"
 
 
 def test_a_flow_too_large_to_train_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 2 << 30)
     layout, device = HeadLayout(10, 5000), torch.device("cpu")
     training = memory.training_bytes(layout, num_layer_params=2 * num_elements(layout, "kron"), num_draws=8)
-    with pytest.raises(DeviceError, match=r"refining a diag Gaussian of 50010 .* needs about 1\.9 GiB") as caught:
+    with pytest.raises(DeviceError, match=r"refining a diag Gaussian with 50010 .* needs about 1\.9 GiB") as caught:
         memory.require_refinement("diag", layout, device, num_draws=8, training=training)
     assert caught.value.hint == "use \0flow\0 radial"
     batches = memory.training_bytes(layout, num_layer_params=0, num_draws=8, batch_size=1000)
@@ -77,7 +77,7 @@ def test_repeats_that_do_not_fit_are_refused_with_the_number_that_does(
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 1 << 30)
     layout, device = NetworkLayout((784, 400, 600, 10)), torch.device("cpu")
     sizes = {"batch_size": 100, "most_at_once": at_once}
-    with pytest.raises(DeviceError, match=r"fit-lbbnn of 50 networks of 560610 parameters") as caught:
+    with pytest.raises(DeviceError, match=r"fit-lbbnn with 50 networks of 560610 parameters") as caught:
         memory.require_latent(layout, device, num_repeats=50, hint="use fewer --repeats", **sizes)
     assert str(caught.value.hint).startswith("use fewer --repeats, at most ")
     most = int(str(caught.value.hint).split()[-4])
@@ -115,7 +115,7 @@ def test_the_automatic_structure_is_the_largest_that_is_sensible(
 
 def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 4 << 30)
-    with pytest.raises(DeviceError, match=r"full covariance of 10000 .* needs about 3.0 GiB .* 2.8 GiB") as caught:
+    with pytest.raises(DeviceError, match=r"full covariance with 10000 .*needs about 3.0 GiB .* 2.8 GiB") as caught:
         memory.require_fit("full", HeadLayout(100, 99), torch.device("cpu"))
     assert caught.value.hint == "use \0structure\0 block, the largest that fits"
     assert caught.value.exit == 69
@@ -130,9 +130,9 @@ def test_a_million_classes_times_a_hundred_thousand_features_fit_nowhere(monkeyp
 
 def test_a_base_too_large_to_refine_is_refused_with_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 2 << 30)
-    with pytest.raises(DeviceError, match="refining a full Gaussian of 10000") as caught:
+    with pytest.raises(DeviceError, match="refining a full Gaussian with 10000") as caught:
         memory.require_refinement("full", HeadLayout(100, 99), torch.device("cpu"), num_draws=256)
-    assert caught.value.hint == "refine a base made by fit-laplace \0structure\0 block"
+    assert caught.value.hint == "refine a base fitted with fit-laplace \0structure\0 block"
     memory.require_refinement("block", HeadLayout(100, 99), torch.device("cpu"), num_draws=256)
 
 

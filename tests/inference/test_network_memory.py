@@ -94,7 +94,7 @@ def test_chains_that_do_not_fit_are_refused_with_how_many_do(monkeypatch: pytest
     there = plan.sampling_bytes(CPU, num_chains=3, num_draws=5)
     for module in ("inference.network_draw_memory", "machine.memory"):
         monkeypatch.setattr(f"bnncli.{module}.budget", lambda device: there)
-    with pytest.raises(DeviceError, match="hmc with 8 chains of") as caught:
+    with pytest.raises(DeviceError, match="hmc with 8 chains and") as caught:
         plan.require_sampling(CPU, num_chains=8, num_draws=5)
     assert caught.value.hint == "use at most \0chains\0 3"
 

@@ -174,7 +174,7 @@ def test_unknown_flow_and_space_are_refused() -> None:
     target = make_target(LAYOUTS[0])
     with pytest.raises(UsageError, match=r"expected one of .*planar, radial"):
         fit_flow(target, gaussian_at_mode(target), generator=seeded(), flow="spiral")
-    with pytest.raises(UsageError, match="\0space\0: radial layers act in whitened or weight space; got 'raw'"):
+    with pytest.raises(UsageError, match="\0space\0: radial layers support whitened or weight space; got 'raw'"):
         fit_flow(target, gaussian_at_mode(target), generator=seeded(), space="raw")
 
 

@@ -178,5 +178,5 @@ def test_a_subspace_of_another_theta_or_space_is_refused() -> None:
     subspace = Subspace(eye(5)[:, :2])
     with pytest.raises(ValueError, match=r"basis: expected shape \(8, K\)"):
         Flow(base, (), "radial", "whitened", subspace)
-    with pytest.raises(ValueError, match="a subspace is one of whitened coordinates"):
+    with pytest.raises(ValueError, match="a subspace needs whitened coordinates"):
         Flow(base, (), "radial", "weight", Subspace(eye(8)[:, :2]))

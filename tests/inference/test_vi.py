@@ -221,12 +221,12 @@ def test_draws_of_a_networks_logits_have_the_moments_of_draws_of_its_weights(est
 
 def test_layers_that_an_estimator_does_not_do_are_refused() -> None:
     convolution = network_layout(nn.Conv2d(1, 3, 2), nn.Flatten(), shape=(1, 2, 2))
-    with pytest.raises(UsageError, match="is of linear layers; 0 is Conv2d"):
+    with pytest.raises(UsageError, match="supports only linear layers; 0 is Conv2d"):
         logit_draws(convolution, "local")
     shared = nn.Linear(4, 4)
     twice = network_layout(shared, nn.Tanh(), shared, shape=(4,), outputs=4)
     ones = torch.ones(twice.num_params, dtype=torch.float64)
-    with pytest.raises(UsageError, match="is used at several places"):
+    with pytest.raises(UsageError, match="is applied at several positions"):
         logit_draws(twice, "local")(ones, ones, torch.ones(2, 4, dtype=torch.float64), seeded())
     normed = network_layout(nn.Linear(4, 3), nn.LayerNorm(3), shape=(4,))
     with pytest.raises(UsageError, match="1 is LayerNorm"):

@@ -307,7 +307,7 @@ def test_a_setting_that_does_not_exist_is_refused(name: str, settings: dict[str,
 
 
 def test_the_difference_of_more_than_two_logits_is_refused() -> None:
-    with pytest.raises(UsageError, match="expected two classes, the head has 3"):
+    with pytest.raises(UsageError, match="expected two classes, but the head has 3"):
         predict_with("probit", gaussian(THREE), inputs(THREE), projection="difference")
 
 

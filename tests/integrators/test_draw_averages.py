@@ -198,7 +198,7 @@ def test_a_flow_draws_from_sobol_points_too() -> None:
 
 def test_stored_draws_have_no_sobol_points() -> None:
     posterior = Samples(torch.zeros(1, 4, LAYOUTS[2].num_params), LAYOUTS[2])
-    with pytest.raises(UsageError, match=r"\0qmc\0 needs a posterior made from standard normals .*, not samples"):
+    with pytest.raises(UsageError, match=r"\0qmc\0 needs a posterior built from standard normals .*, got samples"):
         load_integrator("mc", qmc=True).prepare(posterior, num_samples=4, generator=seeded())
 
 
@@ -206,7 +206,7 @@ def test_an_odd_number_of_sobol_draws_brings_a_warning() -> None:
     posterior = make_gaussian(LAYOUTS[2])
     for name in ("mc", "logit-mc"):
         integrator = load_integrator(name, qmc=True)
-        assert "take 16 or 32" in integrator.prepare(posterior, num_samples=20, generator=seeded()).warning  # type: ignore[attr-defined]
+        assert "16 or 32" in integrator.prepare(posterior, num_samples=20, generator=seeded()).warning  # type: ignore[attr-defined]
         default = integrator.prepare(posterior, num_samples=integrator.default_samples, generator=seeded())  # type: ignore[attr-defined]
         assert default.warning is None  # type: ignore[attr-defined]
 

@@ -151,10 +151,10 @@ def test_what_is_for_classes_that_exclude_each_other_is_refused(monkeypatch: pyt
     whole, _ = gaussians("full")
     monkeypatch.setattr(type(load_integrator("bridge")), "takes_labels", False)
     with pytest.raises(
-        UsageError, match="bridge is for classes that exclude each other; here an example has several"
+        UsageError, match="bridge needs mutually exclusive classes, but the data are multi-label"
     ) as info:
         predict("bridge", whole)
     assert "quadrature" in str(info.value.hint)
     assert "bridge" not in str(info.value.hint)
-    with pytest.raises(UsageError, match="difference: expected two classes, here an example has several labels"):
+    with pytest.raises(UsageError, match="difference: expected two classes, but the data are multi-label"):
         predict("probit", whole, projection="difference")

@@ -154,7 +154,7 @@ def test_three_classes_are_refused_with_the_integrators_that_can() -> None:
     posterior = gaussian(HeadLayout(3, 2))
     assert not supports("quadrature", posterior)
     assert supports("quadrature", gaussian(HeadLayout(2, 2)))
-    with pytest.raises(UsageError, match="quadrature is for at most 2 classes; the posterior has 3") as caught:
+    with pytest.raises(UsageError, match="quadrature supports at most 2 classes, but the posterior has 3") as caught:
         load_integrator("quadrature").predict(
             posterior, torch.zeros(1, 2), num_samples=None, generator=torch.Generator()
         )

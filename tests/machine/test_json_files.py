@@ -18,9 +18,9 @@ def test_an_object_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b'{"a": ', "no whole JSON file"),
-        (b"\xff\xfe{", "no whole JSON file"),
-        (b"[" * 100_000, "no whole JSON file"),
+        (b'{"a": ', "not a complete JSON file"),
+        (b"\xff\xfe{", "not a complete JSON file"),
+        (b"[" * 100_000, "not a complete JSON file"),
         (b"[1]", "expected a JSON object, got list"),
     ],
 )

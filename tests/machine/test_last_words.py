@@ -95,6 +95,6 @@ def test_a_process_that_is_no_more_is_told_from_those_that_run() -> None:
         store.set("process/2", store["process/2"].rpartition(b"/")[0] + f"/{ended.pid}".encode())
         told = first.killed(patience=30)
     assert told is not None
-    assert told.message.startswith("worker 2 has ended without a word")
+    assert told.message.startswith("worker 2 stopped without an error")
     store.set("process/2", f"another machine/{ended.pid}")
     assert first.killed() is None

@@ -32,7 +32,7 @@ SOURCES = {
     ),
     "an import that asks to stop": ("raise KeyboardInterrupt", 2, "failed: KeyboardInterrupt"),
     "an import that exits": ("import sys; sys.exit(3)", 2, "called exit(3)"),
-    "arguments that cannot be told": ("class M:\n    __signature__ = 3\n    def __call__(self): pass\nmake = M()", 2, "cannot be told"),
+    "arguments that cannot be told": ("class M:\n    __signature__ = 3\n    def __call__(self): pass\nmake = M()", 2, "cannot determine the factory's arguments"),
     "no end": ("def make():\n    return make()", 65, "RecursionError"),
     "no network": ("def make():\n    yield 3", 2, "expected a torch.nn.Module"),
     "a network that asks to stop": (NETWORK.format(forward="raise KeyboardInterrupt"), 65, "KeyboardInterrupt"),

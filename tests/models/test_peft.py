@@ -107,7 +107,7 @@ def test_biases_that_were_trained_beside_the_adapter_are_the_networks(bias: str,
         weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
         copy = "base_model.model.classifier.modules_to_save.bias"
         save_file(weights | {copy: weights[copy] + 1}, tmp_path / "adapter/adapter_model.safetensors")
-        with pytest.raises(DataError, match=rf"unknown to the network \(1\): '{copy}'"):
+        with pytest.raises(DataError, match=rf"not in the network \(1\): '{copy}'"):
             open_model(spec, Asked(base_model=str(base))).build(None)
 
 

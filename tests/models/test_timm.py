@@ -131,7 +131,7 @@ def test_grey_images_are_taken_where_the_folder_has_one_mean(tmp_path: Path, tim
         ("timm:convnext_tiny_in22ft1k", {}, UsageError, "is a deprecated name"),
         ("timm:resnet10t", {"no_such": "1"}, UsageError, ": TypeError:.*no_such"),
         ("timm:resnet10t", {"num_classes": "4"}, DataError, r"'fc.weight' has shape \(3, 512\) in the checkpoint"),
-        ("timm:resnet18", {}, DataError, "the checkpoint does not fit the network 'timm:resnet18'"),
+        ("timm:resnet18", {}, DataError, "the checkpoint does not match the network 'timm:resnet18'"),
     ],
 )
 def test_what_cannot_be_built_is_told(spec: str, arguments: dict[str, str], kind: type[BnnError], told: str) -> None:
@@ -147,7 +147,7 @@ def test_what_cannot_be_built_is_told(spec: str, arguments: dict[str, str], kind
         ("timm:FOLDER/none", {}, MissingInput, "no folder '.*none'"),
         ("timm:FOLDER", {}, MissingInput, "no file '.*config.json'"),
         ("timm:FOLDER/hf", {}, DataError, "names no timm architecture"),
-        ("timm:FOLDER/bad", {}, DataError, "is no whole JSON file"),
+        ("timm:FOLDER/bad", {}, DataError, "is not a complete JSON file"),
         ("timm:FOLDER/bare", {}, MissingInput, "no model.safetensors or pytorch_model.bin in"),
         ("timm:resnet10t", {"pretrained": "true"}, UsageError, "the weights come from the checkpoint"),
         ("timm:resnet10t", {"img_size": "big"}, UsageError, "img_size: expected a number of pixels, got 'big'"),

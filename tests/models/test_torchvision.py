@@ -126,7 +126,7 @@ def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
             "torchvision:squeezenet1_1",
             {},
             DataError,
-            "the checkpoint does not fit the network 'torchvision:squeezenet1_1'",
+            "the checkpoint does not match the network 'torchvision:squeezenet1_1'",
         ),
     ],
 )
@@ -140,10 +140,10 @@ def test_a_torchvision_for_another_torch_is_told_in_one_line(monkeypatch: pytest
     from bnncli.models import _torchvision_library
 
     def broken(name: str, **told: Any) -> Any:
-        raise UsageError("it cannot be imported", code="missing_library") from RuntimeError("operator")
+        raise UsageError("cannot import it", code="missing_library") from RuntimeError("operator")
 
     monkeypatch.setattr(_torchvision_library, "require", broken)
-    with pytest.raises(UsageError, match="it cannot be imported") as error:
+    with pytest.raises(UsageError, match="cannot import it") as error:
         _torchvision_library.require_torchvision("timm")
     assert f"matches torch {torch.__version__}" in str(error.value.hint)
 

@@ -31,7 +31,7 @@ def is_ours(found: dict[str, Tensor], prefix: str = "") -> bool:
 def test_any_prefix_goes_and_is_said(prefix: str) -> None:
     found, said = filled(under(prefix))
     assert is_ours(found)
-    assert said == [f"the network's names are those of the checkpoint that begin with '{prefix}'"]
+    assert said == [f"using the checkpoint's tensors under '{prefix}' for the network"]
 
 
 def test_names_that_fit_are_taken_without_a_word() -> None:
@@ -43,7 +43,7 @@ def test_what_is_not_of_the_network_is_left_out_and_named() -> None:
     found, said = filled(state)
     assert is_ours(found)
     names = "'criterion.weight', 'shift', 'acc.total'"
-    assert said[1] == f"3 tensors of the checkpoint lie outside the network and are not used: {names}"
+    assert said[1] == f"ignoring 3 tensors of the checkpoint that are not part of the network: {names}"
 
 
 def test_an_averaged_copy_is_told_and_the_raw_weights_are_taken() -> None:
@@ -52,22 +52,22 @@ def test_an_averaged_copy_is_told_and_the_raw_weights_are_taken() -> None:
         {**under("ema_model.module.", zeros), **under("model."), "ema_model.n_averaged": torch.ones(())}
     )
     assert is_ours(found)
-    assert "the checkpoint has the same names under 'ema_model.module' too (--state chooses)" in said[1].replace(
+    assert "the checkpoint has the same names under 'ema_model.module' (choose with --state)" in said[1].replace(
         "\0state\0", "--state"
     )
-    assert said[2].endswith("not used: 'ema_model.n_averaged'")
+    assert said[2].endswith("not part of the network: 'ema_model.n_averaged'")
 
 
 def test_two_copies_of_which_none_is_an_average_have_to_be_chosen_from() -> None:
-    with pytest.raises(DataError, match="names 2 times: under 'student', 'tutor'") as caught:
+    with pytest.raises(DataError, match="names 2 times, under 'student', 'tutor'") as caught:
         filled({**under("student."), **under("tutor.")})
     assert caught.value.hint == "choose one: \0state\0 student"
 
 
 def test_strangers_within_the_network_are_refused() -> None:
-    with pytest.raises(DataError, match=r"unknown to the network \(1\): 'extra.weight'"):
+    with pytest.raises(DataError, match=r"not in the network \(1\): 'extra.weight'"):
         filled({**under("model."), "model.extra.weight": torch.ones(1), "loss.weight": torch.ones(1)})
-    with pytest.raises(DataError, match=r"unknown to the network \(1\): 'loss.weight'"):
+    with pytest.raises(DataError, match=r"not in the network \(1\): 'loss.weight'"):
         filled({**WEIGHTS, "loss.weight": torch.ones(1)})
 
 

@@ -176,7 +176,7 @@ def test_an_unknown_network_lists_the_choices() -> None:
 BAD_ARGUMENTS = {
     ("lenet5", "colour", "3"): "expected one of channels, flattened, classes; got 'colour'",
     ("lenet5", "classes", "ten"): "classes: expected int, got 'ten'",
-    ("mlp", "hidden", "50,x"): "whole numbers like 50,50, got '50,x'",
+    ("mlp", "hidden", "50,x"): "integers such as 50,50, got '50,x'",
     ("mlp", "activation", "swish"): "one of relu, tanh, sigmoid",
     ("wide-resnet", "depth", "17"): r"10, 16, 22, 28, ... \(6 n \+ 4\); got 17",
     ("wide-resnet", "width", "0"): "at least 1",
@@ -194,18 +194,20 @@ def test_bad_arguments_say_what_is_accepted(case: tuple[str, str, str], message:
 def test_a_mismatch_lists_names_and_the_likely_rename() -> None:
     state = random_state(load_network("lenet5", {}, None))
     state["fc.weight"] = state.pop("ll.weight")
-    with pytest.raises(DataError, match=r"missing.*\(1\): 'll.weight'.*unknown.*\(1\): 'fc.weight'") as caught:
+    with pytest.raises(
+        DataError, match=r"missing.*\(1\): 'll.weight'.*not in the network.*\(1\): 'fc.weight'"
+    ) as caught:
         load_network("lenet5", {}, state)
-    assert caught.value.hint == "perhaps 'fc.weight' of the checkpoint is 'll.weight' of the network"
+    assert caught.value.hint == "'fc.weight' in the checkpoint may be 'll.weight' in the network"
 
 
 def test_the_likely_rename_has_the_same_shape() -> None:
     state = random_state(load_network("lenet5", {}, None))
     state["features.zero.weight"] = state.pop("features.0.weight")
     state["features.00.weight"] = torch.ones(3)
-    with pytest.raises(DataError, match="does not fit") as caught:
+    with pytest.raises(DataError, match="does not match") as caught:
         load_network("lenet5", {}, state)
-    expected = "perhaps 'features.zero.weight' of the checkpoint is 'features.0.weight' of the network"
+    expected = "'features.zero.weight' in the checkpoint may be 'features.0.weight' in the network"
     assert caught.value.hint == expected
 
 
@@ -216,7 +218,7 @@ def test_only_the_first_five_names_of_a_mismatch_are_listed() -> None:
 
 def test_a_shape_that_does_not_fit_is_named() -> None:
     state = random_state(load_network("lenet5", {}, None))
-    with pytest.raises(DataError, match=r"'ll.weight' has shape \(10, 84\) in the checkpoint and \(3, 84\)"):
+    with pytest.raises(DataError, match=r"'ll.weight' has shape \(10, 84\) in the checkpoint, \(3, 84\)"):
         load_network("lenet5", {"classes": "3"}, state)
 
 
@@ -231,7 +233,7 @@ def test_half_precision_weights_become_float32() -> None:
 def test_weights_that_are_no_real_numbers_are_refused(dtype: torch.dtype) -> None:
     state = random_state(load_network("lenet5", {}, None))
     state["ll.weight"] = state["ll.weight"].to(dtype)
-    with pytest.raises(DataError, match=r"'ll.weight' is \w+ in the checkpoint and real numbers in the network"):
+    with pytest.raises(DataError, match=r"'ll.weight' is \w+ in the checkpoint, but floating-point in the network"):
         load_network("lenet5", {}, state)
 
 

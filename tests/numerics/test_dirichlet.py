@@ -123,7 +123,7 @@ def test_merged_classes_are_the_sums_of_draws() -> None:
 
 @pytest.mark.parametrize("groups", [[[0, 1], [1]], [[3]], [[]], [[0, 0]], [[-1]]])
 def test_groups_that_are_no_partition_are_refused(groups: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="expected disjoint groups of classes 0 to 2"):
+    with pytest.raises(ValueError, match="expected disjoint, nonempty groups of classes 0 to 2"):
         dirichlet.merge(log_concentration(3), groups)
 
 

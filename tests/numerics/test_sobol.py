@@ -52,7 +52,7 @@ def test_the_generator_decides_every_point() -> None:
 
 
 def test_more_dimensions_than_there_are_direction_numbers_are_refused() -> None:
-    with pytest.raises(UsageError, match="at most 21201 dimensions, 21202 are needed") as caught:
+    with pytest.raises(UsageError, match="at most 21201 dimensions, but 21202 are needed") as caught:
         quasi_normal(2, MOST_DIMENSIONS + 1, seeded())
     assert caught.value.hint is not None
     assert "logit-mc" in caught.value.hint
@@ -60,4 +60,4 @@ def test_more_dimensions_than_there_are_direction_numbers_are_refused() -> None:
 
 def test_only_powers_of_two_are_balanced() -> None:
     assert [size for size in range(1, 40) if balance_warning(size) is None] == [1, 2, 4, 8, 16, 32]
-    assert "take 16 or 32 \0samples\0" in str(balance_warning(20))
+    assert "use \0samples\0 16 or 32" in str(balance_warning(20))

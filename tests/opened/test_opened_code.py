@@ -125,5 +125,5 @@ def test_code_that_exits_does_not_end_the_process(
     runs: tuple[Path, Path], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXITS", where)
-    with pytest.raises(UsageError, match=r"^the code that was named called exit\(3\)$"):
+    with pytest.raises(UsageError, match=r"^user code called exit\(3\)$"):
         opened(runs[0]).features(inputs_of(runs[0]))

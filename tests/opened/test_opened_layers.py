@@ -54,7 +54,9 @@ def test_inputs_and_split_names_predict_what_predict_stores(images: np.ndarray, 
 
 def test_features_in_the_place_of_inputs_are_one_clear_error(images: np.ndarray) -> None:
     run = bnncli.open("ckpt.pt", model="net.py:make")
-    with pytest.raises(DataError, match=r"x: expected inputs of the network .* over other layers .* got \(40, 3\) of"):
+    with pytest.raises(
+        DataError, match=r"x: expected inputs of the network .* covers other layers .* got float32 of shape \(40, 3\)"
+    ):
         run.predict(run.split("train").features, posterior="laplace-all")
 
 

@@ -133,7 +133,7 @@ def test_what_a_caller_does_to_draws_does_not_change_the_posterior(finished_run:
 
 def test_more_draws_than_there_are_give_all_with_a_warning(finished_run: Path) -> None:
     run = bnncli.open(finished_run)
-    with pytest.warns(BnnWarning, match=r"^hmc has 128 draws, fewer than 129: all are given$"):
+    with pytest.warns(BnnWarning, match=r"^asked for 129 draws, but hmc has only 128; returning all of them$"):
         assert len(run.posterior("hmc").sample(129)) == 128
     with pytest.warns(
         BnnWarning, match=r"^hmc has only 128 draws, fewer than samples 500; using all of them$"
@@ -206,8 +206,8 @@ REFUSED = [
     ({"samples": 0}, "^samples: expected a whole number of at least 1; got 0$", None),
     ({"samples": 10**30}, "^samples: expected a whole number of at most 2147483647; got 1000", None),
     ({"samples": 2.5}, "^samples: expected a whole number; got 2.5$", None),
-    ({"integrator": "probit", "samples": 9}, "^samples: probit has no draws; these integrators draw: ", None),
-    ({"heat": 3}, r"^expected a setting of an integrator \(qmc, .*\); got 'heat'$", None),
+    ({"integrator": "probit", "samples": 9}, "^samples: probit has no draws; integrators that draw: ", None),
+    ({"heat": 3}, r"^expected an integrator setting \(qmc, .*\); got 'heat'$", None),
     ({"qmc": 1}, "^qmc: expected True or False; got 1$", None),
     ({"order": 1}, "^order: mc has no such setting", "add integrator mean-field"),
     ({"integrator": "mean-field", "order": 1.5}, "^order: expected a whole number; got 1.5$", None),
@@ -232,22 +232,22 @@ FEATURES = np.zeros((4, 5), np.float32)
 CHANGES: list[tuple[Callable[[np.ndarray], Any], str]] = [
     (
         lambda x: x[:, :3],
-        r"^x: expected features \(N, 5\), real numbers; got \(4, 3\) of float32; the run .* has no network",
+        r"^x: expected floating-point features \(N, 5\); got float32 of shape \(4, 3\); the run .* has no network",
     ),
-    (lambda x: x.astype(np.int64), r"^x: expected features \(N, 5\), real numbers; got \(4, 5\) of int64"),
+    (lambda x: x.astype(np.int64), r"^x: expected floating-point features \(N, 5\); got int64 of shape \(4, 5\)"),
     (lambda x: x[0], r"^x: expected features \(N, D\) or inputs \(N, \.\.\.\); got shape \(5,\)\n"),
     (lambda x: x[:0], "^x: no examples$"),
-    (lambda x: x.astype(complex), "^x: expected an array or tensor of numbers; got ndarray of complex128$"),
-    (lambda x: torch.zeros(4, 5, dtype=torch.bool), "^x: .*; got a tensor of bool$"),
-    (lambda x: torch.zeros(4, 5).to_sparse(), "^x: .*; got a sparse, nested, quantized or empty tensor$"),
-    (lambda x: "test", r"^x: expected a list of texts; got one that is in no list\ngive \[x\]$"),
-    (lambda x: [[1.0, 2.0], [3.0]], "^x: expected an array or tensor of numbers; got list$"),
+    (lambda x: x.astype(complex), "^x: expected a numeric array or tensor; got ndarray of type complex128$"),
+    (lambda x: torch.zeros(4, 5, dtype=torch.bool), "^x: .*; got a tensor of type bool$"),
+    (lambda x: torch.zeros(4, 5).to_sparse(), "^x: .*; got a sparse, nested, quantized or meta tensor$"),
+    (lambda x: "test", r"^x: expected a list of texts; got a single item\ngive \[x\]$"),
+    (lambda x: [[1.0, 2.0], [3.0]], "^x: expected a numeric array or tensor; got list$"),
     (
         lambda x: np.ma.masked_array(x, mask=x == 0),
-        "^x: expected an array or tensor of numbers; got a masked array: fill it",
+        "^x: expected a numeric array or tensor; got a masked array: fill it",
     ),
-    (lambda x: x + np.float32([[0], [0], [np.nan], [np.inf]]), "^x: 2 rows are not finite, the first is row 2\n"),
-    (lambda x: x.astype(np.float64) + 1e300, "^x: 4 rows are not finite, the first is row 0\n"),
+    (lambda x: x + np.float32([[0], [0], [np.nan], [np.inf]]), "^x: 2 rows are not finite; the first is row 2\n"),
+    (lambda x: x.astype(np.float64) + 1e300, "^x: 4 rows are not finite; the first is row 0\n"),
 ]
 
 

@@ -90,7 +90,7 @@ def test_a_checkpoint_without_a_run_says_how_one_is_made(tmp_path: Path) -> None
     ("arguments", "message"),
     [
         ({"ckpt": 3}, "ckpt: expected a path; got 3"),
-        ({"ckpt": "a" * 5000}, "ckpt: expected a path; got one with a name of 5000 bytes, more than 255"),
+        ({"ckpt": "a" * 5000}, "ckpt: expected a path; got a name of 5000 bytes, more than 255"),
         ({"run_dir": "a\0b"}, r"run_dir: expected a path; got 'a.x00b'"),
         ({"seed": "1"}, "seed: expected a whole number; got '1'"),
         ({"seed": -1}, "seed: expected a whole number of at least 0; got -1"),
@@ -143,9 +143,9 @@ def test_what_is_not_there_is_named_with_what_is(finished_run: Path) -> None:
         run.split("tets")
     with pytest.raises(MissingInput, match=r"no posterior 'zz' .* available: map, laplace, refine, hmc"):
         run.posterior("zz")
-    with pytest.raises(MissingInput, match=r"no metrics of posterior 'zz' .there: hmc, hmc.mc, laplace"):
+    with pytest.raises(MissingInput, match=r"no metrics for posterior 'zz' .available: hmc, hmc.mc, laplace"):
         run.metrics(posterior="zz")
-    with pytest.raises(MissingInput, match=r"no metrics of split 'far' .there: test, val"):
+    with pytest.raises(MissingInput, match=r"no metrics for split 'far' .available: test, val"):
         run.metrics(split="far")
 
 
@@ -171,7 +171,7 @@ def test_what_is_stale_is_an_error_unless_it_is_allowed(small_run: Path, cli: Cl
         run.metrics(posterior="hmc")
     with (
         pytest.warns(BnnWarning, match=r"skipping hmc.mc"),
-        pytest.raises(DataError, match=r"every metrics file of the run is stale"),
+        pytest.raises(DataError, match=r"all metrics files of the run are stale"),
     ):
         run.metrics()
 

@@ -33,7 +33,7 @@ def test_texts_are_predicted_as_the_command_predicts_them(
     assert found.classes == ("worse", "same", "better")
     with pytest.raises(DataError, match=r"^x: expected features, or texts for the network 'hf:model'; got 3 images$"):
         run.predict(pictures())
-    with pytest.raises(DataError, match="expected a list of texts; got one that is in no list"):
+    with pytest.raises(DataError, match="expected a list of texts; got a single item"):
         run.predict(TEXTS[0])
     unnamed = bnncli.open("reviews")  # nothing of the folder is code
     np.testing.assert_array_equal(unnamed.predict(TEXTS, integrator="probit").probs, found.probs)

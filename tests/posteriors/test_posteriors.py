@@ -213,7 +213,7 @@ def test_sizes_that_do_not_fit_the_head_are_refused() -> None:
     gaussian = make_gaussian()
     with pytest.raises(ValueError, match="mean: expected shape"):
         Gaussian(torch.zeros(4), gaussian.covariance, gaussian.layout, Prior(1.0))
-    with pytest.raises(ValueError, match="covariance has 9 parameters, the head 6"):
+    with pytest.raises(ValueError, match="the covariance has 9 parameters, but the head has 6"):
         Gaussian(torch.zeros(6), gaussian.covariance, HeadLayout(3, 2, has_bias=False), Prior(1.0))
     with pytest.raises(ValueError, match="expected one of whitened, weight"):
         Flow(gaussian, (), "radial", "log")

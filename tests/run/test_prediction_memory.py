@@ -63,6 +63,6 @@ def test_predictions_without_room_are_refused_with_how_many_draws_have(monkeypat
     there = require_prediction(memory, PredictionSizes("sample", 20, 700), CPU, what="predicting")
     for module in ("run.prediction_memory", "machine.memory"):
         monkeypatch.setattr(f"bnncli.{module}.budget", lambda device: there)
-    with pytest.raises(DeviceError, match="predicting needs about") as caught:
+    with pytest.raises(DeviceError, match="predicting: needs about") as caught:
         require_prediction(memory, asked, CPU, what="predicting")
     assert caught.value.hint == "use at most \0samples\0 700"

@@ -278,7 +278,7 @@ def test_a_network_with_batch_norm_has_no_other_start_than_the_checkpoint(cli: C
     for words in (SGHMC, VI):
         refused = cli(words[0], *ALL, *words[1:], "--start", "init")
         assert (refused.code, "the network has batch norm (1)" in refused.stderr) == (2, True)
-        assert "start from --start checkpoint" in refused.stderr
+        assert "use --start checkpoint" in refused.stderr
 
 
 def test_passes_are_gradients_and_products_over_the_number_of_examples() -> None:

@@ -75,7 +75,7 @@ def test_every_score_detects_the_other_split(everything: dict[str, Any], finishe
         assert row["ood"] == "far"
         assert row["interval"]["replicates"] == 50
     assert find(metrics, "auroc", score="dirichlet_variance")["undefined"].startswith(
-        "this integrator gives no Dirichlet"
+        "this integrator provides no Dirichlet"
     )
     assert find(metrics, "mmc", ood="far")["value"] == pytest.approx(outside.probs.max(axis=1).mean(), rel=1e-6)
 
@@ -171,7 +171,7 @@ def test_distances_are_those_of_the_stored_posteriors(everything: dict[str, Any]
         m for m in rows_of(everything, "hmc") if m["name"] in ("mmd2", "wasserstein", "mean_error", "covariance_error")
     ]
     assert len(own) == 7
-    assert all("the reference, hmc, itself" in m["undefined"] for m in own)
+    assert all("identical to the reference hmc" in m["undefined"] for m in own)
 
 
 def test_distances_are_measured_once_for_each_posterior(

@@ -174,7 +174,7 @@ def test_wrong_options_are_told_before_any_work(cli: Cli, small_run: Path, words
     ("words", "why"),
     [
         (("1e30",), "the bound is not finite in epoch 1"),
-        (("1e200", "--schedule", "cosine"), "a learning rate of 1e+200 is beyond float32"),
+        (("1e200", "--schedule", "cosine"), "a learning rate of 1e+200 is out of range for float32"),
     ],
 )
 def test_a_diverging_fit_says_so(cli: Cli, small_run: Path, words: tuple[str, ...], why: str) -> None:
@@ -275,9 +275,9 @@ def test_evaluate_has_the_rates_of_true_and_false_positives(cli: Cli, two_class_
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--true-inputs", "1,x"), "expected different numbers from 1"),
-        (("--true-inputs", "0,1"), "expected different numbers from 1"),
-        (("--true-inputs", "1,1"), "expected different numbers from 1"),
+        (("--true-inputs", "1,x"), "expected distinct comma-separated numbers from 1"),
+        (("--true-inputs", "0,1"), "expected distinct comma-separated numbers from 1"),
+        (("--true-inputs", "1,1"), "expected distinct comma-separated numbers from 1"),
         (("--true-inputs", "1,2"), "one layer and a single logit"),
     ],
 )

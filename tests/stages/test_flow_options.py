@@ -80,12 +80,12 @@ def test_another_setting_is_another_request(cli: Cli, small_run: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--flow", "radial", "--rank", 4), "--rank: radial layers have none; flows that take it: affine"),
-        (("--flow", "planar", "--scale", "kron"), "--scale: planar layers have none; flows that take it: affine"),
+        (("--flow", "radial", "--rank", 4), "--rank: not supported by radial layers; supported by: affine"),
+        (("--flow", "planar", "--scale", "kron"), "--scale: not supported by planar layers; supported by: affine"),
         (("--flow", "affine", "--rank", 4), "--rank: --scale kron has none"),
         (("--flow", "affine", "--scale", "low-rank", "--rank", 99), "--rank: expected 1 to 18"),
-        (("--flow", "sylvester", "--hidden", 4), "flows that take it: iaf, realnvp, spline"),
-        (("--flow", "householder", "--space", "whitened"), "--space: householder layers act in weight space"),
+        (("--flow", "sylvester", "--hidden", 4), "supported by: iaf, realnvp, spline"),
+        (("--flow", "householder", "--space", "whitened"), "--space: householder layers support weight space"),
         (("--rank", 0), "--rank: expected a number of at least 1"),
     ],
 )

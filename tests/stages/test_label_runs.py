@@ -267,7 +267,10 @@ def test_files_of_labels_pass_a_full_check(cli: Cli, run: Path) -> None:
             ("--table", "t.csv", "--merge", "a=0,1"),
             "--merge: the run is multilabel, so its classes do not exclude each",
         ),
-        (("--integrator", "probit", "--projection", "difference"), "expected two classes, here an example has several"),
+        (
+            ("--integrator", "probit", "--projection", "difference"),
+            "expected two classes, but the data are multi-label",
+        ),
     ],
 )
 def test_what_means_nothing_for_labels_is_refused_in_one_line(

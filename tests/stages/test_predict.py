@@ -143,7 +143,7 @@ def test_more_draws_than_there_are_is_all_of_them_and_is_told(cli: Cli, small_ru
 def test_what_an_integrator_warns_of_is_stored_as_it_is_said(cli: Cli, small_run: Path) -> None:
     words = ("--posterior", "laplace", "--integrator", "mc", "--qmc", "--samples", 40, "--split", "test")
     done = cli("predict", small_run, *words)
-    expected = "--qmc spreads 40 draws less evenly than 8 times a power of two: take 32 or 64 --samples"
+    expected = "--qmc spreads 40 draws less evenly than 8 times a power of two: use --samples 32 or 64"
     assert f"WARNING predict laplace: {expected}\n" in done.stderr
     stored = read_predictions(small_run.with_name("small.bnn") / "predictions/laplace.mc-qmc/test.h5")
     assert stored.header is not None

@@ -94,7 +94,7 @@ def test_a_centre_beside_the_mode_is_told(cli: Cli, checkpoint: Path, monkeypatc
     monkeypatch.setattr("bnncli.inference.climb.NEAR", 100)
     done = cli(*words)
     assert done.code == 0, done.stderr
-    assert "posterior standard deviations from the mode (all 23 parameters together; a draw is about 5 away): 8 passes are over" in (
+    assert "posterior standard deviations from the mode (all 23 parameters together; a draw is about 5 away): the limit of 8 passes was reached" in (
         done.stderr.replace("\n", " ")
     )  # fmt: skip
     monkeypatch.setattr("bnncli.inference.climb.NEAR", 0)

@@ -63,5 +63,5 @@ def test_draws_are_told_apart_by_their_target() -> None:
 
 def test_targets_of_other_features_are_refused() -> None:
     one, other = many(LAYOUTS[0]), many(LAYOUTS[0])
-    with pytest.raises(ValueError, match="features of their own"):
+    with pytest.raises(ValueError, match="share their features"):
         ManyLabels([*one.targets[:2], other.targets[2]], one.means, one.roots)

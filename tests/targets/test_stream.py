@@ -84,7 +84,7 @@ def test_rows_that_are_not_finite_are_found_block_by_block(tmp_path: Path, monke
     features = np.ones((N, 40), np.float32)
     features[[20, 21, 2999], [1, 0, 39]] = [np.nan, np.inf, -np.inf]
     write_split(tmp_path / "train.h5", features)
-    with pytest.raises(DataError, match="3 rows are not finite, the first is row 20"):
+    with pytest.raises(DataError, match="3 rows are not finite; the first is row 20"):
         read_features(tmp_path / "train.h5")
 
 
@@ -160,7 +160,7 @@ def test_a_device_without_memory_for_a_block_gets_smaller_ones() -> None:
 
 def test_a_device_without_memory_for_one_example_is_an_error() -> None:
     blocks = FeatureBlocks(torch.ones(2000, 2), torch.device("cpu"))
-    with pytest.raises(DeviceError, match="out of memory with a block of one example"):
+    with pytest.raises(DeviceError, match="out of memory even with a block of one example"):
         column_sums(blocks, largest=0)
 
 

@@ -192,7 +192,7 @@ def test_priors_about_other_means_are_other_priors() -> None:
 
 
 def test_a_header_that_speaks_of_a_mean_without_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="mean and mean_scale belong together"):
+    with pytest.raises(ValueError, match="give mean and mean_scale together"):
         Prior.from_meta(about(THREE).to_meta())
 
 
