@@ -41,7 +41,7 @@ _MAX_OPCODES = 1_000_000
 
 def trust_hint(source: str = "IN", target: str = "OUT") -> str:
     """What to do with a file that would run code."""
-    return f"if you trust this file: {pasted('convert', source, target, trust_pickle=True)}"
+    return f"if you trust this file, run: {pasted('convert', source, target, trust_pickle=True)}"
 
 
 def load_tensors(stream: IO[bytes], *, kind: str) -> Any:

@@ -123,7 +123,7 @@ def check_largest(label: int, where: str) -> None:
 def explain_matrix(labels: np.ndarray) -> tuple[str, str]:
     """What labels (N, C) are instead of labels (N,), and what to do with them."""
     if labels.dtype.kind not in "biuf":
-        return f" of type {labels.dtype}", f"{_ONE_CLASS}: save its class number"
+        return f" of type {labels.dtype}", f"{_ONE_CLASS}: save the class number of each example"
     if np.isin(labels, (0, 1)).all():
         counts = (labels != 0).sum(axis=1)
         odd = np.flatnonzero(counts != 1)
@@ -133,7 +133,10 @@ def explain_matrix(labels: np.ndarray) -> tuple[str, str]:
         return found, _IF_LABELS
     if labels.dtype.kind == "f" and (labels >= 0).all() and np.abs(labels.sum(axis=1) - 1).max() < 1e-3:
         return "; these look like class probabilities (soft labels)", f"{_ONE_CLASS}: save labels.argmax(1)"
-    return "; these look like real numbers (regression targets?)", f"{_ONE_CLASS}: save its class number"
+    return (
+        "; these look like real numbers (regression targets?)",
+        f"{_ONE_CLASS}: save the class number of each example",
+    )
 
 
 def _explain_type(labels: np.ndarray) -> tuple[str, str]:
@@ -151,5 +154,5 @@ def _explain_type(labels: np.ndarray) -> tuple[str, str]:
     broken = np.flatnonzero(labels != np.round(labels))
     if len(broken):
         found = f", and row {broken[0]} is {labels[broken[0]]:.6g} (regression targets?)"
-        return found, f"{_ONE_CLASS}: save its class number"
+        return found, f"{_ONE_CLASS}: save the class number of each example"
     return "", "save labels.astype('int64')"

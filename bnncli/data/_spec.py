@@ -45,7 +45,7 @@ def _perhaps(place: str) -> str | None:
     kinds = [suffix[1:] for suffix in suffixes if registry.has_name(_FAMILY, suffix[1:])]
     if not kinds and Path(place).is_dir():
         kinds = [_FOLDER]
-    return f"perhaps {kinds[-1]}:{place}" if kinds else None
+    return f"did you mean {kinds[-1]}:{place}?" if kinds else None
 
 
 def open_stored(spec: str) -> Dataset:

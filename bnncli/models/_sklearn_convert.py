@@ -33,7 +33,7 @@ def convert_classifier(path: Path, target: Path, *, trust_pickle: bool) -> dict[
         names = list_globals(stream, "pickle") if is_pickle and not trust_pickle else []
     try:
         if is_pickle and not trust_pickle:
-            hint = f"if you trust this file: {pasted('convert', str(path), str(target), trust_pickle=True)}"
+            hint = f"if you trust this file, run: {pasted('convert', str(path), str(target), trust_pickle=True)}"
             raise Untrusted(needs_trust(names).message, code="needs_code", hint=hint)
         found = arrays_of(_unpickled(path) if is_pickle else read_skops(path))
     except (DataError, Untrusted) as error:

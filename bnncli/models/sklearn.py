@@ -81,7 +81,7 @@ def _is_skops(head: bytes, path: Path) -> bool:
     if head[:1] == b"\x80":
         raise Untrusted(
             f"{quoted(path, limit=300)} is a pickle, which can run code, so it was not loaded", code="needs_code",
-            hint="if you trust this file: "
+            hint="if you trust this file, run: "
                 f"{pasted('convert', str(path), str(path.with_suffix('.npz')), trust_pickle=True)}",
             path=path,
         )  # fmt: skip

@@ -152,7 +152,7 @@ def checked_number(name: str, value: object, *, least: int) -> int:
 def checked_text(name: str, value: object) -> str:
     """The text that an argument is. Raises UsageError unless it is one, without NUL."""
     if not isinstance(value, str) or "\0" in value:
-        raise UsageError(f"{name}: expected a text; got {value!r}"[:300])
+        raise UsageError(f"{name}: expected a string; got {value!r}"[:300])
     return value
 
 

@@ -101,7 +101,7 @@ class Course:
         # Where the plan is too short for patience the last quarter decides, if there are epochs enough to tell anything.
         is_asked = 2 * self.patience * self.epochs_a_round <= self.epochs or width < 2
         is_doubted = self.patience > 0 and is_asked and not self._stands_still(objective)
-        return "had not been seen to stand still" if is_doubted else None
+        return "had not levelled off" if is_doubted else None
 
     def _shorten(self, done: int) -> None:
         """Let the learning rate fall to zero over a few more epochs, no more than were planned."""

@@ -202,7 +202,7 @@ def test_a_bomb_is_refused_with_its_name_and_nothing_runs(tmp_path: Path) -> Non
         load_checkpoint(path)
     assert not target.exists()
     command = f"bnncli convert {path} {path.with_suffix('.safetensors')} --trust-pickle"
-    assert caught.value.hint == f"if you trust this file: {command}"
+    assert caught.value.hint == f"if you trust this file, run: {command}"
     assert "\x1b" not in caught.value.message
 
 

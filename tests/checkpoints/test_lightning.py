@@ -65,7 +65,7 @@ def test_what_lightnings_trainer_saves_gives_the_logits_of_its_module(cli: Cli, 
     averaging = lightning.pytorch.callbacks
     cases = {
         "plain": ((), "using the checkpoint's tensors under 'net.' for the network"),
-        "ema": ((averaging.EMAWeightAveraging(decay=0.9),), "using the averaged weights 'state_dict' were picked"),
+        "ema": ((averaging.EMAWeightAveraging(decay=0.9),), "using the averaged weights 'state_dict'"),
         "swa": (
             (averaging.StochasticWeightAveraging(0.01, swa_epoch_start=1),),
             "begin with 'net.'",

@@ -146,7 +146,7 @@ def test_a_training_split_without_labels_is_refused_by_fits(cli: Cli, tmp_path: 
         (("evaluate", "--split", "far2"), 66, "there:"),
         (("evaluate", "--posterior", "none"), 66, "there:"),
         (("refine", "--base", "hmc", "--name", "x"), 65, "expected a gaussian posterior"),
-        (("refine", "--base", "none"), 66, "there: map"),
+        (("refine", "--base", "none"), 66, "available: map"),
         (("hmc", "--base", "map", "--name", "x"), 65, "no prior precision"),
         (
             ("predict", "--posterior", "refine", "--integrator", "probit", "--name", "x"),

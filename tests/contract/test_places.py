@@ -48,7 +48,7 @@ def test_a_name_like_that_of_an_option_within_the_code_is_printed_as_it_is(
     error = cli("fit-temperature", run, "--base", "none", "--json").json["error"]
     assert str(run.with_name("small.bnn") / "posteriors" / "none") in error["message"]
     told = cli("fit-laplace", run, "--prior-precision", 9, "--name", "again")
-    assert (told.code, f"{path} exists" in told.stderr, "add --force" in told.stderr) == (73, True, True)
+    assert (told.code, f"{path} already exists" in told.stderr, "add --force" in told.stderr) == (73, True, True)
     Path(path).write_bytes(Path(path).read_bytes()[:99])
     invalid = next(one for one in cli("status", run, "--json").json["artifacts"] if one["path"] == path)
     assert path in invalid["why"]

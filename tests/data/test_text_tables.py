@@ -439,7 +439,7 @@ def test_a_file_without_a_kind_is_told_which_it_may_be() -> None:
     for spec, kind in (("a.csv", "csv:a.csv"), ("cvs:b.tsv.gz:text=t@3", "tsv:b.tsv.gz:text=t@3"), ("a.png", None)):
         with pytest.raises(UsageError, match="expected npz:FILE") as refused:
             load(spec)
-        assert refused.value.hint == (kind and f"perhaps {kind}")
+        assert refused.value.hint == (kind and f"did you mean {kind}?")
 
 
 def test_the_longest_of_some_texts_stands_for_all(tmp_path: Path) -> None:

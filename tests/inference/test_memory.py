@@ -115,7 +115,7 @@ def test_the_automatic_structure_is_the_largest_that_is_sensible(
 
 def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 4 << 30)
-    with pytest.raises(DeviceError, match=r"full covariance with 10000 .*needs about 3.0 GiB .* 2.8 GiB") as caught:
+    with pytest.raises(DeviceError, match=r"full covariance with 10000 .*needs about 3.0 GiB.* 2.8 GiB") as caught:
         memory.require_fit("full", HeadLayout(100, 99), torch.device("cpu"))
     assert caught.value.hint == "use \0structure\0 block, the largest that fits"
     assert caught.value.exit == 69

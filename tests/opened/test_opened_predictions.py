@@ -194,7 +194,7 @@ REFUSED = [
         "no posterior 'laplac' .*available: map, laplace, refine, hmc",
         "did you mean 'laplace'?",
     ),
-    ({"posterior": 1}, "^posterior: expected a text; got 1$", None),
+    ({"posterior": 1}, "^posterior: expected a string; got 1$", None),
     ({"integrator": "mcc"}, "^integrator: expected one of bridge, .*; got 'mcc'", "did you mean 'mc'?"),
     ({"integrator": "all"}, "^integrator: expected one of bridge, .*; got 'all'$", None),
     ({"integrator": "mean"}, "^integrator mean does not work for a gaussian posterior", "integrators for a gaussian"),

@@ -94,8 +94,8 @@ def test_a_checkpoint_without_a_run_says_how_one_is_made(tmp_path: Path) -> None
         ({"run_dir": "a\0b"}, r"run_dir: expected a path; got 'a.x00b'"),
         ({"seed": "1"}, "seed: expected a whole number; got '1'"),
         ({"seed": -1}, "seed: expected a whole number of at least 0; got -1"),
-        ({"model": Path("net.py:make")}, r"model: expected a text; got PosixPath\('net.py:make'\)"),
-        ({"device": 0}, "device: expected a text; got 0"),
+        ({"model": Path("net.py:make")}, r"model: expected a string; got PosixPath\('net.py:make'\)"),
+        ({"device": 0}, "device: expected a string; got 0"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_refused(finished_run: Path, arguments: dict, message: str) -> None:
@@ -127,7 +127,7 @@ def test_a_folder_in_place_of_metrics_hides_no_others(small_run: Path) -> None:
     run = bnncli.open(small_run)
     with pytest.warns(BnnWarning, match=r"skipping laplace.mc: .* is not a regular file"):
         assert {row["posterior"] for row in run.metrics()} == {"map", "refine", "hmc"}
-    with pytest.raises(UsageError, match=r"^posterior: expected a text; got 5$"):
+    with pytest.raises(UsageError, match=r"^posterior: expected a string; got 5$"):
         run.metrics(posterior=5)  # type: ignore[arg-type]
 
 

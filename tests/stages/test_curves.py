@@ -227,7 +227,10 @@ def test_what_is_in_the_way_of_a_plot_is_told_before_the_work(
     (tmp_path / "file").write_text("mine")
     (tmp_path / "plots").mkdir()
     (tmp_path / "plots" / "roc-test-far.png").write_text("mine")
-    for folder, why in ((tmp_path / "file", "is not a folder"), (tmp_path / "plots", "is no figure of bnncli")):
+    for folder, why in (
+        (tmp_path / "file", "is not a folder"),
+        (tmp_path / "plots", "is not a figure created by bnncli"),
+    ):
         done = cli("evaluate", small_run, "--plot", folder)
         assert (done.code, why in done.stderr, list(stored.iterdir())) == (73, True, [])
     words = ("--force", "--posterior", "map", "--split", "test")

@@ -227,4 +227,4 @@ def test_no_more_neighbours_are_told_than_there_are(cli: Cli, small_run: Path) -
     (row,) = [row for row in done.json["rows"] if row["posterior"] == "features"]
     num_train = len(np.load(small_run.with_name("features.npz"))["labels_train"])
     assert {metric["neighbors"] for metric in row["metrics"] if metric["score"] == "knn"} == {num_train}
-    assert f"there are {num_train} training examples" in done.stderr
+    assert f"there are only {num_train} training examples" in done.stderr

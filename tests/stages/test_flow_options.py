@@ -82,7 +82,7 @@ def test_another_setting_is_another_request(cli: Cli, small_run: Path) -> None:
     [
         (("--flow", "radial", "--rank", 4), "--rank: not supported by radial layers; supported by: affine"),
         (("--flow", "planar", "--scale", "kron"), "--scale: not supported by planar layers; supported by: affine"),
-        (("--flow", "affine", "--rank", 4), "--rank: --scale kron has none"),
+        (("--flow", "affine", "--rank", 4), "--rank: not supported with --scale kron"),
         (("--flow", "affine", "--scale", "low-rank", "--rank", 99), "--rank: expected 1 to 18"),
         (("--flow", "sylvester", "--hidden", 4), "supported by: iaf, realnvp, spline"),
         (("--flow", "householder", "--space", "whitened"), "--space: householder layers support weight space"),

@@ -83,7 +83,7 @@ def test_exact_probabilities_know_when_two_of_many_logits_matter() -> None:
     found = exact_probs(mean, covariance)
     expected = exact_probs(matrix([1.5 - math.log(5)]), matrix([[4.0]])).probs[1].item()
     np.testing.assert_allclose(found.probs, [expected, *[(1 - expected) / 5] * 5], atol=1e-13)
-    assert "nothing" in exact_probs(mean, torch.zeros(6, 6)).method
+    assert "fixed logits" in exact_probs(mean, torch.zeros(6, 6)).method
 
 
 def test_a_case_hands_integrators_exactly_its_moments() -> None:

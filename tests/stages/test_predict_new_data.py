@@ -133,7 +133,7 @@ def test_what_is_wrong_with_data_names_no_option_of_extract_features(
         assert "hint: new data use the run's network, preprocessing and task" in done.stderr, name
     os.mkdir("seen")
     done = predict(cli, "--data", "a=seen", "--table", "t.csv", *keep, code=2)
-    assert "hint: perhaps images:seen" in done.stderr
+    assert "hint: did you mean images:seen?" in done.stderr
 
 
 def follow(cli: Cli, *words: object, code: int = 0) -> Invocation:

@@ -204,7 +204,7 @@ def test_a_table_replaces_a_table_but_no_other_file(cli: Cli, small_run: Path) -
         path.write_bytes(b"mine")
         done = cli("predict", small_run, *words, "--table", path, "--json")
         assert (done.code, path.read_bytes()) == (73, b"mine")
-        assert "is no table of bnncli" in done.json["error"]["message"]
+        assert "is not a table created by bnncli" in done.json["error"]["message"]
         assert make(cli, small_run, name, *words, "--force").read_bytes() == before
     assert cli("predict", small_run, *words, "--table", small_run.with_name("features.npz")).code == 2
 

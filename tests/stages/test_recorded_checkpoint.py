@@ -67,7 +67,7 @@ def test_a_warning_about_the_checkpoint_is_said_each_time(cli: Cli) -> None:
     torch.save({"state_dict_ema": STATE, "state_dict": {name: value + 1 for name, value in STATE.items()}}, "net.pt")
     for _ in range(2):
         done = cli("extract-features", *WORDS)
-        assert "averaged weights 'state_dict_ema' were picked" in done.stderr
+        assert "using the averaged weights 'state_dict_ema'" in done.stderr
     assert "up to date" in done.stderr
 
 
@@ -107,7 +107,7 @@ def test_what_is_there_refuses_before_a_network_that_is_gone_is_missed(cli: Cli)
     assert cli("extract-features", *WORDS).code == 0
     torch.save(STATE, "net.pt")
     words = ("net.pt", "--model", "absent.py:make", *WORDS[3:])
-    assert "made with other options" in cli("extract-features", *words).stderr
+    assert "already exists with other options" in cli("extract-features", *words).stderr
     gone = cli("extract-features", *words, "--force").stderr
     assert "replacing it (--force)" in gone
     assert "no file 'absent.py'" in gone

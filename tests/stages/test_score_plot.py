@@ -108,7 +108,7 @@ def test_names_in_titles_may_be_anything(recwarn: pytest.WarningsRecorder) -> No
 
 REFUSED = {
     "an own file": (("--plot", "p.svg", "--force"), 2, "--plot p.svg is also an input (FILE p.svg)"),
-    "a foreign file": (("--plot", "notes.png"), 73, "notes.png exists and is no figure of bnncli"),
+    "a foreign file": (("--plot", "notes.png"), 73, "notes.png exists and is not a figure created by bnncli"),
     "another kind": (("--plot", "r.gif"), 2, "--plot: expected a file ending in .png, .svg, .pdf; got 'r.gif'"),
     "a folder": (("--plot", "d.png", "--force"), 73, "d.png is a folder"),
 }

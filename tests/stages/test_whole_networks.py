@@ -100,7 +100,7 @@ def test_a_centre_beside_the_mode_is_told(cli: Cli, checkpoint: Path, monkeypatc
     monkeypatch.setattr("bnncli.inference.climb.NEAR", 0)
     monkeypatch.setattr("bnncli.inference.climb.MOST_PASSES", 6)
     refused = cli(*words, "--name", "other", "--seed", "3")
-    assert (refused.code, "error: no mode after" in refused.stderr) == (70, True)
+    assert (refused.code, "error: found no mode after" in refused.stderr) == (70, True)
 
 
 def test_code_runs_only_where_it_is_trusted_and_the_same(cli: Cli, checkpoint: Path) -> None:
@@ -166,7 +166,7 @@ def test_structures_of_layers_are_fitted_and_predicted_with(cli: Cli, checkpoint
     assert done.code == 0, done.stderr
     metrics = done.json["metrics"]
     assert metrics["structure"] == structure
-    assert f"{'an' if structure == 'ekfac' else 'a'} {structure} one is not" in done.stderr
+    assert f"{'an' if structure == 'ekfac' else 'a'} {structure} Hessian is not exact" in done.stderr
     assert metrics.get("columns_drawn") == (None if structure == "block" else 0)  # two outputs: all columns
     assert metrics.get("num_diagonal_params") == (None if structure == "block" else 0)
     asked = ("predict", "ckpt.pt", "--posterior", "laplace-all", "--split", "test", "--trust-code")

@@ -260,7 +260,7 @@ def test_what_may_rise_beyond_the_last_epoch_is_doubted(patience: int, slope: fl
     values = (slope * torch.arange(40) + noise - noise.mean()).tolist()
     assert Course(40, 10, patience=patience).doubt(values) == doubt
     short = Course(40, 10, patience=patience).doubt(values[:3])
-    assert short == ("had not been seen to stand still" if patience else None)
+    assert short == ("had not levelled off" if patience else None)
     ended = Course(400, 10, patience=5)
     ended.look([0.0] * 40)
     assert (ended.is_early, ended.doubt(values)) == (True, None)
