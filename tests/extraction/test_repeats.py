@@ -190,7 +190,7 @@ def test_what_counts_as_rounding_depends_on_the_precision_of_the_weights(dtype: 
     if is_rounding:
         check_repeats(model, read, Batch(torch.ones(8, 2), None), features)
         return
-    with pytest.raises(DataError, match="differ by 1 % between two passes"):
+    with pytest.raises(DataError, match="differ by 1% between two passes"):
         check_repeats(model, read, Batch(torch.ones(8, 2), None), features)
 
 
