@@ -303,7 +303,7 @@ def test_another_kind_of_file_is_one_line_with_the_way_there_is(tmp_path: Path) 
             "a TorchScript program, got an exported program",
             "export:FILE",
         ),
-        (open_script, tmp_path / "weights.pt", "got a file of weights", "define their network"),
+        (open_script, tmp_path / "weights.pt", "got a weights file", "define their network"),
         (open_exported, tmp_path / "text.pt", "got neither a torch nor", "None"),
     ):
         with pytest.raises(DataError, match=told) as error:
