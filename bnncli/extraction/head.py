@@ -192,7 +192,7 @@ def advise_layer(error: DataError, model: nn.Module, *, has_logits: bool) -> Dat
         has_logits: whether the network's output can be taken for logits.
     """
     linear = linear_layers(model)
-    others = f"; \0last_layer\0 NAME selects another linear layer (available: {listed(linear, limit=20)})" * (
+    others = f"; \0last_layer\0 NAME selects another linear layer (have: {listed(linear, limit=20)})" * (
         len(linear) > 1
     )
     identity = f"; {IDENTITY_HINT}" * has_logits

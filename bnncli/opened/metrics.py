@@ -39,7 +39,7 @@ def metrics_of(run: Run, *, posterior: str | None, split: str | None) -> list[di
         there |= names
     if posterior is not None and posterior not in there:
         known = ", ".join(sorted(there))
-        raise MissingInput(f"no metrics for posterior {posterior!r} (available: {known})", hint=run.suggest("evaluate"))
+        raise MissingInput(f"no metrics for posterior {posterior!r} (have: {known})", hint=run.suggest("evaluate"))
     if not rows:
         first = unusable[0]
         if any(error.code != "stale_input" for error in unusable):
@@ -48,5 +48,5 @@ def metrics_of(run: Run, *, posterior: str | None, split: str | None) -> list[di
     kept = [row for row in rows if split in (None, row.get("split"))]
     if not kept:
         known = ", ".join(sorted({str(row.get("split")) for row in rows}))
-        raise MissingInput(f"no metrics for split {split!r} (available: {known})", hint=run.suggest("evaluate"))
+        raise MissingInput(f"no metrics for split {split!r} (have: {known})", hint=run.suggest("evaluate"))
     return kept

@@ -322,7 +322,8 @@ def test_what_sets_checkpoints_apart_is_more_than_chance_where_their_examples_or
     section = read_page(two[0].with_name("both.html")).one("comparison")
     text = section.text
     assert (
-        "differ by more than their random training: their training examples are not the same (60 and 30 of them)" in text
+        "differ by more than their random training: their training examples are not the same (60 and 30 of them)"
+        in text
     )
     assert "options of laplace (prior_precision: one=1.0, two=100.0)" in text
     headline = section.all("p")[0].text
