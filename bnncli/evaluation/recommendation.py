@@ -92,27 +92,13 @@ class Quality:
     @property
     def cells(self) -> list[str]:
         """Score, value, baseline, difference, interval and finding, for a table."""
-        interval = (
-            "-" if self.low is None or self.high is None else f"{self._sign(self.low)} to {self._sign(self.high)}"
-        )
-        shown = [self._number(self.value), self._number(self.baseline), self._sign(self.difference)]
+        interval = "-" if self.low is None or self.high is None else f"{self.low:+.4f} to {self.high:+.4f}"
+        shown = [f"{self.value:.4f}", f"{self.baseline:.4f}", f"{self.difference:+.4f}"]
         return [self.title, *shown, interval, self.finding]
-
-    @property
-    def sentence(self) -> str:
-        """The same in words."""
-        score, value, baseline, difference, interval, finding = self.cells
-        return f"{score} {value} against {baseline} ({difference}, 95% interval {interval}): {finding}"
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON takes it."""
         return {**asdict(self), "difference": self.difference, "finding": self.finding}
-
-    def _number(self, value: float) -> str:
-        return percent(value) if self.score in ("accuracy", "ece") else f"{value:.4f}"
-
-    def _sign(self, value: float) -> str:
-        return f"{100 * value:+.2f} pp" if self.score in ("accuracy", "ece") else f"{value:+.4f}"
 
 
 @dataclass(frozen=True)

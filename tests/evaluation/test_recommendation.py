@@ -99,9 +99,8 @@ def test_a_quality_is_better_or_worse_where_its_interval_leaves_out_zero() -> No
     ]
     none = "no significant difference"
     assert findings == ["better", "worse", none, none, "worse", "better", none, none]
-    assert Quality("accuracy", 0.862, 0.8725, -0.019, -0.0026, True).sentence == (
-        "accuracy 86.2% against 87.2% (-1.05 pp, 95% interval -1.90 pp to -0.26 pp): worse"
-    )
+    shown = Quality("accuracy", 0.862, 0.8725, -0.019, -0.0026, True).cells
+    assert shown == ["accuracy", "0.8620", "0.8725", "-0.0105", "-0.0190 to -0.0026", "worse"]
 
 
 @pytest.mark.parametrize(("won", "lost", "size"), [(40, 20, 160), (0, 5, 60), (3, 0, 1000), (7, 7, 30)])

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.names import percent
 from bnncli.options import AutoOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
@@ -194,7 +193,7 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any) -> Table:
         if gain is not None and gain["standard_error"] is not None:
             told += f" +- {gain['standard_error']:.4f}"
         good = "-" if rung.is_good is None else "yes" if rung.is_good else "no"
-        ece = percent(shown["ece"])
+        ece = f"{shown['ece']:.4f}"
         cells.append([f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", ece, told, good])
     note = (
         f"* recommended; {len(labels)} examples of val; gain: fall of the NLL from the network at its best temperature; "
