@@ -67,23 +67,26 @@ def cell(text: str) -> str:
     return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").strip()
 
 
+def code(text: str) -> str:
+    """Code in a cell of a table: bars and angle brackets do not end or hide it."""
+    return f"<code>{text.replace('<', '&lt;').replace('|', '&#124;').replace('*', '&#42;')}</code>"
+
+
 def option_rows(options: dict[str, tuple[Any, Any]]) -> list[str]:
-    """A table of options."""
-    rows = ["| Option | Default | Meaning |", "|---|---|---|"]
+    """A table of options, with their defaults if any has one."""
+    rows = []
     for name, (spec, hint) in options.items():
         meta, default = spec.metadata, default_of(spec)
         choices = [str(one) for one in choices_of(meta)]
-        flag = flag_of(name)
         metavar = meta["metavar"] or ("" if hint is bool or name == "verbose" else "VALUE")
-        shown = f"`{meta['short']}`, " if meta["short"] else ""
+        names = [code(meta["short"])] if meta["short"] else []
+        names.append(code(f"{flag_of(name)} {metavar}".rstrip()))
         text = cell(help_of(spec)) + (f" One of: {', '.join(choices)}." if choices else "")
-        value = (
-            ""
-            if default is None or default is False or (default in ([], "", 0) and hint is not float)
-            else f"`{default}`"
-        )
-        rows.append(f"| {shown}`{flag}{' ' + cell(metavar) if metavar else ''}` | {value} | {text} |")
-    return rows
+        is_none = default is None or default is False or default in ([], "") or (default == 0 and hint is not float)
+        rows.append((", ".join(names), "" if is_none else code(str(default)), text))
+    if not any(default for _, default, _ in rows):
+        return ["| Option | Meaning |", "|---|---|", *(f"| {option} | {text} |" for option, _, text in rows)]
+    return ["| Option | Default | Meaning |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def command_text(command: Command) -> str:
@@ -92,7 +95,17 @@ def command_text(command: Command) -> str:
     options = option_fields(command)
     own = {name: one for name, one in options.items() if name not in common}
     name = command.name.replace("-", " ", 1) if command.parent else command.name
-    lines = [f"## {name}\n", command.summary, "", command.details, "", "```sh", *command.examples, "```", ""]
+    lines = [
+        f"## {name}\n",
+        command.summary,
+        "",
+        command.details.replace("<", "&lt;"),
+        "",
+        "```sh",
+        *command.examples,
+        "```",
+        "",
+    ]
     lines += [f"- `{one.name.upper()}{'...' if one.is_many else ''}`: {one.help}" for one in command.arguments]
     lines.append("")
     for title in dict.fromkeys(spec.metadata["group"] or "Options" for spec, _ in own.values()):
@@ -124,12 +137,12 @@ def parts_page() -> str:
     lines = ["# Models, data, flows, integrators\n"]
     for family, title, how in FAMILIES:
         lines += [f"## {title}\n", f"{how}\n", "| Name | What it is |", "|---|---|"]
-        shown = {part: form.text for part, form in declarations(family, "FORM").items()}
+        found = declarations(family, "FORM")
         for part in registry.names(family):
-            text = re.sub(
-                r"^`[^`]*`(?: or `[^`]*`)?[:,] ", "", first_sentence(registry.source_of(family, part))
-            ).rstrip(".")
-            lines.append(f"| `{cell(shown.get(part, part))}` | {cell(text)} |")
+            name, text = part, first_sentence(registry.source_of(family, part))
+            if part in found:
+                name, text = found[part].text, found[part].about
+            lines.append(f"| {code(name)} | {cell(text).rstrip('.')} |")
         lines.append("")
         rows = []
         for part, settings in declarations(family, "SETTINGS").items():
