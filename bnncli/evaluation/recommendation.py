@@ -147,7 +147,9 @@ def recommend(
     mixture = next((one for one in kept if one.has_network and one.scored.nll < baseline.nll), None)
     if mixture is not None and not any(one is mixture for one in winners):
         found = _best_of(
-            [mixture, *winners], f"it includes {words}, and no other choice has a significantly lower NLL {lead}"
+            [mixture, *winners],
+            f"the gain over {words} is not significant, but the mixture includes the network, and no other choice has a "
+            f"significantly lower NLL {lead}",
         )
         if found.chosen is mixture:
             return found

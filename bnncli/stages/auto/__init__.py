@@ -19,6 +19,7 @@ from bnncli.run.val_report import gain_table, has_labeled_val
 from bnncli.stages.auto.ladder import ENSEMBLE, Ladder, Rung
 from bnncli.stages.stack import FEWEST_ROWS
 from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
 
 _NUMBER = re.compile(r"(\d+)")
 _TIME = re.compile(
@@ -105,11 +106,12 @@ def run(run: Run, options: AutoOptions) -> Result:
     names = {rung.posterior for rung in rungs if rung.source is not None}
     others = [path.stem for path in run.folder.posteriors() if path.stem not in names]
     headers = {rung.posterior: read_header(rung.source.path) for rung in rungs if rung.source is not None}
-    tables = _table(rungs, rows, val.content.labels), *gain_table(headers)
+    tables = _table(rungs, rows, val.content.labels, result.metrics["about"][1]), *gain_table(headers)
     result.tables = [*tables, *_qualities_table(result.metrics)]
     result.lines = [
         *(f"{rung.name}: {rung.note}" for rung in rungs if rung.note),
         str(result.metrics["sentence"]),
+        *_averaging(headers),
         str(result.metrics["outside"]),
     ]
     took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
@@ -118,10 +120,30 @@ def run(run: Run, options: AutoOptions) -> Result:
     if others:
         result.summary.append(f"not considered: {', '.join(others)} (compare has all posteriors)")
     chosen = next((row for row in rows if row["is_recommended"]), None)
+    if (
+        chosen is not None
+        and headers[chosen["posterior"]].meta.get("type") in ("stack", "ensemble")
+        and "laplace" in headers
+    ):
+        line = run.suggest("predict", posterior="laplace")
+        result.summary.append(f"{chosen['posterior']} has too few members for 95% intervals; for these: {line}")
     ensemble = next((rung.posterior for rung in rungs if rung.name == ENSEMBLE and rung.source is not None), None)
     if ensemble is not None and chosen is not None and chosen["posterior"] == ensemble:
         result.summary.append(_without_ensemble(run, ensemble, rows))
     return result
+
+
+def _averaging(headers: dict[str, Header]) -> list[str]:
+    """What averaging over the Gaussian gains on val: the part that is Bayesian."""
+    gain = headers["laplace"].meta["metrics"].get("val_gain") if "laplace" in headers else None
+    if gain is None:
+        return []
+    averaging = gain["averaging"]
+    error = averaging["standard_error"]
+    shown = f"{averaging['value']:+.4f}" + ("" if error is None else f" +- {error:.4f}")
+    return [
+        f"averaging over the posterior (laplace) gains {shown} nats of val NLL; the rest comes from the temperature and the refitted head"
+    ]
 
 
 def _without_ensemble(run: Run, ensemble: str, rows: list[dict[str, Any]]) -> str:
@@ -177,8 +199,8 @@ def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
     return [Table(columns, [one.cells for one in found], notes=notes)]
 
 
-def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any) -> Table:
-    """A row for each rung by its best integrator."""
+def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, baseline: str) -> Table:
+    """A row for each rung by its best integrator; gains are beside the baseline, in words."""
     cells = []
     for rung in rungs:
         own = [row for row in rows if row["posterior"] == rung.posterior]
@@ -196,10 +218,10 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any) -> Table:
         ece = f"{shown['ece']:.4f}"
         cells.append([f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", ece, told, good])
     note = (
-        f"* recommended; {len(labels)} examples of val; gain: fall of the NLL from the network at its best temperature; "
-        "good: matches its target closely (see diagnose)"
+        f"* recommended; {len(labels)} examples of val; gain: NLL of {baseline or 'the network'} minus NLL of the row; "
+        "good: matches the exact posterior closely (see diagnose)"
     )
     if any(rung.criterion == "val" or (rung.name == ENSEMBLE and rung.source is not None) for rung in rungs):
-        note += "; tuned on the same val split, which favours posteriors slightly"
+        note += "; fits were tuned on val too, so their scores are slightly optimistic"
     columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good"]
     return Table(columns, cells, notes=[note])

@@ -38,10 +38,11 @@ def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> 
     if kind == RISK:
         if metrics["most_doubt"] is None:
             return f"no threshold has at most {percent(settings['risk'], 'g')} wrong predictions ({count} examples)"
+        wrong = percent(metrics["num_wrong"] / metrics["num_accepted"]) if metrics["num_accepted"] else "none"
         return (
             f"accept predictions with confidence of at least {metrics['threshold']:.6g}: at most "
-            f"{percent(settings['risk'], 'g')} are wrong, {often} (here {metrics['num_wrong']} of "
-            f"{metrics['num_accepted']}, with {count - metrics['num_accepted']} not accepted)"
+            f"{percent(settings['risk'], 'g')} are wrong, {often}; here {metrics['num_accepted']} of {count} accepted, "
+            f"{metrics['num_wrong']} wrong ({wrong})"
         )
     if kind == OOD:
         return (

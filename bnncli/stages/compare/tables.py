@@ -138,8 +138,7 @@ class Comparison:
                 if entry.samples is not None and entry.integration_unknown is not None:
                     whose.setdefault(entry.integration_unknown, {})[f"{column.form} of {name.folder}"] = None
         return [
-            f"integration error unknown, taken as zero: {', '.join(scores)} ({reason})"
-            for reason, scores in whose.items()
+            f"integration error unknown and ignored: {', '.join(scores)} ({reason})" for reason, scores in whose.items()
         ]
 
 

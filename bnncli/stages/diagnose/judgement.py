@@ -229,7 +229,12 @@ def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
         for layers in {d.judged.layers: None for d in diagnoses}
     }
     bandwidths = {layers: _bandwidth(run, group) for layers, group in groups.items() if len(group) > 1}
-    both = [pair for group in groups.values() for pair in combinations(group, 2)]
+    both = [
+        pair
+        for group in groups.values()
+        for pair in combinations(group, 2)
+        if not all(one.judged.type in POINTS for one in pair)  # two networks have no distance that says anything
+    ]
     task = run.console.task("mmd", len(both))
     pairs = []
     for one, other in both:

@@ -55,8 +55,9 @@ class Found:
         self.model = model
         if (architecture or model or "").startswith(_NOT_LINEAR):
             options["last_layer"] = IDENTITY
-        split = [f"train={data}"]
-        self.suggested = pasted("extract-features", str(path), model=model or _NETWORK, data=split, **options)
+        splits = [f"train={data}", f"test={data.replace('TRAIN', 'TEST')}"]
+        options["hold_out"] = ["val=test:N"]  # auto and most fits need it
+        self.suggested = pasted("extract-features", str(path), model=model or _NETWORK, data=splits, **options)
 
     def result(self, path: Path) -> Result:
         """As the command line prints it, the suggested line last."""

@@ -10,10 +10,8 @@ from typing import Any
 
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
-from bnncli.integrators._intervals import LEVEL
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.machine.team import is_leader
-from bnncli.names import percent
 from bnncli.options import InputOptions, NameOptions, PredictOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
@@ -30,7 +28,7 @@ from bnncli.run.session import Result, Run
 from bnncli.stages.predict.decided import SplitDecisions, decide, rule_columns
 from bnncli.stages.predict.memory import planned_bytes
 from bnncli.stages.predict.stored import facts_of, params_of, predict_split
-from bnncli.stages.predict.table import check_table_path, make_table, parse_merges
+from bnncli.stages.predict.table import check_table_path, few_draws_lines, make_table, parse_merges
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
@@ -94,7 +92,7 @@ def run(run: Run, options: PredictOptions) -> Result:
         )
     counts = f"{_counted(len(total.outputs), 'file')}, {_counted(len(splits), 'split')}"
     if not run.write.dry_run:
-        total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_about_draws(total.outputs)]
+        total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_about_draws(run, total.outputs)]
     files = [Path(output["path"]) for output in total.outputs]
     decided: list[SplitDecisions] = []
     if (options.table is not None or options.decide) and is_leader() and not run.write.dry_run:
@@ -184,16 +182,17 @@ def _refuse_of_labels(options: PredictOptions) -> None:
             raise UsageError(f"{flag}: the run is multilabel, so its classes do not exclude each other: {why}")
 
 
-def _about_draws(outputs: list[dict[str, Any]]) -> list[str]:
-    """How many draws each posterior was predicted with, and what their intervals hold where it is not 95 %."""
+def _about_draws(run: Run, outputs: list[dict[str, Any]]) -> list[str]:
+    """How many draws each posterior was predicted with, and the level of intervals that is not 95%."""
     by_maker = {Path(output["path"]).parent.name: output for output in outputs if output.get("draws")}
     counts = ", ".join(f"{maker} {output['draws']}" for maker, output in by_maker.items())
     lines = [f"draws: {counts}"] if counts else []
-    for maker, output in by_maker.items():
-        level = output["interval_level"]
-        if level is not None and level < LEVEL:
-            lines.append(f"{maker}: too few draws for 95% intervals; using {percent(level)} intervals")
-    return lines
+    levels: dict[str, float] = {}
+    for output in outputs:
+        if output.get("draws") and output["interval_level"] is not None:
+            maker = Path(output["path"]).parent.name
+            levels[maker] = min(output["interval_level"], levels.get(maker, 1.0))
+    return [*lines, *few_draws_lines(run, levels)]
 
 
 def _counted(count: int, noun: str) -> str:

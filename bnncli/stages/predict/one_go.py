@@ -19,7 +19,7 @@ from bnncli.stages.predict.follow import Arrivals, Followed
 from bnncli.stages.predict.new_data import Maker, NewData, about_given_data
 from bnncli.stages.predict.new_data_rules import NewDataRules, columns_of_rules
 from bnncli.stages.predict.stored import params_of
-from bnncli.stages.predict.table import Merge, ShownColumns, check_table_path
+from bnncli.stages.predict.table import Merge, ShownColumns, check_table_path, few_draws_lines
 from bnncli.storage.features import read_features
 from bnncli.storage.tables import TableBlock, write_table
 
@@ -62,6 +62,8 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
             yield from new.blocks(split)
 
     digest = write_table(target, blocks(), classes)
+    for line in few_draws_lines(run, new.levels):
+        run.console.warn(line)
     alarms = [{"posterior": one.origin[0], "variant": one.origin[1], **row} for one in rules for row in one.alarms()]
     num_rows, seconds = sum(map(len, splits)), time.monotonic() - begun
     what_of_features = "features not kept" if added is None else "features kept"

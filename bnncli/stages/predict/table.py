@@ -14,6 +14,7 @@ from bnncli.errors import UsageError
 from bnncli.evaluation.label_statistics import THRESHOLD
 from bnncli.integrators._intervals import LEVEL
 from bnncli.lazy import torch
+from bnncli.names import percent
 from bnncli.numerics import dirichlet
 from bnncli.run.session import Result, Run
 from bnncli.stages.predict.decided import RuleColumns, SplitDecisions, columns_of
@@ -55,6 +56,22 @@ class Merge:
 
     name: str
     members: tuple[int, ...]
+
+
+def few_draws_lines(run: Run, levels: Mapping[str, float]) -> list[str]:
+    """Say which intervals hold less than 95%, and what has better ones.
+
+    Args:
+        levels: the lowest of each POSTERIOR.INTEGRATOR.
+    """
+    has_gaussian = any(path.stem == "laplace" for path in run.folder.posteriors())
+    hint = f"; for 95% intervals: {run.suggest('predict', posterior='laplace')}" if has_gaussian else ""
+    return [
+        f"{maker}: too few draws for 95% intervals; using {percent(level, '.0f')} intervals"
+        + ("" if maker.startswith("laplace.") else hint)
+        for maker, level in levels.items()
+        if level < LEVEL
+    ]
 
 
 class Origin(NamedTuple):

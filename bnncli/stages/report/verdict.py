@@ -17,13 +17,14 @@ from bnncli.pages.markup import Markup, bullets, code, element, joined, paragrap
 from bnncli.run.network_fit import misread_splits
 from bnncli.run.paired_scores import measure_detection
 from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.run.recommendation import Recommended, SplitProbabilities, paired_quality, qualities
+from bnncli.run.recommendation import Recommended, SplitProbabilities, paired_quality, qualities, recorded_qualities
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.stages.diagnose.judgement import Judgement
 from bnncli.stages.report.calibration import score_metric, score_value
 from bnncli.stages.report.subject import Damaged, Subject, tried
 from bnncli.stages.report.terms import linked
 from bnncli.stages.report.words import listed_in_words
+from bnncli.storage.metrics import read_metrics
 
 _MOST_DOUBTED = 3  # posteriors whose doubts are told
 _MOST_NAMED = 12  # posteriors that are good, or files that are damaged
@@ -37,7 +38,7 @@ _KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian refined by a flow", "sam
 def verdict(subject: Subject) -> list[Block]:
     """The section."""
     judgement, recommended = subject.judgement, subject.recommended
-    beside = tried(partial(_beside_the_network, subject))
+    beside = tried(partial(_beside_the_network, subject)) or _recorded(subject)
     words = [*_misread(subject)]
     if recommended is not None and recommended.sentence:
         words.append(joined(strong("Why. "), linked(f"{_capital(recommended.sentence)}.")))
@@ -74,7 +75,7 @@ class Beside(NamedTuple):
     base: str
     posterior: str
     split: str
-    num_examples: int
+    num_examples: int | None
     qualities: list[Quality]
     detection: dict[str, Quality]  # by out-of-distribution split
 
@@ -101,6 +102,20 @@ def _beside_the_network(subject: Subject) -> Beside | None:
         found,
         {name: one for name, one in detection.items() if one is not None},
     )
+
+
+def _recorded(subject: Subject) -> Beside | None:
+    """What auto measured on val of its recommendation, for a run without predictions of the network; None without it."""
+    chosen = subject.recommended
+    if chosen is None or chosen.by != "auto":
+        return None
+    told = read_metrics(subject.run.folder.recommended).meta["rows"]
+    own, base = told[-1]["about"]
+    found = recorded_qualities(told[-1]["qualities"])
+    if not found or own != f"{chosen.posterior} ({chosen.integrator})":
+        return None
+    count = next((row["num_examples"] for row in told[:-1] if row.get("num_examples")), None)
+    return Beside(own, base, chosen.posterior, "val", count, found, {})
 
 
 def qualities_of(subject: Subject, own: PredictionGroup, base: PredictionGroup) -> list[Quality]:
@@ -141,8 +156,12 @@ def _pays(beside: Beside, subject: Subject) -> list[Block]:
         return [Missing(f"Split {beside.split} has no labels, so that predictions cannot be scored.")]
     rows = [[TableCell(title), *map(TableCell, one.cells[1:])] for title, one in named]
     columns = ["score", beside.own, beside.base, "difference", "95% interval", "finding"]
-    caption = f"{beside.own} against {beside.base} on {beside.split}, {beside.num_examples:,} examples"
+    size = "" if beside.num_examples is None else f", {beside.num_examples:,} examples"
+    caption = f"{beside.own} against {beside.base} on {beside.split}{size}"
     note = "Differences are paired by example. If an interval contains zero, these examples cannot tell the two apart."
+    if beside.split == "val" and subject.split != "val":
+        command = subject.run.suggest("predict", posterior="all")
+        note += f" The fits were tuned on val. For another split: {command}"
     return [DataTable(f"{subject.key}pays", caption, columns, rows, [note])]
 
 
@@ -203,7 +222,7 @@ def _headline(judgement: Judgement | Missing, recommended: Recommended | None, b
         parts.append(f"accuracy {_signed(100 * accuracy.difference, 1)} points{_doubted(accuracy)}")
     for ood, one in beside.detection.items():
         parts.append(f"out-of-distribution AUROC {_signed(one.difference, 2)} on {ood}{_doubted(one)}")
-    return f"{found}: {', '.join(parts)}." if parts else f"{found}."
+    return f"{found}: {', '.join(parts)} on {beside.split}." if parts else f"{found}."
 
 
 def _signed(value: float, digits: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnncli.errors import UsageError
+from bnncli.names import percent
 from bnncli.options import InputOptions, NameOptions, StackOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
@@ -61,12 +62,12 @@ def _report(run: Run, path: Any, meta: Mapping[str, Any]) -> Report:
     metrics = meta["metrics"]
     warn_if_worse(run, path, metrics, method="stack")
     heads = ", ".join(
-        f"{head['weight']:.2f} {head['name']}"
+        f"{percent(head['weight'], '.0f')} {head['name']}"
         + ("" if head["prior_precision"] is None else f" (prior precision {head['prior_precision']:.3g})")
         for head in sorted(metrics["heads"], key=lambda head: -float(head["weight"]))
         if head["is_kept"]
     )
-    lines = [f"{metrics['num_members']} of {len(metrics['heads'])} last layers: {heads}"]
+    lines = [f"weights of {metrics['num_members']} last layers: {heads}"]
     lines += [f"skipped: {text}" for text in metrics["left_out"]]
     lines += val_lines(metrics, where=" (out of fold)")
     return Report(metrics, lines)
