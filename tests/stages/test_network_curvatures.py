@@ -161,7 +161,7 @@ def test_draws_stand_in_the_place_of_the_gaussian_that_whitens_them(cli: Cli, ch
     assert (meta["type"], meta["metrics"]["structure"], meta["criterion"]) == ("linear-draws", "diag", "val")
     assert 0 < metrics["solver_residual"] <= 0.02
     assert metrics["solver_passes"] == metrics["solver_steps"] + 2
-    assert "6 draws of the Gaussian" in done.stderr
+    assert "6 draws from the full Gauss-Newton Gaussian" in done.stderr
     assert metrics["val"]["laplace"]["samples"] == 6
     predict = ("predict", "ckpt.pt", "--split", "val", "--trust-code")
     predicted = cli(*predict, "--integrator", "logit-mc", "--integrator", "mc", "--integrator", "probit")

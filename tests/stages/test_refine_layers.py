@@ -156,7 +156,7 @@ def test_a_killed_refine_of_a_network_resumes_to_the_same_bits(cli: Cli, run: Pa
         (("--layers", "3"), 66, "hint: bnncli fit-laplace ckpt.pt --layers 3\n"),
         (("--layers", "3", "--base", "laplace-all"), 2, "--layers 3: the base"),
         (("--layers", "all", "--scale", "kron", *TRUST), 2, "--scale kron needs a single weight matrix"),
-        (("--layers", "all", "--subspace", "24", *TRUST), 2, "--subspace: expected 1 to 23, the number of parameters"),
+        (("--layers", "all", "--subspace", "24", *TRUST), 2, "--subspace: expected 1 to 23 (the number of parameters)"),
         (
             ("--layers", "all", "--subspace", "2", "--space", "weight"),
             2,
