@@ -455,7 +455,7 @@ def test_the_fixture_checkpoint_loads() -> None:
 
 
 def test_an_unknown_fixture_is_a_missing_input() -> None:
-    with pytest.raises(MissingInput, match="no fixture 'none'"):
+    with pytest.raises(MissingInput, match="lacks the fixture 'none'"):
         fixture_path("none")
 
 

@@ -120,7 +120,7 @@ def test_the_chosen_state_is_run_and_recorded(cli: Cli, two_states: list[object]
     assert cli(*two_states).code == 73  # the others; not the same request
     other = [str(word).replace("train=", "test=") for word in two_states]
     error = cli(*other).json["error"]
-    assert (error["code"], "another --state (ema there, None now)" in error["message"]) == ("mixed_options", True)
+    assert (error["code"], "another --state (then ema, now None)" in error["message"]) == ("mixed_options", True)
     assert cli(*other, "--state", "ema").json["action"] == "computed"
     assert cli("fit-laplace", tmp_path / "net.pt", "--prior-precision", "1").code == 0
 

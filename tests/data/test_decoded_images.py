@@ -191,4 +191,4 @@ def test_commands_say_and_record_what_they_did_to_images(
         assert "1 of 3 images with transparent pixels are shown on" in followed.stderr
     mixed = cli(*extraction[:-1], "test=images:train")
     assert mixed.code == 65
-    assert "was made with another --no-exif (True there, None now)" in mixed.stderr
+    assert "was extracted with another --no-exif (then True, now None)" in mixed.stderr
