@@ -141,10 +141,10 @@ def test_a_training_split_without_labels_is_refused_by_fits(cli: Cli, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("predict", "--split", "tset"), 66, "splits there: train, far, test, val"),
+        (("predict", "--split", "tset"), 66, "have: train, far, test, val"),
         (("predict", "--posterior", "none"), 66, "available: map, laplace, refine, hmc"),
-        (("evaluate", "--split", "far2"), 66, "there:"),
-        (("evaluate", "--posterior", "none"), 66, "there:"),
+        (("evaluate", "--split", "far2"), 66, "have:"),
+        (("evaluate", "--posterior", "none"), 66, "have:"),
         (("refine", "--base", "hmc", "--name", "x"), 65, "expected a gaussian posterior"),
         (("refine", "--base", "none"), 66, "available: map"),
         (("hmc", "--base", "map", "--name", "x"), 65, "no prior precision"),

@@ -206,7 +206,7 @@ REFUSED = [
     ({"samples": 0}, "^samples: expected a whole number of at least 1; got 0$", None),
     ({"samples": 10**30}, "^samples: expected a whole number of at most 2147483647; got 1000", None),
     ({"samples": 2.5}, "^samples: expected a whole number; got 2.5$", None),
-    ({"integrator": "probit", "samples": 9}, "^samples: probit has no draws; integrators that draw: ", None),
+    ({"integrator": "probit", "samples": 9}, "^samples: probit has no draws; these integrators draw: ", None),
     ({"heat": 3}, r"^expected an integrator setting \(qmc, .*\); got 'heat'$", None),
     ({"qmc": 1}, "^qmc: expected True or False; got 1$", None),
     ({"order": 1}, "^order: mc has no such setting", "add integrator mean-field"),

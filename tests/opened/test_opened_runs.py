@@ -143,9 +143,9 @@ def test_what_is_not_there_is_named_with_what_is(finished_run: Path) -> None:
         run.split("tets")
     with pytest.raises(MissingInput, match=r"no posterior 'zz' .* available: map, laplace, refine, hmc"):
         run.posterior("zz")
-    with pytest.raises(MissingInput, match=r"no metrics for posterior 'zz' .available: hmc, hmc.mc, laplace"):
+    with pytest.raises(MissingInput, match=r"no metrics for posterior 'zz' .have: hmc, hmc.mc, laplace"):
         run.metrics(posterior="zz")
-    with pytest.raises(MissingInput, match=r"no metrics for split 'far' .available: test, val"):
+    with pytest.raises(MissingInput, match=r"no metrics for split 'far' .have: test, val"):
         run.metrics(split="far")
 
 

@@ -67,8 +67,8 @@ def test_the_table_has_what_was_chosen(cli: Cli, small_run: Path, tmp_path: Path
 
 
 def test_what_cannot_be_is_refused_in_a_line(cli: Cli, small_run: Path) -> None:
-    assert "--by bald is about draws" in acquire(cli, small_run, "--posterior", "map", code=2).stderr
-    assert "fewer than --batch" in acquire(cli, small_run, "--batch", 10**6, code=65).stderr
+    assert "--by bald needs draws" in acquire(cli, small_run, "--posterior", "map", code=2).stderr
+    assert "you asked for --batch 1,000,000" in acquire(cli, small_run, "--batch", 10**6, code=65).stderr
     done = cli("acquire", small_run, "--pool", "absent")
     assert done.code == 66
 

@@ -162,7 +162,7 @@ def test_the_baseline_is_shown_and_the_others_as_differences(cli: Cli, small_run
             "--metric ece:equal-mess: no posterior has this score\n",
         ),
         (["--metric", "nll", "--metric", "nll"], 2, "given twice"),
-        (["--format", "latex", "--json"], 2, "exclude each other"),
+        (["--format", "latex", "--json"], 2, "give only one of --format latex and --json"),
         (["--format", "html"], 2, "expected one of text, csv, markdown, latex"),
         (["--alpha", "0"], 2, "--alpha: expected"),
     ],

@@ -387,7 +387,7 @@ def test_hidden_layers_of_a_posterior_are_refused(cli: Cli, small_run: Path) -> 
 def test_without_a_name_it_is_what_auto_recommends(cli: Cli, small_run: Path) -> None:
     done = cli("export", small_run, *TORCH)
     assert done.code == 2
-    assert "--posterior (there: map, laplace, refine, hmc)" in done.stderr
+    assert "--posterior (have: map, laplace, refine, hmc)" in done.stderr
     assert cli("auto", small_run).code == 0
     rows = json.loads((folder_of(small_run) / "recommended.json").read_text())["rows"]
     best = next(row for row in rows if row["is_recommended"])

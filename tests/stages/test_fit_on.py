@@ -351,7 +351,7 @@ def test_the_file_has_the_folds(run: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "meta", "message"),
     [
-        ({}, {"fit_on": "../val"}, "fit_on is '../val', expected one of train, val, train+val"),
+        ({}, {"fit_on": "../val"}, "expected fit_on to be one of train, val, train+val; got '../val'"),
         ({"folds.theta": torch.zeros(5, 3)}, {}, "folds.theta has shape (5, 3)"),
         ({"folds.rows": torch.full((80,), 7, dtype=torch.uint8)}, {}, "folds.rows names 1"),
     ],

@@ -153,7 +153,7 @@ def test_labels_that_nobody_called_a_task_are_not_refused_as_one(cli: Cli, folde
     spec = save_split(folder / "d.npz", SEVERAL)
     done = cli("extract-features", "one.pt", "--model", "net.py:single", "--data", f"train={spec}")
     assert done.code == 65
-    assert "an example has several labels, and the head has 1 output, expected one per label, at least 2" in done.stderr
+    assert "examples have several labels, but the head has 1 output, expected one per label, at least 2" in done.stderr
     assert "--task" not in done.stderr
 
 

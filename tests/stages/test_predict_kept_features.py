@@ -101,7 +101,7 @@ def test_a_split_of_other_data_is_never_replaced(folder: Path, cli: Cli) -> None
     before = Path("net.pt.bnn/features/train.h5").read_bytes()
     for more in ((), ("--force",), ("--dry-run",)):
         done = predict(cli, "--data", "train=npz:test.npz", *KEPT, *more, code=73)
-        assert "the run has a split 'train' already, of other data" in done.stderr
+        assert "the run already has a split 'train' with other data" in done.stderr
         assert "give the new data another name" in done.stderr
     assert Path("net.pt.bnn/features/train.h5").read_bytes() == before
     assert not Path("kept.csv").exists()

@@ -108,7 +108,7 @@ def test_a_dry_run_says_what_memory_and_disk_the_work_takes(cli: Cli, run: Path,
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
-        (("predict", "--split", "test"), "predicting 20 examples by laplace-all and logit-mc: needs about", "use fewer --samples or"),
+        (("predict", "--split", "test"), "predicting 20 examples with laplace-all (logit-mc): needs about", "use fewer --samples or"),
         (("diagnose",), "diagnose of 1 posteriors over a network: needs about", "fewer --layers"),
     ],
 )  # fmt: skip

@@ -88,8 +88,8 @@ def test_a_fit_that_flies_away_is_named_with_what_helps(cli: Cli, small_run: Pat
     assert cli("fit-sghmc", small_run, *plan, "--learning-rate", 50, "--name", "far").code == 0
     flown = cli("sbc", small_run, "--posterior", "far", *FEW)
     assert flown.code == 70, flown.stdout
-    assert "the fit of far, made anew to simulated labels: the chains diverged" in flown.stderr
-    assert "make the posterior with other options: use a --learning-rate below 50" in flown.stderr
+    assert "fitting far to simulated labels: the chains diverged" in flown.stderr
+    assert "fit the posterior with other options: use a --learning-rate below 50" in flown.stderr
 
 
 def test_the_options_of_chains_are_read_as_they_were_recorded(cli: Cli, small_run: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_layout_that_does_not_fit_the_tensors_is_bad(cli: Cli, small_run: Path
     )
     done = cli("verify", path)
     assert done.code == 65
-    said = "'param_layout' is invalid" if wrong == "text" else "its tensors do not fit its layout"
+    said = "'param_layout' is invalid" if wrong == "text" else "its tensors do not match its layout"
     assert said in done.stderr
 
 

@@ -32,8 +32,8 @@ _FOR_FITS = 0.95  # of the budget: the rest is for what ends, is judged and writ
 COMMAND = Command(
     "Try methods from cheap to costly and recommend one.",
     "Fits a temperature, an ensemble (of sibling checkpoints), a stack of last layers and a Gaussian; then a flow "
-    "and hmc if the simpler posterior does not fit well. Compares all of them on val. Recommends the simplest that clearly "
-    "and significantly lowers the NLL without losing accuracy, else the temperature. Writes "
+    "and hmc if the simpler posterior does not fit well. Compares all of them on val. Recommends the simplest that "
+    "significantly lowers the NLL without losing accuracy, else a stack that lowers it, else the network. Writes "
     "recommended.json, which predict uses by default.",
     (AutoOptions, InputOptions, *COMPUTE),
     ("bnncli auto ckpt.pt", "bnncli auto ckpt.pt --budget 5m"),

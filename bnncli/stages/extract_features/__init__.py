@@ -12,7 +12,7 @@ import numpy as np
 from bnncli.machine.team import crew
 from bnncli.models import SavedModel
 from bnncli.options import ExtractFeaturesOptions
-from bnncli.options.command import COMPUTE, Command
+from bnncli.options.command import COMPUTE, Argument, Command
 from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run.model_files import own_files
 from bnncli.run.network_fit import MISREAD, recorded_fit
@@ -38,6 +38,11 @@ COMMAND = Command(
         "bnncli extract-features ckpt.pt --model lenet5 --data train=npz:train.npz --data test=npz:test.npz --hold-out val=test:2000 --ood mnist=npz:mnist.npz",
         "bnncli extract-features ckpt.pt --model net.py:make --model-arg width=4 --data train=images:train --resize 256 --crop 224",
         "bnncli extract-features myrun --from-npz features.npz",
+    ),
+    (
+        Argument(
+            "ckpt", "The checkpoint, or a name for the run if the model has its own weights. Artifacts go to CKPT.bnn."
+        ),
     ),
     section="Start",
     place=40,

@@ -55,16 +55,20 @@ class Found:
         self.model = model
         if (architecture or model or "").startswith(_NOT_LINEAR):
             options["last_layer"] = IDENTITY
-        splits = [f"train={data}", f"test={data.replace('TRAIN', 'TEST')}"]
-        options["hold_out"] = ["val=test:N"]  # auto and most fits need it
-        self.suggested = pasted("extract-features", str(path), model=model or _NETWORK, data=splits, **options)
+        split = [f"train={data}"]
+        self.suggested = pasted("extract-features", str(path), model=model or _NETWORK, data=split, **options)
 
     def result(self, path: Path) -> Result:
         """As the command line prints it, the suggested line last."""
         document = {"kind": self.kind, **self.document, "suggested": self.suggested}
         rows = [["kind", self.kind], *self.facts][:MAX_ROWS]
         lines = [] if self.suggested is None else [self.suggested]
-        return Result(extra=document, tables=[Table(["what", "value"], rows, title=str(path))], lines=lines)
+        summary = (
+            ["add --data test=SPEC --hold-out val=test:N: auto and most fits need a validation split"] if lines else []
+        )
+        return Result(
+            summary=summary, extra=document, tables=[Table(["what", "value"], rows, title=str(path))], lines=lines
+        )
 
 
 def short(value: Any, limit: int = 160) -> str:
