@@ -154,7 +154,7 @@ def recommend(
         if found.chosen is mixture:
             return found
     if winners:
-        found = _best_of(winners, "no other such choice beats it by as much")
+        found = _best_of(winners, "no other posterior improves on it significantly")
         return replace(
             found, pays=True, why=f"its NLL is significantly lower than that of {words} {lead}, and {found.why}"
         )

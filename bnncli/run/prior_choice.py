@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bnncli.names import counted
 from bnncli.options.target import AUTO, INHERIT, SearchedPriorOptions
 from bnncli.run.inputs import Split
 from bnncli.run.produce import Request
@@ -87,9 +86,8 @@ def prior_line(metrics: Mapping[str, Any]) -> list[str]:
     tried = ", ".join(f"{precision:.3g} {value:.4f}" for precision, value in curve)
     cut = "; the search stopped after taking as long as the run" if metrics["prior_precision_search_cut"] else ""
     if chosen == base:
-        others = counted(len(curve) - 1, "other")
         return [
-            f"prior precision {chosen:.4g}, from the base: none of {others} predicts val significantly better "
+            f"prior precision {chosen:.4g}, from the base: no other predicts val significantly better "
             f"(NLL in short runs: {tried}){cut}"
         ]
     return [

@@ -276,7 +276,8 @@ def comparison(baseline: int | None = None) -> Comparison:
 
 
 def test_latex_is_booktabs_with_escaped_names_and_bold_marks() -> None:
-    note, *lines = as_latex(comparison())
+    packages, note, *lines = as_latex(comparison())
+    assert packages == r"% needs \usepackage{booktabs}"
     assert lines == [
         r"\begin{tabular}{llrrr}", r"\toprule",
         r"posterior & integrator & draws & NLL $\downarrow$ & AUROC a\_b $\uparrow$ \\", r"\midrule",

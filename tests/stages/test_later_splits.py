@@ -210,10 +210,7 @@ def test_names_are_numbered_in_alphabetical_order_which_is_told_and_can_be_chang
     data = ("--data", f"train={write_table(folder, OUTPUTS)}")
     found, said = accuracy(cli, folder, *data)
     assert found < 1
-    assert (
-        "labels numbered in alphabetical order: contradiction=0, entailment=1, neutral=2"
-        in said
-    )
+    assert "labels numbered in alphabetical order: contradiction=0, entailment=1, neutral=2" in said
     (folder / "names.txt").write_text("\n".join(OUTPUTS))
     classes = ",".join(OUTPUTS) if form == "a,b,c" else str(folder / "names.txt")
     found, said = accuracy(cli, folder, *data, "--classes", classes)

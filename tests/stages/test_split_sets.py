@@ -148,7 +148,7 @@ def test_splits_that_were_mixed_by_hand_are_refused(cli: Cli, folder: Path) -> N
     for words in (("fit-laplace", "--name", "x"), ("predict", "--split", "test"), ("predict", "--split", "val")):
         done = cli(words[0], "net.pt", *words[1:], "--json")
         assert (done.code, done.json["error"]["code"]) == (65, "stale_input"), words
-        assert "used --mean 0.5" in done.json["error"]["message"]
+        assert "used --mean" in done.json["error"]["message"]
     allowed = cli("predict", "net.pt", "--split", "val", "--allow-stale", "--json")
     assert allowed.code == 0
     assert any("are inconsistent" in text for text in allowed.json["warnings"])

@@ -114,6 +114,13 @@ class Comparison:
             parts = [f"split {self.split}, mean +- standard error over {self.num_checkpoints} checkpoints"]
         else:
             parts = [f"split {self.split}, value +- standard error over {self.num_examples} examples"]
+        scores = list(
+            dict.fromkeys(
+                str(column.row["score"]) for column in self.columns if "score" in column.row and "ood" in column.row
+            )
+        )
+        if scores:
+            parts.append(f"detection by {', '.join(scores)}")
         if self.shows_cost:
             is_known = all(name.cost.training is not None for name in self.names)
             parts.append(f"{_COST} {'with' if is_known else 'without'} the checkpoint's training")
@@ -181,7 +188,7 @@ def as_latex(comparison: Comparison) -> list[str]:
         for column, arrow in zip(comparison.columns, arrows, strict=True)
     ]
     titles = [f"{_escaped(t)} {arrow}".strip() for t, arrow in zip(score_titles(comparison), arrows, strict=True)]
-    lines = [f"% {comparison.note().replace(MARKED, 'bold:')}"]
+    lines = [r"% needs \usepackage{booktabs}", f"% {comparison.note().replace(MARKED, 'bold:')}"]
     heads = comparison.heads
     lines += [rf"\begin{{tabular}}{{ll{'r' * (len(heads) - 2 + len(titles))}}}", r"\toprule"]
     lines += [" & ".join([*heads, *titles]) + r" \\", r"\midrule"]

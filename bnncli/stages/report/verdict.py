@@ -87,7 +87,8 @@ class Beside(NamedTuple):
 def _beside_the_network(subject: Subject) -> Beside | None:
     """The recommended predictions beside those of the network at one temperature, else as trained; None without both."""
     focus, plain = subject.focus, [group for group in _told(subject) if group is not subject.focus]
-    base = next((group for group in plain if group.posterior == "temperature"), plain[0] if plain else None)
+    plain.sort(key=lambda group: (group.posterior != "temperature", group.variant != "plug-in"))
+    base = plain[0] if plain else None
     if focus is None or base is None:
         return None
     found = qualities_of(subject, focus, base)
@@ -221,7 +222,7 @@ def _headline(judgement: Judgement | Missing, recommended: Recommended | None, b
     if (accuracy := beside.of("accuracy")) is not None:
         parts.append(f"accuracy {_signed(100 * accuracy.difference, 1)} points{_doubted(accuracy)}")
     for ood, one in beside.detection.items():
-        parts.append(f"out-of-distribution AUROC {_signed(one.difference, 2)} on {ood}{_doubted(one)}")
+        parts.append(f"AUROC of its own confidence {_signed(one.difference, 2)} against {ood}{_doubted(one)}")
     return f"{found}: {', '.join(parts)} on {beside.split}." if parts else f"{found}."
 
 
