@@ -193,7 +193,7 @@ def read_deepspeed(folder: Path) -> tuple[dict[str, Tensor], str]:
         count = max(count) if isinstance(count, Sequence) else count
         if lack or len(ranks) != count:
             raise MissingInput(
-                f"{quoted(folder, limit=300)} has optimizer files of {len(ranks)} ranks, expected {count}",
+                f"{quoted(folder, limit=300)} has optimizer files from {len(ranks)} ranks, expected {count}",
                 code="missing_shards", path=folder, hint="copy or download all of them",
             )  # fmt: skip
         shapes = {name: shape for group in saved["param_shapes"] for name, shape in group.items()}

@@ -73,7 +73,7 @@ def draw(
             axes[row, column].set_ylabel(names[1])
     shown: list[Any] = [Line2D([], [], color="black"), Patch(facecolor=_FILLS[2])]
     held = ", ".join(f"{100 * share:.0f}" for share in SHARES)
-    labels = [f"exact, holding {held}%", "kernel density of the draws, the same shares"]
+    labels = [f"exact, holding {held}%", "kernel density of the draws, same levels"]
     figure.legend(shown, labels, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     figure.suptitle(title, fontsize="large")
     return figure

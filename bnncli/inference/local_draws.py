@@ -111,8 +111,7 @@ def _perturbed(
             (inputs,) = args
             if name in used or (isinstance(module, nn.Linear) and inputs.ndim != 2):
                 raise UsageError(
-                    f"\0estimator\0 {estimator}: {name} is applied at several positions of one example, which "
-                    "share its weights",
+                    f"\0estimator\0 {estimator}: {name} shares its weights across several positions of each example",
                     hint="use \0estimator\0 reparam",
                 )
             used.add(name)

@@ -68,7 +68,8 @@ class Adapted:
             raise UsageError(
                 "\0model\0 peft:DIR has its own weights (adapter and base model), but the checkpoint is a "
                 "different file",
-                hint="give the adapter's folder as the checkpoint, or any name for the run",
+                hint="give the adapter's folder as the checkpoint; if you only need a name for the run, any name "
+                "will do",
             )
         return with_padding(adapted(self.folder, self.base, self.kind, architecture_of(self.config)), self.transform)
 

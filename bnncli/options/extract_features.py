@@ -66,7 +66,7 @@ class ExtractFeaturesOptions(Checked):
     hold_out: list[str] = network_inputs.hold_out()
     from_npz: str | None = option(
         None,
-        "Arrays of your own extractor: features_<split>, labels_<split>, head_weight, head_bias.",
+        "Arrays from your own feature extractor: features_<split>, labels_<split>, head_weight, head_bias.",
         metavar="FILE",
         group="Network",
     )

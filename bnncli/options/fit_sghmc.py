@@ -26,8 +26,7 @@ class FitSghmcOptions(GivenPriorOptions):
     chains: int = option(4, "Number of chains, run as one batch.", minimum=1, group="Sampling")
     epochs: int | None = option(
         None,
-        "Passes over the training split, all cycles together. Default: 1000, or 250 per cycle; other layers 40, "
-        "or 10 per cycle.",
+        "Total passes over the training split. Default: 1000, or 250 per cycle; other layers 40, or 10 per cycle.",
         minimum=1,
         group="Sampling",
     )

@@ -46,8 +46,8 @@ class PredictOptions(Checked):
     )
     data: list[str] = option(
         [],
-        "Predict new data instead of the run's splits, into \0table\0. SPEC as for extract-features; - reads "
-        "image file names from stdin.",
+        "Predict on new data instead of the run's splits and write \0table\0. SPEC as for extract-features; - "
+        "reads image file names from stdin.",
         metavar="SPLIT=SPEC",
         numeric=False,
         group="What to predict",

@@ -57,7 +57,7 @@ class RefineOptions(SearchedPriorOptions):
     )
     space: str = option(
         "auto",
-        "Coordinates of the flow: whitened by the base, or weights. auto is the flow's own choice.",
+        "Coordinates in which the flow works: whitened by the base, or the weights. auto uses the flow's default.",
         choices=("auto", "whitened", "weight"),
         group="Flow",
         is_rare=True,

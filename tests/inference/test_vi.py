@@ -226,7 +226,7 @@ def test_layers_that_an_estimator_does_not_do_are_refused() -> None:
     shared = nn.Linear(4, 4)
     twice = network_layout(shared, nn.Tanh(), shared, shape=(4,), outputs=4)
     ones = torch.ones(twice.num_params, dtype=torch.float64)
-    with pytest.raises(UsageError, match="is applied at several positions"):
+    with pytest.raises(UsageError, match="shares its weights across several positions"):
         logit_draws(twice, "local")(ones, ones, torch.ones(2, 4, dtype=torch.float64), seeded())
     normed = network_layout(nn.Linear(4, 3), nn.LayerNorm(3), shape=(4,))
     with pytest.raises(UsageError, match="1 is LayerNorm"):

@@ -440,7 +440,7 @@ def test_rules_that_a_file_cannot_have_are_refused(cli: Cli, small_run: Path) ->
     assert cli(*calibrate, "--sets", "aps", "--coverage", "0.7", "--name", "drawn").code == 0
     assert cli(*calibrate, "--false-alarm", "0.1").code == 0
     words = ("export", small_run, *asked, *TORCH, "--decide")
-    assert "draws a random number per example" in cli(*words, "drawn").stderr
+    assert "draws a random number for each example" in cli(*words, "drawn").stderr
     assert (
         "uses combined, but ood_score is entropy; add --score combined"
         in cli(*words, "ood", "--score", "entropy").stderr

@@ -26,9 +26,9 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Calibrate decisions with guarantees: prediction sets, acceptance, outliers, shift.",
-    "Needs predictions of a split that no fit or choice has used, such as extract-features --hold-out "
-    "calib=test:2000. predict adds the decisions to its table; evaluate reports how they perform. Exits 3 if no "
-    "threshold meets --risk. Writes decisions/<posterior>.<integrator>/<rule>.safetensors.",
+    "Needs predictions on a split that was not used for fitting or selection, such as one from extract-features "
+    "--hold-out calib=test:2000. predict adds the decisions to its table; evaluate reports how they perform. "
+    "Exits 3 if no threshold meets --risk. Writes decisions/<posterior>.<integrator>/<rule>.safetensors.",
     (CalibrateOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli calibrate ckpt.pt --sets lac --coverage 0.9",

@@ -31,7 +31,7 @@ COMMAND = Command(
         "bnncli compare seed-*.pt --plot figures",
         "bnncli compare ckpt.pt --by cost",
     ),
-    (Argument("ckpt", "Checkpoints to compare; several are seeds of one experiment.", is_many=True),),
+    (Argument("ckpt", "Checkpoints to compare. Several are treated as seeds of one experiment.", is_many=True),),
     section="Judge",
     place=20,
 )

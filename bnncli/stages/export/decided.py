@@ -46,7 +46,11 @@ def _why_not(decision: DecisionFile, score: str) -> str | None:
     """Why a file cannot have what a rule decides by; None where it can."""
     rule = decision.rule
     if isinstance(rule, SetRule):
-        return None if rule.score.seed is None else "draws a random number per example, which an exported file cannot"
+        return (
+            None
+            if rule.score.seed is None
+            else "draws a random number for each example, which an exported file cannot do"
+        )
     if isinstance(rule, OutlierRule):
         own = decision.header.meta["settings"]["score"]
         return None if own == score else f"uses {own}, but ood_score is {score}; add \0score\0 {own}"

@@ -25,7 +25,7 @@ from bnncli.storage.provenance import Source
 COMMAND = Command(
     "Combine networks that were trained separately into an ensemble.",
     "CKPT is the first member, MEMBERs are further checkpoints of the same architecture. All have equal weight. "
-    "Writes posteriors/ensemble.safetensors, or mola with --each laplace.",
+    "Writes posteriors/ensemble.safetensors, or posteriors/mola.safetensors with --each laplace.",
     (FitEnsembleOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-ensemble lenet-0.safetensors lenet-1.safetensors lenet-2.safetensors",

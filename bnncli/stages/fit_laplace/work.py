@@ -152,7 +152,7 @@ def _mean_scales(run: Run, val: Split | None, left_out: Sequence[Tensor]) -> lis
         fit = fit_temperature(LabelledLogits(logits[kept], labels[kept], val.layout.likelihood))
         scales.append(1.0 if fit.unbounded is not None else 1 / fit.temperature)
         if fit.unbounded is not None and len(scales) == 1:
-            why = f"val has no best temperature ({fit.unbounded})"
+            why = f"no optimal temperature exists on val ({fit.unbounded})"
             run.console.warn(f"{why}: the prior's mean is the checkpoint's last layer unchanged")
     return scales
 

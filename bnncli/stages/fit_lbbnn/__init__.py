@@ -18,9 +18,9 @@ from bnncli.theta.network import NetworkLayout
 
 COMMAND = Command(
     "Fit a latent binary network, which includes each weight with some probability.",
-    "Maximises a bound on the evidence of a spike-and-slab network on the features: the last layer, or with "
-    "--hidden a whole network on raw inputs (extract-features --model flatten). Reports the bound and the density. "
-    "Writes posteriors/lbbnn.safetensors.",
+    "Fits a spike-and-slab network by maximising a lower bound on the evidence. By default it fits the last "
+    "layer; with --hidden, a whole network on raw inputs (extract-features --model flatten). Reports the bound "
+    "and the density. Writes posteriors/lbbnn.safetensors.",
     (FitLbbnnOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-lbbnn ckpt.pt",

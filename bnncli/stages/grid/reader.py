@@ -22,7 +22,9 @@ from bnncli.storage.run_folder import RunFolder
 
 _MAKES_ITS_CHECKPOINT = ("train", "extract-features")
 _KEYS = ("command", "name", "after")
-_NOT_OF_STEPS = {spec.name: "grid sets how lines report, and where" for spec in fields(CommonOptions)} | {
+_NOT_OF_STEPS = {
+    spec.name: "grid controls how and where each line reports; remove this option" for spec in fields(CommonOptions)
+} | {
     "force": "a line that continues after a kill must not start over; remove the artifacts to create again",
     "dry_run": "it is an option of grid",
     "resume": "grid adds it to lines that can continue",

@@ -35,9 +35,9 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Compute class probabilities from posteriors.",
-    "Predicts every split except train, or new data with --data or --follow. Settings of an integrator become part "
-    "of its name: mc with --qmc is mc-qmc. Writes predictions/<posterior>.<integrator>/<split>.h5; for new data "
-    "only a table.",
+    "Predicts every split except train, or new data with --data or --follow. Settings of an integrator become "
+    "part of its name: mc with --qmc is mc-qmc. Writes predictions/<posterior>.<integrator>/<split>.h5. For new "
+    "data, writes only a table.",
     (PredictOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli predict ckpt.pt",
@@ -179,7 +179,7 @@ def _refuse_of_labels(options: PredictOptions) -> None:
     }
     for flag, (is_given, why) in given.items():
         if is_given:
-            raise UsageError(f"{flag}: the run is multilabel, so its classes do not exclude each other: {why}")
+            raise UsageError(f"{flag}: the run is multilabel, so its classes are not mutually exclusive: {why}")
 
 
 def _about_draws(run: Run, outputs: list[dict[str, Any]]) -> list[str]:
