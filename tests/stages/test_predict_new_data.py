@@ -100,7 +100,7 @@ def test_files_are_named_on_stdin_and_their_names_stand_in_the_table(
     [
         (("--data", "new=npz:test.npz"), "--data writes a table: add --table FILE"),
         (("--data", "new=npz:test.npz", "--table", "t.csv", "--split", "test"), "--split names a split of the run"),
-        (("--data", "new=npz:test.npz", "--table", "t.csv", "--follow", "d"), "are not mutually exclusive"),
+        (("--data", "new=npz:test.npz", "--table", "t.csv", "--follow", "d"), "exclude each other"),
         (("--data", "new=npz:test.npz", "--table", "t.csv", "--keep-samples"), "--keep-samples is for splits"),
         (("--data", "new=npz:test.npz", "--table", "t.csv", "--name", "n"), "--name and --out"),
         (("--follow", ".", "--table", "t.npz"), "appends to a .csv table"),

@@ -69,7 +69,7 @@ def test_a_temperature_that_val_does_not_bound_is_compared_with_nothing(cli: Cli
     done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
     assert "temperature" not in {**done["metrics"]["val"], **done["metrics"]["val_excess"]}
     assert "network" in done["metrics"]["val_excess"]
-    assert not [text for text in done["warnings"] if "best temperature" in text]
+    assert not [text for text in done["warnings"] if "optimal temperature" in text]
 
 
 def test_a_predictive_that_plainer_ones_beat_is_warned_of_with_numbers_and_commands(cli: Cli, tmp_path: Path) -> None:
