@@ -39,7 +39,9 @@ def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
     if new in sizes:
         raise UsageError(f"\0hold_out\0: split {new!r} already exists")
     if not 0 < count < sizes[old]:
-        raise UsageError(f"\0hold_out\0: {old!r} has {sizes[old]} rows, expected fewer than that to move; got {count}")
+        raise UsageError(
+            f"\0hold_out\0: {text} needs more than {count} rows in {old!r}, but only {sizes[old]} are left"
+        )
     return new, old, count
 
 

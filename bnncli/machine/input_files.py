@@ -82,7 +82,7 @@ def nearest_file(path: Path) -> str | None:
         return f"no folder {quoted(path.parent, limit=300)}"
     except OSError:
         return None
-    near = difflib.get_close_matches(path.name, sorted(names), n=1)
+    near = difflib.get_close_matches(path.name, sorted({*names} - {path.name}), n=1)
     return f"did you mean {quoted(path.with_name(near[0]), limit=300)}?" if near else None
 
 

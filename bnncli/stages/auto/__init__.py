@@ -219,7 +219,7 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, baseline:
         cells.append([f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", ece, told, good])
     note = (
         f"* recommended; {len(labels)} examples of val; gain: NLL of {baseline or 'the network'} minus NLL of the row; "
-        "good: matches the exact posterior closely (see diagnose); the temperature's row leaves out each example in turn"
+        "good: matches the exact posterior closely (see diagnose); the temperature's scores are leave-one-out"
     )
     if any(rung.criterion == "val" or (rung.name == ENSEMBLE and rung.source is not None) for rung in rungs):
         note += "; fits were tuned on val too, so their scores are slightly optimistic"

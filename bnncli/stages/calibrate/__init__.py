@@ -159,9 +159,13 @@ def _failure(kind: str, metrics: dict[str, Any]) -> BnnError | None:
     """Of a risk that no threshold is shown to meet: the rule accepts nothing."""
     if kind != RISK or metrics["most_doubt"] is not None:
         return None
+    tried = (
+        f"of the {metrics['num_accepted']} most confident predictions, {metrics['num_wrong']} are wrong; "
+        if metrics["num_accepted"]
+        else ""
+    )
     return CheckFailed(
-        f"no threshold reaches the requested risk: of the {metrics['num_accepted']} most confident predictions, "
-        f"{metrics['num_wrong']} are wrong; the rule accepts nothing",
+        f"no threshold reaches the requested risk: {tried}the rule accepts nothing",
         code="no_threshold",
         hint="use a larger --risk, or calibrate on more examples",
     )

@@ -38,6 +38,11 @@ def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> 
     if kind == RISK:
         if metrics["most_doubt"] is None:
             return f"no threshold has at most {percent(settings['risk'], 'g')} wrong predictions ({count} examples)"
+        if metrics["threshold"] == 0:
+            return (
+                f"accept every prediction: at most {percent(settings['risk'], 'g')} are wrong, {often}; here "
+                f"{metrics['num_wrong']} of {count}"
+            )
         wrong = percent(metrics["num_wrong"] / metrics["num_accepted"]) if metrics["num_accepted"] else "none"
         return (
             f"accept predictions with confidence of at least {metrics['threshold']:.6g}: at most "
