@@ -82,7 +82,7 @@ def option_rows(options: dict[str, tuple[Any, Any]]) -> list[str]:
         names = [code(meta["short"])] if meta["short"] else []
         names.append(code(f"{flag_of(name)} {metavar}".rstrip()))
         text = cell(help_of(spec)) + (f" One of: {', '.join(choices)}." if choices else "")
-        is_none = default is None or default is False or default in ([], "") or (default == 0 and hint is not float)
+        is_none = default is None or default is False or default in ([], "") or name == "verbose"
         rows.append((", ".join(names), "" if is_none else code(str(default)), text))
     if not any(default for _, default, _ in rows):
         return ["| Option | Meaning |", "|---|---|", *(f"| {option} | {text} |" for option, _, text in rows)]

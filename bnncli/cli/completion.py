@@ -45,7 +45,7 @@ def completes_argument(name: str) -> Callable[..., list[str]] | None:
     if name == "of":
         return _of(lambda: [one.name for one in COMMANDS])
     if name == "topic":
-        return _of(lambda: [*TOPICS, *(one.name for one in COMMANDS)])
+        return _of(lambda: [*TOPICS, *(one.parent or one.name for one in COMMANDS)])
     return _of(_removable) if name == "name" else None
 
 

@@ -306,7 +306,9 @@ _SHARED = (
 
 def _without_help(argv: list[str]) -> list[str]:
     """Return `help COMMAND` as `COMMAND --help`, which prints the same; any other words as they are."""
-    words = argv[1:]
+    words = [word for word in argv[1:] if not word.startswith("-")] + [
+        word for word in argv[1:] if word.startswith("-")
+    ]
     is_command = find_command(words) is not None or any(words[:1] == [one.parent] for one in COMMANDS)
     return [*words, "--help"] if argv[:1] == ["help"] and is_command else argv
 

@@ -64,7 +64,7 @@ def lines_of(topic: str | None) -> list[str]:
             "For a command, see `bnncli help COMMAND`. For the list, see `bnncli --help`.",
         ]
     if topic not in TOPICS:
-        raise not_one_of("help", topic, [*TOPICS, *(one.name for one in COMMANDS)])
+        raise not_one_of("help", topic, [*TOPICS, *(one.parent or one.name for one in COMMANDS)])
     return TOPICS[topic][1]()
 
 

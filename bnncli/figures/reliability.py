@@ -118,7 +118,7 @@ def draw(
         if place == 0:
             handles = upper.get_legend_handles_labels()
     figure.suptitle(f"Reliability on {split}", fontsize="large")
-    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    figure.legend(*handles, loc="outside lower center", ncols=3 if columns > 1 else 1, frameon=False, fontsize="small")
     return figure
 
 

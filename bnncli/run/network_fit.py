@@ -96,7 +96,7 @@ class NetworkFit:
         )
         if self.relabelled is not None:
             how, accuracy = self.relabelled["how"], percent(self.relabelled["accuracy"])
-            text += f"; labels look {how}: accuracy would be {accuracy}"
+            text += f"; labels look {how}; the accuracy would then be {accuracy}"
         elif self.is_of_another_scale:
             text += f"; {self.nats_of_error:.0f} nats per error"
         return text

@@ -42,7 +42,8 @@ def legend(
     lines += [score.note for name, score in scores.items() if name in there and score.note is not None]
     if any(recorded_name(row) is not None for row in rows):
         lines.append(
-            "multilabel: accuracy needs every label right; NLL, Brier and ECE are per label; other scores are means over labels"
+            "multilabel: accuracy needs every label right; NLL, Brier and ECE are per label; class AUROC and average precision are "
+            "means over labels"
         )
     if options.intervals:
         lines.append(

@@ -99,14 +99,3 @@ def test_it_ends_by_writing_a_report_and_says_where(demo: tuple[Path, dict[str, 
     page = read_page(report)
     check_is_self_contained(page, report.read_text())
     assert len(page.one("inputs").all("img")) == 24
-
-
-@pytest.mark.parametrize("how", [(), ("--json",)])
-def test_files_only_writes_the_embedded_files_and_stops(tmp_path: Path, how: tuple[str, ...]) -> None:
-    results, folder = io.StringIO(), tmp_path / "files"
-    assert run_command_line(["demo", "--files-only", "--dir", str(folder), "-q", *how], results) == 0
-    names = ["lenet5-fmnist.pt", "train.npz", "val.npz", "test.npz", "mnist.npz"]
-    assert sorted(one.name for one in folder.iterdir()) == sorted(names)
-    assert all((folder / name).read_bytes() == fixture_path(name).read_bytes() for name in names)
-    if not how:
-        assert results.getvalue().split() == [str(folder / name) for name in names]

@@ -262,10 +262,10 @@ def test_files_of_labels_pass_a_full_check(cli: Cli, run: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--integrator", "bridge", "--top-k", "best"), "--top-k: the run is multilabel, so its classes do not"),
+        (("--integrator", "bridge", "--top-k", "best"), "--top-k: the run is multilabel, so its classes are not"),
         (
             ("--table", "t.csv", "--merge", "a=0,1"),
-            "--merge: the run is multilabel, so its classes do not exclude each",
+            "--merge: the run is multilabel, so its classes are not mutually exclusive",
         ),
         (
             ("--integrator", "probit", "--projection", "difference"),

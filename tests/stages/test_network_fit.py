@@ -133,7 +133,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("data", "words", "told"),
     [
         ("", (), None),
-        ("-shifted", (), "labels look shifted by one: with label - 1: accuracy would be "),
+        ("-shifted", (), "labels look shifted by one: with label - 1; the accuracy would then be "),
         ("-bytes", (), "nats per error"),
         ("-bytes", (), "(--mean 0 --std 255 gives accuracy "),
         ("", ("--mean", "-9", "--std", "0.05"), "(--mean 0 --std 1 gives accuracy "),
@@ -181,7 +181,7 @@ def test_auto_and_report_go_on_where_that_is_accepted(cli: Cli, tmp_path: Path) 
     assert cli("report", run, "--accept-poor-network").code == 0
     page = (tmp_path / "run.bnn/report.html").read_text()
     assert "probably misreads" in page
-    assert "with label - 1: accuracy would be" in page
+    assert "with label - 1; the accuracy would then be" in page
 
 
 def test_features_of_earlier_versions_have_no_verdict(cli: Cli, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_permutation_of_some_classes_is_told_by_their_names() -> None:
     )
     two = fitted(num_classes=2)
     exchanged = fit_of_logits(two["features_test"] @ two["head_weight"].T, 1 - two["labels_test"])
-    assert "'1' as '0', '0' as '1': accuracy would be" in exchanged.doubt("test")
+    assert "'1' as '0', '0' as '1'; the accuracy would then be" in exchanged.doubt("test")
 
 
 def test_an_accurate_network_that_is_too_sure_is_overconfident_and_no_more(cli: Cli, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_table_says_what_its_intervals_hold(cli: Cli, small_run: Path) -> None
     assert (output["draws"], output["interval_level"]) == (20, pytest.approx(19 / 21))
     again = cli("predict", small_run, *words)
     assert "draws: few 20" in again.stderr
-    assert "few: too few draws for 95% intervals; using 90.5% intervals" in again.stderr
+    assert "few: too few draws for 95% intervals; using 90% intervals" in again.stderr
 
 
 def test_blocks_do_not_change_a_table(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

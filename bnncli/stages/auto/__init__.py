@@ -106,7 +106,7 @@ def run(run: Run, options: AutoOptions) -> Result:
     names = {rung.posterior for rung in rungs if rung.source is not None}
     others = [path.stem for path in run.folder.posteriors() if path.stem not in names]
     headers = {rung.posterior: read_header(rung.source.path) for rung in rungs if rung.source is not None}
-    tables = _table(rungs, rows, val.content.labels, result.metrics["about"][1]), *gain_table(headers)
+    tables = _table(rungs, rows, val.content.labels, result.metrics["about"][1] or None), *gain_table(headers)
     result.tables = [*tables, *_qualities_table(result.metrics)]
     result.lines = [
         *(f"{rung.name}: {rung.note}" for rung in rungs if rung.note),
@@ -140,10 +140,8 @@ def _averaging(headers: dict[str, Header]) -> list[str]:
         return []
     averaging = gain["averaging"]
     error = averaging["standard_error"]
-    shown = f"{averaging['value']:+.4f}" + ("" if error is None else f" +- {error:.4f}")
-    return [
-        f"averaging over the posterior (laplace) gains {shown} nats of val NLL; the rest comes from the temperature and the refitted head"
-    ]
+    shown = f"{-averaging['value']:+.4f}" + ("" if error is None else f" +- {error:.4f}")
+    return [f"averaging over the posterior of laplace changes its val NLL by {shown} nats"]
 
 
 def _without_ensemble(run: Run, ensemble: str, rows: list[dict[str, Any]]) -> str:
@@ -199,7 +197,7 @@ def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
     return [Table(columns, [one.cells for one in found], notes=notes)]
 
 
-def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, baseline: str) -> Table:
+def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, baseline: str | None) -> Table:
     """A row for each rung by its best integrator; gains are beside the baseline, in words."""
     cells = []
     for rung in rungs:
@@ -217,10 +215,13 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, baseline:
         good = "-" if rung.is_good is None else "yes" if rung.is_good else "no"
         ece = f"{shown['ece']:.4f}"
         cells.append([f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", ece, told, good])
-    note = (
-        f"* recommended; {len(labels)} examples of val; gain: NLL of {baseline or 'the network'} minus NLL of the row; "
-        "good: matches the exact posterior closely (see diagnose); the temperature's scores are leave-one-out"
-    )
+    note = f"* recommended; {len(labels)} examples of val"
+    if baseline is not None and any(cell[4] != "-" for cell in cells):
+        note += f"; gain: NLL of {baseline} minus NLL of the row"
+    if any(cell[5] != "-" for cell in cells):
+        note += "; good: matches the exact posterior closely (see diagnose)"
+    if any(rung.name == "fit-temperature" and rung.source is not None for rung in rungs):
+        note += "; the temperature's scores are leave-one-out"
     if any(rung.criterion == "val" or (rung.name == ENSEMBLE and rung.source is not None) for rung in rungs):
         note += "; fits were tuned on val too, so their scores are slightly optimistic"
     columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bnncli import options as o
+from bnncli.errors import OutputExists
 from bnncli.options import CommonOptions, ComputeOptions, DemoOptions
 from bnncli.options.command import Command
 from bnncli.options.command_line import CommandLine
@@ -33,7 +34,7 @@ OUTSIDE = ("mnist",)
 def run(run: Run, options: o.DemoOptions) -> Result:
     """Run every step into the demo's folder; the result is the table of evaluate."""
     folder = Path(options.dir)
-    checkpoint = _copy_fixture(folder)
+    checkpoint = _copy_fixture(folder, may_replace=not options.files_only)
     if options.files_only:
         files = [str(checkpoint), *(str(folder / f"{split}.npz") for split in (*DATA, *OUTSIDE))]
         return Result(lines=files, extra={"files": files})
@@ -67,10 +68,21 @@ def run(run: Run, options: o.DemoOptions) -> Result:
     return total
 
 
-def _copy_fixture(folder: Path) -> Path:
-    """Put the checkpoint and the data into the demo's folder; what is there already is left alone."""
+def _copy_fixture(folder: Path, *, may_replace: bool) -> Path:
+    """Put the checkpoint and the data into a folder.
+
+    Args:
+        may_replace: whether files of these names with other content are replaced, as in the demo's own folder.
+
+    Raises:
+        OutputExists: there are such files, and they may not be replaced.
+    """
     check_writable(folder, hint="choose another place with --dir")
-    for name in (CHECKPOINT, *(f"{split}.npz" for split in (*DATA, *OUTSIDE))):
+    names = (CHECKPOINT, *(f"{split}.npz" for split in (*DATA, *OUTSIDE)))
+    for name in () if may_replace else names:
+        if (folder / name).exists() and (folder / name).read_bytes() != fixture_path(name).read_bytes():
+            raise OutputExists(f"{folder / name} exists and is another file", hint="choose another place with --dir")
+    for name in names:
         target = folder / name
         content = fixture_path(name).read_bytes()
         if not target.is_file() or target.read_bytes() != content:

@@ -235,6 +235,8 @@ def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
         for pair in combinations(group, 2)
         if not all(one.judged.type in POINTS for one in pair)  # two networks have no distance that says anything
     ]
+    if not both:
+        return []
     task = run.console.task("mmd", len(both))
     pairs = []
     for one, other in both:

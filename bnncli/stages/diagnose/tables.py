@@ -113,7 +113,7 @@ def _density_note(densities: Mapping[str, dict[str, Any]]) -> str:
     latent = [name for name, entry in densities.items() if entry["type"] == LATENT_BINARY]
     note = _DENSITY_NOTE
     if not any(entry["draws"] for entry in densities.values()):
-        note = "none has a density, so only their predictions can be compared"
+        note = "+- standard error; none has a density, so only their predictions can be compared"
     other = f"; {', '.join(latent)}: spike-and-slab prior, another target" if latent else ""
     return note + _TUNED * _any_tuned(densities) + other
 

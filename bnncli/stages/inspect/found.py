@@ -64,7 +64,9 @@ class Found:
         rows = [["kind", self.kind], *self.facts][:MAX_ROWS]
         lines = [] if self.suggested is None else [self.suggested]
         summary = (
-            ["add --data test=SPEC --hold-out val=test:N: auto and most fits need a validation split"] if lines else []
+            ["add --data test=SPEC --hold-out val=test:N: auto and most fits need a validation split"]
+            if " extract-features " in "".join(lines) and " --data " in lines[0]
+            else []
         )
         return Result(
             summary=summary, extra=document, tables=[Table(["what", "value"], rows, title=str(path))], lines=lines

@@ -187,11 +187,11 @@ def _about_draws(run: Run, outputs: list[dict[str, Any]]) -> list[str]:
     by_maker = {Path(output["path"]).parent.name: output for output in outputs if output.get("draws")}
     counts = ", ".join(f"{maker} {output['draws']}" for maker, output in by_maker.items())
     lines = [f"draws: {counts}"] if counts else []
-    levels: dict[str, float] = {}
+    levels: dict[str, tuple[str, float]] = {}
     for output in outputs:
         if output.get("draws") and output["interval_level"] is not None:
             maker = Path(output["path"]).parent.name
-            levels[maker] = min(output["interval_level"], levels.get(maker, 1.0))
+            levels[maker] = maker.partition(".")[0], min(output["interval_level"], levels.get(maker, ("", 1.0))[1])
     return [*lines, *few_draws_lines(run, levels)]
 
 

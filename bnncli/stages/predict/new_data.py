@@ -72,7 +72,7 @@ class NewData:
         rules: of calibrate, of each maker.
         shown: the columns of the table.
         kept: features that are there already, by the name of their split.
-        levels: lowest level of the intervals that each maker gave, of those that gave some.
+        levels: of each maker that gave intervals, by its name: the posterior, and their lowest level.
     """
 
     run: Run
@@ -81,7 +81,7 @@ class NewData:
     shown: ShownColumns
     rules: Sequence[NewDataRules]
     kept: Mapping[str, FeatureFile] = field(default_factory=dict)
-    levels: dict[str, float] = field(default_factory=dict)
+    levels: dict[str, tuple[str, float]] = field(default_factory=dict)
     _inputs: dict[str, InputSums] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
 
@@ -230,7 +230,7 @@ class NewData:
         level = None if content.interval is None else predicted.integrator.interval_level
         if level is not None:
             name = ".".join(maker.origin)
-            self.levels[name] = min(level, self.levels.get(name, level))
+            self.levels[name] = maker.origin[0], min(level, self.levels.get(name, ("", level))[1])
         exclusive = has_exclusive_classes(layout.likelihood_name)
         return content, Origin(split.name, *maker.origin, level, exclusive)
 

@@ -41,7 +41,10 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
     shown = ShownColumns(merges, has_top_k, has_names, options.probabilities, columns_of_rules(rules), options.raw_text)
     new = NewData(run, makers, classes, shown, rules)
     if options.follow is not None:
-        return Followed(new, Arrivals(Path(options.follow)), target).until(options.idle)
+        done = Followed(new, Arrivals(Path(options.follow)), target).until(options.idle)
+        for line in few_draws_lines(run, new.levels):
+            run.console.warn(line)
+        return done
     check_table_path(run, target, [maker.predictor.path for maker in makers])
     added = _added(run, options, new) if options.keep_features else None
     splits = [new.split(*named) for named in _named(options)] if added is None else added.splits

@@ -16,6 +16,7 @@ from bnncli.integrators._intervals import LEVEL
 from bnncli.lazy import torch
 from bnncli.names import percent
 from bnncli.numerics import dirichlet
+from bnncli.options.declaration import spelled
 from bnncli.run.session import Result, Run
 from bnncli.stages.predict.decided import RuleColumns, SplitDecisions, columns_of
 from bnncli.storage.artifacts import read_header
@@ -58,20 +59,23 @@ class Merge:
     members: tuple[int, ...]
 
 
-def few_draws_lines(run: Run, levels: Mapping[str, float]) -> list[str]:
+def few_draws_lines(run: Run, levels: Mapping[str, tuple[str, float]]) -> list[str]:
     """Say which intervals hold less than 95%, and what has better ones.
 
     Args:
-        levels: the lowest of each POSTERIOR.INTEGRATOR.
+        levels: of each set of predictions, by its name: the posterior, and the lowest level.
     """
-    has_gaussian = any(path.stem == "laplace" for path in run.folder.posteriors())
-    hint = f"; for 95% intervals: {run.suggest('predict', posterior='laplace')}" if has_gaussian else ""
-    return [
-        f"{maker}: too few draws for 95% intervals; using {percent(level, '.0f')} intervals"
-        + ("" if maker.startswith("laplace.") else hint)
-        for maker, level in levels.items()
-        if level < LEVEL
-    ]
+    known = {path.stem for path in run.folder.posteriors()}
+    lines = []
+    for name, (posterior, level) in levels.items():
+        if level < LEVEL:
+            more = "; use more \0samples\0" if posterior == "laplace" else ""
+            if {posterior, "laplace"} <= known and posterior != "laplace":
+                more = "; \0posterior\0 laplace has them"
+            lines.append(
+                spelled(f"{name}: too few draws for 95% intervals; using {percent(level, '.0f')} intervals{more}")
+            )
+    return lines
 
 
 class Origin(NamedTuple):

@@ -10,6 +10,7 @@ from bnncli.detectors import DEFAULT_SCORE
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.paired import holm
 from bnncli.evaluation.recommendation import Quality
+from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.names import counted, percent
 from bnncli.options.assertions import Quantity
 from bnncli.pages.blocks import Block, DataTable, Missing, TableCell
@@ -38,7 +39,11 @@ _KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian refined by a flow", "sam
 def verdict(subject: Subject) -> list[Block]:
     """The section."""
     judgement, recommended = subject.judgement, subject.recommended
-    beside = tried(partial(_beside_the_network, subject)) or _recorded(subject)
+    beside = tried(partial(_beside_the_network, subject))
+    if beside is None or (
+        recommended is not None and not isinstance(beside, Missing) and beside.posterior != recommended.posterior
+    ):
+        beside = _recorded(subject) or beside
     words = [*_misread(subject)]
     if recommended is not None and recommended.sentence:
         words.append(joined(strong("Why. "), linked(f"{_capital(recommended.sentence)}.")))
@@ -78,6 +83,7 @@ class Beside(NamedTuple):
     num_examples: int | None
     qualities: list[Quality]
     detection: dict[str, Quality]  # by out-of-distribution split
+    is_multilabel: bool = False
 
     def of(self, score: str) -> Quality | None:
         """The quality by its score; None where it is unknown."""
@@ -102,13 +108,18 @@ def _beside_the_network(subject: Subject) -> Beside | None:
         int(focus.splits(is_ood=False)[subject.split].meta["num_examples"]),
         found,
         {name: one for name, one in detection.items() if one is not None},
+        not has_exclusive_classes(recorded_name(focus.splits(is_ood=False)[subject.split].meta)),
     )
 
 
 def _recorded(subject: Subject) -> Beside | None:
     """What auto measured on val of its recommendation, for a run without predictions of the network; None without it."""
     chosen = subject.recommended
-    if chosen is None or chosen.by != "auto":
+    if (
+        chosen is None
+        or chosen.by != "auto"
+        or (subject.options.posterior and chosen.posterior not in subject.options.posterior)
+    ):
         return None
     told = read_metrics(subject.run.folder.recommended).meta["rows"]
     own, base = told[-1]["about"]
@@ -151,7 +162,8 @@ def _detection(subject: Subject, own: PredictionGroup, base: PredictionGroup, oo
 
 def _pays(beside: Beside, subject: Subject) -> list[Block]:
     """A table of the differences, and how it is read."""
-    named = [(one.title, one) for one in beside.qualities]
+    titles = {"accuracy": "label accuracy"} if beside.is_multilabel else {}
+    named = [(titles.get(one.title, one.title), one) for one in beside.qualities]
     named += [(f"AUROC {ood}, by largest probability", one) for ood, one in beside.detection.items()]
     if not named:
         return [Missing(f"Split {beside.split} has no labels, so that predictions cannot be scored.")]
@@ -160,9 +172,10 @@ def _pays(beside: Beside, subject: Subject) -> list[Block]:
     size = "" if beside.num_examples is None else f", {beside.num_examples:,} examples"
     caption = f"{beside.own} against {beside.base} on {beside.split}{size}"
     note = "Differences are paired by example. If an interval contains zero, these examples cannot tell the two apart."
-    if beside.split == "val" and subject.split != "val":
-        command = subject.run.suggest("predict", posterior="all")
-        note += f" The fits were tuned on val. For another split: {command}"
+    if beside.split == "val":
+        note += " Fits were tuned on val, so their scores are slightly optimistic."
+        if subject.split != "val":
+            note += f" For {subject.split}: {subject.run.suggest('predict', posterior='all')}"
     return [DataTable(f"{subject.key}pays", caption, columns, rows, [note])]
 
 
@@ -220,7 +233,9 @@ def _headline(judgement: Judgement | Missing, recommended: Recommended | None, b
     if (nll := beside.of("nll")) is not None:
         parts.append(f"NLL {nll.value:.3f} instead of {nll.baseline:.3f}{_doubted(nll)}")
     if (accuracy := beside.of("accuracy")) is not None:
-        parts.append(f"accuracy {_signed(100 * accuracy.difference, 1)} points{_doubted(accuracy)}")
+        parts.append(
+            f"{'label accuracy' if beside.is_multilabel else 'accuracy'} {_signed(100 * accuracy.difference, 1)} points{_doubted(accuracy)}"
+        )
     for ood, one in beside.detection.items():
         parts.append(f"AUROC of its own confidence {_signed(one.difference, 2)} against {ood}{_doubted(one)}")
     return f"{found}: {', '.join(parts)} on {beside.split}." if parts else f"{found}."
