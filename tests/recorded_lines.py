@@ -153,6 +153,7 @@ LBBNN = "fit-lbbnn small --epochs 2 --slab-sd 1"
 
 LINES = (
     Line("--help", is_help=True),
+    Line("help exit-codes"),
     # Features: of arrays, of a network, of the inputs themselves.
     Line("extract-features small --from-npz small.npz --ood far"),
     Line(

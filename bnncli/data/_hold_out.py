@@ -39,9 +39,8 @@ def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
     if new in sizes:
         raise UsageError(f"\0hold_out\0: split {new!r} already exists")
     if not 0 < count < sizes[old]:
-        raise UsageError(
-            f"\0hold_out\0: {text} needs more than {count} rows in {old!r}, but only {sizes[old]} are left"
-        )
+        rows = f"1 to {sizes[old] - 1} of the {sizes[old]} rows left in {old!r}"
+        raise UsageError(f"\0hold_out\0 {text}: expected {rows}")
     return new, old, count
 
 

@@ -256,7 +256,7 @@ def test_deepspeed_without_its_optimizers_gives_what_ran(tmp_path: Path, scaler:
 def test_a_rank_that_is_missing_is_told(tmp_path: Path, scaler: Any, stage: int) -> None:
     folder = save_deepspeed(tmp_path / "run", scaler, stage, 3)
     next(folder.glob("*/*rank_1_*optim_states.pt")).unlink()
-    with pytest.raises(MissingInput, match="optimizer files of 2 ranks, expected 3"):
+    with pytest.raises(MissingInput, match="optimizer files from 2 ranks, expected 3"):
         convert_checkpoint(folder, trust_pickle=False)
 
 

@@ -460,8 +460,8 @@ HOLD_OUT_ERRORS = {
     "val=test": "expected NEW=OLD:N",
     "val=none:3": r"no split .none. in this command \(have: test, train\)",
     "train=test:3": "split 'train' already exists",
-    "val=test:12": "'test' has 12 rows",
-    "val=test:0": "'test' has 12 rows",
+    "val=test:12": "expected 1 to 11 of the 12 rows left in 'test'",
+    "val=test:0": "expected 1 to 11 of the 12 rows left in 'test'",
 }
 
 

@@ -118,7 +118,7 @@ def test_a_prediction_without_draws_has_no_integration_error_and_one_draw_an_unk
     by_draws = scores_of(done.json, "laplace.mc")["auroc:mutual_info:far"]
     assert (by_draws["integration_error"], "class probabilities" in by_draws["integration_unknown"]) == (None, True)
     text = cli("compare", small_run, "--posterior", "laplace", "--metric", "nll").stderr
-    assert "integration error unknown, taken as zero: nll of one (" in text
+    assert "integration error unknown and ignored: nll of one (" in text
 
 
 def test_one_network_is_not_told_to_be_drawn_more_often(cli: Cli, small_run: Path) -> None:
