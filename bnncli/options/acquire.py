@@ -18,8 +18,8 @@ class AcquireOptions(Checked):
     batch: int = option(100, "Number of examples to choose.", minimum=1)
     by: str = option(
         "bald",
-        "Acquisition rule. batchbald scores a batch jointly and so avoids near-duplicates; the others score "
-        "single examples.",
+        "Acquisition rule. batchbald scores a batch jointly, which avoids near-duplicates; the other rules "
+        "score each example separately.",
         choices=RULES,
     )
     posterior: str | None = option(
@@ -29,11 +29,15 @@ class AcquireOptions(Checked):
     )
     integrator: str | None = option(None, "Integrator. Default: the one predict uses.", family="integrators")
     samples: int | None = option(
-        None, "Draws of a sampling integrator. Default: as predict; batchbald 100.", minimum=1, is_rare=True
+        None,
+        "Number of draws for a sampling integrator. Default: the same as predict, or 100 for batchbald.",
+        minimum=1,
+        is_rare=True,
     )
     candidates: int = option(
         5000,
-        "Examples with the highest BALD score that batchbald considers. Time grows with their number.",
+        "Number of examples, those with the highest BALD scores, that batchbald considers. Its running time "
+        "grows with this number.",
         minimum=1,
         is_rare=True,
     )

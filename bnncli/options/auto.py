@@ -26,8 +26,8 @@ class AutoOptions(Checked):
     prior_precision: str = option("auto", "Prior precision, as in fit-laplace.", metavar="NUMBER|val|marglik|auto")
     criterion: str = option(
         "nll-keep-accuracy",
-        "What a recommended posterior must improve: the val NLL without a significant loss of accuracy, or the "
-        "NLL only.",
+        "What a recommended posterior must improve: the val NLL without a significant loss of accuracy, or just "
+        "the NLL.",
         choices=("nll-keep-accuracy", "nll"),
     )
     full: bool = option(False, "Try all methods, even when a simpler posterior already fits well.")

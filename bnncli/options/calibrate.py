@@ -25,7 +25,7 @@ class CalibrateOptions(Checked):
 
     split: str = option(
         "calib",
-        "Split to calibrate on. No fit or choice may have used its examples.",
+        "Split to calibrate on. Its examples must not have been used for fitting or model selection.",
         metavar="SPLIT",
         numeric=False,
         group="Predictions",
@@ -61,13 +61,13 @@ class CalibrateOptions(Checked):
     )
     nonempty: bool = option(
         False,
-        "Add the most probable class to empty sets. Coverage can only rise.",
+        "Add the most probable class to empty sets. This never lowers the coverage.",
         group="Prediction sets",
         is_rare=True,
     )
     nonrandomized: bool = option(
         False,
-        "Do not randomise aps and raps. Sets become larger and coverage is no longer exact.",
+        "Do not randomise aps and raps. The sets become larger and their coverage is no longer exact.",
         group="Prediction sets",
         is_rare=True,
     )
@@ -87,7 +87,7 @@ class CalibrateOptions(Checked):
     )
     risk: float | None = option(
         None,
-        "Accept predictions such that at most this share of them is wrong.",
+        "Accept predictions so that at most this share of the accepted ones is wrong.",
         minimum=0,
         maximum=1,
         group="Acceptance, outliers and shift",
@@ -108,8 +108,8 @@ class CalibrateOptions(Checked):
     )
     confidence: float | None = option(
         None,
-        f"Confidence that the level holds for this calibration split. Default: {DEFAULT_CONFIDENCE} for "
-        "\0risk\0; for other rules the level holds on average over splits.",
+        f"Confidence that the guarantee holds for this calibration split. Default: {DEFAULT_CONFIDENCE} for "
+        "\0risk\0; other rules hold on average over calibration splits.",
         minimum=0,
         maximum=1,
         group="Acceptance, outliers and shift",

@@ -16,7 +16,7 @@ class CommonOptions(Checked):
 
     json: bool = option(False, "Print one JSON document on stdout instead of text.", env_common=True)
     quiet: bool = option(False, "Print errors only.", short="-q", env_common=True)
-    verbose: int = option(0, "Print more. Twice: also the libraries' messages.", short="-v", env_common=True)
+    verbose: int = option(0, "Print more. Repeat it to print the libraries' messages too.", short="-v", env_common=True)
     log_format: str = option("text", "Format of log lines.", choices=("text", "json"), env_common=True)
     log_file: str | None = option(
         None, "Also write log lines to this file.", metavar="FILE", writes=True, env_common=True
@@ -73,7 +73,7 @@ class InputOptions(Checked):
 
     allow_stale: bool = option(
         False,
-        "Use stale inputs (made from files that have changed since). Recorded as a warning.",
+        "Use stale inputs (made from files that have changed since). The artifact records a warning.",
         group="Inputs",
         is_rare=True,
     )
@@ -83,7 +83,7 @@ def accept_poor_network_option(*, is_recorded: bool = True) -> Any:
     """Declare the option of commands that stop on a misread network, of a group that artifacts record or of another."""
     return option(
         False,
-        "Continue although the network probably misreads its inputs or labels.",
+        "Continue even if the network probably misreads its inputs or labels.",
         numeric=not is_recorded,
         group="Inputs",
         is_rare=True,
@@ -127,7 +127,7 @@ class NameOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.name is not None and self.out is not None:
-            raise UsageError("\0name\0 and \0out\0 exclude each other: give one of them")
+            raise UsageError("\0name\0 and \0out\0 are mutually exclusive: give one of them")
         if self.out is not None and Path(self.out).name in ("", ".."):
             raise UsageError(f"\0out\0: expected a file; got {self.out!r}", hint="add a file name: \0out\0 FOLDER/NAME")
         if self.name is not None:

@@ -53,14 +53,14 @@ class CompareOptions(Checked):
     )
     alpha: float = option(
         0.05,
-        "Family-wise level of the tests per column. Intervals have level 1 - alpha.",
+        "Family-wise significance level for the tests in each column. The intervals have level 1 - alpha.",
         minimum=1e-6,
         maximum=0.5,
         group="Tests",
     )
     bootstrap: int = option(
         1000,
-        "Bootstrap replicates over examples. Used with a single checkpoint.",
+        "Number of bootstrap replicates over examples, used with a single checkpoint.",
         minimum=100,
         group="Tests",
         is_rare=True,
@@ -71,7 +71,7 @@ class CompareOptions(Checked):
     )
     by: str | None = option(
         None,
-        "cost: sort rows by the cost of each posterior in gradient passes over the training data, cheapest first.",
+        "cost sorts the rows by how many gradient passes over the training data each posterior took, cheapest first.",
         choices=("cost",),
         group="Output",
     )

@@ -11,7 +11,9 @@ from bnncli.options.declaration import Checked, option
 class ConvertOptions(Checked):
     """Options of convert."""
 
-    trust_pickle: bool = option(False, "Unpickle SOURCE, which can run any code in it. Only for files you trust.")
+    trust_pickle: bool = option(
+        False, "Unpickle SOURCE, which can run any code in it. Use it only with files that you trust."
+    )
     state: str | None = option(
         None,
         "Which weights to take from a checkpoint with several sets: a key that inspect lists, or ema for the "

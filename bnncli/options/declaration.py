@@ -258,7 +258,9 @@ def check_artifact_name(name: str, flag: str) -> str:
 def check_split_name(name: str, flag: str) -> str:
     """`name` itself, when it can name a split: as an artifact's name, dots allowed. Raises UsageError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise UsageError(f"{flag}: a split's name has letters, digits, dots, dashes and underscores; got {name!r}")
+        raise UsageError(
+            f"{flag}: expected a split name of letters, digits, dots, dashes and underscores; got {name!r}"
+        )
     return name
 
 

@@ -14,13 +14,14 @@ class DiagnoseOptions(Checked):
 
     posterior: list[str] = option(
         [],
-        "Posterior to judge, by name or file. Default: all of the run.",
+        "Posterior to judge, by name or file. Default: all posteriors in the run.",
         metavar="NAME|FILE",
     )
     layers: str | None = chosen_layers_option(is_recorded=False)
     draws: int | None = option(
         None,
-        "Draws for the ELBO and Pareto k. Default: 512 to 8192, until the ELBO is known to 2 nats; fewer for slow networks.",
+        "Number of draws for the ELBO and Pareto k. Default: 512 to 8192, stopping when the ELBO is known to 2 "
+        "nats; fewer for slow networks.",
         minimum=2,
     )
     strict: bool = option(False, "Exit 3 if none of the judged posteriors fits well.")

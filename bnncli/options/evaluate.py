@@ -39,7 +39,7 @@ class ShownScores(Checked):
     )
     assert_: list[str] = option(
         [],
-        "Exit 3 unless this holds, such as ece<=0.02 or nll<map.nll@test. The form is "
+        "Exit 3 unless this assertion holds, such as ece<=0.02 or nll<map.nll@test. The form is "
         "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT], an operator, and a number or another score.",
         metavar="ASSERTION",
         numeric=False,
@@ -123,7 +123,7 @@ class EvaluateOptions(ShownScores):
     settings: dict[str, Any] = collected(of_scores)
     bootstrap: int = option(
         1000,
-        "Bootstrap replicates over examples for standard errors and intervals. 0: none.",
+        "Number of bootstrap replicates over examples, for standard errors and intervals. 0 turns both off.",
         minimum=0,
         group="Scores",
         is_rare=True,

@@ -34,7 +34,8 @@ class ExportOptions(Checked):
     )
     integrator: str | None = option(
         None,
-        "Integrator. Default: the one predict uses; mc stores draws, the others are small and exact.",
+        "Integrator; mc stores draws, the others give small files that match predict exactly. Default: the one "
+        "predict uses.",
         family="integrators",
         numeric=False,
         group="What to export",
@@ -61,7 +62,7 @@ class ExportOptions(Checked):
     )
     score: str | None = option(
         None,
-        "Score that the output ood_score contains; higher means farther from the training data. Default: "
+        "Score to export as the output ood_score; higher means farther from the training data. Default: "
         "combined, else mutual_info or max_prob.",
         choices=EXPORTED_SCORES,
         group="What to export",
@@ -84,7 +85,8 @@ class ExportOptions(Checked):
     )
     trust_code: bool = option(
         False,
-        "Execute the code that the run folder names (network factory, jit, py: data). Without it, no such code runs.",
+        "Execute the code that the run folder names (network factory, jit, py: data). Without this option, no "
+        "such code runs.",
         numeric=False,
         group="What to export",
     )
@@ -94,7 +96,7 @@ class ExportOptions(Checked):
         if self.format == "torch" and not self.head_only:
             raise UsageError("\0format\0 torch exports only the head", hint="add \0head_only\0")
         if self.head_only and self.trust_code:
-            raise UsageError("\0trust_code\0 applies to whole networks: \0head_only\0 runs no code")
+            raise UsageError("\0trust_code\0 applies to whole networks; \0head_only\0 runs no code")
 
     @property
     def own_tolerance(self) -> float:

@@ -30,7 +30,10 @@ def _model_help() -> str:
 
 
 def _corrupt_help() -> str:
-    return f"Corrupt the images of the splits given here: {', '.join(CORRUPTIONS)}; severities 1 to {NUM_SEVERITIES}."
+    return (
+        f"Corrupt the images in the splits given here. Kinds: {', '.join(CORRUPTIONS)}; severities: 1 to "
+        f"{NUM_SEVERITIES}."
+    )
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class ExtractFeaturesOptions(Checked):
     model_arg: list[str] = network_inputs.model_arg()
     base_model: str | None = option(
         None,
-        "Folder of the base model of an adapter (\0model\0 peft:DIR).",
+        "Folder that holds the adapter's base model, for \0model\0 peft:DIR.",
         metavar="DIR",
         group="Network",
         is_rare=True,
@@ -59,7 +62,8 @@ class ExtractFeaturesOptions(Checked):
     data: list[str] = network_inputs.data()
     ood: list[str] = option(
         [],
-        "Out-of-distribution split, SPEC as for \0data\0; labels are ignored. With \0from_npz\0: only its name.",
+        "Out-of-distribution split. SPEC is as for \0data\0, labels are ignored; with \0from_npz\0, give just "
+        "the split's name.",
         metavar="SPLIT=SPEC",
         group="Data",
     )
@@ -79,14 +83,15 @@ class ExtractFeaturesOptions(Checked):
     task: str | None = network_inputs.task()
     last_layer: str | None = option(
         None,
-        "Name of the last linear layer, or identity to use the logits as features. Default: the last one called.",
+        "Name of the last linear layer, or identity to use the logits as features. Default: the last linear "
+        "layer that the network calls.",
         metavar="NAME",
         group="Network",
         is_rare=True,
     )
     output: str | None = option(
         None,
-        "Which of several outputs holds the logits, by name or index.",
+        "Name or index of the output that holds the logits, if the network has several outputs.",
         metavar="NAME",
         group="Network",
         is_rare=True,
@@ -106,7 +111,7 @@ class ExtractFeaturesOptions(Checked):
     background: str | None = network_inputs.background()
     rotate: float | None = option(
         None,
-        "Rotate the images of the splits given here counter-clockwise by this angle, with black corners.",
+        "Rotate the images in the splits given here counter-clockwise by this angle, and fill the corners with black.",
         minimum=-360,
         maximum=360,
         metavar="DEGREES",

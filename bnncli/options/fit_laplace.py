@@ -43,8 +43,8 @@ def kinds_of(structure: str) -> tuple[str, ...]:
 
 def _structure_help() -> str:
     return (
-        "Covariance structure; auto takes the richest that is affordable, and may check rougher ones on val. Last "
-        f"layer: {_named('curvature')}; other layers: {_named('network_curvature')}."
+        "Covariance structure; auto takes the richest affordable one, and may compare it with simpler ones on "
+        f"val. Last layer: {_named('curvature')}; other layers: {_named('network_curvature')}."
     )
 
 
@@ -62,8 +62,8 @@ class FitLaplaceOptions(LayersOptions):
     )
     prior_precision: str = option(
         "auto",
-        "Prior precision: a number, or how to choose it: NLL on val, leave-one-out NLL on train (loo), or marginal "
-        "likelihood. auto takes the first that applies.",
+        "Prior precision: a number, or how to choose it: by NLL on val, by leave-one-out NLL on train (loo), or "
+        "by marginal likelihood. auto takes the first of these that applies.",
         metavar="NUMBER|val|loo|marglik|auto",
         group="Target",
     )
@@ -90,7 +90,7 @@ class FitLaplaceOptions(LayersOptions):
     )
     curvature: str = option(
         GGN,
-        "Curvature for other layers than the last: generalised Gauss-Newton, full Hessian, or empirical Fisher.",
+        "Curvature for layers other than the last: generalised Gauss-Newton, full Hessian, or empirical Fisher.",
         choices=KINDS,
         numeric=False,  # recorded where it counts: `params`
         group="Gaussian",
@@ -115,8 +115,8 @@ class FitLaplaceOptions(LayersOptions):
     )
     draws: int | None = option(
         None,
-        "Draw this many samples by sample-then-optimise, without forming a covariance. \0structure\0 then "
-        "chooses the prior precision and preconditions.",
+        "Draw this many samples by sample-then-optimise, without forming a covariance. \0structure\0 is then "
+        "used to choose the prior precision and as a preconditioner.",
         minimum=1,
         numeric=False,
         group="Gaussian",
@@ -124,7 +124,8 @@ class FitLaplaceOptions(LayersOptions):
     )
     precision_per: str = option(
         "network",
-        "One prior precision for the network, or one per layer by marginal likelihood (\0center\0 checkpoint).",
+        "Use one prior precision for the network, or one per layer, chosen by marginal likelihood (\0center\0 "
+        "checkpoint).",
         choices=("network", "layer"),
         numeric=False,
         group="Target",
@@ -167,11 +168,14 @@ class FitLaplaceOptions(LayersOptions):
         if self.curvature != GGN:
             if self.is_last_layer:
                 raise UsageError(
-                    f"\0curvature\0 {self.curvature} is for \0layers\0 all or a pattern; for the last layer ggn "
-                    "is the Hessian"
+                    f"\0curvature\0 {self.curvature} is for \0layers\0 all or a pattern; for the last layer, ggn "
+                    "equals the Hessian"
                 )
             if self.own_center != "checkpoint":
-                raise UsageError(f"\0curvature\0 {self.curvature} is for \0center\0 checkpoint; at a mode use ggn")
+                raise UsageError(
+                    f"\0curvature\0 {self.curvature} works only with \0center\0 checkpoint; when centred at a mode, "
+                    "use ggn"
+                )
             fitting = [name for name in structures_of(is_last_layer=False) if self.curvature in kinds_of(name)]
             if self.structure not in ("auto", *fitting):
                 raise UsageError(

@@ -40,7 +40,7 @@ class FitLbbnnOptions(Checked):
 
     hidden: str | None = option(
         None,
-        "Sizes of hidden layers, such as 400,600. Default: none, only the last layer.",
+        "Sizes of the hidden layers, such as 400,600. Default: none, which fits the last layer.",
         metavar="N,...",
         group="Model",
     )
@@ -91,8 +91,8 @@ class FitLbbnnOptions(Checked):
     )
     variance: str | None = option(
         None,
-        "Variance of a weight: exact, or as published (alpha^2 sigma^2), which ignores the inclusion noise. For "
-        "lrt and mnf.",
+        "Variance of a weight in lrt and mnf: exact, or as published (alpha^2 sigma^2), which ignores the "
+        "inclusion noise.",
         choices=("exact", "published"),
         group="Training",
         is_rare=True,
@@ -109,7 +109,11 @@ class FitLbbnnOptions(Checked):
     )
     bias_sd: float = option(1.0, "Prior standard deviation of the biases.", minimum=1e-9, group="Prior", is_rare=True)
     start_inclusion: str = option(
-        "0,1", "Range of the uniform initial inclusion logits.", metavar="LOW,HIGH", group="Training", is_rare=True
+        "0,1",
+        "Range from which the initial inclusion logits are drawn uniformly.",
+        metavar="LOW,HIGH",
+        group="Training",
+        is_rare=True,
     )
     flow_length: int | None = option(
         None, "Coupling layers per flow (mnf). Default: 2.", minimum=1, group="Training", is_rare=True
@@ -141,7 +145,8 @@ class FitLbbnnOptions(Checked):
     )
     repeats: int = option(
         1,
-        "Networks to fit in parallel from different starts. mc averages over them; prune takes the best bound.",
+        "Number of networks to fit in parallel from different starts. mc averages over them; prune takes the "
+        "one with the best bound.",
         minimum=1,
         group="Model",
     )

@@ -26,7 +26,8 @@ class FitSghmcOptions(GivenPriorOptions):
     chains: int = option(4, "Number of chains, run as one batch.", minimum=1, group="Sampling")
     epochs: int | None = option(
         None,
-        "Total passes over the training split. Default: 1000, or 250 per cycle; other layers 40, or 10 per cycle.",
+        "Total passes over the training split. Default: 1000, or 250 times the number of cycles; with other "
+        "layers 40, or 10 times the number of cycles.",
         minimum=1,
         group="Sampling",
     )
@@ -52,7 +53,8 @@ class FitSghmcOptions(GivenPriorOptions):
     )
     learning_rate: float | None = option(
         None,
-        "Initial step size of each cycle, for the mean loss. Default: the largest with a small bias along the stiffest direction.",
+        "Initial step size of each cycle, for the mean loss. Default: the largest one whose bias along the "
+        "stiffest direction is small.",
         minimum=1e-15,
         group="Sampling",
     )
@@ -66,15 +68,15 @@ class FitSghmcOptions(GivenPriorOptions):
     )
     temperature: float = option(
         1.0,
-        "Posterior temperature. 1 samples the posterior, 0 adds no noise.",
+        "Posterior temperature. 1 samples the posterior; 0 adds no noise.",
         minimum=0.0,
         group="Sampling",
         is_rare=True,
     )
     preconditioner: str | None = option(
         None,
-        "Preconditioner: the covariance of \0base\0, rmsprop, or none. Default: base for the last layer if that "
-        "is Gaussian.",
+        "Preconditioner: the covariance of \0base\0, rmsprop, or none. Default: base for the last layer, if "
+        "\0base\0 is Gaussian.",
         choices=(BASE, RMSPROP, NONE),
         group="Sampling",
         is_rare=True,

@@ -17,7 +17,10 @@ class FitSwagOptions(GivenPriorOptions):
         None, "Epochs of SGD before collecting iterates. Default: 50; other layers 5.", minimum=0, group="Training"
     )
     epochs: int | None = option(
-        None, "Epochs that each contribute one iterate. Default: 100; other layers 20.", minimum=2, group="Training"
+        None,
+        "Number of epochs that contribute one iterate each. Default: 100; other layers 20.",
+        minimum=2,
+        group="Training",
     )
     rank: int | None = option(
         None,

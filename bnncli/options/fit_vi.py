@@ -55,7 +55,7 @@ class FitViOptions(GivenPriorOptions):
     )
     patience: int | None = option(
         None,
-        "Stop after this many rounds without improvement; 0 never stops early. Default: 20 (adam), 0 (ivon).",
+        "Stop after this many rounds without improvement; with 0, never stop early. Default: 20 (adam), 0 (ivon).",
         minimum=0,
         group="Training",
         is_rare=True,

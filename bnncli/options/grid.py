@@ -23,11 +23,11 @@ class GridOptions(Checked):
     )
     devices: str | None = option(
         None,
-        "GPUs to run on, such as 0,1,2,3, one job at a time on each. cpu adds one job on the CPU.",
+        "GPUs to run on, such as 0,1,2,3. Each runs one job at a time; cpu adds one job on the CPU.",
         metavar="N,N",
     )
     dir: str | None = option(
-        None, "Folder for state and logs. Default: FILE.grid beside the file.", metavar="DIR", writes=True
+        None, "Folder for state and logs. Default: FILE.grid beside FILE.", metavar="DIR", writes=True
     )
     dry_run: bool = option(False, "Print the commands that would run, without running them.", short="-n")
     slurm: bool = option(False, "Print a SLURM array job for these commands, without running them.")
@@ -36,7 +36,7 @@ class GridOptions(Checked):
         super().__post_init__()
         _ = self.places
         if self.jobs is not None and self.devices is not None:
-            raise UsageError("\0jobs\0 and \0devices\0 exclude each other: each GPU runs one job at a time")
+            raise UsageError("\0jobs\0 and \0devices\0 are mutually exclusive: each GPU runs one job at a time")
         if self.slurm and (self.jobs is not None or self.devices is not None or self.dry_run):
             raise UsageError("\0slurm\0 only prints a job script: drop \0jobs\0, \0devices\0 and \0dry_run\0")
 

@@ -18,8 +18,8 @@ class HmcOptions(SearchedPriorOptions, TargetOptions):
 
     base: str | None = option(
         None,
-        "Artifact whose prior defines the target, and whose Gaussian whitens. Default: laplace, or laplace-all "
-        "for \0layers\0 all.",
+        "Artifact whose prior defines the target, and whose Gaussian whitens the parameters. Default: laplace, "
+        "or laplace-all for \0layers\0 all.",
         metavar="NAME|FILE",
         numeric=False,
         group="Target",
@@ -54,15 +54,15 @@ class HmcOptions(SearchedPriorOptions, TargetOptions):
     )
     gradients: str = option(
         "float32",
-        "Precision of the gradients that move the chains. Acceptance stays in float32, so the posterior does "
-        "not change.",
+        "Precision of the gradients that move the chains. The acceptance step stays in float32, so the "
+        "posterior does not change.",
         choices=("float32", "tf32", "bfloat16"),
         group="Sampling",
         is_rare=True,
     )
     sampler: str = option(
         "hmc",
-        "Sampler. nuts is Pyro's, a slow independent reference.",
+        "Sampler. nuts is Pyro's implementation, a slow independent reference.",
         choices=("hmc", "nuts"),
         group="Sampling",
         is_rare=True,

@@ -25,18 +25,18 @@ class IntegralsOptions(Checked):
     )
     covariance: str | None = option(
         None,
-        "Covariance matrix of the logits instead: rows joined by semicolons, such as '2,1;1,2'.",
+        "Covariance matrix of the logits, in place of variances: rows joined by semicolons, such as '2,1;1,2'.",
         metavar="V,...;V,...",
     )
     integrator: list[str] = option(
         [],
-        "Integrator to measure, in all its variants. Default: all that need no training data.",
+        "Integrator to measure, in all its variants. Default: all integrators that need no training data.",
         family="integrators",
     )
     samples: int = option(100, "Draws of the sampling integrators.", minimum=1)
     grid_size: int = option(
         80,
-        "Without \0mean\0: number of standard deviations on the grid (means: one more).",
+        "Without \0mean\0: number of standard deviations on the grid. The number of means is one higher.",
         minimum=2,
         maximum=1000,
         is_rare=True,

@@ -17,8 +17,8 @@ def trust_code_option(*, is_recorded: bool = True, also: str = "", group: str = 
         also: another case in which that code runs.
     """
     text = (
-        "Execute the code that the run folder names (network factory, jit, py: data), needed for other layers "
-        f"than the last{also}. Without it, no such code runs."
+        "Execute the code that the run folder names (network factory, jit, py: data), needed for layers other "
+        f"than the last{also}. Without this option, no such code runs."
     )
     return option(False, text, numeric=not is_recorded, group=group, is_rare=is_rare)
 
@@ -39,7 +39,7 @@ def chosen_layers_option(group: str = "", *, is_recorded: bool = True, is_rare: 
     """The option --layers of commands that read posteriors: which of them. Of a group that artifacts record or of another."""
     return option(
         None,
-        "Use only posteriors over these parameters, written as for the command that fitted them.",
+        "Use only posteriors over these parameters, written as in the command that fitted them.",
         metavar="last|all|PATTERN",
         check=check_layers,
         numeric=not is_recorded,

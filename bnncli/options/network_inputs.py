@@ -69,7 +69,7 @@ def no_exif() -> Any:
     """Of images."""
     return option(
         False,
-        "Ignore the EXIF orientation of images. Use it if the network was trained without it.",
+        "Ignore the EXIF orientation of images. Use this option if training ignored it too.",
         group="Images",
         is_rare=True,
     )
@@ -90,7 +90,7 @@ def num_workers() -> Any:
     """That read."""
     return option(
         0,
-        "Processes that read data, decode images and tokenise text.",
+        "Number of processes that read data, decode images and tokenise text.",
         minimum=0,
         maximum=256,
         numeric=False,

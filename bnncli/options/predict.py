@@ -18,7 +18,7 @@ PROJECTION = Setting("How to project the logits first", place=20)
 
 def _samples_help() -> str:
     defaults = ", ".join(f"{part} {draws.default}" for part, draws in declarations("integrators", "DRAWS").items())
-    return f"Draws of a sampling integrator. Default: {defaults}; all draws of a sampled posterior."
+    return f"Number of draws for a sampling integrator. Default: {defaults}; all draws of a sampled posterior."
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class PredictOptions(Checked):
     layers: str | None = chosen_layers_option("What to predict", is_rare=True)
     integrator: list[str] = option(
         [],
-        "Turns the posterior into probabilities; all takes every integrator that applies. Default: the best on val, else mc "
-        "(logit-mc, plug-in where they fit better).",
+        "How to turn the posterior into probabilities; all uses every integrator that applies. Default: the "
+        "best on val, else mc (logit-mc or plug-in if they fit better).",
         family="integrators",
         choices=("all",),
         group="How",
@@ -46,8 +46,8 @@ class PredictOptions(Checked):
     )
     data: list[str] = option(
         [],
-        "Predict on new data instead of the run's splits and write \0table\0. SPEC as for extract-features; - "
-        "reads image file names from stdin.",
+        "Predict on new data instead of the run's splits and write the results to \0table\0. SPEC is as for "
+        "extract-features; - reads image file names from stdin.",
         metavar="SPLIT=SPEC",
         numeric=False,
         group="What to predict",
@@ -64,7 +64,7 @@ class PredictOptions(Checked):
     )
     follow: str | None = option(
         None,
-        "Predict the images in this folder and new arrivals until stopped. Appends to \0table\0 (.csv).",
+        "Predict on the images in this folder and on new arrivals until stopped. Appends to \0table\0 (.csv).",
         metavar="DIR",
         numeric=False,
         group="What to predict",
@@ -84,8 +84,8 @@ class PredictOptions(Checked):
     settings: dict[str, Any] = collected("integrators")
     top_k: str | None = option(
         None,
-        "Count the top classes whose intervals overlap with the previous class (neighbor) or the first (best). "
-        "Needs integrator bridge.",
+        "Count the top classes whose intervals overlap with that of the previous class (neighbor) or of the "
+        "first (best). Needs integrator bridge.",
         choices=("neighbor", "best"),
         group="Decisions",
         is_rare=True,
@@ -98,7 +98,7 @@ class PredictOptions(Checked):
     )
     table: str | None = option(
         None,
-        "Write predictions as one table, a row per example, to a .csv or .npz file.",
+        "Write predictions as one table, with a row per example, to a .csv or .npz file.",
         metavar="FILE",
         writes=True,
         numeric=False,
@@ -116,7 +116,7 @@ class PredictOptions(Checked):
     )
     merge: list[str] = option(
         [],
-        "Add columns for a union of classes to the table. Classes by name or index.",
+        "Add columns for a union of classes to the table. Give classes by name or index.",
         metavar="NAME=CLASS,CLASS",
         numeric=False,
         group="Output",
@@ -125,8 +125,8 @@ class PredictOptions(Checked):
 
     decide: list[str] = option(
         [],
-        "Calibrated rule to apply; adds columns such as set, accept and ood. Default: all that apply; none "
-        "applies none.",
+        "Calibrated rule to apply; adds columns such as set, accept and ood. Default: all rules that apply; "
+        "none turns them off.",
         metavar="NAME",
         numeric=False,
         group="Decisions",
@@ -171,7 +171,7 @@ class PredictOptions(Checked):
         given = [flag for flag, value in (("\0data\0", self.data), ("\0ood\0", self.ood)) if value]
         flag = given[0] if given else "\0follow\0"
         if given and self.follow is not None:
-            raise UsageError(f"{flag} and \0follow\0 exclude each other: give one of them")
+            raise UsageError(f"{flag} and \0follow\0 are mutually exclusive: give one of them")
         if self.split:
             raise UsageError(f"\0split\0 names a split of the run, {flag} new data: give one of them")
         if self.keep_samples:

@@ -50,21 +50,23 @@ class RefineOptions(SearchedPriorOptions):
     )
     patience: int = option(
         5,
-        "Stop after this many rounds without a better ELBO (a round: an epoch, or 25 steps). 0 never stops early.",
+        "Stop after this many rounds without a better ELBO (a round is an epoch, or 25 steps). With 0, never "
+        "stop early.",
         minimum=0,
         group="Training",
         is_rare=True,
     )
     space: str = option(
         "auto",
-        "Coordinates in which the flow works: whitened by the base, or the weights. auto uses the flow's default.",
+        "Coordinates in which the flow works: whitened by the base posterior, or the weights themselves. auto "
+        "uses the flow's default.",
         choices=("auto", "whitened", "weight"),
         group="Flow",
         is_rare=True,
     )
     subspace: int | None = option(
         None,
-        "Restrict the flow to this many directions of largest variance. Default: all directions.",
+        "Restrict the flow to this many directions, those with the largest variance. Default: all directions.",
         minimum=1,
         numeric=False,  # recorded where it is given
         group="Flow",
@@ -75,7 +77,8 @@ class RefineOptions(SearchedPriorOptions):
     )
     elbo_draws: int | None = option(
         None,
-        "Draws for the ELBO before and after; up to 16 times as many if undecided. Default: 256; other layers 32.",
+        "Draws for the ELBO before and after refining; up to 16 times as many are used if the gain is unclear. "
+        "Default: 256; other layers 32.",
         minimum=2,
         group="Training",
         is_rare=True,

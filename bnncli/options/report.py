@@ -24,7 +24,7 @@ class ReportOptions(Checked):
         metavar="FILE",
         writes=True,
     )
-    posterior: list[str] = option([], "Report only this posterior. Default: all of the run.", metavar="NAME")
+    posterior: list[str] = option([], "Report only this posterior. Default: all posteriors in the run.", metavar="NAME")
     split: str | None = option(
         None,
         "In-distribution split to report. Default: test, else the first.",
@@ -32,13 +32,14 @@ class ReportOptions(Checked):
     )
     examples: int = option(
         6,
-        "Number of most certain and of least certain inputs to show. 0 keeps your data out of the file.",
+        "Show this many of the most certain inputs, and as many of the least certain. 0 keeps your data out of "
+        "the file.",
         minimum=0,
         maximum=24,
     )
     figures: str | None = option(None, "Also write the figures to this folder.", metavar="DIR", writes=True)
     figure_format: list[str] = option(
-        [], "Format of these files. Default: png.", choices=FIGURE_FORMATS, metavar="png|pdf|svg"
+        [], "Format of the figure files. Default: png.", choices=FIGURE_FORMATS, metavar="png|pdf|svg"
     )
     trust_code: bool = trust_code_option(is_recorded=False)
     accept_poor_network: bool = accept_poor_network_option(is_recorded=False)
@@ -46,7 +47,7 @@ class ReportOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.figure_format and self.figures is None:
-            raise UsageError("\0figure_format\0 needs a folder: add \0figures\0 DIR")
+            raise UsageError("\0figure_format\0 needs a folder for the figures: add \0figures\0 DIR")
         if self.out is not None and Path(self.out).name in ("", ".."):
             raise UsageError(f"\0out\0: expected a file; got {self.out!r}", hint="add a file name: \0out\0 FOLDER/NAME")
 

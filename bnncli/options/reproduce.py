@@ -25,7 +25,8 @@ class ReproduceOptions(Checked):
     )
     definitions: str = option(
         BOTH,
-        "If published code and text differ: follow the published definition, the right one, or report both.",
+        "What to do if published code and text differ: follow the published definition, follow the right one, "
+        "or report both.",
         choices=(PUBLISHED, RIGHT, BOTH),
         is_rare=True,
     )

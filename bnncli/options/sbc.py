@@ -15,20 +15,25 @@ class SbcOptions(Checked):
 
     posterior: str = option(
         "laplace",
-        "Posterior whose method and options to test, by name or file. Over the last layer, from any fit command.",
+        "Posterior whose method and options to test, by name or file. It must be over the last layer, from any "
+        "fit command.",
         metavar="NAME|FILE",
     )
     truth: str = option(
         PRIOR,
-        "Where true parameters come from: the prior, or a posterior of this run (use hmc). fit-lbbnn supports "
-        "only prior.",
+        "Where the true parameters come from: the prior, or a posterior of this run (use hmc). fit-lbbnn "
+        "supports only prior.",
         metavar="prior|NAME|FILE",
     )
     simulations: int = option(500, "Number of data sets to simulate and fit.", minimum=20)
-    draws: int = option(100, "Draws per fit among which the truth is ranked.", minimum=9, maximum=10_000)
+    draws: int = option(100, "Number of draws per fit, among which the truth is ranked.", minimum=9, maximum=10_000)
     examples: int = option(500, "Number of random training examples that get simulated labels.", minimum=1)
     level: float = option(
-        0.05, "Probability of rejecting a correct fit, over all quantities.", minimum=1e-6, maximum=0.5, is_rare=True
+        0.05,
+        "Probability of rejecting a correct fit, for all quantities together.",
+        minimum=1e-6,
+        maximum=0.5,
+        is_rare=True,
     )
     strict: bool = option(False, "Exit 3 if the fit is not calibrated.")
     plot: str | None = option(

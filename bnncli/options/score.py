@@ -26,7 +26,7 @@ class ScoreOptions(ShownScores):
 
     labels: str | None = option(
         None,
-        "Labels from another file: a column or array in the same order.",
+        "Read the labels from another file: a column or array in the same order.",
         metavar="FILE[:COLUMN]",
         group="Predictions",
     )
@@ -39,7 +39,7 @@ class ScoreOptions(ShownScores):
     )
     groups: str | None = option(
         None,
-        "Column of group names. Adds a table with one row per group.",
+        "Column that holds group names. Adds a table with one row per group.",
         metavar="[FILE:]COLUMN",
         group="Predictions",
     )
@@ -57,7 +57,7 @@ class ScoreOptions(ShownScores):
     )
     reference: str | None = option(
         None,
-        "Compare with the predictions of this file (same rows): agreement, divergences, rank correlation. Soft "
+        "Compare with the predictions in this file (same rows): agreement, divergences, rank correlation. Soft "
         "labels work too.",
         metavar="FILE[:ARRAY]",
         group="Scores",
@@ -65,7 +65,7 @@ class ScoreOptions(ShownScores):
     )
     split: str = option(
         "test",
-        "Name of the split in assertions. Prediction files of predict have their own.",
+        "Name of the split in assertions. Files written by predict name their own split.",
         metavar="NAME",
         group="Predictions",
         is_rare=True,
@@ -73,7 +73,7 @@ class ScoreOptions(ShownScores):
     settings: dict[str, Any] = collected(of_predicted_scores)
     bootstrap: int | None = option(
         None,
-        f"Bootstrap replicates over examples. Default: {REPLICATES}, or 0 above {MOST_ROWS} rows.",
+        f"Number of bootstrap replicates over examples. Default: {REPLICATES}, or 0 above {MOST_ROWS} rows.",
         minimum=0,
         group="Scores",
         is_rare=True,
@@ -95,7 +95,7 @@ class ScoreOptions(ShownScores):
             check_suffix(self.plot, "\0plot\0", ("png", "svg", "pdf"))
         self.check_intervals(self.bootstrap)
         if self.logits and self.probabilities:
-            raise UsageError("\0logits\0 and \0probabilities\0 exclude each other: give one of them")
+            raise UsageError("\0logits\0 and \0probabilities\0 are mutually exclusive: give one of them")
         check_split_name(self.split, "\0split\0")
 
     @property

@@ -61,8 +61,8 @@ class SearchedPriorOptions(LayersOptions):
 
     prior_precision: str = option(
         AUTO,
-        "Prior precision of the target, biases included: a number, inherit (the base's), or auto (searched on val). "
-        "auto means inherit for other layers or without a labelled val split.",
+        "Prior precision of the target, biases included: a number, inherit (the base's), or auto (searched for "
+        "on val). For other layers or without a labelled val split, auto means inherit.",
         metavar="NUMBER|inherit|auto",
         group="Target",
     )

@@ -81,7 +81,8 @@ class TrainOptions(Checked):
     )
     weight_decay: float | None = option(
         None,
-        "L2 weight of all parameters; a Gaussian prior of precision N times this. Default: 0.0005.",
+        "L2 weight of all parameters, which corresponds to a Gaussian prior with precision N times this. "
+        "Default: 0.0005.",
         minimum=0,
         maximum=1e6,
         group="Training",
@@ -107,7 +108,7 @@ class TrainOptions(Checked):
     ema: float | None = option(
         None,
         "Also keep an average of the weights with this decay per step, such as 0.999. extract-features "
-        "\0state\0 ema uses it.",
+        "\0state\0 ema uses that average.",
         minimum=0,
         maximum=0.999999,
         group="Training",
@@ -118,8 +119,8 @@ class TrainOptions(Checked):
     )
     seeds: int | None = option(
         None,
-        "Train this many small networks as one batch, with \0seed\0 and the following seeds. Writes "
-        "CKPT-SEED.safetensors each.",
+        "Train this many small networks as one batch, with \0seed\0 and the seeds after it. Writes one "
+        "CKPT-SEED.safetensors per network.",
         minimum=2,
         maximum=1000,
         group="Training",

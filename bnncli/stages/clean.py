@@ -18,10 +18,11 @@ from bnncli.storage.run_folder import FEATURES_SUFFIX, POSTERIOR_SUFFIXES
 
 COMMAND = Command(
     "Remove temporary files of dead runs, and stale artifacts with --stale.",
-    "Keeps files of processes that still run. Never removes an artifact that is damaged or whose state is unknown.",
+    "Keeps the files of processes that are still running. Never removes a damaged artifact, or one whose state "
+    "is unknown.",
     (
         own_options(
-            stale=option(False, "Also remove artifacts that status calls stale."),
+            stale=option(False, "Also remove artifacts that status lists as stale."),
             dry_run=option(False, "Print what would be removed, without removing it.", short="-n"),
         ),
         LockOptions,

@@ -21,9 +21,9 @@ from bnncli.storage.freshness import carries_our_mark
 
 COMMAND = Command(
     "Write a checkpoint's weights as a safetensors state dict.",
-    "Also takes folders: shards with an index, distributed checkpoints of torch (FSDP) and DeepSpeed (ZeRO 1 to 3). "
-    "A TARGET that ends in .npz gets the arrays of a scikit-learn linear classifier, for --model sklearn:FILE. "
-    "Unpickles code only with --trust-pickle.",
+    "Also reads folders: shards with an index, and distributed checkpoints from torch (FSDP) and DeepSpeed "
+    "(ZeRO 1 to 3). If TARGET ends in .npz, writes the arrays of a scikit-learn linear classifier, for --model "
+    "sklearn:FILE. Unpickles code only with --trust-pickle.",
     (ConvertOptions, WriteOptions, CommonOptions),
     (
         "bnncli convert ckpt.ckpt ckpt.safetensors --trust-pickle",
@@ -31,7 +31,7 @@ COMMAND = Command(
         "bnncli convert model.joblib model.npz --trust-pickle",
     ),
     (
-        Argument("source", "The checkpoint: a file, or a folder of several."),
+        Argument("source", "The checkpoint: a file, or a folder with several files."),
         Argument(
             "target", "The safetensors file to write, or an .npz file for a scikit-learn classifier.", writes=True
         ),

@@ -10,10 +10,10 @@ from bnncli.run.session import Result, Run
 
 COMMAND = Command(
     "Explain exit codes, common options, environment variables or specs.",
-    "Without a topic, lists the topics. With the name of a command, prints the help of that command.",
+    "Without a topic, lists the topics. With the name of a command, prints that command's help.",
     (CommonOptions,),
     ("bnncli help exit-codes", "bnncli help predict"),
-    (Argument("topic", "A topic or a command. Default: list them.", is_optional=True),),
+    (Argument("topic", "A topic or a command. Default: list the topics.", is_optional=True),),
     section="Start",
     place=60,
 )

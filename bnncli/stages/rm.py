@@ -14,7 +14,7 @@ from bnncli.run.artifact_states import artifact_files, dependents, remove_artifa
 from bnncli.run.session import Result, Run
 
 COMMAND = Command(
-    "Remove posteriors or predictions, with everything made from them.",
+    "Remove posteriors or predictions, and everything made from them.",
     "Also removes predictions, metrics, decisions and recommendations made from them. Refuses if another posterior "
     "or an export depends on them, unless you name it too or pass --dependents.",
     (

@@ -16,7 +16,8 @@ from bnncli.storage.atomic import temporaries
 
 COMMAND = Command(
     "List a run's artifacts and whether each is up to date.",
-    "An artifact is stale if the content of an input has changed since. It is unknown if an input cannot be read.",
+    "An artifact is stale if the content of an input has changed since it was created. Its state is unknown if "
+    "an input cannot be read.",
     (StatusOptions, *READ),
     ("bnncli status ckpt.pt", "bnncli status ckpt.pt --check || bnncli fit-laplace ckpt.pt"),
     section="Files",
@@ -31,7 +32,7 @@ def run(run: Run, options: StatusOptions) -> Result:
     entries = [_entry(run, one) for one in artifact_states(run, paths)]
     entries += [_missing(path) for path in _expected(run, paths)]
     leftovers = [str(path) for path in temporaries(folder.root)]
-    notes = [f"left over from a dead process: {path} (bnncli clean removes it)" for path in leftovers]
+    notes = [f"left over from a process that has ended: {path} (bnncli clean removes it)" for path in leftovers]
     states = [str(path) for path in resume.leftovers(folder.root)]
     notes += [f"resume state: {path} (--resume continues from it, bnncli clean removes it)" for path in states]
     notes += [f"to refresh: {entry['remake']}" for entry in entries if entry["state"] == STALE and entry["remake"]]

@@ -24,7 +24,7 @@ from bnncli.storage.predictions import read_predictions
 from bnncli.storage.trained import read_trained
 
 COMMAND = Command(
-    "Check artifacts in full: digests and invariants. Exit 65 if one is bad.",
+    "Check artifacts in full: digests and invariants. Exit 65 if any is bad.",
     "Reads every byte. `inspect` and `status` read only headers.",
     (CommonOptions,),
     ("bnncli verify ckpt.pt.bnn", "bnncli verify ckpt.pt.bnn/features/*.h5"),

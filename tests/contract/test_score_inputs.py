@@ -59,7 +59,7 @@ ARRAYS: dict[str, tuple[dict[str, Any], tuple[str, ...], int, str]] = {
     "draws": ({"probs": np.stack([PROBS, PROBS])}, (), 65, "for draws, save their mean"),
     "no rows": ({"probs": PROBS[:0]}, (), 65, "has no rows"),
     "objects": ({"probs": np.array([{}, 1], dtype=object)}, (), 65, "no array (N, C)"),
-    "both": ({"probs": PROBS}, ("--logits", "--probabilities"), 2, "exclude each other"),
+    "both": ({"probs": PROBS}, ("--logits", "--probabilities"), 2, "mutually exclusive"),
     "a task of other columns": ({"probs": PROBS}, ("--task", "binary"), 65, "--task binary needs one or two columns; got 3"),
     "a task of other labels": ({"probs": PROBS, "y": LABELS}, ("--task", "multilabel"), 65, "zeros and ones of shape (N, L)"),
     "no such group": ({"probs": PROBS}, ("--groups", "site"), 65, "has no array 'site'; it has 'probs'; name one of these, or a column of another file: FILE:COLUMN"),

@@ -249,4 +249,4 @@ def test_a_val_split_that_tells_no_temperature_is_warned_of(
     assert cli("extract-features", tmp_path / "run", "--from-npz", tmp_path / "f.npz").code == 0
     done = cli("fit-temperature", tmp_path / "run", "--json")
     assert (done.json["metrics"]["temperature"], done.json["metrics"]["unbounded"]) == (SMALLEST, "separable")
-    assert "has the largest logit in every example of val" in done.json["warnings"][0]
+    assert "has the largest logit in every val example" in done.json["warnings"][0]

@@ -81,12 +81,13 @@ def test_what_a_model_says_that_it_was_made_for_holds_until_a_task_is_said(cli: 
     )
     assert done.code == 0
     assert (
-        "test: no labels were named, but columns have the model's class names; to use them, add label=" in done.stderr
+        "test: no label columns were named, but some columns have the model's class names; to use them as labels, add label="
+        in done.stderr
     )
     assert "worse+same+better" in done.stderr
     bare = f"test=csv:{tmp_path / 'a.csv'}:label="
     done = cli("extract-features", tmp_path / "bare", "--model", f"hf:{several}", "--data", bare, "--force")
-    assert "no labels were named" not in done.stderr
+    assert "no label columns were named" not in done.stderr
 
 
 NETWORK = """

@@ -228,7 +228,7 @@ def test_too_few_examples_are_told_with_the_least_number(cli: Cli, run: Path) ->
     assert refused.code == 65
     assert "has 200 examples to calibrate on; a coverage of 0.996 needs at least 249" in refused.stderr
     refused = cli("calibrate", run, "--sets", "lac", "--coverage", 0.99, "--class-conditional")
-    assert "coverage 0.99 of each class needs at least 99 examples per class" in refused.stderr
+    assert "coverage 0.99 for each class needs at least 99 examples per class" in refused.stderr
     assert "a false-alarm rate of 0.001 needs at least 999" in cli("calibrate", run, "--false-alarm", 0.001).stderr
     assert "a risk of 0.01 needs at least 554" in cli("calibrate", run, "--risk", 0.01).stderr
 

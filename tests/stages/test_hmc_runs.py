@@ -281,7 +281,7 @@ def test_until_draws_until_the_conditions_hold(cli: Cli, small_run: Path) -> Non
     assert "30 draws per chain: R-hat" in done.stderr
     looks = len(range(30, metrics["draws"] + 1, 15))
     assert (metrics["stopped_by"], metrics["until_looks"]) == ("rhat<=1.05, ess>=300, ess-tail>=150", looks)
-    said = f"these numbers decided when to stop (--until rhat<=1.05, ess>=300, ess-tail>=150, look {looks}), so they are optimistic"
+    said = f"these numbers decided when to stop (--until rhat<=1.05, ess>=300, ess-tail>=150, after {looks} check{'s' * (looks > 1)}), so they are optimistic"
     assert said in " ".join(done.stderr.split())
     again = cli("hmc", small_run, *SMALL, "--name", "u", "--until", "rhat<=1.05, ess>=300, ess-tail>=150", "--json")
     assert again.json["action"] == "up_to_date"

@@ -229,7 +229,7 @@ def test_a_run_folder_is_told(cli: Cli, small_run: Path) -> None:
 def test_a_folder_of_nothing_known_is_one_clear_line(cli: Cli) -> None:
     Path("d").mkdir()
     done = cli("inspect", "d")
-    assert (done.code, "'d' is not a kind of folder that bnncli knows; it is empty" in done.stderr) == (66, True)
+    assert (done.code, "bnncli does not recognise the folder 'd'; it is empty" in done.stderr) == (66, True)
 
 
 ARRAYS: dict[str, tuple[dict[str, Any], str]] = {

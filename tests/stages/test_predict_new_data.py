@@ -100,7 +100,7 @@ def test_files_are_named_on_stdin_and_their_names_stand_in_the_table(
     [
         (("--data", "new=npz:test.npz"), "--data writes a table: add --table FILE"),
         (("--data", "new=npz:test.npz", "--table", "t.csv", "--split", "test"), "--split names a split of the run"),
-        (("--data", "new=npz:test.npz", "--table", "t.csv", "--follow", "d"), "exclude each other"),
+        (("--data", "new=npz:test.npz", "--table", "t.csv", "--follow", "d"), "mutually exclusive"),
         (("--data", "new=npz:test.npz", "--table", "t.csv", "--keep-samples"), "--keep-samples is for splits"),
         (("--data", "new=npz:test.npz", "--table", "t.csv", "--name", "n"), "--name and --out"),
         (("--follow", ".", "--table", "t.npz"), "appends to a .csv table"),
@@ -218,7 +218,7 @@ def test_a_table_of_others_is_not_continued(folder: Path, cli: Cli) -> None:
     assert "not a table of bnncli" in follow(cli, code=73).stderr
     follow(cli, "--force")
     before = Path("t.csv").read_bytes()
-    assert "different columns" in follow(cli, "--probabilities", code=73).stderr
+    assert "differ from those this command writes" in follow(cli, "--probabilities", code=73).stderr
     assert "has rows of laplace (mc)" in follow(cli, "--integrator", "probit", code=73).stderr
     assert Path("t.csv").read_bytes() == before
     with pytest.raises(OutputExists):

@@ -142,7 +142,10 @@ def test_latent_binary_fits_have_truths_from_their_prior_alone(cli: Cli, small_r
     assert cli("fit-lbbnn", small_run, "--epochs", 1, "--slab-sd", 2).code == 0
     own = cli("sbc", small_run, "--posterior", "lbbnn", "--truth", "hmc")
     assert (own.code, own.stderr.count("\n")) == (2, 1)
-    assert "--truth: expected prior, because fit-lbbnn is tested only on truths from its prior (lbbnn)" in own.stderr
+    assert (
+        "--truth: expected prior, because fit-lbbnn can be tested only on parameters drawn from its prior (lbbnn)"
+        in own.stderr
+    )
     other = cli("sbc", small_run, "--posterior", "hmc", "--truth", "lbbnn")
     assert other.code == 2
     assert "or a last-layer posterior from laplace, refine, hmc, vi, swag, sghmc, merge; got lbbnn" in other.stderr

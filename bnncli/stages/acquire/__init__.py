@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 COMMAND = Command(
     "Choose the examples of a pool to label next.",
     "Prints one id per line, most useful first: example names if the features have them, else sample ids. bald, "
-    "entropy and margin score single examples and may pick near-duplicates; batchbald chooses a batch jointly.",
+    "entropy and margin score each example separately and may pick near-duplicates; batchbald chooses a batch "
+    "jointly.",
     (AcquireOptions, InputOptions, ComputeOptions, WriteOptions, *READ),
     (
         "bnncli acquire ckpt.pt --pool unlabelled --batch 100",
@@ -87,7 +88,7 @@ def _free_rows(pool: Split, options: AcquireOptions) -> Array:
         unknown = sorted(excluded - {*ids})
         if unknown:
             raise DataError(
-                f"{quoted(options.exclude, limit=300)} names examples that split {options.pool!r} does not have: "
+                f"{quoted(options.exclude, limit=300)} names examples that are not in split {options.pool!r}: "
                     f"{listed(unknown)}",
                 hint=f"its ids look like {ids[0]!r}", path=Path(options.exclude),
             )  # fmt: skip
@@ -159,7 +160,7 @@ def _taken(
     candidates = free[highest(information[free].astype(np.float64), max(options.candidates, options.batch))]
     if len(candidates) < len(free):
         run.console.info(
-            f"batchbald chooses among the {len(candidates):,} of {len(free):,} examples with the highest bald"
+            f"batchbald chooses among the {len(candidates):,} examples (of {len(free):,}) with the highest BALD scores"
         )
     features = seen.stored[torch.from_numpy(np.sort(candidates))]
     draws = predictor.predict(choice, features, keep_samples=True).probs_samples

@@ -31,10 +31,10 @@ _FOR_FITS = 0.95  # of the budget: the rest is for what ends, is judged and writ
 
 COMMAND = Command(
     "Try methods from cheap to costly and recommend one.",
-    "Fits a temperature, an ensemble (of sibling checkpoints), a stack of last layers and a Gaussian; then a flow "
-    "and hmc if the simpler posterior does not fit well. Compares all of them on val. Recommends the simplest that "
-    "significantly lowers the NLL without losing accuracy, else a stack that lowers it, else the network. Writes "
-    "recommended.json, which predict uses by default.",
+    "Fits a temperature, an ensemble (of sibling checkpoints), a stack of last layers and a Gaussian, then a "
+    "flow and hmc if the simpler posterior does not fit well. Compares all of them on val. Recommends the "
+    "simplest one that significantly lowers the NLL without losing accuracy, else a stack that lowers it, else "
+    "the network. Writes recommended.json, which predict uses by default.",
     (AutoOptions, InputOptions, *COMPUTE),
     ("bnncli auto ckpt.pt", "bnncli auto ckpt.pt --budget 5m"),
     section="Start",
@@ -46,8 +46,8 @@ def run(run: Run, options: AutoOptions) -> Result:
     """Climb, judge, recommend; what is fitted stays as the posteriors of the run."""
     if run.write.dry_run:
         raise UsageError(
-            "auto has no --dry-run, because each step depends on earlier results; use --dry-run of fit-laplace, "
-            "refine or hmc"
+            "auto has no --dry-run, because each step depends on earlier results; use --dry-run with "
+            "fit-laplace, refine or hmc"
         )
     train = load_split(run, "train").check_labeled()
     if not has_labeled_val(run):
@@ -118,7 +118,7 @@ def run(run: Run, options: AutoOptions) -> Result:
     result.extra["siblings"] = [str(path) for path in siblings]
     result.summary = [f"took: {took}"]
     if others:
-        result.summary.append(f"not considered: {', '.join(others)} (compare has all posteriors)")
+        result.summary.append(f"not considered: {', '.join(others)} (compare shows all posteriors)")
     chosen = next((row for row in rows if row["is_recommended"]), None)
     if (
         chosen is not None
@@ -150,8 +150,8 @@ def _without_ensemble(run: Run, ensemble: str, rows: list[dict[str, Any]]) -> st
     other = min((row for row in rows if row["posterior"] != ensemble), key=lambda row: float(row["nll"]))
     line = run.suggest("predict", posterior=other["posterior"], integrator=other["integrator"])
     return (
-        f"{ensemble} takes {members} network passes per input and cannot be exported; the best choice with one "
-        f"network has NLL {other['nll']:.4f} on val: {line}"
+        f"{ensemble} takes {members} network passes per input and cannot be exported; the best choice that uses "
+        f"one network has NLL {other['nll']:.4f} on val: {line}"
     )
 
 

@@ -275,7 +275,7 @@ def _made(
                 error.hint = "add \0force\0 to replace it"
                 raise
             if tried is None:
-                run.console.info(f"  {name} exists with other options and is kept; this one is {own}")
+                run.console.info(f"  {name} was fitted with other options and is kept; this one is called {own}")
             continue
         suffix.is_needed = tried == own
         for text in [] if result.action == "up_to_date" else result.summary:

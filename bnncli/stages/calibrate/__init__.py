@@ -26,9 +26,10 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Calibrate decisions with guarantees: prediction sets, acceptance, outliers, shift.",
-    "Needs predictions on a split that was not used for fitting or selection, such as one from extract-features "
-    "--hold-out calib=test:2000. predict adds the decisions to its table; evaluate reports how they perform. "
-    "Exits 3 if no threshold meets --risk. Writes decisions/<posterior>.<integrator>/<rule>.safetensors.",
+    "Needs predictions on a split that was not used for fitting or model selection, such as one set aside with "
+    "extract-features --hold-out calib=test:2000. predict adds the decisions to its table; evaluate reports how "
+    "they perform. Exits 3 if no threshold meets --risk. Writes "
+    "decisions/<posterior>.<integrator>/<rule>.safetensors.",
     (CalibrateOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli calibrate ckpt.pt --sets lac --coverage 0.9",
@@ -95,7 +96,7 @@ def _groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, 
         if header is not None:
             chosen.append((group, header))
         elif posterior is None:
-            run.console.warn(f"skipping {group.name}: no predictions of split {options.split!r}")
+            run.console.warn(f"skipping {group.name}: it has no predictions for split {options.split!r}")
     if not chosen:
         hint = run.suggest("predict", posterior=posterior, integrator=integrator, split=options.split)
         raise MissingInput(f"no predictions of split {options.split!r}", hint=hint)

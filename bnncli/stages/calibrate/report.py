@@ -37,7 +37,9 @@ def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> 
         )
     if kind == RISK:
         if metrics["most_doubt"] is None:
-            return f"no threshold has at most {percent(settings['risk'], 'g')} wrong predictions ({count} examples)"
+            return (
+                f"no threshold keeps wrong predictions to at most {percent(settings['risk'], 'g')} ({count} examples)"
+            )
         if metrics["threshold"] == 0:
             return (
                 f"accept every prediction: at most {percent(settings['risk'], 'g')} are wrong, {often}; here "
@@ -45,9 +47,9 @@ def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> 
             )
         wrong = percent(metrics["num_wrong"] / metrics["num_accepted"]) if metrics["num_accepted"] else "none"
         return (
-            f"accept predictions with confidence of at least {metrics['threshold']:.6g}: at most "
-            f"{percent(settings['risk'], 'g')} are wrong, {often}; here {metrics['num_accepted']} of {count} accepted, "
-            f"{metrics['num_wrong']} wrong ({wrong})"
+            f"accept predictions with a confidence of at least {metrics['threshold']:.6g}: at most "
+            f"{percent(settings['risk'], 'g')} are wrong, {often}; here {metrics['num_accepted']} of {count} are "
+            f"accepted and {metrics['num_wrong']} of those are wrong ({wrong})"
         )
     if kind == OOD:
         return (

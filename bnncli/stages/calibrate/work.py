@@ -35,7 +35,7 @@ def fit_rule(
     """
     split = PredictedSplit(header)
     if kind in (SETS, RISK) and not split.file.is_exclusive:
-        message = "this run is multilabel; sets and accepted predictions need classes that exclude each other"
+        message = "this run is multilabel; sets and accepted predictions need mutually exclusive classes"
         raise DataError(message, code="several_labels", path=header.path)
     if kind == SETS:
         rule, metrics = _sets(split, settings, is_tuned=is_tuned)
@@ -100,7 +100,7 @@ def _require_of_classes(split: PredictedSplit, labels: np.ndarray, settings: Map
     if few:
         more = f" and {len(few) - 8} more classes" if len(few) > 8 else ""
         raise DataError(
-            f"split {split.name!r}: coverage {settings['coverage']:g} of each class needs at least {least} "
+            f"split {split.name!r}: coverage {settings['coverage']:g} for each class needs at least {least} "
             f"examples per class; got {', '.join(few[:8])}{more}",
             code="too_few",
             hint="calibrate on a larger split, or without \0class_conditional\0",

@@ -20,9 +20,9 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Compare the scores of posteriors, with standard errors and tests.",
-    "With one checkpoint, bootstraps over examples. With several (seeds of one experiment), tests over checkpoints. "
-    "Marks the best of each column and all that are not significantly worse (family-wise --alpha per column). With "
-    "--baseline, tests each posterior against it (Holm).",
+    "With one checkpoint, bootstraps over examples; with several (seeds of one experiment), tests over "
+    "checkpoints. Marks the best score in each column and those that are not significantly worse (family-wise "
+    "--alpha per column). With --baseline, tests each posterior against the baseline (Holm).",
     (CompareOptions, InputOptions, WriteOptions, *READ),
     (
         "bnncli compare ckpt.pt",
@@ -31,7 +31,13 @@ COMMAND = Command(
         "bnncli compare seed-*.pt --plot figures",
         "bnncli compare ckpt.pt --by cost",
     ),
-    (Argument("ckpt", "Checkpoints to compare. Several are treated as seeds of one experiment.", is_many=True),),
+    (
+        Argument(
+            "ckpt",
+            "Checkpoints to compare. If you give several, they are treated as different seeds of one experiment.",
+            is_many=True,
+        ),
+    ),
     section="Judge",
     place=20,
 )

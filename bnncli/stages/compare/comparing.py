@@ -88,7 +88,7 @@ def _shared(
         shared.setdefault(label[0], []).extend(group for group in own if group is not None)
     if shared or len(runs) > 1:
         for where, names in left_out.items():
-            runs[0].console.warn(f"skipping {', '.join(names)}: no predictions of split {split!r} for {where}")
+            runs[0].console.warn(f"skipping {', '.join(names)}: no predictions for split {split!r} of {where}")
     if not shared:
         inside, outside = (
             list(dict.fromkeys(name for groups in found for group in groups for name in group.splits(is_ood=is_ood)))
@@ -137,7 +137,7 @@ def _check_same_examples(
                 identities.setdefault(name, set()).add(identity)
                 if identity != expected:
                     raise DataError(
-                        f"{header.path}: split {name!r} holds other examples for {label} than for {other}, so "
+                        f"{header.path}: split {name!r} holds different examples for {label} and for {other}, so "
                         "their scores cannot be paired",
                         code="different_examples",
                         hint=runs[0].suggest("predict", force=True) if len(runs) == 1 else None,

@@ -127,7 +127,8 @@ class Comparison:
         level = percent(self.alpha, "g")
         if self.baseline is not None:
             parts[0] += (
-                f" for {self.names[self.baseline].folder}, difference from it with {percent(1 - self.alpha, 'g')} interval for the others"
+                f" for {self.names[self.baseline].folder}; for the others, the difference from it with a "
+                f"{percent(1 - self.alpha, 'g')} interval"
             )
             return "; ".join([*parts, f"{MARKED} significantly different (Holm, family-wise {level} per column)"])
         about = "about " * (self.num_checkpoints == 1 and self.num_examples < _FEW_EXAMPLES)

@@ -18,7 +18,8 @@ from bnncli.storage.atomic import check_writable, publish_bytes
 
 COMMAND = Command(
     "Run the whole pipeline on embedded data in ./bnncli-demo/.",
-    "Uses a LeNet-5 and subsets of Fashion-MNIST and MNIST from the package. Takes under a minute on two cores.",
+    "Uses a LeNet-5 and subsets of Fashion-MNIST and MNIST, all included in the package. Takes under a minute "
+    "on two cores.",
     (DemoOptions, ComputeOptions, CommonOptions),
     ("bnncli demo", "bnncli demo --files-only --dir ."),
     (),

@@ -16,9 +16,9 @@ from bnncli.stages.diagnose.tables import diagnosis_tables
 
 COMMAND = Command(
     "Check how closely each posterior matches its target.",
-    "A Gaussian or flow fits well if its log importance weights spread by at most 2 nats and Pareto k is below its "
-    "threshold. Draws fit well with R-hat at most 1.05, 400 effective draws and no divergence. Also shows which "
-    "posterior predicts best on val. Writes nothing.",
+    "A Gaussian or flow fits well if its log importance weights spread by at most 2 nats and Pareto k is below "
+    "its threshold. Draws fit well if R-hat is at most 1.05, there are at least 400 effective draws and none "
+    "diverged. Also shows which posterior predicts best on val. Writes nothing.",
     (DiagnoseOptions, InputOptions, ComputeOptions, *READ),
     (
         "bnncli diagnose ckpt.pt",

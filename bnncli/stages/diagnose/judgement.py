@@ -216,10 +216,13 @@ def _check_is_of_head(path: Path, header: Header, layout: ClassifierLayout) -> N
         raise DataError(f"{path} has its own hidden layers; diagnose takes only posteriors over the last layer")
     if sizes and sizes[1] != layout.num_outputs and likelihood_of(sizes[1]).num_classes == layout.num_classes:
         raise DataError(
-            f"{path} has a single logit, but other posteriors of this run have two; diagnose takes only those"
+            f"{path} has a single logit, but other posteriors of this run have two; diagnose takes only "
+            "posteriors with two"
         )
     if sizes and layout.num_params == layout.num_outputs * layout.num_features:
-        raise DataError(f"{path} has a bias, but other posteriors of this run have none; diagnose takes only those")
+        raise DataError(
+            f"{path} has a bias, but other posteriors of this run have none; diagnose takes only posteriors without one"
+        )
 
 
 def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:

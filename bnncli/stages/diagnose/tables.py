@@ -114,7 +114,7 @@ def _density_note(densities: Mapping[str, dict[str, Any]]) -> str:
     note = _DENSITY_NOTE
     if not any(entry["draws"] for entry in densities.values()):
         note = "+- standard error; none has a density, so only their predictions can be compared"
-    other = f"; {', '.join(latent)}: spike-and-slab prior, another target" if latent else ""
+    other = f"; {', '.join(latent)}: has a spike-and-slab prior, and so another target" if latent else ""
     return note + _TUNED * _any_tuned(densities) + other
 
 

@@ -40,9 +40,10 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Score predictions: accuracy, NLL, Brier, ECE, OOD detection.",
-    "Prints one row per posterior, integrator and in-distribution split. Writes all scores with their settings to "
-    "metrics/<posterior>.<integrator>.json. Undefined scores are null with a reason. An --assert without posterior, "
-    "split or choices refers to auto's recommendation (else to all), test, and the usual form of the score.",
+    "Prints one row per posterior, integrator and in-distribution split. Writes all scores with their settings "
+    "to metrics/<posterior>.<integrator>.json. Undefined scores are null, with a reason. An --assert that names "
+    "no posterior, split or choices refers to auto's recommendation (else all posteriors), the test split, and "
+    "the usual form of the score.",
     (EvaluateOptions, InputOptions, *COMPUTE),
     (
         "bnncli evaluate ckpt.pt",
@@ -98,7 +99,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
             *legend(rows, options, options.shown_scores, options.bootstrap),
             *(text for one in used.values() for text in one.doubts()),
         ]
-        total.summary.append(f"all scores and their definitions: {run.folder.root / 'metrics'}")
+        total.summary.append(f"all scores and their definitions are in {run.folder.root / 'metrics'}")
         total.tables.append(
             score_table(
                 rows,
@@ -140,8 +141,8 @@ def _assertions(run: Run, options: EvaluateOptions) -> list[Assertion]:
     if found is None:
         return [*options.assertions]
     run.console.info(
-        f"checking {every[0]} for {found.posterior} ({found.integrator}), as auto recommends; write "
-        f"POSTERIOR.{every[0]} to check another"
+        f"checking {every[0]} for {found.posterior} ({found.integrator}), which auto recommends; write "
+        f"POSTERIOR.{every[0]} to check another posterior"
     )
     return about(options.assertions, found.posterior, found.integrator)
 
@@ -168,7 +169,7 @@ def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> li
     for name in options.split:
         if name not in there:
             raise MissingInput(
-                f"--split: no predictions of an in-distribution split {name!r} (have: {', '.join(there) or 'none'})",
+                f"--split: no predictions for an in-distribution split {name!r} (have: {', '.join(there) or 'none'})",
                 hint=run.suggest("predict", split=name),
             )
     chosen = [row for row in rows if not options.split or row["split"] in options.split]

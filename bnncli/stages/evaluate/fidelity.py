@@ -148,7 +148,7 @@ def _of_posterior(run: Run, name: str) -> FidelityReference:
     sources = {split: Source(f"reference.{split}", one.path, one.content_digest) for split, one in headers.items()}
     hint = run.suggest("predict", posterior=group.posterior, integrator=group.integrator)
     places = {split: str(one.path) for split, one in headers.items()}
-    return FidelityReference(group.name, group.name, places, f"no predictions of {group.name}; run: {hint}", sources)
+    return FidelityReference(group.name, group.name, places, f"{group.name} has no predictions; run: {hint}", sources)
 
 
 def _of_file(place: str, path: Path, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference:

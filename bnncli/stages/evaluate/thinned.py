@@ -38,5 +38,5 @@ def check_true_inputs(groups: Sequence[PredictionGroup], true_inputs: str | None
             )
         if max(numbers) > sizes[0]:
             raise UsageError(
-                f"--true-inputs: {group.posterior} has {sizes[0]} inputs, numbered from 1; got {max(numbers)}"
+                f"--true-inputs: {group.posterior} has {sizes[0]} inputs, which are numbered from 1; got {max(numbers)}"
             )

@@ -30,10 +30,10 @@ from bnncli.storage.headers import Header, interpreting
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
-    "Export network and posterior as one ONNX, pt2 or safetensors file.",
-    "The file takes inputs as in the run's data and returns probs, entropy, mutual_information (if available) and "
-    "ood_score. Compares its probabilities with predict's on val before publishing it. Writes "
-    "exports/<posterior>.<integrator>.onnx.",
+    "Export the network and posterior as one ONNX, pt2 or safetensors file.",
+    "The exported file takes inputs as in the run's data and returns probs, entropy, mutual_information (if "
+    "available) and ood_score. Before publishing the file, compares its probabilities with predict's on val. "
+    "Writes exports/<posterior>.<integrator>.onnx.",
     (ExportOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli export ckpt.pt --posterior laplace --integrator probit",

@@ -35,10 +35,10 @@ def open_rules(run: Run, name: str, options: ExportOptions, *, posterior: str) -
             message = f"\0decide\0: rule {one.name!r} of {name} {why}"
             raise UsageError(message, code="unsupported_export")
         if one.header.meta["maker"].get("posterior") != posterior:
-            message = f"{one.header.path} was calibrated with another posterior than {name.partition('.')[0]}"
+            message = f"{one.header.path} was calibrated with a posterior other than {name.partition('.')[0]}"
             raise DataError(message, code="wrong_posterior", path=one.header.path)
     if len(sets := [one.name for one in found if isinstance(one.rule, SetRule)]) > 1:
-        raise UsageError(f"\0decide\0: a file has one output `set`, but both {' and '.join(sets)} give sets")
+        raise UsageError(f"\0decide\0: a file has one output `set`, but {' and '.join(sets)} each give a set")
     return found
 
 

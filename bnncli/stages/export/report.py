@@ -21,7 +21,7 @@ def summary(meta: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{meta['posterior']} ({meta['variant']}), {bytes_text(metrics['bytes'])}: {goes_in} -> "
         + ", ".join(output["name"] for output in meta["outputs"]),
-        f"probabilities on {parity['split']} ({parity['rows']} rows) match predict within "
+        f"probabilities on {parity['split']} ({parity['rows']} rows) match predict to within "
         f"{_each(parity['max_difference'])}",
     ]
     draws, is_shared = metrics["draws"], meta["variant"].startswith("logit-mc")

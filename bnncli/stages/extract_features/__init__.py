@@ -30,9 +30,9 @@ from bnncli.storage.features import FeatureFile
 
 COMMAND = Command(
     "Run the network over the data once and store its penultimate features.",
-    "Writes features/<split>.h5 for each split and posteriors/map.safetensors, the network as trained. Later "
-    "commands work from these files and need no network code. Finds the last linear layer and checks that features "
-    "times head equal the network's output.",
+    "Writes features/<split>.h5 for each split, and posteriors/map.safetensors, the network as trained. Later "
+    "commands use these files and need no network code. Finds the last linear layer, and checks that applying "
+    "it to the features reproduces the network's output.",
     (ExtractFeaturesOptions, *COMPUTE),
     (
         "bnncli extract-features ckpt.pt --model lenet5 --data train=npz:train.npz --data test=npz:test.npz --hold-out val=test:2000 --ood mnist=npz:mnist.npz",
@@ -115,5 +115,5 @@ def _causes(extraction: NetworkExtraction, name: str) -> str:
         if not isinstance(first, Mapping) and first.ndim == 4:
             better = extraction.better_scaling(name)
             found = "\0mean\0 or \0std\0 missing or wrong" + (f" ({better})" if better else "")
-            return f"{found}, channels in another order (RGB, BGR), pixels in 0..255 instead of 0..1"
+            return f"{found}, channels in another order (RGB, BGR), pixels from 0 to 255 instead of 0 to 1"
     return "inputs preprocessed differently than in training"

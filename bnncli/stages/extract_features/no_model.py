@@ -22,7 +22,9 @@ def no_model(run: Run, options: ExtractFeaturesOptions) -> UsageError:
     is_complete = bool(options.data or options.ood)
     trained = own_code_line(run)
     if trained is not None:
-        message = f"{path.name} was trained with a network of your own code; name it with \0model\0 to run it"
+        message = (
+            f"{path.name} was trained with a network from your own code; to run it, name the network with \0model\0"
+        )
         return UsageError(message, hint=trained.pasted() + ("" if is_complete else " \0data\0 SPLIT=SPEC"))
     found = recognised_model(path) if path.exists() else None
     if found is None:

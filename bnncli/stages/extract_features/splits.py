@@ -57,7 +57,7 @@ def class_names(
     for name, names in named.items():
         if len(names) != num_classes:
             raise DataError(
-                f"split {name!r} has {len(names)} classes, but the network has {num_classes}", code="class_mismatch",
+                f"split {name!r} has {len(names)} classes, but the network has {num_classes} outputs", code="class_mismatch",
                 hint="name all of them in the order of the network's outputs: \0classes\0 FILE or a,b,c",
             )  # fmt: skip
     if named:
@@ -76,7 +76,10 @@ def _label_notes(split: data.InputSplit) -> list[str]:
     if (order := data.numbered_by_name(split)) is not None:
         return [f"{order}; set another order with \0classes\0 FILE or a,b,c"]
     columns = "+".join(data.columns_of_classes(split))
-    told = f"no labels were named, but columns have the model's class names; to use them, add label={columns}"
+    told = (
+        "no label columns were named, but some columns have the model's class names; to use them as labels, add "
+        f"label={columns}"
+    )
     return [f"{split.name}: {told}"] if columns else []
 
 

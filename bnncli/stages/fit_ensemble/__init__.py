@@ -24,8 +24,8 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Combine networks that were trained separately into an ensemble.",
-    "CKPT is the first member, MEMBERs are further checkpoints of the same architecture. All have equal weight. "
-    "Writes posteriors/ensemble.safetensors, or posteriors/mola.safetensors with --each laplace.",
+    "CKPT is the first member; each MEMBER is another checkpoint of the same architecture. All members have "
+    "equal weight. Writes posteriors/ensemble.safetensors, or posteriors/mola.safetensors with --each laplace.",
     (FitEnsembleOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-ensemble lenet-0.safetensors lenet-1.safetensors lenet-2.safetensors",

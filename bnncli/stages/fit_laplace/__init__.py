@@ -33,9 +33,9 @@ from bnncli.theta.layout import MatrixLayout
 
 COMMAND = Command(
     "Fit a Gaussian (Laplace) posterior over the last layer, or over other layers.",
-    "Last layer: finds the mode by Newton's method and fits the Gaussian there. Other layers (--layers): fits it at "
-    "the network's weights, unless --center mode. Chooses the prior precision unless you give a number. Writes "
-    "posteriors/laplace.safetensors, or laplace-all.",
+    "For the last layer, finds the mode by Newton's method and fits the Gaussian there. For other layers "
+    "(--layers), fits it at the network's weights unless you add --center mode. Chooses the prior precision "
+    "unless you give a number. Writes posteriors/laplace.safetensors, or laplace-all.",
     (FitLaplaceOptions, NameOptions, *COMPUTE),
     (
         "bnncli fit-laplace ckpt.pt",
@@ -48,10 +48,10 @@ COMMAND = Command(
     place=30,
 )
 
-_BETTER = "better: a val split of data that the network was not trained on (--hold-out val=test:2000)"
+_BETTER = "a val split of data that the network was not trained on would be better (--hold-out val=test:2000)"
 WITHOUT_VAL = {
-    LOO: "no labelled val split: choosing the prior precision by leave-one-out on train, whose labels may have "
-    f"shaped the features; {_BETTER}",
+    LOO: "no labelled val split: choosing the prior precision by leave-one-out on train, although its labels may "
+    f"have shaped the features; {_BETTER}",
     "marglik": "no labelled val split: choosing the prior precision by the marginal likelihood, which may prefer far too "
     f"weak priors if the features were trained on the same data; {_BETTER}",
 }
@@ -101,8 +101,8 @@ def _last_layer(
         params["bias_precision"] = options.own_bias_precision
     if len(train.content.features) < train.layout.num_features:
         run.console.warn(
-            f"fewer training examples ({len(train.content.features)}) than features "
-            f"({train.layout.num_features}): the prior determines most of the posterior"
+            f"there are fewer training examples ({len(train.content.features)}) than features "
+            f"({train.layout.num_features}), so the prior determines most of the posterior"
         )
     warn_of_missing_classes(run, [train] if val is None or VAL in options.fit_on else [train, val])
     folds_bytes = 8 * NUM_FOLDS * train.layout.num_params if VAL in options.fit_on else 0
@@ -219,14 +219,14 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         lines.append(f"fitted to {metrics['fit_on']}; scores on val are {metrics['num_folds']}-fold cross-validated")
     if "effective_params" in metrics and "subnetwork_size" not in metrics:
         lines.append(
-            f"the data determine about {rounded(metrics['effective_params'])} of them (effective number of parameters); all other directions "
-            "keep the prior's variance"
+            f"the data determine about {rounded(metrics['effective_params'])} parameters (the effective number); "
+            "all other directions keep the prior's variance"
         )
     if "layer_precisions" in metrics:
         each = ", ".join(f"{name} {value:.4g}" for name, value in metrics["layer_precisions"].items())
         lines.append(
-            f"prior precision per layer: {each}; log marginal likelihood {metrics['layer_precisions_gain']:.2f} "
-            "nats higher than with one for all"
+            f"prior precision per layer: {each}; the log marginal likelihood is "
+            f"{metrics['layer_precisions_gain']:.2f} nats higher than with one precision for all layers"
         )
     if "captured_trace" in metrics:
         lines.append(

@@ -58,7 +58,9 @@ def examples_to_search(
             sizes["train"], num_params=target.layout.num_params, device=target.device
         )
         if is_large:
-            run.console.info("searching for the prior precision around the checkpoint's own, until it predicts worse")
+            run.console.info(
+                "searching for the prior precision around the checkpoint's own, until the predictions get worse"
+            )
         return everything._replace(is_large=is_large)
     said = " and ".join(f"{count:,} of {sizes[name]:,} examples of {name}" for name, count in counts.items())
     run.console.info(f"searching for the prior precision with {said}; the final fit uses all")

@@ -99,8 +99,8 @@ def tell_of_memorised(run: Run, train: Split, val: Split | None) -> None:
     (own, own_error), (other, other_error) = found
     if own < _MEMORISED * other and other - own > 3 * math.hypot(own_error, other_error):
         run.console.info(
-            f"the network has memorised train (NLL {own:.3g} on train, {other:.3g} on val); fit rows that it has "
-            "not seen with --fit-on train+val, or with --fit-on val --prior-mean checkpoint"
+            f"the network has memorised train (NLL {own:.3g} on train, {other:.3g} on val); fit to rows that it "
+            "has not seen, with --fit-on train+val or with --fit-on val --prior-mean checkpoint"
         )
 
 

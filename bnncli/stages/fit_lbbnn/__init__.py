@@ -19,8 +19,8 @@ from bnncli.theta.network import NetworkLayout
 COMMAND = Command(
     "Fit a latent binary network, which includes each weight with some probability.",
     "Fits a spike-and-slab network by maximising a lower bound on the evidence. By default it fits the last "
-    "layer; with --hidden, a whole network on raw inputs (extract-features --model flatten). Reports the bound "
-    "and the density. Writes posteriors/lbbnn.safetensors.",
+    "layer, on the extracted features; with --hidden, it fits a whole network on raw inputs (extract-features "
+    "--model flatten). Reports the bound and the density. Writes posteriors/lbbnn.safetensors.",
     (FitLbbnnOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-lbbnn ckpt.pt",

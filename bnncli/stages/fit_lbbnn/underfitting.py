@@ -43,10 +43,10 @@ def short_plan(options: FitLbbnnOptions, plan: Plan, num_examples: int) -> str |
         return None
     steps = plan.epochs * math.ceil(num_examples / plan.batch_size)
     return (
-        f"{steps} steps move an inclusion logit by at most {farthest:.2g}, but {high:g} to the prior's "
-        f"{prior:.2g} needs {need:.2g}: density and inclusions will reflect the start, not the data; use at "
-        f"least --epochs {math.ceil(plan.epochs * need / farthest - 1e-9)}, or a larger --learning-rate or "
-        "--inclusion-rate"
+        f"{steps} steps move an inclusion logit by at most {farthest:.2g}, but getting from {high:g} to the "
+        f"prior's {prior:.2g} takes {need:.2g}, so density and inclusions will reflect the start, not the data; "
+        f"use at least --epochs {math.ceil(plan.epochs * need / farthest - 1e-9)}, or a larger --learning-rate "
+        "or --inclusion-rate"
     )
 
 

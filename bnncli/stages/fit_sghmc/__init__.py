@@ -19,9 +19,9 @@ from bnncli.stages.fit_sghmc.report import summary
 
 COMMAND = Command(
     "Sample by stochastic-gradient HMC, cyclical or not.",
-    "A baseline for hmc without accept/reject steps: draws are biased by step size and minibatch noise. The summary "
-    "reports the bias along the stiffest direction. With --layers, batch norm statistics stay fixed. Writes "
-    "posteriors/sghmc.nc, or sghmc-all.nc.",
+    "This is a baseline for hmc without accept/reject steps, so its draws are biased by the step size and "
+    "minibatch noise. The summary reports the bias along the stiffest direction. With --layers, batch norm "
+    "statistics stay fixed. Writes posteriors/sghmc.nc, or sghmc-all.nc.",
     (FitSghmcOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-sghmc ckpt.pt",

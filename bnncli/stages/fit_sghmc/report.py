@@ -29,9 +29,9 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         f"{metrics['batch_size']:,}{cold}"
     )
     lines.append(
-        f"steps are never rejected: along the stiffest direction (curvature {metrics['stiffness']:.3g}) the step "
-        f"length makes the variance too large by {_share(metrics['excess_by_steps'])}, and minibatches by up to "
-        f"{_share(metrics['excess_by_batches'])}"
+        f"steps are never rejected: along the stiffest direction (curvature {metrics['stiffness']:.3g}), the "
+        f"step length makes the variance {_share(metrics['excess_by_steps'])} too large, and minibatch noise "
+        f"makes it up to {_share(metrics['excess_by_batches'])} too large"
     )
     lines += val_lines(metrics)
     return lines

@@ -19,8 +19,9 @@ from bnncli.stages.fit_swag.report import summary
 
 COMMAND = Command(
     "Fit a Gaussian to the iterates of SGD (SWAG).",
-    "A baseline for fit-laplace. Starts at the network's weights; minibatch noise and the learning rate set the "
-    "spread. With --layers, batch norm statistics stay fixed. Writes posteriors/swag.safetensors, or swag-all.",
+    "This is a baseline for fit-laplace. SGD starts at the network's weights; minibatch noise and the learning "
+    "rate set the spread. With --layers, batch norm statistics stay fixed. Writes posteriors/swag.safetensors, "
+    "or swag-all.",
     (FitSwagOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-swag ckpt.pt",

@@ -25,8 +25,8 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     ]
     scale = "" if metrics["scale"] == 1 else f", scale {metrics['scale']:g}"
     lines.append(
-        f"covariance half diagonal, half of rank {metrics['rank']}{scale}; the median parameter has "
-        f"{percent(metrics['median_share_of_prior'], '.3g')} of the prior's variance, the largest "
+        f"the covariance is half diagonal, half of rank {metrics['rank']}{scale}; the median parameter has "
+        f"{percent(metrics['median_share_of_prior'], '.3g')} of the prior's variance, the largest has "
         f"{percent(metrics['largest_share_of_prior'], '.3g')} (set by the learning rate)"
     )
     if metrics["median_share_of_base"] is not None:
@@ -46,7 +46,7 @@ def warnings(metrics: dict[str, Any]) -> list[str]:
     if metrics["share_wider_than_prior"] > 0:
         found.append(
             f"{percent(metrics['share_wider_than_prior'], '.3g')} of the parameters have a larger variance than "
-            f"under the prior, which data cannot cause on average: {slower}, or use a smaller --scale"
+            f"under the prior, although data lower the variance on average: {slower}, or use a smaller --scale"
         )
     if metrics["median_share_of_prior"] < TOO_NARROW:
         found.append(

@@ -21,8 +21,8 @@ from bnncli.storage.headers import Header
 
 COMMAND = Command(
     "Scale the network's logits by one temperature, fitted on val.",
-    "The plain calibration baseline: divides the logits by the T that minimises the NLL on val. Confidence changes, "
-    "the predicted class does not. Writes posteriors/temperature.safetensors.",
+    "This is the plain calibration baseline: it divides the logits by the T that minimises the NLL on val. The "
+    "confidence changes, but the predicted class does not. Writes posteriors/temperature.safetensors.",
     (FitTemperatureOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-temperature ckpt.pt",
@@ -87,7 +87,7 @@ def _report(meta: Mapping[str, Any]) -> Report:
         return f"{value:{form}}" + ("" if error is None else f" +- {error:.4f}")
 
     lines = [
-        f"temperature {metrics['temperature']:.4g}, on {metrics['num_examples']} examples of val",
+        f"temperature {metrics['temperature']:.4g}, fitted on {metrics['num_examples']} val examples",
         f"val NLL {said('val_nll_before', '.4f')} before, {said('val_nll_after', '.4f')} after; "
         f"change {said('val_nll_change', '+.4f')}",
     ]

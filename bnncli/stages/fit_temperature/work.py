@@ -20,8 +20,8 @@ from bnncli.run.session import Run
 from bnncli.run.val_report import logits_on_val
 
 _WHY_UNBOUNDED = {
-    "separable": "the label has the largest logit in every example of val, so any lower temperature is better",
-    "hopeless": "the logits say so little about the labels of val that any higher temperature is better",
+    "separable": "the correct class has the largest logit in every val example, so a lower temperature is always better",
+    "hopeless": "the logits predict the val labels so poorly that a higher temperature is always better",
 }
 
 
@@ -45,7 +45,7 @@ def fit(run: Run, val: Split, base_path: Path | None) -> Fitted:
         )
     metrics = _metrics(fit, base_path)
     if fit.temperature in (SMALLEST, LARGEST):
-        why = _WHY_UNBOUNDED.get(fit.unbounded or "", "the val split prefers one beyond it")
+        why = _WHY_UNBOUNDED.get(fit.unbounded or "", "the best one on val is outside that range")
         run.console.warn(f"the temperature {fit.temperature:g} is at the end of the search range: {why}")
     tensors, meta = Point(theta / fit.temperature, layout).to_tensors()
     tensors |= {"temperature": torch.tensor([fit.temperature], dtype=torch.float64)}

@@ -19,8 +19,8 @@ from bnncli.stages.fit_vi.report import summary
 
 COMMAND = Command(
     "Fit independent Gaussians by variational inference.",
-    "A baseline for fit-laplace and refine. Maximises the ELBO over a mean and a variance per parameter. With "
-    "--layers, batch norm statistics stay fixed. Writes posteriors/vi.safetensors, or vi-all.",
+    "This is a baseline for fit-laplace and refine. Maximises the ELBO over a mean and a variance per "
+    "parameter. With --layers, batch norm statistics stay fixed. Writes posteriors/vi.safetensors, or vi-all.",
     (FitViOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-vi ckpt.pt",

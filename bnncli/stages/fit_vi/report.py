@@ -24,7 +24,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     )
     if metrics["kl_weight"] != 1:
         lines.append(
-            f"the divergence from the prior had weight {metrics['kl_weight']:g}, not 1, so this neither "
+            f"the divergence from the prior had weight {metrics['kl_weight']:g}, not 1, so this fit neither "
             "approximates the target nor maximises its ELBO"
         )
     lines.append(f"the median parameter has {percent(metrics['median_share_of_prior'], '.3g')} of the prior's variance")

@@ -26,9 +26,9 @@ from bnncli.storage.locks import artifact_lock
 
 COMMAND = Command(
     "Run commands over many checkpoints and options in parallel.",
-    "FILE is TOML: `checkpoints`, and [[step]] tables with `command` and its options; a list of values is an axis. "
-    "{NAME} refers to the posterior of an earlier step, {NAME*} to all of them. Run an interrupted grid again to "
-    "make what is missing. Exits 3 if a job failed, 78 if FILE is wrong.",
+    "FILE is a TOML file with `checkpoints`, and [[step]] tables with `command` and its options; a list of values is "
+    "an axis. {NAME} refers to the posterior of an earlier step, {NAME*} to all of that step's posteriors. To "
+    "complete an interrupted grid, run it again. Exits 3 if a job failed, 78 if FILE is wrong.",
     (GridOptions, CommonOptions),
     (
         "bnncli grid grid.toml --dry-run",

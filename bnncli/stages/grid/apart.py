@@ -90,7 +90,7 @@ def _clash(job: Job, other: Job, name: str) -> str:
     if name and job.step is other.step:
         return f"two of its lines create {name!r}: drop a value, or put it in a step with another name"
     if name:
-        return f"step {other.step.name} creates {name!r} too: rename one of them"
+        return f"step {other.step.name} also creates {name!r}: rename one of them"
     shown = " and ".join(flag_of(one)[2:] for one in _differing(job, other))
     said = f"lines with different values of {shown} would write the same files"
     if job.step.command == "predict":

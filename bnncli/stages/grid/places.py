@@ -41,7 +41,7 @@ def places_of(options: GridOptions, jobs: Sequence[Job]) -> list[LinePlace]:
     workers = team.rank_and_size()
     if workers is not None and workers[1] > 1:
         raise UsageError(
-            f"grid starts its own processes, but torchrun started {workers[1]} of it: start one, without torchrun",
+            f"grid starts its own processes, but torchrun started {workers[1]} copies of it: run it without torchrun",
             hint="\0devices\0 0,1,2,3 runs a line on each GPU; \0jobs\0 4 runs four on the CPU",
         )
     if options.jobs is None and options.devices is None:

@@ -28,9 +28,9 @@ from bnncli.theta.prior import Prior
 
 COMMAND = Command(
     "Sample the exact posterior by Hamiltonian Monte Carlo.",
-    "Runs all chains as one batch, in coordinates whitened by the Gaussian at the mode. Reports R-hat and effective "
-    "sample sizes of parameters and of predictions on val; with --layers, predictions decide. Writes "
-    "posteriors/hmc.nc, or hmc-all.nc, which ArviZ opens.",
+    "Runs all chains as one batch, in coordinates whitened by the Gaussian at the mode. Reports R-hat and "
+    "effective sample sizes for the parameters and for predictions on val; with --layers, convergence is judged "
+    "by the predictions. Writes posteriors/hmc.nc, or hmc-all.nc, which ArviZ can open.",
     (HmcOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli hmc ckpt.pt",
@@ -48,7 +48,7 @@ _LEAST_TRIED = 64  # draws: of fewer the val NLL is noise
 def run(run: Run, options: HmcOptions) -> Result:
     """Sample and publish; the result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
     if options.max_draws is not None and options.until is None:
-        raise UsageError("--max-draws limits --until; give --until too")
+        raise UsageError("--max-draws is a limit for --until; give --until too")
     require_features(run)
     base = find_base(run, options)
     train = load_fitted(run, fit_on(base.header if base else None))

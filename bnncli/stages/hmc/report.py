@@ -69,9 +69,9 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     lines = [*prior_line(metrics), deciding_line(metrics)]
     if metrics.get("stopped_by") is not None:
         lines.append(
-            f"these numbers decided when to stop (--until {metrics['stopped_by']}, look "
-            f"{metrics['until_looks']}), so they are optimistic: a run with a fixed length tends to have a "
-            "larger R-hat and fewer effective draws"
+            f"these numbers decided when to stop (--until {metrics['stopped_by']}, after "
+            f"{counted(metrics['until_looks'], 'check')}), so they are optimistic: a run of fixed length tends "
+            "to have a larger R-hat and fewer effective draws"
         )
     lines += other_lines(metrics)
     if "judged_by" in metrics:

@@ -129,8 +129,8 @@ def last_layer(
             if structure != own and before is None:
                 run.console.info(
                     f"using the {structure} Gaussian at the mode for the chains' coordinates instead of "
-                    f"fit-laplace's {own} one: computing it should take no longer than the draws, and it makes "
-                    "each draw worth more"
+                    f"fit-laplace's {own} one: computing it should take no longer than the draws, and the draws "
+                    "should be less correlated"
                 )
             start = train.start().to(run.device)
             if rows is not None:

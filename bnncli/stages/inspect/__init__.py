@@ -23,7 +23,7 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header, check_is_file
 
 COMMAND = Command(
-    "Show what a file holds: kind, shapes, parameters, provenance, digests.",
+    "Show what is in a file: kind, shapes, parameters, provenance, digests.",
     "Works on checkpoints, saved models, data, run folders and artifacts. Suggests an extract-features command for "
     "it. Never runs code from the file.",
     (CommonOptions,),

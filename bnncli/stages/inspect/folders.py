@@ -45,7 +45,7 @@ def folder_found(folder: Path) -> Found:
             if (found := tell(folder, names)) is not None:
                 return found
     what = f"it holds {listed(names)}" if names else "it is empty"
-    raise MissingInput(f"{quoted(folder, limit=300)} is not a kind of folder that bnncli knows; {what}", path=folder)
+    raise MissingInput(f"bnncli does not recognise the folder {quoted(folder, limit=300)}; {what}", path=folder)
 
 
 def _run(folder: Path, names: list[str]) -> Found | None:

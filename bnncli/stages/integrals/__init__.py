@@ -27,9 +27,9 @@ from bnncli.storage.figures import check_figure_path, write_figure
 
 COMMAND = Command(
     "Measure each integrator's error against the exact integral.",
-    "Integrates a Gaussian over one logit (sigmoid) or several (softmax) with every integrator and compares with "
-    "the exact probabilities. Without --mean, reports the errors over a grid of means and standard deviations of "
-    "one logit.",
+    "Integrates a Gaussian over one logit (sigmoid) or several (softmax) with every integrator and compares the "
+    "results with the exact probabilities. Without --mean, reports the errors for one logit over a grid of "
+    "means and standard deviations.",
     (IntegralsOptions, ComputeOptions, CommonOptions),
     (
         "bnncli integrals --mean 1.7 --variance 4",
@@ -206,7 +206,7 @@ def _grid_table(rows: list[dict[str, Any]], grid: dict[str, Any], options: Integ
         _SINGLE_PRECISION,
     ]
     if {"mc", "logit-mc"} & {row["integrator"] for row in rows}:
-        notes.insert(2, "mc and logit-mc draw again in every cell, so their largest error grows with the grid")
+        notes.insert(2, "mc and logit-mc draw again in every cell, so the largest of their errors grows with the grid")
     return Table(["integrator", "largest error", "at mean", "at sd", "mean error"], cells, notes=["; ".join(notes)])
 
 

@@ -79,7 +79,5 @@ def _report(meta: Mapping[str, Any], options: MergeOptions) -> Report:
         names = ", ".join(one["name"] for one in longer)
         lines.append(f"cut to the shortest run, {metrics['draws']} draws per chain: {names}")
     if stopped := [f"{one['name']} ({one['stopped_by']})" for one in joined if one["stopped_by"] is not None]:
-        lines.append(
-            f"stopped early by --until of hmc: {', '.join(stopped)}; this makes the joint numbers optimistic too"
-        )
+        lines.append(f"stopped early by hmc --until: {', '.join(stopped)}; this makes the joint numbers optimistic too")
     return Report(metrics, [*lines, *summary(metrics)], verdict(metrics, HmcOptions(max_rhat=options.max_rhat)))

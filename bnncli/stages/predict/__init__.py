@@ -35,7 +35,7 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Compute class probabilities from posteriors.",
-    "Predicts every split except train, or new data with --data or --follow. Settings of an integrator become "
+    "Predicts every split except train, or new data with --data or --follow. An integrator's settings become "
     "part of its name: mc with --qmc is mc-qmc. Writes predictions/<posterior>.<integrator>/<split>.h5. For new "
     "data, writes only a table.",
     (PredictOptions, NameOptions, InputOptions, *COMPUTE),
@@ -165,7 +165,7 @@ def _as_recommended(run: Run, options: PredictOptions) -> PredictOptions:
     if found is None:
         return options
     run.console.info(
-        f"using {found.posterior} ({found.integrator}), as auto recommends; choose others with \0posterior\0 "
+        f"using {found.posterior} ({found.integrator}), which auto recommends; choose others with \0posterior\0 "
         "NAME or all"
     )
     return replace(options, posterior=[found.posterior], integrator=[found.integrator])

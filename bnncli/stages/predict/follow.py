@@ -143,8 +143,8 @@ class Followed:
                     "unreadable": self.arrivals.num_left_out,
                 },
                 summary=[
-                    f"new files: {len(self._done) - before:,} ({len(self._done):,} in total); "
-                    f"{self.arrivals.num_left_out} unreadable"
+                    f"new files: {len(self._done) - before:,} ({len(self._done):,} in total); unreadable: "
+                    f"{self.arrivals.num_left_out}"
                 ],
             )
 
@@ -200,7 +200,7 @@ def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, for
     whole = content[: _end_of_rows(content)]
     if not whole.startswith(header):
         hint = "give \0table\0 another name, or add \0force\0 to start over"
-        raise OutputExists(f"{target} has different columns from those this command writes", hint=hint, path=target)
+        raise OutputExists(f"the columns of {target} differ from those this command writes", hint=hint, path=target)
     rows = list(csv.DictReader(io.StringIO(whole.decode(), newline="")))
     others = {(row["posterior"], row["variant"]) for row in rows} - origins
     if others:

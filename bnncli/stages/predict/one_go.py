@@ -31,7 +31,7 @@ def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merg
         UsageError: several processes share the command.
     """
     if team() is not None:
-        raise UsageError("\0data\0 and \0follow\0 run in one process: start the command without torchrun")
+        raise UsageError("\0data\0 and \0follow\0 work in a single process: start the command without torchrun")
     assert options.table is not None
     target, first = Path(options.table), makers[0].predictor
     has_top_k = any(maker.choice.top_k for maker in makers)

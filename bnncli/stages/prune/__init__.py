@@ -25,9 +25,9 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Write the network without the weights that a latent binary network excludes.",
-    "Keeps the weights with inclusion probability above 1/2 (median probability model), or the most probable ones, "
-    "at their means. Reports the accuracy. Writes posteriors/<posterior>-sparse.safetensors, which predict uses as "
-    "a single network.",
+    "Keeps the weights with inclusion probability above 1/2 (median probability model), or the most probable "
+    "ones, and sets them to their means. Reports the accuracy. Writes "
+    "posteriors/<posterior>-sparse.safetensors, which predict uses as a single network.",
     (PruneOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli prune ckpt.pt",

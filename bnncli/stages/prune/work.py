@@ -115,7 +115,7 @@ def _lost_accuracy(run: Run, metrics: dict[str, Any], path: Path) -> str | None:
         f"on average {percent(expected, '.2g')} of the weights are included, but only {percent(density, '.2g')} were "
         "kept"
     )
-    return f"{said}: {shares}; to keep as many: {command}"
+    return f"{said}: {shares}; to keep as many as are included on average, run: {command}"
 
 
 def write_dense(run: Run, source: Path, path: Path) -> Result:

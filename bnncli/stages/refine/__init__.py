@@ -32,8 +32,8 @@ from bnncli.theta.module import LAST
 
 COMMAND = Command(
     "Refine a Gaussian posterior with a normalizing flow.",
-    "Maximises the ELBO of a flow on top of the base Gaussian and reports, with standard errors, whether it helped. "
-    "Writes posteriors/refine.safetensors, or refine-all.",
+    "Maximises the ELBO of a flow on top of the base Gaussian and reports, with standard errors, whether the "
+    "flow helped. Writes posteriors/refine.safetensors, or refine-all.",
     (RefineOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli refine ckpt.pt",

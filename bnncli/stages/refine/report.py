@@ -105,8 +105,8 @@ def _undecided(metrics: dict[str, Any], advice: str) -> str:
     ends = f"{gain['value'] - margin:+.2f} and {gain['value'] + margin:+.2f}"
     more = f"{advice}; or use more --elbo-draws"
     return (
-        f"undecided after {draws} draws: the gain is between {ends} nats, so refinement may have helped, hurt or not "
-        f"mattered: {more}"
+        f"undecided after {draws} draws: the gain is between {ends} nats, so refinement may have helped, hurt or "
+        f"made no difference: {more}"
     )
 
 

@@ -158,7 +158,7 @@ def fit(
             others = {} if base_integrator is None else {"base": (base, base_integrator)}
             metrics |= measure_on_val(run, found.posterior, val, method="refine", others=others)
     if metrics["verdict"] == "hurt":
-        run.console.warn("the refined posterior is further from its target than the base is")
+        run.console.warn("the refined posterior is farther from its target than the base is")
     tensors, meta = found.posterior.to_tensors()
     tensors |= prior.to_tensors()
     tensors["history.elbo"] = found.history.double().cpu()

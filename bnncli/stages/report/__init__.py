@@ -24,15 +24,16 @@ from bnncli.stages.report.files import (
 
 COMMAND = Command(
     "Write an HTML report of a run: verdict, scores, figures, example inputs.",
-    "The file is self-contained and reproducible byte for byte. Shows the verdict of diagnose and the scores of "
-    "evaluate (run that first), with a table behind each figure. Several checkpoints are compared.",
+    "The file is self-contained and reproducible byte for byte. It shows the verdict of diagnose and the scores "
+    "of evaluate (run evaluate first), with a table behind each figure. If you give several checkpoints, it "
+    "compares them.",
     (ReportOptions, InputOptions, ComputeOptions, WriteOptions, LockOptions, *READ),
     (
         "bnncli report ckpt.pt",
         "bnncli report ckpt.pt --out report.html --figures figures --figure-format pdf",
         "bnncli report seed-1.pt seed-2.pt seed-3.pt",
     ),
-    (Argument("ckpt", "Checkpoints to report on; several are compared.", is_many=True),),
+    (Argument("ckpt", "Checkpoints to report on. If you give several, they are compared.", is_many=True),),
     section="Judge",
     place=40,
 )

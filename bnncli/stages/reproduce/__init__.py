@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     "Run published experiments and compare their numbers with ours.",
-    "RECIPE is a name, a work (refinement) or a pattern ('refinement/table-*'); without it, lists the recipes. Runs "
-    "each recipe in --out and reports whether its numbers match the published ones. Resumes if interrupted. Writes "
-    "results.json, results.md and figures.",
+    "RECIPE is a name, a paper (refinement) or a pattern ('refinement/table-*'); without it, lists the recipes. "
+    "Runs each recipe in --out and reports whether its numbers match the published ones. If interrupted, run it "
+    "again to resume. Writes results.json, results.md and figures.",
     (ReproduceOptions, ComputeOptions, CommonOptions),
     (
         "bnncli reproduce",
@@ -37,7 +37,7 @@ COMMAND = Command(
         "bnncli reproduce --all",
         "bnncli reproduce --all --jobs 2",
     ),
-    (Argument("recipe", "A recipe, a work or a pattern. Without it, lists the recipes.", is_optional=True),),
+    (Argument("recipe", "A recipe, a paper or a pattern. Default: list the recipes.", is_optional=True),),
     section="Research",
     place=10,
 )
@@ -58,11 +58,12 @@ def run(run: Run, options: ReproduceOptions) -> Result:
         entries = listed(places, options.scale)
         return Result(extra={"scale": options.scale, "recipes": entries}, tables=[table_of(entries, options.scale)])
     if asked is not None and options.all:
-        raise UsageError(f"--all runs every recipe, {asked!r} only some: give one of the two")
+        raise UsageError(f"--all runs every recipe, but {asked!r} names only some: give one of the two")
     workers = team.rank_and_size()
     if workers is not None and workers[1] > 1:
         raise UsageError(
-            f"reproduce does not run under torchrun (which started {workers[1]} of it): start it alone",
+            f"reproduce does not run under torchrun, which started {workers[1]} copies of it: start it without "
+            "torchrun",
             hint="to use several devices, run bnncli grid on a study's grid.toml in --out",
         )
     names = recipe_names() if asked is None else chosen(asked)

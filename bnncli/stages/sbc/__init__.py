@@ -22,9 +22,9 @@ from bnncli.storage.headers import Header, interpreting
 
 COMMAND = Command(
     "Check a fit by simulation-based calibration.",
-    "Draws parameters from the prior, simulates labels, refits, and ranks the true values among the draws (Talts et al., "
-    "2018). Ranks of an exact fit are uniform. Rejects a correct fit with probability at most --level. Writes "
-    "nothing except --plot.",
+    "Draws parameters from the prior, simulates labels, refits, and ranks the true values among the draws "
+    "(Talts et al., 2018). If the fit is exact, the ranks are uniform. Rejects a correct fit with probability "
+    "at most --level. Writes nothing except the plot, if you add --plot.",
     (SbcOptions, InputOptions, ComputeOptions, *READ),
     (
         "bnncli sbc ckpt.pt --posterior hmc",
@@ -64,8 +64,8 @@ def run(run: Run, options: SbcOptions) -> Result:
     _check_can_be_tried(path, header)
     if header.meta["method"] == _LATENT and options.truth != PRIOR:
         raise UsageError(
-            f"--truth: expected prior, because fit-lbbnn is tested only on truths from its prior ({path.stem}); "
-            f"got {options.truth}"
+            "--truth: expected prior, because fit-lbbnn can be tested only on parameters drawn from its prior "
+            f"({path.stem}); got {options.truth}"
         )
     sources = [*train.sources, source]
     truth = None

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     "Score a file of your own predictions, without a checkpoint.",
-    "FILE is npz, npy, csv, Parquet, or a prediction file of predict. Finds probabilities or logits (N, C) and "
-    "labels by name; FILE:probs=COLUMN,label=COLUMN or FILE:ARRAY names them. Scores and assertions are those of "
-    "evaluate. Writes nothing except --plot.",
+    "FILE is npz, npy, csv, Parquet, or a prediction file written by predict. Finds probabilities or logits (N, "
+    "C) and labels by name, unless you name them with FILE:probs=COLUMN,label=COLUMN or FILE:ARRAY. Scores and "
+    "assertions are those of evaluate. Writes nothing except the plot, if you add --plot.",
     (ScoreOptions, CommonOptions),
     (
         "bnncli score predictions.npz",

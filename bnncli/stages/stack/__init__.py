@@ -16,10 +16,10 @@ from bnncli.run.session import Result, Run
 from bnncli.run.val_report import require_labeled_val, val_lines, warn_if_worse
 
 COMMAND = Command(
-    "Mix the network with refitted last layers, by how well each predicts val.",
-    "Members are the network at its best temperature and last layers refitted to train, val and both. 5-fold "
-    "cross-validation on val chooses prior precisions and weights. A strong baseline in seconds. Writes "
-    "posteriors/stack.safetensors.",
+    "Mix the network with refitted last layers, weighted by how well they predict val.",
+    "The members are the network at its best temperature, and last layers refitted to train, to val and to "
+    "both. 5-fold cross-validation on val chooses prior precisions and weights. This gives a strong baseline in "
+    "seconds. Writes posteriors/stack.safetensors.",
     (StackOptions, NameOptions, InputOptions, *COMPUTE),
     ("bnncli stack ckpt.pt", "bnncli stack ckpt.pt --name heads --seed 1"),
     section="Fit",

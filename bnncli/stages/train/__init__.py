@@ -38,7 +38,7 @@ HOLD_OUT_SEED = 0  # of extract-features where nothing is said: every seed is to
 
 COMMAND = Command(
     "Train a network on labelled data and write its checkpoint.",
-    "Writes a safetensors state dict that records how it was made. --hold-out picks the same examples as "
+    "Writes a safetensors state dict that records how it was trained. --hold-out picks the same examples as "
     "extract-features with seed 0, regardless of --seed.",
     (TrainOptions, ComputeOptions, RecordOptions, WriteOptions, LockOptions, CommonOptions),
     (
@@ -46,7 +46,7 @@ COMMAND = Command(
         "bnncli train net.safetensors --model net.py:make --data train=images:train --resize 36 --crop 32 --epochs 30",
         "bnncli train mlp.safetensors --recipe mlp-fmnist --data train=npz:train.npz --seeds 5",
     ),
-    (Argument("ckpt", "The checkpoint to write; ends in .safetensors.", writes=True),),
+    (Argument("ckpt", "The checkpoint to write. Its name must end in .safetensors.", writes=True),),
     section="Start",
     place=30,
 )

@@ -262,7 +262,7 @@ def test_lines_side_by_side_share_the_cores_and_see_no_gpu_nor_torchrun(
     ] * 2
     monkeypatch.setenv("MASTER_ADDR", "here")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="torchrun started 2 of it: start one, without torchrun"):
+    with pytest.raises(UsageError, match="torchrun started 2 copies of it: run it without torchrun"):
         places.places_of(GridOptions(jobs=2), [])
 
 

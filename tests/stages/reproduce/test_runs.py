@@ -221,7 +221,7 @@ def test_under_torchrun_it_is_refused(recipes: Recipes, cli: Cli, monkeypatch: p
 
     assert team.rank_and_size() == (0, 2)
     done = cli("reproduce", TABLE)
-    assert (done.code, "start it alone" in done.stderr) == (2, True)
+    assert (done.code, "start it without torchrun" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("taken", ["quick", "quick/studies", f"quick/{TABLE}"])
