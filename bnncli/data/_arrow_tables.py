@@ -129,7 +129,7 @@ class BlockTable:
                 odd = sorted(columns.keys() ^ self.columns.keys())[0]
                 raise DataError(
                     f"{quoted(file, limit=300)} and {quoted(self._files[0].name)} have different columns: only "
-                    f"one has {quoted(odd)}",
+                    f"one of them has {quoted(odd)}",
                     path=file,
                 )
             self._spans += [(number, block) for block in range(len(counts))]

@@ -101,7 +101,7 @@ def _as_numbers(split: InputSplit) -> InputSplit:
     numbers = [int(name) for name in names]
     if len({*numbers}) < len(numbers):
         twice = [name for name in names if numbers.count(int(name)) > 1]
-        raise DataError(f"split {split.name!r}: the classes {listed(twice)} are the same number", code="bad_labels")
+        raise DataError(f"split {split.name!r}: the classes {listed(twice)} have the same number", code="bad_labels")
     check_largest(max(numbers), f"split {split.name!r}: a class")
     return replace(split, numbering=Numbering(None, np.array(numbers, np.int64)))
 

@@ -104,7 +104,9 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
 
 def unlabelled_note(columns: Sequence[str]) -> str:
     """What to say of columns of labels in which no row has one."""
-    return f"{listed(columns)} has no label in any row (only -1 or empty): the split is treated as unlabelled"
+    return (
+        f"{listed(columns)} has no label in any row (every value is -1 or empty), so the split is treated as unlabelled"
+    )
 
 
 def several_labels(columns: Mapping[str, Sequence[Any]], *, where: str) -> Labels:

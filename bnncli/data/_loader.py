@@ -136,8 +136,8 @@ def _ended(batches: Any, error: Exception, where: str) -> DeviceError:
         how = f"was killed by {signal.Signals(-codes[0]).name}" if codes[0] < 0 else f"exited with code {codes[0]}"
     return DeviceError(
         f"{where}: a data loading worker {how}", code="reader_died",
-        hint="memory or space in /dev/shm may have run out: use fewer \0num_workers\0 (0 loads data in the main "
-            "process) or a smaller \0batch_size\0",
+        hint="memory or space in /dev/shm may have run out: use fewer \0num_workers\0 (with 0, the main process "
+            "loads the data) or a smaller \0batch_size\0",
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class ImageCounts(NamedTuple):
         if self.num_transparent:
             how = f"are shown on {preprocess.background or 'white'} (see \0background\0)"
             if preprocess.transform is not None:
-                how = "lose their transparency: the model's preprocessing does not support it"
+                how = "lose their transparency, because the model's preprocessing does not support it"
             found.append(f"{split}: {self.num_transparent:,} of {num_images:,} images with transparent pixels {how}")
         return found
 
@@ -71,7 +71,7 @@ class Preprocess:
         if self.transform is not None:
             for option, value in self._of_arrays().items():
                 if value is not None:
-                    raise UsageError(f"{option}: the model brings its own preprocessing; omit {option}")
+                    raise UsageError(f"{option}: the model has its own preprocessing; omit {option}")
         if self.std is not None and min(self.std) <= 0:
             raise UsageError(f"\0std\0: expected numbers above 0, got {self.std}")
         if self.mean and self.std and len(self.mean) != len(self.std):
@@ -108,7 +108,7 @@ class Preprocess:
         for option, value in self._of_arrays().items():
             if value is not None:
                 raise UsageError(
-                    f"{option} applies to images; the inputs are {listed(names)}, which are used unchanged"
+                    f"{option} applies to images, but the inputs are {listed(names)}, which are used unchanged"
                 )
 
     def apply(self, raw: Tensor, *, is_sized: bool = False) -> Tensor:

@@ -147,7 +147,7 @@ def _check_plain(stream: IO[bytes], path: Path) -> None:
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
             message = f"{quoted(path, limit=300)} is compressed ({name}), which prevents random access to its examples"
-            raise DataError(message, path=path, hint="decompress it; images inside are already compressed")
+            raise DataError(message, path=path, hint="decompress the archive; the images inside are compressed anyway")
 
 
 def _check_end(stream: IO[bytes], place: int) -> None:

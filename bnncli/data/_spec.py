@@ -79,7 +79,7 @@ def load_split(
     kind, place, dataset, count = _opened(spec, preprocess, memory)
     check_fits(dataset, preprocess.transform, spec)
     if count is not None and not 1 <= count <= len(dataset):
-        raise DataError(f"{spec}: asked for {count} rows, but there are only {len(dataset)}", code="too_few_rows")
+        raise DataError(f"{spec}: you asked for {count} rows, but there are only {len(dataset)}", code="too_few_rows")
     rows = np.arange(len(dataset) if count is None else count)
     split = InputSplit(spec, dataset, rows, preprocess, dataset.is_labeled, count, name)
     if not takes_any_labels:

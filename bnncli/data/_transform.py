@@ -72,7 +72,7 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
     if transform is None and items in _MAKERS:
         raise UsageError(
             f"{spec}: the data are {items}, but the model has no {_MAKERS[items]}",
-            hint=f"use a model that brings its own, such as \0model\0 hf:FOLDER; save the {_MAKERS[items]} to the "
+            hint=f"use a model that includes one, such as \0model\0 hf:FOLDER; save the {_MAKERS[items]} to the "
             "folder with its save_pretrained method",
         )
     if transform is not None and items not in ("arrays", transform.takes):

@@ -22,7 +22,7 @@ from bnncli.machine.input_files import is_failure, open_regular
 from bnncli.names import quoted
 from bnncli.options.parts import Form
 
-FORM = Form("idx:IMAGES,LABELS", 20, "Files in the format of MNIST; may be gzipped.")
+FORM = Form("idx:IMAGES,LABELS", 20, "Files in the MNIST format; may be gzipped.")
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _MOST_AXES = 8

@@ -32,7 +32,7 @@ from bnncli.progress import Progress
 if TYPE_CHECKING:
     from bnncli.data._split import Stored
 
-FORM = Form("py:module:factory", 40, "A torch Dataset that your code makes (or py:file.py:factory).")
+FORM = Form("py:module:factory", 40, "A torch Dataset that your code creates (or py:file.py:factory).")
 
 
 @dataclass(frozen=True, eq=False)

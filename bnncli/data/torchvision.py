@@ -20,7 +20,7 @@ from bnncli.errors import MissingInput, UsageError
 from bnncli.names import quoted
 from bnncli.options.parts import Form
 
-FORM = Form("torchvision:NAME:ROOT[:split]", 80, "A dataset of torchvision.datasets on disk.")
+FORM = Form("torchvision:NAME:ROOT[:split]", 80, "A torchvision.datasets dataset on disk.")
 
 _BOTH = ("train", "test")
 _Dataset = ArrayDataset | ImageDataset

@@ -225,7 +225,7 @@ class Detected:
 def detection_sentence(found: Sequence[Detected]) -> str:
     """Return what the default score detects, in words."""
     if not found:
-        return "OOD detection: unknown, because the run has no out-of-distribution split"
+        return "OOD detection is unknown, because the run has no out-of-distribution split"
     score, texts = found[0].score, "; ".join(map(str, found))
     alarms = percent(FALSE_ALARM, "g")
     return f"OOD detection by the {score} score (the same for all posteriors), at {alarms} false alarms on val: {texts}"

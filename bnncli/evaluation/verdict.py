@@ -169,7 +169,7 @@ def give_verdict(posteriors: Sequence[Judged], commands: Commands, prediction: s
 
 
 def _doubts_of_chains(judged: Judged) -> list[str]:
-    found = [] if judged.is_exact else ["it accepts every move, which biases it"]
+    found = [] if judged.is_exact else ["it accepts every move, which biases its draws"]
     if judged.r_hat is None:
         found.append("R-hat undefined")
     elif judged.r_hat > GOOD_RHAT:

@@ -133,9 +133,9 @@ def climb(
         decrement = _decrement(target, place, whitening.covariance)
     if decrement > max(1.0, NEAR * math.sqrt(len(place.theta))):
         raise NumericError(
-            f"found no mode after {effort.spent:,} passes over the data: still {decrement:.2g} posterior "
-            f"standard deviations away (a typical draw is about {math.sqrt(len(place.theta)):.0f} away); "
-            f"{ended.reason}",
+            f"found no mode after {effort.spent:,} passes over the data: the search is still {decrement:.2g} "
+            f"posterior standard deviations away (a typical draw is about {math.sqrt(len(place.theta)):.0f} "
+            f"away); {ended.reason}",
             hint="use a larger \0prior_precision\0, or \0center\0 checkpoint",
         )
     return Mode(

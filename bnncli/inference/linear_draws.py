@@ -174,7 +174,7 @@ def solve(
     left = float(((residual * _times(whitening, residual)).sum(dim=1) / first).max().sqrt())
     if not left <= 2 * tolerance:
         raise NumericError(
-            f"conjugate gradients left residuals of {left:.2g} after {num_steps} steps, expected {tolerance:g}",
+            f"conjugate gradients left residuals of {left:.2g} after {num_steps} steps; expected at most {tolerance:g}",
             hint="use a larger \0prior_precision\0, or a \0structure\0 closer to full",
         )
     return Solutions(found, num_steps, left)

@@ -148,8 +148,8 @@ def find_mode(
                 whitening = covariance_at(target, here.theta, _structure_for(target), before=before)
                 before = whitening if whitening.saves_work else before
     raise NumericError(
-        f"found no mode after {max_iterations} Newton steps: still {step.decrement:.2g} standard deviations "
-        f"away, tolerance {tolerance:g}",
+        f"found no mode after {max_iterations} Newton steps: the search is still {step.decrement:.2g} standard "
+        f"deviations away (tolerance {tolerance:g})",
         hint="use a larger \0prior_precision\0",
     )
 

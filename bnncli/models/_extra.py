@@ -49,7 +49,7 @@ def part(library: ModuleType, name: str, *, extra: str) -> Any:
             f"{library.__name__} cannot import {name}: {type(first).__name__}: {' '.join(str(first).split())[:200]}"
         )
         hint = (
-            f"fix or uninstall the library that raises this error; or run pip install 'bnncli[{extra}]' in a new "
+            f"fix or uninstall the library that raises this error, or run pip install 'bnncli[{extra}]' in a new "
             "environment"
         )
         raise UsageError(message, code="missing_library", hint=hint) from error

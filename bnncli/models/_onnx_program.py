@@ -185,7 +185,7 @@ class OnnxGraph:
             return numpy_helper.to_array(whole)
         except (ValueError, TypeError, onnx.checker.ValidationError) as error:  # a file that is shorter than it was
             raise self._error(
-                f"its tensor {quoted(tensor.name)} is incomplete; copy its files again", "truncated"
+                f"its tensor {quoted(tensor.name)} is incomplete; copy the graph's files again", "truncated"
             ) from error
 
     def _evaluated(self, node: onnx.NodeProto, name: str, values: Mapping[str, Any]) -> np.ndarray:

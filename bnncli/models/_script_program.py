@@ -233,7 +233,7 @@ def _checked_archive(stream: IO[bytes]) -> io.BytesIO:
         names = [name.lower() for name in archive.namelist()]
         if len({*names}) < len(names) or any(name.endswith("/model.json") for name in names):
             raise DataError(
-                "expected an archive written by torch.jit.save; found duplicate members or the format of 2018",
+                "expected an archive written by torch.jit.save; found duplicate members or the 2018 format",
                 code="bad_program", hint="save the program again with torch.jit.save",
             )  # fmt: skip
         unpacked = sum(member.file_size - member.compress_size for member in archive.infolist())

@@ -27,7 +27,7 @@ from bnncli.options.parts import Form
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-FORM = Form("sklearn:FILE", 80, "A linear classifier of scikit-learn (npz or skops).")
+FORM = Form("sklearn:FILE", 80, "A scikit-learn linear classifier (npz or skops).")
 EXTRA: str | None = None
 
 

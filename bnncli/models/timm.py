@@ -142,8 +142,8 @@ def open_model(place: str, asked: Asked) -> TimmModel:
     for argument in asked.arguments:
         if argument in _NOT_ARGUMENTS:
             raise UsageError(
-                f"\0model_arg\0 {argument} is not supported: the weights come from the checkpoint, and the full "
-                "network is used"
+                f"\0model_arg\0 {argument} is not supported: the weights come from the checkpoint, and bnncli "
+                "uses the full network"
             )
     folder = Path(place).expanduser()
     if folder.is_dir():

@@ -64,8 +64,8 @@ def other_lines(metrics: Mapping[str, Any]) -> list[str]:
     if judged_by is not None:
         parameters = {name: value for name, value in metrics.items() if name != "judged_by"}
         return [
-            f"parameters: {agreement(deciding(parameters))}; not used for the verdict: units of a layer can be "
-            "exchanged, so chains with different weights can predict the same"
+            f"parameters: {agreement(deciding(parameters))}; these are not used for the verdict, because units "
+            "of a layer can be permuted, so chains with different weights can predict the same"
         ]
     if metrics["heldout_max_rhat"] is None:
         return []

@@ -44,7 +44,7 @@ def run_classes(
     names = asked[source].names
     if not own.is_numbered and own.names != names:
         odd = sorted({*own.names} ^ {*names})[:5]
-        differs = f"first differences: {odd}" if odd else "the same names in another order"
+        differs = f"first differences: {odd}" if odd else "the same names in a different order"
         raise DataError(
             f"splits {source.stem!r} and {split.name!r} of this run have different classes ({differs})",
             code="class_mismatch",

@@ -86,7 +86,7 @@ class GivenPredictions:
             if hint is not None and "these look like" in hint and "percent" not in hint:
                 hint = "if they are logits (or log-probabilities, which have the same softmax), add \0logits\0"
             elif hint is not None and "sum to 1" in hint:
-                hint = f"{hint}; if each class is a label of its own, add \0task\0 multilabel"
+                hint = f"{hint}; if each class is a separate label, add \0task\0 multilabel"
             raise DataError(f"{quoted(self.path, limit=300)}: {error.message}", hint=hint, path=self.path) from None
 
     def check(self) -> None:
@@ -192,7 +192,7 @@ def _of_file(given: GivenFile, said: Said, name: str) -> GivenPredictions:
     else:
         if given.holds == LOGITS and said.holds is None:
             raise DataError(
-                f"{where}: {quoted(given.column)} is called logits, but its rows are probabilities", code="which",
+                f"{where}: {quoted(given.column)} is named as logits, but its rows are probabilities", code="which",
                 hint="add \0probabilities\0 or \0logits\0", path=given.path,
             )  # fmt: skip
         probs = given.values
@@ -329,7 +329,7 @@ def _with_unit_sums(values: NDArray, where: str) -> tuple[NDArray, str | None]:
         return values, None
     divided = np.asarray(values, np.float64) / np.sum(values, axis=1, dtype=np.float64, keepdims=True)
     kept = divided.astype(np.promote_types(values.dtype, np.float32))
-    return kept, f"{where}: rows of {what} sum to 1 only within {worst:.1g}; each row was divided by its sum"
+    return kept, f"{where}: rows of {what} sum to 1 only to within {worst:.1g}; each row was divided by its sum"
 
 
 _MOST_ROUNDING = 0.05  # rows that are further from 1 have lost a class, whatever their numbers are rounded to
@@ -380,7 +380,7 @@ def check_together(one: GivenPredictions, other: GivenPredictions) -> None:
         raise DataError(f"only one of {' and '.join(shown)} has several labels per example", code="other_classes")
     if one.has_names and other.has_names and one.classes != other.classes:
         place = next(k for k, pair in enumerate(zip(one.classes, other.classes, strict=True)) if pair[0] != pair[1])
-        same = "the same classes in another order" if {*one.classes} == {*other.classes} else "other classes"
+        same = "the same classes in a different order" if {*one.classes} == {*other.classes} else "other classes"
         message = f"{shown[1]} has {same} than {shown[0]}: class {place} is {quoted(other.classes[place])}, not {quoted(one.classes[place])}"
         raise DataError(message, code="other_classes")
 

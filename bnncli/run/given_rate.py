@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from bnncli.errors import NumericError
 
-LEAVE_OUT = "omit \0learning_rate\0 to have one chosen"
+LEAVE_OUT = "omit \0learning_rate\0 to let bnncli choose one"
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def _of_numbers(
         )
     if max(factors) <= 1 / most and not is_few:
         return (
-            f"values are about {1 / max(max(factors), 1e-9):.3g} times as small as in {reference} (uint8 is "
+            f"values are about {1 / max(max(factors), 1e-9):.3g} times smaller than in {reference} (uint8 is "
             "divided by 255, floats are used unchanged)"
         )
     if is_scale_alone:
@@ -126,14 +126,14 @@ def _of_tokens(name: str, found: Mapping[str, Any], reference: str, known: Mappi
     token, share = max(shares.items(), key=lambda pair: pair[1])
     if share >= _ONE_TOKEN and share >= _TIMES * own.get(token, 0.0):
         return (
-            f"{name}: {percent(share, '.0f')} of its tokens are number {token}, but "
+            f"{name}: {percent(share, '.0f')} of its tokens have the id {token}, but "
             f"{percent(own.get(token, 0.0), '.2g')} in {reference}; if this is the unknown token, the texts or "
             "the tokenizer differ"
         )
     if covered < of_own / _COVERED:
         return (
             f"{name}: {percent(covered, '.2g')} of its tokens are among the {len(own)} most common ones of "
-            f"{reference}, where these make up {percent(of_own, '.2g')}: the texts or the tokenizer differ"
+            f"{reference}, which make up {percent(of_own, '.2g')} there: the texts or the tokenizer differ"
         )
     return None
 

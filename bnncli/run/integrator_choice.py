@@ -213,7 +213,7 @@ def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: i
     if not does_classes(integrator, num_classes, is_exclusive=is_exclusive):
         if not is_exclusive:
             return f"\0integrator\0 {name} {NO_LABELS}"
-        return f"\0integrator\0 {name} works for at most {integrator.max_classes} classes; got {num_classes}"
+        return f"\0integrator\0 {name} supports at most {integrator.max_classes} classes; got {num_classes}"
     return None
 
 

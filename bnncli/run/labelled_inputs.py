@@ -30,7 +30,7 @@ def labelled_inputs(
             raise DataError(
                 f"split {split.name} has several inputs per example ({', '.join(batch.inputs)}); expected one "
                     "tensor per example",
-                code="wrong_inputs", hint="train takes images, rows of numbers, and sound of one length",
+                code="wrong_inputs", hint="train takes images, rows of numbers, and sounds that all have the same length",
             )  # fmt: skip
         if batch.labels is None:
             raise DataError(f"split {split.name}: {split.spec} has no labels", code="no_labels")

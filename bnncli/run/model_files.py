@@ -89,7 +89,7 @@ def own_files(saved: SavedModel | None, checkpoint: Path) -> ModelFiles | None:
     if _may_be_weights(checkpoint) and not any(is_same_file(checkpoint, place) for place in own):
         return None
     if checkpoint.suffix in _SUFFIXES and not checkpoint.exists():
-        hint = "for the model's own weights, give its folder or any name that is not a weights file"
+        hint = "to use the model's own weights, give its folder or any name that is not a weights file"
         raise MissingInput(f"no file {str(checkpoint)!r}", path=checkpoint, hint=hint)
     return ModelFiles.of(saved.files)
 

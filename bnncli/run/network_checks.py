@@ -104,7 +104,8 @@ def _check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
     if change > _SAME * _STEP * (1 + outputs.abs().max()):
         names = listed(part.name for part in still)
         raise _refused(
-            f"changing {names} changes its logits, but their derivative is zero: part of it is detached or rounds"
+            f"changing {names} changes the network's logits, but their derivative is zero: part of the network "
+            "is detached or rounds its values"
         )
 
 

@@ -83,8 +83,8 @@ class NetworkFit:
         text = f"{split}: network accuracy {percent(self.accuracy)}, NLL {self.nll:.4f}"
         if self.verdict == OVERCONFIDENT:
             text += (
-                f", above {self.uniform_nll:.4f} for equal probabilities: the network is accurate but overconfident "
-                "(see fit-temperature)"
+                f", higher than the {self.uniform_nll:.4f} of equal probabilities: the network is accurate but "
+                "overconfident (see fit-temperature)"
             )
         return text
 

@@ -177,7 +177,7 @@ class NetworkReader:
             head = recorded.network.head(example)
             recorded.check_head(head)
             if head is None:
-                raise DataError("the run's inputs are features, so it has only a last layer", code="no_network")
+                raise DataError("the run's inputs are features, so the run has only a last layer", code="no_network")
             module = with_plain_attention(recorded.network.module.eval().requires_grad_(False))
             first = next(example.take(np.arange(1)).batches(1)).inputs
             names = tuple(first) if isinstance(first, dict) else ()
@@ -298,8 +298,8 @@ class NetworkReader:
         except MissingInput as error:
             message = f"{error.message}; the features of split {split.content.name!r} were extracted from it"
             hint = (
-                "run from the folder where they were extracted, or extract them again from the data's current "
-                f"place: {again}"
+                "run the command in the folder where they were extracted, or extract them again from the data's "
+                f"current location: {again}"
             )
             raise MissingInput(message, hint=hint, path=error.path) from None
         rows = np.asarray(split.content.sample_id)

@@ -208,9 +208,9 @@ def out_of_fold(header: Header, posterior: Any, split: Split, target: Callable[[
     """
     if "num_folds" not in header.meta:
         raise DataError(
-            f"{header.path.stem} was fitted to val, so its predictions of val look better than they are",
+            f"{header.path.stem} was fitted to val, so its predictions on val look better than they are",
             code="in_sample",
-            hint="predict another split, or predict val with its base, whose predictions are out of fold",
+            hint="predict on another split, or predict on val with its base, whose predictions are out of fold",
             path=header.path,
         )
     rows = read_tensor(header.path, "folds.rows")

@@ -109,7 +109,7 @@ def open_groups(
     kept = [group for group in wanted if errors[group.name] is None]
     if not kept:
         first = next(error for error in errors.values() if error is not None)
-        raise DataError("all predictions of the run are stale", code="stale_input", hint=first.hint, path=first.path)
+        raise DataError("all predictions in the run are stale", code="stale_input", hint=first.hint, path=first.path)
     if skipped is not None:
         skipped += [Skipped(g.posterior, g.name, one.message) for g in wanted if (one := errors[g.name]) is not None]
         skipped += [] if posteriors else _without_predictions(run, groups, layers)
@@ -198,7 +198,8 @@ def _unusable(run: Run, group: PredictionGroup, *, is_named: bool) -> DataError 
     if len(makers) > 1:
         made = " and ".join(f"{posterior} ({variant})" for posterior, variant in sorted(makers))
         raise DataError(
-            f"predictions {group.name!r} mix {made}; predictions of one name need one posterior and one integrator",
+            f"predictions {group.name!r} mix {made}; predictions with the same name must come from one posterior "
+            "and one integrator",
             code="mixed_predictions",
             hint=run.suggest("predict", posterior=group.posterior, name="OTHER"),
             path=group.headers[0].path.parent,

@@ -251,8 +251,8 @@ class Predictor:
         folds = out_of_fold(self.header, self.posterior, split, self.train.target)
         if choice.integrator.needs_target:
             raise UsageError(
-                f"{choice.name} weights draws by all rows that {self.path.stem} was fitted to, which include "
-                f"{split.content.name}",
+                f"{choice.name} weights its draws using all rows that {self.path.stem} was fitted to, and these "
+                f"include {split.content.name}",
                 code="unsupported_integrator",
                 hint="use another integrator, or predict another split",
             )
@@ -332,8 +332,8 @@ def warn_of_draws(run: Run, path: Path, header: Header, integrator: str) -> None
     }
     scores = f" (NLL {nll[integrator]}, {suits} {nll[suits]})" if len(nll) > 1 else ""
     run.console.warn(
-        f"{path.stem}: {integrator} predicts val worse than {suits}{scores}: the prior precision was chosen for "
-        "the mode only. refine and hmc search for one that suits draws"
+        f"{path.stem}: {integrator} predicts val worse than {suits}{scores}, because the prior precision was "
+        "chosen for the mode only. refine and hmc search for one that suits draws"
     )
 
 

@@ -84,10 +84,14 @@ def prior_line(metrics: Mapping[str, Any]) -> list[str]:
     nll, base = dict(curve), metrics["prior_precision_base"]
     chosen = min(nll, key=lambda one: abs(one - metrics["prior_precision"]))
     tried = ", ".join(f"{precision:.3g} {value:.4f}" for precision, value in curve)
-    cut = "; the search stopped after taking as long as the run" if metrics["prior_precision_search_cut"] else ""
+    cut = (
+        "; the search stopped because it had taken as long as the run itself"
+        if metrics["prior_precision_search_cut"]
+        else ""
+    )
     if chosen == base:
         return [
-            f"prior precision {chosen:.4g}, from the base: no other predicts val significantly better "
+            f"prior precision {chosen:.4g}, from the base: no other precision predicts val significantly better "
             f"(NLL in short runs: {tried}){cut}"
         ]
     return [

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bnncli.evaluation.fidelity import Forecasts, ReferencePredictions
 
 Row = dict[str, Any]
-_OLD = "the reference's predictions store no groups of draws; predict again"
+_OLD = "the reference's predictions store no groups of draws; run predict again"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def check_against(
 ) -> NDArray[np.int64] | None:
     """The rows of `matching_rows`. Raises DataError as `rows_against` does."""
     if reference.is_exclusive != ours.is_exclusive or reference.probs.shape[1] != ours.probs.shape[1]:
-        what = f"{reference.probs.shape[1]}" + ("" if reference.is_exclusive else " that do not exclude each other")
+        what = f"{reference.probs.shape[1]}" + ("" if reference.is_exclusive else " that are not mutually exclusive")
         raise DataError(
             f"{_shown(reference)}: expected {ours.probs.shape[1]} classes, as in split {ours.split!r}; got {what}"
         )
@@ -113,8 +113,8 @@ def matching_rows(
         if not is_whole or ids is None:
             raise DataError(
                 f"{_shown(reference)} has {others} rows, but split {ours.split!r} has {size}", code="other_rows",
-                hint="a reference needs the rows of the split in the same order, or those of the data it was held "
-                    "out from",
+                hint="a reference needs the rows of the split in the same order, or the rows of the data that the "
+                    "split was held out from",
             )  # fmt: skip
         rows = ids.astype(np.int64)
         tell(

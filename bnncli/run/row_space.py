@@ -69,4 +69,4 @@ def span_line(metrics: Mapping[str, Any]) -> list[str]:
     if rank is None:
         return []
     reached = f"the training features span {rank:,} of {metrics['num_features']:,} directions"
-    return [f"{reached}: the fit is exact there, and the prior holds in all others"]
+    return [f"{reached}: the fit is exact in these directions, and all others keep the prior"]

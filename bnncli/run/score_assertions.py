@@ -284,7 +284,7 @@ def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
         is_of_features = not set(of_features()).isdisjoint(wanted.choices)
         found = [row for row in rows if (row["posterior"] == FEATURES_NAME) == is_of_features]
         if is_of_features and not found:
-            raise MissingInput(f"\0assert_\0 {wanted}: no scores of the features here; add \0score\0")
+            raise MissingInput(f"\0assert_\0 {wanted}: feature scores are not computed here; add \0score\0")
     if wanted.integrator is not None:
         found = [row for row in found if wanted.integrator in (row["integrator"], row.get("variant"))]
     if found:
@@ -299,7 +299,7 @@ def _of_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]
     there = list(dict.fromkeys(str(row["split"]) for row in rows))
     split = wanted.split or (other if other in there else "test" if "test" in there else there[0])
     if split not in there:
-        raise MissingInput(f"\0assert_\0 {wanted}: no predictions of split {split!r} (have: {', '.join(there)})")
+        raise MissingInput(f"\0assert_\0 {wanted}: no predictions for split {split!r} (have: {', '.join(there)})")
     if wanted.split is None and split not in ("test", other) and len(there) > 1:
         raise UsageError(f"\0assert_\0 {wanted}: name the split with @SPLIT, one of {', '.join(there)}")
     return [row for row in rows if row["split"] == split]

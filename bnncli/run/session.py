@@ -237,7 +237,7 @@ class Run:
         current = self._current_weights(recorded)
         if current != recorded["weights_digest"]:
             raise DataError(
-                f"{header.path} was created from another checkpoint than {self.checkpoint_path}",
+                f"{header.path} was created from a checkpoint other than {self.checkpoint_path}",
                 code="wrong_checkpoint",
                 hint=self.remake(header) or UNKNOWN_MAKER,
                 path=header.path,
@@ -270,7 +270,7 @@ class Run:
             except MissingInput as error:
                 message = f"{error.message}; the run was created from this model"
                 raise MissingInput(
-                    message, hint="put it back, or extract the features again", path=error.path
+                    message, hint="restore the model, or extract the features again", path=error.path
                 ) from None
             return str(recorded["weights_digest"]) if digest == recorded["file_sha256"] else f"files:{digest}"
         if not hasattr(self, "_weights"):

@@ -27,7 +27,7 @@ def legend(
     if options.metric:
         lines = [f"fractions, not percent; bins: {options.settings['bins']}"]
     else:
-        lines = [f"fractions, not percent; ECE: {options.settings['bins']} equal-width bins"]
+        lines = [f"scores are fractions, not percentages; ECE: {options.settings['bins']} equal-width bins"]
         if any("ood" in metric for row in rows for metric in row["metrics"]):
             whose = " (the same for all posteriors)" if [*detectors] == [DEFAULT_SCORE] else ""
             lines.append(f"detection by {', '.join(detectors)}{whose}")
@@ -35,7 +35,7 @@ def legend(
     names = options.metric or [name for name, score in scores.items() if score.is_shown]
     metrics = [m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in names]
     if any("floor" in metric and "reference" not in metric for metric in metrics):
-        lines.append("floor: expected by chance for a calibrated model")
+        lines.append("floor: the value expected by chance for a calibrated model")
     if any(metric.get("p_value") is not None for metric in metrics):
         lines.append("MMD^2: unbiased, +- standard error (p: permutation test)")
     there = {metric["name"] for metric in metrics} if not options.metric else set()
@@ -47,8 +47,8 @@ def legend(
         )
     if options.intervals:
         lines.append(
-            f"[low, high]: {percent(options.level, 'g')} bootstrap intervals ({replicates} replicates); those of ECE and MCE "
-            "are without the floor and may lie below the value"
+            f"[low, high]: {percent(options.level, 'g')} bootstrap intervals ({replicates} replicates); those of "
+            "ECE and MCE exclude the floor and may be below the value"
         )
     return lines
 

@@ -64,7 +64,7 @@ def _followed(header: Header, skipped: set[str], seen: set[Path]) -> Iterator[tu
             continue
         role, _, name = entry["role"].partition(".")
         if role == _FEATURES:
-            yield name, f"{_titled(header)} was fitted or chosen with it"
+            yield name, f"{_titled(header)} was fitted or chosen with this split"
             continue
         path = header.input_path(entry)
         if path.resolve() not in seen and path.is_file():
@@ -94,6 +94,6 @@ def fresh_split(run: Run, split: str) -> str:
             asked = [*held, f"{name}=test:{count}"]
             return f"{line.having('hold_out', asked).having('force', True).pasted()}, and predict again"
     return (
-        f"extract again with a split that chooses nothing, such as \0hold_out\0 {name}=test:2000, with \0force\0, "
-        "then predict"
+        f"extract again with a split that is not used to choose anything, such as \0hold_out\0 {name}=test:2000, "
+        "with \0force\0, then predict"
     )

@@ -42,9 +42,11 @@ class Order(NamedTuple):
         """Pass where a worker has opened the same. Raises DataError where it has not."""
         hint = "give all workers the same files, and run the command again"
         if split.outline_digest != self.outline:
-            raise DataError(f"{split.spec} has other examples here than on worker 0", code="input_replaced", hint=hint)
+            raise DataError(
+                f"{split.spec} has different examples here and on worker 0", code="input_replaced", hint=hint
+            )
         if weights_of(record) != self.weights:
-            raise DataError("the network has other weights here than on worker 0", code="input_replaced", hint=hint)
+            raise DataError("the network has different weights here and on worker 0", code="input_replaced", hint=hint)
 
 
 def weights_of(record: Mapping[str, Any] | None) -> str | None:

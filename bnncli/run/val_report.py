@@ -177,8 +177,8 @@ def _measurable(run: Run, posterior: Any, val: Split, name: str) -> Split:
         return val
     rows = torch.randperm(num_rows, generator=run.stream("val/measured"))[: max(most, _FEWEST_MEASURED)]
     run.console.info(
-        f"measuring val scores on {len(rows)} of its {num_rows} examples, drawn at random: each takes "
-        f"{num_draws} passes of the network"
+        f"measuring val scores on {len(rows)} of the {num_rows} val examples, drawn at random, because each "
+        f"takes {num_draws} passes of the network"
     )
     return val.take(rows.sort().values)
 
@@ -342,7 +342,7 @@ def val_lines(metrics: Mapping[str, Any], *, where: str = "") -> list[str]:
         return lines
     lines.append(f"gain on val: {gain_text(gain)}")
     if metrics["recommended_integrator"] == "plug-in" and "plug-in" not in entries:
-        lines.append("predict uses plug-in by default, because averaging worsens the predictions on val")
+        lines.append("predict uses plug-in by default, because averaging makes the predictions on val worse")
     return lines
 
 
@@ -361,7 +361,7 @@ def gain_table(headers: Mapping[str, Header]) -> list[Table]:
     rows = [
         [name, *(_signed(gain[step]) for step in _STEPS), gain["integrator"]] for name, gain in gains.items() if gain
     ]
-    note = "fall of the val NLL with each step, in order, in nats per example"
+    note = "decrease in val NLL with each step, in order, in nats per example"
     if any(" +- " in cell for row in rows for cell in row):
         note += "; +- standard error, paired"
     return [Table(["gain on val of", *_STEPS.values(), "integrator"], rows, notes=[note])] if rows else []

@@ -201,7 +201,7 @@ def test_an_error_that_only_another_worker_meets_is_that_of_one_process(
             "train=py:data.py:Other",
             "make",
             65,
-            "worker 1: py:data.py:Other has other examples here than on worker 0",
+            "worker 1: py:data.py:Other has different examples here and on worker 0",
         ),
     ],
 )

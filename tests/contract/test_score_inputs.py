@@ -44,7 +44,7 @@ ARRAYS: dict[str, tuple[dict[str, Any], tuple[str, ...], int, str]] = {
     "logits as probabilities": ({"probs": LOG + 3}, (), 65, "if they are logits"),
     "percentages": ({"probs": PROBS * 100}, (), 65, "divide by 100"),
     "neither": ({"a": PROBS * 7}, (), 65, "cannot tell whether these are probabilities or logits"),
-    "called logits": ({"logits": PROBS}, (), 65, "is called logits, but its rows are probabilities; add --probabilities or"),
+    "called logits": ({"logits": PROBS}, (), 65, "is named as logits, but its rows are probabilities; add --probabilities or"),
     "label out of range": ({"probs": PROBS, "y": np.where(LABELS == 2, 7, LABELS)}, (), 65, "has label 7; expected 0 to 2"),
     "counted from 1": ({"probs": PROBS, "y": LABELS + 1}, (), 65, "subtract 1: classes count from 0"),
     "negative label": ({"probs": PROBS, "y": LABELS - 1}, (), 65, "has -1"),
@@ -136,7 +136,7 @@ def test_an_npz_file_that_lost_its_end_inside_an_array(cli: Cli, tmp_path: Path)
 OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "fewer classes": ({"probs": np.full((9, 2), 0.5)}, "--ood", "has 3 classes, but 'q.npz' has 2"),
     "other classes": ({"probs": np.full((9, 3), 1 / 3), "classes": np.array(["cat", "dog", "elk"])}, "--ood", "has other classes than"),
-    "classes in another order": ({"probs": np.full((9, 3), 1 / 3), "classes": np.array(["b", "a", "c"])}, "--ood", "the same classes in another order"),
+    "classes in a different order": ({"probs": np.full((9, 3), 1 / 3), "classes": np.array(["b", "a", "c"])}, "--ood", "the same classes in a different order"),
     "another reference": ({"probs": np.full((9, 3), 1 / 3)}, "--reference", "has 9 rows, but split 'test' has 20"),
     "a reference of fewer classes": ({"probs": np.full((20, 2), 0.5)}, "--reference", "has 3 classes, but 'q.npz' has 2"),
     "no labels": ({"a": PROBS, "b": LABELS}, "--labels", "no label column; its columns: 'a', 'b'"),

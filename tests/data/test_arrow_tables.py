@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[Callable[[Path], str], type[BnnError], str]] = {
     "no match": (lambda f: f"parquet:{write_parquet_files(f / 'a')}/valid-*.parquet", DataError, "no file matches '.*valid-"),
     "no files": (lambda f: f"parquet:{f}", DataError, "no parquet files in"),
     "nothing there": (lambda f: f"parquet:{f}/none.parquet:text=a", MissingInput, "no file '.*none.parquet'"),
-    "other columns": (lambda f: write_other(f / "a"), DataError, "have different columns: only one has 'label'"),
+    "other columns": (lambda f: write_other(f / "a"), DataError, "have different columns: only one of them has 'label'"),
     "damaged": (lambda f: write_damaged(f / "a.parquet"), DataError, "is not a complete parquet file"),
     "of another kind": (lambda f: write_text(f / "a.arrow"), DataError, "is not a complete arrow file"),
     "no such column": (lambda f: f"{one_parquet_file(f)}:text=words", DataError, "has no column 'words'; it has 'text', 'label'"),

@@ -69,7 +69,7 @@ def test_folders_that_are_numbers_are_these_numbers(
 
 
 @pytest.mark.parametrize(
-    ("names", "message"), [(("1", "01"), "the classes '01', '1' are the same number"), (("1", "99999999"), "expected at most 999999")]
+    ("names", "message"), [(("1", "01"), "the classes '01', '1' have the same number"), (("1", "99999999"), "expected at most 999999")]
 )  # fmt: skip
 def test_folders_that_are_no_numbers_of_classes_are_refused(
     tmp_path: Path, names: tuple[str, ...], message: str

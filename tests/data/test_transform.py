@@ -188,11 +188,11 @@ def test_preprocessing_that_fails_is_said_in_a_line(datasets: Path, num_workers:
 
 @pytest.mark.parametrize("option", ["mean", "std", "resize", "crop"])
 def test_a_model_with_its_own_preprocessing_takes_no_other(option: str) -> None:
-    with pytest.raises(UsageError, match=f"\0{option}\0: the model brings its own preprocessing"):
+    with pytest.raises(UsageError, match=f"\0{option}\0: the model has its own preprocessing"):
         Preprocess.parse(**{option: "1" if option in ("mean", "std") else 1}, transform=Halved())  # type: ignore[arg-type]
 
 
 def test_named_inputs_are_not_normalised(datasets: Path) -> None:
     split: InputSplit = load_split(f"py:{datasets}:named", preprocess=Preprocess(mean=(0.5,)))
-    with pytest.raises(UsageError, match="\0mean\0 applies to images; the inputs are 'input_ids', 'weight'"):
+    with pytest.raises(UsageError, match="\0mean\0 applies to images, but the inputs are 'input_ids', 'weight'"):
         next(split.batches(2))

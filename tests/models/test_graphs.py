@@ -404,7 +404,7 @@ def test_a_script_is_read_as_torch_reads_it(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(DataError, match="duplicate members"):
         open_script(str(restored(path, twin=write)), Asked()).build(None)
     restored(path, rename=lambda name: name.replace("byteorder", "model.json"))
-    with pytest.raises(DataError, match="the format of 2018"):
+    with pytest.raises(DataError, match="the 2018 format"):
         open_script(str(path), Asked()).build(None)
     restored(path, write, rename=lambda name: name.replace(".py", ".PY"))
     with pytest.raises(Untrusted, match=r"torch\.save"):

@@ -163,7 +163,7 @@ def test_tensors_in_a_file_beside_it_are_read_and_belong_to_it(tmp_path: Path) -
     (tmp_path / "parts.bin").write_bytes(content[:4][::-1] + content[4:])
     assert not torch.equal(before, saved.build(None).state_dict()["program.digest"])
     (tmp_path / "parts.bin").write_bytes(content[:6])
-    with pytest.raises(DataError, match=r"parts\.onnx': its tensor '.*' is incomplete; copy its files again$"):
+    with pytest.raises(DataError, match=r"parts\.onnx': its tensor '.*' is incomplete; copy the graph's files again$"):
         open_model(str(tmp_path / "parts.onnx"), Asked()).build(None)
     (tmp_path / "parts.bin").unlink()
     with pytest.raises(MissingInput, match=r"no file .*parts\.bin"):

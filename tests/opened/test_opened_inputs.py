@@ -146,7 +146,7 @@ def test_another_checkpoint_is_refused_by_a_run_that_is_open(images: Path) -> No
     assert run.predict(x).probs.shape == (300, 3)
     torch.save(build(inputs=16, hidden=(6,), classes=3).state_dict(), "ckpt.pt")
     for ask in (lambda: run.predict(x), lambda: run.features(x), lambda: run.metrics(posterior="laplace")):
-        with pytest.raises(DataError, match=r"was created from another checkpoint than ckpt.pt") as caught:
+        with pytest.raises(DataError, match=r"was created from a checkpoint other than ckpt.pt") as caught:
             ask()
         assert caught.value.code == "wrong_checkpoint"
     Path("ckpt.pt").unlink()

@@ -88,7 +88,7 @@ def test_a_split_that_was_used_is_refused_with_the_reason(cli: Cli, run: Path) -
     refused = cli("calibrate", run, "--split", "val", "--sets", "lac", "--json")
     assert refused.code == 65
     assert refused.json["error"]["code"] == "split_was_used"
-    assert "the posterior 'laplace' was fitted or chosen with it" in refused.json["error"]["message"]
+    assert "the posterior 'laplace' was fitted or chosen with this split" in refused.json["error"]["message"]
     assert cli("predict", run, "--posterior", "laplace", "--samples", 50, "--split", "train").code == 0
     assert "the network was trained on it" in cli("calibrate", run, "--split", "train", "--sets", "lac").stderr
     assert "--split calib" in refused.stderr
@@ -110,7 +110,7 @@ def test_what_goes_back_to_a_split_at_any_remove_is_refused(cli: Cli, small_run:
     assert cli("predict", small_run, "--posterior", posterior, "--split", "val", "--split", "test").code == 0
     refused = cli("calibrate", small_run, "--posterior", posterior, "--split", "val", "--false-alarm", 0.1)
     assert refused.code == 65
-    assert "was fitted or chosen with it" in refused.stderr
+    assert "was fitted or chosen with this split" in refused.stderr
     assert cli("calibrate", small_run, "--posterior", posterior, "--split", "test", "--false-alarm", 0.1).code == 0
 
 

@@ -257,12 +257,12 @@ def test_the_table_shows_the_floor_beside_calibration_errors_and_says_what_it_is
     assert found["excess"] == pytest.approx(found["value"] - found["floor"])
     assert 0 < found["p_calibrated"] <= 1
     assert f"{found['value']:.4f} (floor {found['floor']:.4f})" in done.stdout
-    assert "floor: expected by chance for a calibrated model" in done.stdout
+    assert "floor: the value expected by chance for a calibrated model" in done.stdout
     assert "floor:" not in cli("evaluate", small_run, "--metric", "nll").stdout
     shown = cli("evaluate", small_run, "--split", "test", "--posterior", "map", "--intervals").stdout
     ends = found["interval"]
     assert f"(floor {found['floor']:.4f}) [{ends['low']:.4f}, {ends['high']:.4f}]" in shown
-    assert "may lie below the value" in shown
+    assert "may be below the value" in shown
 
 
 def test_the_table_shows_the_standard_error_and_p_value_of_a_distance(cli: Cli, small_run: Path) -> None:

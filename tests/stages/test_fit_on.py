@@ -240,13 +240,13 @@ def test_val_calibrates_nothing_that_was_fitted_to_it(cli: Cli, run: Path) -> No
     done = cli("calibrate", run, "--posterior", "val", "--integrator", "mc", "--sets", "lac", "--split", "val")
     assert done.code == 65
     assert "split 'val' cannot calibrate val.mc" in done.stderr
-    assert "the posterior 'val' was fitted or chosen with it" in done.stderr
+    assert "the posterior 'val' was fitted or chosen with this split" in done.stderr
 
 
 def test_weighing_draws_by_all_rows_is_refused_out_of_fold(cli: Cli, run: Path) -> None:
     done = cli("predict", run, "--posterior", "val", "--integrator", "importance", "--split", "val")
     assert done.code == 2
-    assert "importance weights draws by all rows that val was fitted to" in done.stderr
+    assert "importance weights its draws using all rows that val was fitted to" in done.stderr
     assert cli("predict", run, "--posterior", "val", "--integrator", "importance", "--split", "test").code == 0
 
 

@@ -72,8 +72,8 @@ TOLD = {
     ("unit", "bytes"): None,
     ("unit", "dark"): None,
     ("unit", "f255"): r"test: values are about 255 times as large as in train (uint8 is divided by 255",
-    ("unit", "tiny"): "test: values are about 255 times as small as in train",
-    ("f255", "bytes"): "test: values are about 255 times as small as in train",
+    ("unit", "tiny"): "test: values are about 255 times smaller than in train",
+    ("f255", "bytes"): "test: values are about 255 times smaller than in train",
     ("unit", "signed"): "% of the values are negative, but 0% in train: only one of them is normalised",
     ("signed", "unit"): "test: 0% of the values are negative, but ",
 }
@@ -116,9 +116,9 @@ def test_new_data_and_arriving_images_are_compared_with_the_run(cli: Cli, folder
         ):
             done = cli(*predicted, tmp_path / f"{train}{number}.csv", *words)
             assert done.code == 0, done.stderr
-            assert done.stderr.count("times as small as in train") == told
+            assert done.stderr.count("times smaller than in train") == told
     kept = (tmp_path / "kept.csv", "--data", f"kept=npz:{folder}/bytes.npz", "--keep-features")
-    assert cli(*predicted, *kept).stderr.count("kept: values are about 255 times as small as in train") == 1
+    assert cli(*predicted, *kept).stderr.count("kept: values are about 255 times smaller than in train") == 1
 
 
 def statistics(split: InputSplit) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def test_texts_of_another_vocabulary_are_told() -> None:
     found = [difference("test", one, "train", train, is_scale_alone=False) for one in (same, unknown, others, few)]
     assert found[0] is None
     assert found[1] is not None
-    assert "60% of its tokens are number 1, but 0% in train; if this is the unknown token," in found[1]
+    assert "60% of its tokens have the id 1, but 0% in train; if this is the unknown token," in found[1]
     assert found[2] is not None
     assert "of its tokens" in found[2]
     assert found[3] is None

@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused_with_what_does(
     ("words", "message"),
     [
         (("--curvature", "hessian", "--structure", "diag"), "expected full or subnetwork; got 'diag'"),
-        (("--curvature", "fisher", "--center", "mode"), "is for --center checkpoint"),
+        (("--curvature", "fisher", "--center", "mode"), "works only with --center checkpoint"),
         (("--precision-per", "layer", "--prior-precision", "val"), "by marginal likelihood"),
         (("--rank", "3"), "is for --structure low-rank"),
         (("--size", "3"), "is for --structure subnetwork"),

@@ -99,7 +99,7 @@ def test_passes_that_take_long_are_of_some_examples_and_it_is_said(
     done = cli(*line, "some")
     metrics = done.json["metrics"]
     assert (
-        "measuring val scores on 100 of its 150 examples, drawn at random: each takes 200 passes of the network"
+        "measuring val scores on 100 of the 150 val examples, drawn at random, because each takes 200 passes of the network"
         in done.stderr
     )
     assert (every["metrics"]["val_num_examples"], metrics["val_num_examples"]) == (150, 100)

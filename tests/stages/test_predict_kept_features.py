@@ -121,7 +121,10 @@ def test_a_dry_run_says_what_is_kept_and_keeps_nothing(folder: Path, cli: Cli) -
         (("--keep-features",), "--keep-features applies to new data: add --data SPLIT=SPEC"),
         (("--data", "new=-", *KEPT), "cannot read stdin again"),
         (("--follow", "in", *KEPT), "use extract-features --data SPLIT=images:in"),
-        (("--ood", "new=npz:test.npz", "--follow", "in", "--table", "t.csv"), "--ood and --follow exclude each other"),
+        (
+            ("--ood", "new=npz:test.npz", "--follow", "in", "--table", "t.csv"),
+            "--ood and --follow are mutually exclusive",
+        ),
         (("--ood", "new=py:code.py:make", *KEPT), "--ood: 'py:code.py:make' is code"),
         (("--ood", "new=npz:test.npz", *DATA, *KEPT), "--ood: two splits have the same name"),
     ],

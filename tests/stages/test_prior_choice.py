@@ -62,7 +62,7 @@ def test_what_inherits_is_what_the_number_gives_and_the_search_changes_nothing_e
     words = (command[0], run, *command[1:], "--json")
     found = cli(*words).json["metrics"]
     assert found["prior_precision"] == found["prior_precision_base"] == 3  # which is as good as its neighbours
-    assert "no other predicts val significantly better" in prior_line(found)[0]
+    assert "no other precision predicts val significantly better" in prior_line(found)[0]
     kept = cli(*words, "--prior-precision", "inherit", "--name", "kept").json["metrics"]
     assert found["val"] == kept["val"]
     assert "prior_precision_by" not in kept

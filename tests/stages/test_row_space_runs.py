@@ -109,7 +109,9 @@ def test_the_fit_is_that_over_all_of_theta_and_says_where_it_was_made(cli: Cli, 
     assert (done.json["metrics"]["row_space_rank"], done.json["metrics"]["num_features"]) == (EXAMPLES, FEATURES)
     evidence = fit_gaussian(target, start=torch.zeros(LAYOUT.num_params)).log_marginal_likelihood
     assert done.json["metrics"]["log_marginal_likelihood"] == pytest.approx(evidence, abs=1e-3)
-    assert "span 12 of 30 directions: the fit is exact there, and the prior holds in all others" in done.stderr
+    assert (
+        "span 12 of 30 directions: the fit is exact in these directions, and all others keep the prior" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_predict_takes_the_integrator_that_val_prefers(cli: Cli, tmp_path: Path)
     assert val["laplace"]["integrator"] == done.json["metrics"]["recommended_integrator"] == "plug-in"
     assert val["laplace"]["nll"] < val["mc"]["nll"]
     assert (
-        "averaging worsens the predictions on val"
+        "averaging makes the predictions on val worse"
         in cli("fit-laplace", run, "--force", "--structure", "kron", "--prior-precision", "3").stderr
     )
     for words, folder in (

@@ -105,7 +105,7 @@ def test_what_is_not_there_is_66_and_named(cli: Cli, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--jobs", 2, "--devices", "cpu"], "--jobs and --devices exclude each other"),
+        (["--jobs", 2, "--devices", "cpu"], "--jobs and --devices are mutually exclusive"),
         (["--devices", "0,x"], "--devices: expected GPU numbers and cpu, such as 0,1,2,3; got '0,x'"),
         (["--devices", "1,1"], "--devices: 1 is given twice"),
         (["--slurm", "--jobs", 2], "--slurm only prints a job script"),
