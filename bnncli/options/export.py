@@ -34,7 +34,7 @@ class ExportOptions(Checked):
     )
     integrator: str | None = option(
         None,
-        "Integrator; mc stores draws, the others give small files that match predict exactly. Default: the one "
+        "Integrator; mc stores draws, the others give small files that reproduce predict. Default: the one "
         "predict uses.",
         family="integrators",
         numeric=False,

@@ -26,8 +26,8 @@ class FitSghmcOptions(GivenPriorOptions):
     chains: int = option(4, "Number of chains, run as one batch.", minimum=1, group="Sampling")
     epochs: int | None = option(
         None,
-        "Total passes over the training split. Default: 1000, or 250 times the number of cycles; with other "
-        "layers 40, or 10 times the number of cycles.",
+        "Total passes over the training split, across all cycles. Default: 1000, or 250 times the number of "
+        "cycles if you set it; with other layers, 40, or 10 times the number of cycles.",
         minimum=1,
         group="Sampling",
     )

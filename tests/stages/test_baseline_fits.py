@@ -82,7 +82,7 @@ def test_draws_of_a_head_have_their_log_joint_and_say_what_biases_them(cli: Cli,
     assert "steps are never rejected" in done.stderr
     assert read_samples(path).header is not None
     judged = cli("diagnose", small_run, "--posterior", "sghmc", "--json").json["posteriors"]["sghmc"]
-    assert "it accepts every move, which biases it" in judged["doubts"]
+    assert "it accepts every move, which biases its draws" in judged["doubts"]
 
 
 def test_minibatches_of_whitened_chains_add_little_as_their_rate_falls(cli: Cli, small_run: Path) -> None:
