@@ -175,10 +175,7 @@ class HeadSearch:
             return "it has no linear layer with weights of its own"
         shown = [f"{quoted(name)} (weight {head.weight.shape})" for name, head in found.items()]
         more = f" and {len(shown) - _MOST_LISTED} more" if len(shown) > _MOST_LISTED else ""
-        return (
-            "the nodes before linear layers, with their weight shapes (K, D), are "
-            f"{', '.join(shown[-_MOST_LISTED:])}{more}"
-        )
+        return f"nodes before linear layers, with weights (K, D): {', '.join(shown[-_MOST_LISTED:])}{more}"
 
     def _name(self, value: str) -> str:
         """What the graph calls the node that gives a value; the value itself where that has no name."""

@@ -298,7 +298,7 @@ def test_what_is_asserted_of_no_posterior_is_asserted_of_the_one_that_auto_recom
     assert {(check["posterior"], check["integrator"]) for check in done.json["checks"]} == {
         (name, chosen["integrator"])
     }
-    assert f"checking nll<100 for {name} ({chosen['integrator']}), as auto recommends" in done.stderr
+    assert f"checking nll<100 for {name} ({chosen['integrator']}), which auto recommends" in done.stderr
     others = cli("evaluate", run, "--assert", f"nll<{name}.nll", "--json").json["checks"]
     assert others
     assert name not in {check["posterior"] for check in others}

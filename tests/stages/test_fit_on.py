@@ -208,7 +208,7 @@ def test_what_is_made_from_it_has_the_same_rows_and_does_not_predict_val(cli: Cl
     done = cli("predict", run, "--posterior", name, "--split", "val")
     assert done.code == 65
     assert f"{name} was fitted to val" in done.stderr
-    assert "hint: predict another split" in done.stderr
+    assert "hint: predict on another split" in done.stderr
     rest = cli("predict", run, "--posterior", name)
     assert rest.code == 0
     assert f"skipping {name} on val" in rest.stderr
@@ -323,7 +323,7 @@ def test_a_network_that_has_memorised_train_is_told_so(cli: Cli, tmp_path: Path,
     run = new_run(cli, tmp_path / "sure", arrays)
     said = cli("fit-laplace", run, "--prior-precision", 3).stderr
     assert "the network has memorised train" in said
-    assert "--fit-on train+val, or with --fit-on val --prior-mean checkpoint" in said
+    assert "--fit-on train+val or with --fit-on val --prior-mean checkpoint" in said
     assert "memorised" not in cli("fit-laplace", run, "--prior-precision", 3, "--fit-on", "val", "--name", "v").stderr
     assert "memorised" not in cli("fit-laplace", small_run, "--prior-precision", 3, "--name", "other").stderr
 

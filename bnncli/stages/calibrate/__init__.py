@@ -75,7 +75,9 @@ def _groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, 
     posterior, integrator = options.posterior, options.integrator
     if posterior is None and integrator is None and (found := recommended(run)) is not None:
         posterior, integrator = found.posterior, found.integrator
-        run.console.info(f"using {posterior} ({integrator}), as auto recommends; choose another with --posterior NAME")
+        run.console.info(
+            f"using {posterior} ({integrator}), which auto recommends; choose another with --posterior NAME"
+        )
     if not run.folder.features(options.split).is_file() and run.folder.splits():
         raise MissingInput(
             f"{run.checkpoint_path} has no split {options.split!r} (have: {', '.join(run.folder.splits())})",

@@ -104,7 +104,7 @@ def _chosen(run: Run, options: ExportOptions) -> tuple[str, str | None]:
             place = run.folder.root / "posteriors"
             raise MissingInput(f"{run.checkpoint_path} has no posteriors", hint=run.suggest("fit-laplace"), path=place)
         raise UsageError(f"export takes one posterior; name it with \0posterior\0 (have: {there})")
-    run.console.info(f"using {found.posterior}, as auto recommends; choose another with \0posterior\0 NAME")
+    run.console.info(f"using {found.posterior}, which auto recommends; choose another with \0posterior\0 NAME")
     return found.posterior, options.integrator or found.integrator
 
 
