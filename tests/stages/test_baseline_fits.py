@@ -210,7 +210,7 @@ def test_a_rate_that_was_given_and_is_far_too_high_is_to_be_left_out(
     assert lost.code == 70
     assert "hint: omit --learning-rate to let bnncli choose one" in lost.stderr
     high = cli(command[0], small_run, *command[1:], "--learning-rate", 1000)
-    assert "omit --learning-rate to have one chosen" in high.stderr
+    assert "omit --learning-rate to let bnncli choose one" in high.stderr
     assert "below 1e+03" not in high.stderr
 
 

@@ -187,7 +187,7 @@ def test_a_checkpoint_given_twice_is_no_second_seed(cli: Cli, small_run: Path) -
     done = cli("compare", small_run, small_run.parent / "." / small_run.name)
     assert (done.code, "is given twice" in done.stderr) == (2, True)
     done = cli("compare", small_run, small_run.with_name("other"), "--run-dir", small_run.with_name("small.bnn"))
-    assert (done.code, "--run-dir is the run folder of one checkpoint" in done.stderr) == (2, True)
+    assert (done.code, "--run-dir names the run folder of one checkpoint" in done.stderr) == (2, True)
     assert cli("compare", small_run, "--metric", "nll", "--run-dir", small_run.with_name("small.bnn")).code == 0
 
 
