@@ -76,7 +76,7 @@ class ExportOptions(Checked):
     )
     tolerance: float | None = option(
         None,
-        "Refuse to publish if a probability differs from predict's by more than this. Default: 1e-5; float16 1e-2.",
+        "Refuse to publish if a probability differs from predict's by more than this value. Default: 1e-5; float16 1e-2.",
         minimum=0,
         maximum=1,
         numeric=False,

@@ -134,10 +134,12 @@ class ExtractFeaturesOptions(Checked):
     batch_size: int = option(256, "Inputs per batch.", minimum=1, numeric=False, group="Computation")
     num_workers: int = network_inputs.num_workers()
 
-    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Computation")
+    resume: bool = option(
+        False, "Continue an interrupted run that had the same inputs and options.", numeric=False, group="Computation"
+    )
     save_every: float = option(
         60.0,
-        "Seconds between saved states for \0resume\0. 0: after every batch.",
+        "Seconds between saved states for \0resume\0. With 0, save after every batch.",
         minimum=0,
         numeric=False,
         group="Computation",

@@ -84,7 +84,7 @@ class FitLbbnnOptions(Checked):
     )
     early_epochs: int | None = option(
         None,
-        "Epochs that use \0inclusion_rate\0, and in which concrete learns its prior. Default: 20.",
+        "Number of epochs that use \0inclusion_rate\0 and, with concrete, learn the prior. Default: 20.",
         minimum=0,
         group="Training",
         is_rare=True,
@@ -152,14 +152,16 @@ class FitLbbnnOptions(Checked):
     )
     standardize: bool = option(
         False,
-        "Standardise the inputs by the training split. The stored posterior still takes unstandardised inputs.",
+        "Standardise the inputs with the training split's means and standard deviations. The stored posterior still takes unstandardised inputs.",
         group="Training",
     )
     no_shuffle: bool = option(False, "Take batches in the order of the data.", group="Training", is_rare=True)
-    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Training")
+    resume: bool = option(
+        False, "Continue an interrupted run that had the same inputs and options.", numeric=False, group="Training"
+    )
     save_every: float = option(
         60.0,
-        "Seconds between saved states for \0resume\0. 0: after every epoch.",
+        "Seconds between saved states for \0resume\0. With 0, save after every epoch.",
         minimum=0,
         numeric=False,
         group="Training",

@@ -88,10 +88,12 @@ class FitSghmcOptions(GivenPriorOptions):
         group="Sampling",
         is_rare=True,
     )
-    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Sampling")
+    resume: bool = option(
+        False, "Continue an interrupted run that had the same inputs and options.", numeric=False, group="Sampling"
+    )
     save_every: float = option(
         60.0,
-        "Seconds between saved states for \0resume\0. 0: after every epoch.",
+        "Seconds between saved states for \0resume\0. With 0, save after every epoch.",
         minimum=0,
         numeric=False,
         group="Sampling",

@@ -40,10 +40,12 @@ class FitSwagOptions(GivenPriorOptions):
     )
     momentum: float = option(0.9, "Momentum of SGD.", minimum=0.0, maximum=0.999, group="Training", is_rare=True)
     scale: float = option(1.0, "Factor on the covariance.", minimum=1e-12, group="Training", is_rare=True)
-    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Training")
+    resume: bool = option(
+        False, "Continue an interrupted run that had the same inputs and options.", numeric=False, group="Training"
+    )
     save_every: float = option(
         60.0,
-        "Seconds between saved states for \0resume\0. 0: after every epoch.",
+        "Seconds between saved states for \0resume\0. With 0, save after every epoch.",
         minimum=0,
         numeric=False,
         group="Training",

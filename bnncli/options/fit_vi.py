@@ -70,10 +70,12 @@ class FitViOptions(GivenPriorOptions):
         group="Training",
         is_rare=True,
     )
-    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Training")
+    resume: bool = option(
+        False, "Continue an interrupted run that had the same inputs and options.", numeric=False, group="Training"
+    )
     save_every: float = option(
         60.0,
-        "Seconds between saved states for \0resume\0. 0: after every round.",
+        "Seconds between saved states for \0resume\0. With 0, save after every round.",
         minimum=0,
         numeric=False,
         group="Training",

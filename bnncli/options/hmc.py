@@ -25,7 +25,7 @@ class HmcOptions(SearchedPriorOptions, TargetOptions):
         group="Target",
     )
     chains: int = option(16, "Number of chains, run as one batch.", minimum=1, group="Sampling")
-    warmup: int = option(60, "Warm-up draws per chain, discarded.", minimum=1, group="Sampling")
+    warmup: int = option(60, "Number of warm-up draws per chain, which are discarded.", minimum=1, group="Sampling")
     draws: int = option(260, "Draws to keep per chain.", minimum=4, group="Sampling")
     until: str | None = option(
         None,
@@ -68,7 +68,7 @@ class HmcOptions(SearchedPriorOptions, TargetOptions):
         is_rare=True,
     )
     max_rhat: float | None = option(
-        None, "Exit 3 if the largest R-hat is above this.", minimum=1.0, numeric=False, group="Sampling"
+        None, "Exit 3 if the largest R-hat is above this value.", minimum=1.0, numeric=False, group="Sampling"
     )
     spread: str | None = option(
         None,
@@ -78,10 +78,12 @@ class HmcOptions(SearchedPriorOptions, TargetOptions):
         group="Sampling",
         is_rare=True,
     )
-    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Sampling")
+    resume: bool = option(
+        False, "Continue an interrupted run that had the same inputs and options.", numeric=False, group="Sampling"
+    )
     save_every: float = option(
         60.0,
-        "Seconds between saved states for \0resume\0. 0: after every draw.",
+        "Seconds between saved states for \0resume\0. With 0, save after every draw.",
         minimum=0,
         numeric=False,
         group="Sampling",

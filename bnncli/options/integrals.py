@@ -33,7 +33,7 @@ class IntegralsOptions(Checked):
         "Integrator to measure, in all its variants. Default: all integrators that need no training data.",
         family="integrators",
     )
-    samples: int = option(100, "Draws of the sampling integrators.", minimum=1)
+    samples: int = option(100, "Number of draws for sampling integrators.", minimum=1)
     grid_size: int = option(
         80,
         "Without \0mean\0: number of standard deviations on the grid. The number of means is one higher.",

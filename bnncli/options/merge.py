@@ -20,7 +20,7 @@ class MergeOptions(Checked):
     )
     max_rhat: float | None = option(
         None,
-        "Exit 3 if the largest R-hat of the merged chains is above this.",
+        "Exit 3 if the largest R-hat of the merged chains is above this value.",
         minimum=1.0,
         numeric=False,
     )

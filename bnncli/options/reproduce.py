@@ -19,8 +19,8 @@ class ReproduceOptions(Checked):
     checkpoints: str | None = option(None, "Folder with the checkpoints.", metavar="DIR")
     scale: str = option(
         "quick",
-        "quick: the smallest case that shows the effect, at most two minutes on two cores; paper: the published "
-        "setting.",
+        "Scale to run at: quick is the smallest case that shows the effect, at most two minutes on two cores; "
+        "paper is the published setting.",
         choices=SCALES,
     )
     definitions: str = option(
@@ -32,7 +32,7 @@ class ReproduceOptions(Checked):
     )
     jobs: int | None = option(
         None,
-        "Experiments to run in parallel. Default: one per core, at most four; one on a GPU.",
+        "Number of experiments to run in parallel. Default: one per core, at most four; one on a GPU.",
         minimum=1,
         maximum=1024,
     )

@@ -127,10 +127,12 @@ class TrainOptions(Checked):
         is_rare=True,
     )
     num_workers: int = network_inputs.num_workers()
-    resume: bool = option(False, "Continue an interrupted run of the same request.", numeric=False, group="Training")
+    resume: bool = option(
+        False, "Continue an interrupted run that had the same inputs and options.", numeric=False, group="Training"
+    )
     save_every: float = option(
         60.0,
-        "Seconds between saved states for \0resume\0. 0: after every epoch.",
+        "Seconds between saved states for \0resume\0. With 0, save after every epoch.",
         minimum=0,
         numeric=False,
         group="Training",

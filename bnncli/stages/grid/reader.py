@@ -25,7 +25,7 @@ _KEYS = ("command", "name", "after")
 _NOT_OF_STEPS = {
     spec.name: "grid controls how and where each line reports; remove this option" for spec in fields(CommonOptions)
 } | {
-    "force": "a line that continues after a kill must not start over; remove the artifacts to create again",
+    "force": "a line that continues after a kill must not start over; remove the artifacts that should be created again",
     "dry_run": "it is an option of grid",
     "resume": "grid adds it to lines that can continue",
 }

@@ -32,7 +32,7 @@ def what_differs(subjects: Sequence[Subject], posteriors: Sequence[str], split: 
     if found:
         return (
             f"Each posterior was fitted to {named}, which differ by more than their random training: "
-            f"{'; '.join(found)}. Standard errors and tests treat all of it as chance."
+            f"{'; '.join(found)}. Standard errors and tests treat all of these differences as chance."
         )
     if not all(_model(subject) for subject in subjects):
         return (

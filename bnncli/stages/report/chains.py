@@ -42,7 +42,7 @@ def chains(subject: Subject) -> list[Block]:
     if not found:
         blocks = [
             Missing(
-                "The run has no draws of a sampler to compare the other posteriors with.",
+                "The run has no draws from a sampler to compare the other posteriors with.",
                 subject.run.suggest("hmc"),
             )
         ]

@@ -29,7 +29,7 @@ def decisions(subject: Subject) -> list[Block]:
     if not rows:
         sentence = (
             f"No rule of calibrate was scored on {subject.split}. Prediction sets, accepted predictions, "
-            "outliers and shift alarms with guarantees need a split that chose nothing else."
+            "outliers and shift alarms with guarantees need a split that was not used to choose anything else."
         )
         return [Missing(sentence, subject.run.suggest("calibrate", sets="lac"))]
     return [

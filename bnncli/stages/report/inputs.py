@@ -43,7 +43,9 @@ def inputs(subject: Subject) -> list[Block]:
     inside, found = subject.binned(group, subject.split), _Look(subject, group, subject.split)
     looks = {ood: _Look(subject, group, ood) for ood in list(group.splits(is_ood=True))[:_MOST_OUTSIDE]}
     blocks: list[Block] = [
-        paragraph(f"With the class that {subject.titles[group.name]} predicts, and its probability.")
+        paragraph(
+            f"Each input is shown with the class that {subject.titles[group.name]} predicts, and its probability."
+        )
     ]
     blocks += dict.fromkeys(look.stored for look in (found, *looks.values()) if isinstance(look.stored, Missing))
     blocks += [

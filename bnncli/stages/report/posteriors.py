@@ -76,7 +76,7 @@ def _marginals(subject: Subject, judgement: Judgement) -> Marginals | Missing | 
     reference = next((one for one in chains if one.entry["is_good"]), chains[0] if chains else None)
     if reference is None:
         return Missing(
-            "Densities of single weights need draws of a sampler to compare with.",
+            "Densities of single weights need draws from a sampler to compare with.",
             subject.run.suggest("hmc"),
         )
     alike = [

@@ -116,5 +116,5 @@ def _figure(subject: Subject) -> ScoreIntervals | None:
         [subject.titles[row["name"]] for row in rows],
         panels[:_MOST_PANELS],
         f"Scores on {subject.split} with 95% intervals",
-        "The interval of ECE is for the error without its floor, and may lie below the mark.",
+        "The interval for ECE excludes the floor, and may be below the mark.",
     )

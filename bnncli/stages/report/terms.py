@@ -12,16 +12,19 @@ TERMS = {
     "accuracy": "The share of examples whose most probable class is right.",
     "AUROC": "The probability that a score ranks a known input above an outlier. 0.5 is chance, 1 is perfect.",
     "Brier": "The mean squared error of the probabilities. Lower is better.",
-    "ECE": "Expected calibration error: the mean gap between stated confidence and accuracy, over bins of confidence. A calibrated model scores above 0 by chance; floor is how much.",
+    "ECE": "Expected calibration error: the mean gap between stated confidence and accuracy, over bins of confidence. "
+    "A calibrated model scores above 0 by chance; the floor says by how much.",
     "ELBO": "Evidence lower bound, in nats: how close an approximation is to the exact posterior, up to a constant. Higher is better.",
     "FPR95": "The share of outliers accepted when 95% of known inputs are accepted. Lower is better.",
     "log-weight sd": "The spread of the log ratio between the exact posterior and an approximation. Below 2, the approximation can be trusted.",
-    "MMD^2": "A squared distance between two sets of draws. A p-value that is not small means they cannot be told apart; with many draws, even a tiny distance has a small one.",
+    "MMD^2": "A squared distance between two sets of draws. A p-value that is not small means that they cannot be told "
+    "apart; with many draws, even a tiny distance has a small p-value.",
     "mutual information": "How much draws of the posterior disagree about the label of an input.",
     "NLL": "Negative log likelihood of the labels, in nats per example. It judges probabilities as a whole. Lower is better.",
-    "Pareto k": "The tail index of importance weights. Below 0.7 (less with few draws), an approximation covers the tails of the exact posterior.",
+    "Pareto k": "The tail index of importance weights. Below 0.7 (lower with few draws), an approximation covers the tails "
+    "of the exact posterior.",
     "posterior": "The distribution of the weights given the training data; also a file that represents it: laplace is a Gaussian, refine a Gaussian bent by a flow, hmc draws by Hamiltonian Monte Carlo.",
-    "R-hat": "Agreement between the chains of a sampler. 1 is perfect, up to 1.05 is accepted.",
+    "R-hat": "How well the chains of a sampler agree. 1 is perfect, and values up to 1.05 are accepted.",
     "temperature scaling": "One number divides all logits. It changes confidence, never the predicted class.",
     "95% interval": "A range that contains the true value for 95% of test sets.",
 }

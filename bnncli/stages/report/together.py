@@ -40,8 +40,8 @@ def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
         labels(comparison)[:MOST_DRAWN],
         [panel._replace(title=panel.title.replace(", ", "\n"), lines=panel.lines[:MOST_DRAWN]) for panel in panels],
         f"Means over {len(runs)} checkpoints on {comparison.split} with 95% intervals",
-        "Small dots are single checkpoints. Filled marks come from paired tests over the whole panel, intervals "
-        "from each posterior by itself.",
+        "Small dots are single checkpoints. The filled marks come from paired tests over the whole panel, and "
+        "the intervals from each posterior separately.",
         "best, or not significantly worse",
         "significantly worse than another",
         f"paired tests at level {comparison.alpha:g}",
@@ -50,7 +50,9 @@ def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
     return [
         _verdict(comparison, subjects),
         paragraph(what_differs(subjects, posteriors, comparison.split)),
-        data_table(table, "comparison-table", f"Scores on {comparison.split} over {len(runs)} checkpoints, by compare"),
+        data_table(
+            table, "comparison-table", f"Scores on {comparison.split} over {len(runs)} checkpoints, computed by compare"
+        ),
         figure,
     ]
 

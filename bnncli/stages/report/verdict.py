@@ -166,7 +166,7 @@ def _pays(beside: Beside, subject: Subject) -> list[Block]:
     named = [(titles.get(one.title, one.title), one) for one in beside.qualities]
     named += [(f"AUROC {ood}, by largest probability", one) for ood, one in beside.detection.items()]
     if not named:
-        return [Missing(f"Split {beside.split} has no labels, so that predictions cannot be scored.")]
+        return [Missing(f"Split {beside.split} has no labels, so predictions cannot be scored.")]
     rows = [[TableCell(title), *map(TableCell, one.cells[1:])] for title, one in named]
     columns = ["score", beside.own, beside.base, "difference", "95% interval", "finding"]
     size = "" if beside.num_examples is None else f", {beside.num_examples:,} examples"

@@ -158,7 +158,7 @@ def _judged(
         return JudgedCell(cell, definition, ours, None, not_judged)
     judged = agreement(ours, cell.published, cell.tolerance)
     if cell.is_coarse and judged.is_within:
-        why = f"the tolerance, {cell.tolerance:g}, is as large as the number, so a match would mean nothing"
+        why = f"the tolerance ({cell.tolerance:g}) is as large as the number, so a match would mean nothing"
         return JudgedCell(cell, definition, ours, None, why)
     return JudgedCell(cell, definition, ours, judged, "")
 

@@ -13,7 +13,7 @@ from bnncli.stages.reproduce import reader
 SHARED = Path(__file__).parents[4] / "shared"
 KNOWN = (
     *("needs ", "a fit of", "quick has", "undefined"),  # not measured, or of something else
-    *("the standard error of", "a factor of time", "the tolerance, "),  # measured and left open
+    *("the standard error of", "a factor of time", "the tolerance ("),  # measured and left open
 )
 QUICK = ("refinement/figure-2", "bridge/figure-5.3")  # seconds, with what travels with the package
 
