@@ -449,7 +449,7 @@ def test_rules_that_a_file_cannot_have_are_refused(cli: Cli, small_run: Path) ->
     assert "whole batches" in cli(*words, "shift").stderr
     for name in ("one", "two"):
         assert cli(*calibrate, "--sets", "lac", "--coverage", "0.7", "--name", name).code == 0
-    assert "but both one and two give sets" in cli(*words, "one", "--decide", "two").stderr
+    assert "but one and two each give a set" in cli(*words, "one", "--decide", "two").stderr
     assert cli(*words, "absent").code == 66
 
 

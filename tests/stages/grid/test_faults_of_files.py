@@ -25,7 +25,7 @@ WRONG = {
     "unknown option": (REFINE + "epochs = 2\nepoch = 3\n", r":5: step 1 \(refine\) epoch: refine has no such option; did you mean 'epochs'"),
     "option of a later step": (REFINE + "seed = 'x'\n" + REFINE + "seed = 1\n", r":4: step 1 \(refine\) seed: expected a whole number; got 'x'"),
     "grid's own option": (FIT + "json = true\n", r":4: step 1 \(fit-laplace\) json: not an option of a step"),
-    "force": (FIT + "force = true\n", r"force: not an option of a step: .*remove the artifacts to create again"),
+    "force": (FIT + "force = true\n", r"force: not an option of a step: .*remove the artifacts that should be created again"),
     "out of bounds": (REFINE + "epochs = [1, 0]\n", r":4: step 1 \(refine\) epochs: expected a number of at least 1; got 0"),
     "no choice": (REFINE + "flow = ['planar', 'spiral']\n", r"flow: expected one of affine, .*; got 'spiral'"),
     "refused by its check": (FIT + "prior-precision = 'x'\n", r":4: step 1 \(fit-laplace\) prior-precision: expected auto, val"),
