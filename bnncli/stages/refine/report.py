@@ -106,7 +106,7 @@ def _undecided(metrics: dict[str, Any], advice: str) -> str:
     more = f"{advice}; or use more --elbo-draws"
     return (
         f"undecided after {draws} draws: the gain is between {ends} nats, so refinement may have helped, hurt or "
-        f"made no difference: {more}"
+        f"had no effect: {more}"
     )
 
 
