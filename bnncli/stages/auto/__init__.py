@@ -141,7 +141,7 @@ def _averaging(headers: dict[str, Header]) -> list[str]:
     averaging = gain["averaging"]
     error = averaging["standard_error"]
     shown = f"{-averaging['value']:+.4f}" + ("" if error is None else f" +- {error:.4f}")
-    return [f"averaging over the posterior of laplace changes its val NLL by {shown} nats"]
+    return [f"averaging over the laplace posterior changes the val NLL by {shown} nats"]
 
 
 def _without_ensemble(run: Run, ensemble: str, rows: list[dict[str, Any]]) -> str:

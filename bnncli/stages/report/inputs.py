@@ -58,7 +58,7 @@ def inputs(subject: Subject) -> list[Block]:
     ]
     blocks += found.gallery(f"Least certain of {subject.split}", inside.least_certain)
     blocks += found.gallery(f"Most certain of {subject.split}", inside.most_certain)
-    blocks += found.gallery(f"Most certain of {subject.split}, and wrong", inside.most_certain_errors)
+    blocks += found.gallery(f"Most confident errors on {subject.split}", inside.most_certain_errors)
     for ood, look in looks.items():
         blocks += look.gallery(f"Most certain of {ood}, out of distribution", subject.binned(group, ood).most_certain)
     return blocks
