@@ -197,7 +197,7 @@ def test_the_table_shows_what_matters_of_labels_and_says_what_it_is(cli: Cli, ru
     done = cli("evaluate", run, "--bootstrap", 20)
     assert "Hamming loss" in done.stdout
     assert "class AUROC" in done.stdout
-    assert "multilabel: for accuracy, every label must be right" in done.stdout
+    assert "multilabel: accuracy needs every label right" in done.stdout
     done = cli("evaluate", run, "--bootstrap", 20, "--metric", "aurc")
     assert done.code == 65
     assert "it does not support several labels per example" in done.stderr

@@ -39,7 +39,7 @@ def test_within_a_tolerance_as_large_as_the_number_nothing_is_reproduced(
     first = judged_cells(read_recipe(TABLE), numbers, scale="quick", definitions="both", absent={})[0]
     assert first.status == status
     assert first.ours == Estimate(ours)
-    assert first.why.startswith("the tolerance, 0.1, is as large" if status == "shown" else "")
+    assert first.why.startswith("the tolerance (0.1) is as large" if status == "shown" else "")
 
 
 def test_counts_are_in_the_plural_but_of_one() -> None:
