@@ -81,7 +81,7 @@ def test_code_that_a_checkpoint_names_is_not_run_unasked(cli: Cli) -> None:
     Path("net.py").write_text("open('ran', 'w').close()" + NETWORK)
     asked = cli("extract-features", "a.safetensors", *DATA)
     assert asked.code == 2
-    assert "was trained with a network of your own code; name it with --model to run it" in asked.stderr
+    assert "was trained with a network from your own code; to run it, name the network with --model" in asked.stderr
     assert not Path("ran").exists()
 
 
