@@ -74,7 +74,8 @@ def test_parameters_that_move_logits_without_a_derivative_are_refused_by_name() 
         for one in ("features.*+last.*", "last.*+unused.*")
     )
     with pytest.raises(
-        DataError, match=r"changing 'features.weight', 'features.bias' changes the network's logits, but their derivative is zero"
+        DataError,
+        match=r"changing 'features.weight', 'features.bias' changes the network's logits, but their derivative is zero",
     ):
         check_derivatives(every, TEXTS)
     check_derivatives(known, TEXTS)
