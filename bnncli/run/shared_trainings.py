@@ -20,7 +20,7 @@ def say_who_works(run: Run, team: Team, num_batches: int) -> None:
     if team.size > num_batches:
         batches = f"{num_batches} {'batch' if num_batches == 1 else 'batches'}"
         run.console.info(
-            f"there are {batches} of networks for {team.size} workers, so {team.size - num_batches} of the workers wait"
+            f"{batches} of networks for {team.size} workers: {team.size - num_batches} of the workers wait"
         )
 
 

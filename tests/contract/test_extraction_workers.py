@@ -279,5 +279,5 @@ def test_a_plan_and_a_refusal_are_those_of_one_process(cli: Cli, folder: Path) -
     assert "artifacts are up to date" in first.stderr
     first, second = run_processes(2, *line("--dtype", "float16"), cwd=folder)
     assert (first.code, second.stdout, second.stderr) == (73, "", "")
-    assert "was fitted with other options" in first.stderr
+    assert "already exists with other options" in first.stderr
     assert second.code != 0

@@ -224,7 +224,7 @@ def test_what_is_up_to_date_is_so_for_all_workers_and_errors_are_said_once(cli: 
     assert "up to date" in first.stderr
     first, second = run_processes(2, "fit-laplace", run, "--prior-precision", 4, cwd=tmp_path)
     assert (first.code, second.stdout + second.stderr) == (73, "")
-    assert "was fitted with other options" in first.stderr
+    assert "already exists with other options" in first.stderr
     assert second.code == 73
 
 

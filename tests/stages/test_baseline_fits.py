@@ -130,7 +130,7 @@ def test_a_colder_posterior_is_said_to_be_none(cli: Cli, small_run: Path) -> Non
     spreads = [open_samples(posterior_of(small_run, f"{name}.nc"))[0].draws[:, -10:].std() for name in ("cold", "warm")]
     assert spreads[0] < spreads[1]
     light = cli(*VI[:1], small_run, *VI[1:], "--kl-weight", 0.1)
-    assert "weight 0.1, not 1, so this neither approximates the target" in light.stderr
+    assert "weight 0.1, not 1, so this fit neither approximates the target" in light.stderr
 
 
 def test_swag_says_how_wide_it_is_and_warns_of_more_than_the_prior(cli: Cli, small_run: Path) -> None:
