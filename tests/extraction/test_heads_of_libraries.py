@@ -92,7 +92,7 @@ def test_features_times_head_are_the_networks_outputs(name: str) -> None:
 
 def test_squeezenet_has_a_relu_after_its_weights_and_takes_an_identity_layer() -> None:
     network = library("torchvision").models.squeezenet1_1(num_classes=3).eval()
-    with pytest.raises(DataError, match=r"made from 'classifier.1' by relu_, adaptive_avg_pool2d"):
+    with pytest.raises(DataError, match=r"computed from 'classifier.1' by relu_, adaptive_avg_pool2d"):
         find_head(network, lambda count: images(32)[:count])
     head = find_head(network, lambda count: images(32)[:count], layer="identity")
     features, output = _reader(network, head)(images(32))

@@ -98,7 +98,7 @@ def test_a_weight_that_is_missing_unknown_or_of_another_shape_is_named(tmp_path:
     saved = open_model(f"hf:{folder}", Asked())
     cases = {
         r"missing from the weights \(1\): 'classifier.weight'$": {k: v for k, v in state.items() if k != "classifier.weight"},
-        r"unknown to the network \(1\): 'other.weight'$": {**state, "other.weight": torch.zeros(2)},
+        r"not in the network \(1\): 'other.weight'$": {**state, "other.weight": torch.zeros(2)},
         r"'classifier.bias' has shape \(4,\) in the weights and \(3,\) in the network$": {
             **state, "classifier.bias": torch.zeros(4),
         },
@@ -372,7 +372,7 @@ def test_a_name_of_a_missing_file_of_weights_is_told(tmp_path: Path, cli: Cli) -
     words = ("--model", f"hf:{folder}", "--data", f"train=images:{data}")
     said = cli("extract-features", tmp_path / "net.pt", *words)
     assert said.code == 66, said.stderr
-    assert "net.pt'\nhint: for the model's own weights give its folder" in said.stderr
+    assert "net.pt'\nhint: to use the model's own weights, give its folder" in said.stderr
     state = load_file(folder / "model.safetensors")
     torch.save({**state, "classifier.bias": state["classifier.bias"] + 1}, tmp_path / "net.pt")
     assert cli("extract-features", tmp_path / "net.pt", *words).code == 0

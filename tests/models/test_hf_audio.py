@@ -117,7 +117,7 @@ def test_a_run_on_clips_is_that_of_images(tmp_path: Path, cli: Cli, monkeypatch:
     words = ["extract-features", str(folder), "--model", f"hf:{folder}", "--data", f"train=audio:{data}"]
     words += ["--batch-size", "3", "--save-every", "0"]
     done = cli(*words, "--run-dir", tmp_path / "whole.bnn", "--num-workers", "1")
-    assert "train: 1 of 8 clips were resampled to the model's rate (scipy.signal.resample_poly), or" in done.stderr
+    assert "train: 1 of 8 clips were resampled to the model's rate (scipy.signal.resample_poly) or" in done.stderr
     plain, left = FeatureStore._add, [1]
 
     def add(self: FeatureStore, batch: Any) -> None:
@@ -149,7 +149,7 @@ def test_a_clip_that_is_too_short_is_named(tmp_path: Path) -> None:
     data = write_clips(tmp_path / "train")
     (data / "same/5.wav").write_bytes(encoded(clip(0.02)))  # of two layers: 40 + 15 * 20 samples make a position
     with pytest.raises(
-        DataError, match=r"same/5.wav' is too short for the model: 320 samples at 16,000 Hz, expected 340"
+        DataError, match=r"same/5.wav' is too short for the model: got 320 samples at 16,000 Hz, expected at least 340"
     ):
         list(split_of(saved, data).batches(16))
 

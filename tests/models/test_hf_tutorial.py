@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,9 @@ def write(path: Path, rows: list[tuple[str, int]]) -> None:
 @pytest.fixture
 def reviews(tmp_path: Path) -> Path:
     """A folder of `save_pretrained`, and its data."""
+    loads = [sys.executable, "-c", "from transformers import BertForSequenceClassification"]
+    if subprocess.run(loads, capture_output=True, timeout=120).returncode != 0:
+        pytest.skip("transformers cannot load BERT in this environment, beside another library")
     draw = random.Random(0)
     torch.manual_seed(0)
     train, test = ([review(draw) for _ in range(count)] for count in (400, 2300))

@@ -147,7 +147,7 @@ def test_a_weight_that_is_in_neither_folder_is_named(tmp_path: Path) -> None:
     cases = {
         r"missing from the weights \(1\): 'bert.pooler.dense.bias'": {k: v for k, v in state.items() if "pooler.dense.bias" not in k},
         r"missing from the adapter \(1\): .*query.lora_A": {k: v for k, v in state.items() if k != f"{query}.lora_A.weight"},
-        r"unknown to the network \(1\): .*other.lora_A": {**state, "base_model.model.other.lora_A.weight": torch.zeros(2, 16)},
+        r"not in the network \(1\): .*other.lora_A": {**state, "base_model.model.other.lora_A.weight": torch.zeros(2, 16)},
         r"the model cannot be loaded: RuntimeError": {**state, f"{query}.lora_A.weight": torch.zeros(2, 5)},
     }  # fmt: skip
     for message, other in cases.items():
@@ -169,7 +169,12 @@ def test_a_weight_that_is_in_neither_folder_is_named(tmp_path: Path) -> None:
             UsageError,
             "does not name its base model; give it with \0base_model\0 DIR",
         ),
-        ({"peft_type": "PROMPT_TUNING"}, "base", DataError, "of kind PROMPT_TUNING adds inputs and cannot be merged"),
+        (
+            {"peft_type": "PROMPT_TUNING"},
+            "base",
+            DataError,
+            "of kind PROMPT_TUNING adds inputs, so it cannot be merged",
+        ),
         (
             {"peft_type": "XLORA"},
             "base",

@@ -104,7 +104,7 @@ def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
             UsageError,
             "no classifier 'resnet19' in torchvision.models; similar names: 'resnet",
         ),
-        ("torchvision:fasterrcnn_resnet50_fpn", {}, UsageError, "there is no classifier"),
+        ("torchvision:fasterrcnn_resnet50_fpn", {}, UsageError, "no classifier 'fasterrcnn_resnet50_fpn'"),
         (f"torchvision:{SMALL}:V9", {}, UsageError, "expected weights IMAGENET1K_V1.*; got 'V9'"),
         (f"torchvision:{SMALL}:", {}, UsageError, r"expected torchvision:NAME\[:WEIGHTS\]"),
         (f"torchvision:{SMALL}", {"weights": "DEFAULT"}, UsageError, "the weights come from the checkpoint"),
