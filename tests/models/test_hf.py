@@ -99,7 +99,7 @@ def test_a_weight_that_is_missing_unknown_or_of_another_shape_is_named(tmp_path:
     cases = {
         r"missing from the weights \(1\): 'classifier.weight'$": {k: v for k, v in state.items() if k != "classifier.weight"},
         r"not in the network \(1\): 'other.weight'$": {**state, "other.weight": torch.zeros(2)},
-        r"'classifier.bias' has shape \(4,\) in the weights and \(3,\) in the network$": {
+        r"'classifier.bias' has shape \(4,\) in the weights, \(3,\) in the network$": {
             **state, "classifier.bias": torch.zeros(4),
         },
     }  # fmt: skip
