@@ -154,7 +154,7 @@ def test_a_weight_that_is_in_neither_folder_is_named(tmp_path: Path) -> None:
         save_file(other, path, metadata={"format": "pt"})
         with pytest.raises(DataError, match=message):
             saved.build(None)
-    with pytest.raises(UsageError, match="has weights of its own"):
+    with pytest.raises(UsageError, match="has its own weights"):
         saved.build({})
 
 
