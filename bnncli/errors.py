@@ -11,6 +11,7 @@ import os
 from enum import IntEnum
 from pathlib import Path
 
+DAMAGED_HINT = "delete it, and run the command that created it again"  # of an artifact, where nobody knows that command
 ELSEWHERE = "choose another place"  # as a hint: the command line adds by which of its options
 
 
@@ -62,7 +63,7 @@ class BnnError(Exception):
 
     @property
     def advice(self) -> str:
-        """The hint as the end of a line: "; run: bnncli ..." for a command, "; make it again"; empty without one."""
+        """The hint as the end of a line: "; run: bnncli ..." for a command, "; free space"; empty without one."""
         if not self.hint:
             return ""
         return f"; run: {self.hint}" if self.hint.startswith("bnncli ") else f"; {self.hint}"

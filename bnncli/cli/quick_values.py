@@ -22,7 +22,7 @@ class QuickCommand(TyperCommand):
 
 
 class QuickGroup(TyperGroup):
-    """A group of commands, of which the same is true."""
+    """The same for a group of commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """The parameters, each set to read quickly."""

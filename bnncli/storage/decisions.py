@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.decisions.rules import Rule, from_arrays, to_arrays
-from bnncli.errors import DataError
+from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import read_posterior_header, read_tensors, write_tensors
 
@@ -41,7 +41,7 @@ class DecisionFile:
             return from_arrays(self.kind, arrays, header.meta["fitted"], len(header.meta["classes"]))
         except (KeyError, TypeError, ValueError) as error:
             message = f"{header.path} is damaged: {' '.join(str(error).split())[:120]}"
-            raise DataError(message, code="damaged", hint="make it again", path=header.path) from None
+            raise DataError(message, code="damaged", hint=DAMAGED_HINT, path=header.path) from None
 
 
 def write_decision(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bnncli.errors import DataError
+from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.machine.input_files import open_regular
 from bnncli.models._onnx_files import fields_of
 from bnncli.numerics.digests import canonical_json, tensor_digest
@@ -83,7 +83,7 @@ def check_export(path: Path) -> Header:
     header = _header(path, found.text)
     if _digest(found.parts, header.meta) != header.content_digest:
         message = f"{path}: its content does not match its digest"
-        raise DataError(message, code="digest_mismatch", hint="make it again", path=path)
+        raise DataError(message, code="digest_mismatch", hint=DAMAGED_HINT, path=path)
     return header
 
 

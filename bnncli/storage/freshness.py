@@ -122,7 +122,8 @@ def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
 
 def _elsewhere(kind: str) -> str:
     """How an artifact of a kind goes to another place."""
-    return "give another CKPT" if kind == "checkpoint" else "use \0name\0 or \0out\0"
+    places = {"checkpoint": "give another CKPT", "features": "use \0run_dir\0"}
+    return places.get(kind, "use \0name\0 or \0out\0")
 
 
 def carries_our_mark(target: Path) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from bnncli.errors import DataError
+from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.machine.input_files import is_failure, read_error, reading
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.atomic import publish, publish_bytes
@@ -148,7 +148,7 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
     except (OSError, ValueError) as error:
         _raise_if_unreadable(path, error)
         raise DataError(
-            f"{path} is truncated, or not an HDF5 file", code="truncated", hint="make it again", path=path
+            f"{path} is truncated, or not an HDF5 file", code="truncated", hint=DAMAGED_HINT, path=path
         ) from None
     with file:
         is_same = _state(file) == before
@@ -177,7 +177,7 @@ def _damaged(path: Path, error: BaseException) -> DataError:
     """The error for what the HDF5 library could not make sense of. Raises where the operating system is to blame."""
     _raise_if_unreadable(path, error)
     what = " ".join(str(error).split())[:120]
-    return DataError(f"{path} is damaged: {what}", code="damaged", hint="make it again", path=path)
+    return DataError(f"{path} is damaged: {what}", code="damaged", hint=DAMAGED_HINT, path=path)
 
 
 def _raise_if_unreadable(path: Path, error: BaseException) -> None:
@@ -274,7 +274,7 @@ def check_digest(path: Path, header: Header, arrays: Mapping[str, Array], texts:
         raise DataError(
             f"{path}: its content does not match its digest",
             code="digest_mismatch",
-            hint="make it again",
+            hint=DAMAGED_HINT,
             path=path,
         )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import DataError, MissingInput
+from bnncli.errors import DAMAGED_HINT, DataError, MissingInput
 from bnncli.machine.input_files import read_error
 from bnncli.numerics.digests import json_sha256
 from bnncli.storage.header_types import is_text, odd_field
@@ -98,7 +98,7 @@ def interpreting(path: Path) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         what = " ".join(str(error).split())[:120]
         message = f"{path}: its header is damaged ({type(error).__name__}: {what})"
-        raise DataError(message, code="bad_header", hint="make it again", path=path) from error
+        raise DataError(message, code="bad_header", hint=DAMAGED_HINT, path=path) from error
 
 
 def parse_json(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_BYTES) -> Any:

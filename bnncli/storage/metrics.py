@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import DataError
+from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.machine.input_files import reading
 from bnncli.numerics.digests import json_sha256
 from bnncli.storage.atomic import publish_bytes
@@ -61,7 +61,7 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
             f"{path}: expected at most {MAX_BYTES} bytes of metrics; got more", code="bad_header", path=path
         )
     if not text.endswith(b"\n"):
-        raise DataError(f"{path} is truncated", code="truncated", hint="make it again", path=path)
+        raise DataError(f"{path} is truncated", code="truncated", hint=DAMAGED_HINT, path=path)
     return parse_document(path, text, most_bytes=MAX_BYTES), text
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli.errors import DataError
+from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.machine.input_files import reading
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.atomic import publish_bytes
@@ -101,7 +101,7 @@ def read_tensors(path: Path, *, kind: str) -> tuple[dict[str, Tensor], Header]:
         raise DataError(
             f"{path}: its content does not match its digest",
             code="digest_mismatch",
-            hint="make it again",
+            hint=DAMAGED_HINT,
             path=path,
         )
     for name, tensor in tensors.items():
@@ -130,10 +130,10 @@ def _check_prior(path: Path, tensors: Mapping[str, Tensor], header: Header) -> N
         stored = Prior.found_in(tensors)
         stated = Prior.from_meta(header.meta, mean=None if stored is None else stored.mean)
     except (ValueError, RuntimeError) as error:
-        raise DataError(f"{path} is damaged: {error}", code="damaged", hint="make it again", path=path) from None
+        raise DataError(f"{path} is damaged: {error}", code="damaged", hint=DAMAGED_HINT, path=path) from None
     if stated != stored and not (stated and stored and stated.is_close(stored)):
         message = f"its header has prior precision {stated or 'none'}, but its tensors have {stored or 'none'}"
-        raise DataError(f"{path} is damaged: {message}", code="damaged", hint="make it again", path=path)
+        raise DataError(f"{path} is damaged: {message}", code="damaged", hint=DAMAGED_HINT, path=path)
 
 
 def read_posterior_header(path: Path) -> Header:
@@ -157,9 +157,7 @@ def read_document(path: Path) -> dict[str, Any]:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if length > min(size - 8, MAX_HEADER_BYTES):
-            raise DataError(
-                f"{path} is truncated, or not safetensors", code="truncated", hint="make it again", path=path
-            )
+            raise DataError(f"{path} is truncated, or not safetensors", code="truncated", hint=DAMAGED_HINT, path=path)
         raw = stream.read(length)
     entries = parse_json(path, raw)
     metadata = entries.get("__metadata__", {}) if isinstance(entries, dict) else {}
@@ -179,7 +177,7 @@ def read_document(path: Path) -> dict[str, Any]:
     except (TypeError, KeyError, IndexError, ValueError):
         raise DataError(f"{path}: its header is damaged", code="bad_header", path=path) from None
     if 8 + length + max(ends, default=0) != size:
-        raise DataError(f"{path} is truncated", code="truncated", hint="make it again", path=path)
+        raise DataError(f"{path} is truncated", code="truncated", hint=DAMAGED_HINT, path=path)
     return document
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
-from bnncli.errors import DataError
+from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.machine.input_files import reading
 from bnncli.numerics.digests import canonical_json
 
@@ -56,7 +56,7 @@ def is_sealed(path: Path) -> bool:
             raise DataError(
                 f"{path} is damaged: its structure does not match its seal",
                 code="damaged",
-                hint="make it again",
+                hint=DAMAGED_HINT,
                 path=path,
             )
     return True

@@ -177,7 +177,7 @@ def test_a_single_logit_of_two_classes_is_left_out_of_diagnose(cli: Cli, tmp_pat
 
 def test_advice_names_a_command_or_says_what_to_do() -> None:
     assert DataError("x", hint="bnncli status a").advice == "; run: bnncli status a"
-    assert DataError("x", hint="make it again").advice == "; make it again"
+    assert DataError("x", hint="free space").advice == "; free space"
     assert DataError("x").advice == ""
 
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from bnncli.errors import DataError
+from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.posteriors import read_posterior, tensor_shapes, write_posterior
 from bnncli.storage.provenance import build_provenance
@@ -127,7 +127,7 @@ def test_a_prior_that_the_header_and_the_tensors_do_not_share_is_refused(
         DataError, match=re.escape(f"precision {stated or 'none'}, but its tensors have {stored or 'none'}")
     ) as told:
         read_posterior(tmp_path / "x")
-    assert (told.value.code, told.value.hint) == ("damaged", "make it again")
+    assert (told.value.code, told.value.hint) == ("damaged", DAMAGED_HINT)
 
 
 @pytest.mark.parametrize("meta", [{"prior_precision": -1}, {"prior_precision": "5"}, {"prior_precision": True}])

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from bnncli import registry
-from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError
+from bnncli.errors import DAMAGED_HINT, NOT_OF_CONTENT, BnnError, DataError
 from bnncli.names import printable
 from bnncli.pages.blocks import Missing
 from bnncli.run.inputs import load_split, require_draws
@@ -20,7 +20,6 @@ from bnncli.storage.freshness import carries_our_mark
 from bnncli.storage.headers import Header
 
 _READ = ("train", "val")  # splits that posteriors are judged on; of the others the headers are enough
-_BARE = "make it again"  # a hint that names no command
 
 
 def check_run(run: Run) -> None:
@@ -38,7 +37,7 @@ def check_run(run: Run) -> None:
             if name in _READ:
                 load_split(run, name)
         except DataError as error:
-            if error.hint in (None, _BARE):
+            if error.hint in (None, DAMAGED_HINT):
                 error.hint = _features_command(run, names)
             raise
     run.heads.clear()
