@@ -14,7 +14,7 @@ from typer.main import get_command
 from bnncli import __version__
 from bnncli.cli.commands import all_commands
 from bnncli.cli.completion import completes, completes_argument
-from bnncli.cli.help import MAX_WIDTH, HelpCommand, HelpGroup, print_everything
+from bnncli.cli.help import EVERYTHING, MAX_WIDTH, HelpCommand, HelpGroup, print_everything
 from bnncli.cli.option_values import default_of, option_fields
 from bnncli.options.command import Argument, Command
 from bnncli.options.declaration import choices_of, flag_of, help_of
@@ -93,10 +93,10 @@ def _function(command: Command) -> Callable[..., tuple[Command, dict[str, Any]]]
     parameters += [_option(name, spec, hint) for name, (spec, hint) in option_fields(command).items()]
     everything = typer.Option("--help-all", help="Describe all options.", is_eager=True, callback=print_everything)
     keywords: dict[str, Any] = {"default": False, "annotation": Annotated[bool, everything]}
-    parameters.append(inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, **keywords))
+    parameters.append(inspect.Parameter(EVERYTHING, inspect.Parameter.KEYWORD_ONLY, **keywords))
 
     def body(**values: Any) -> tuple[Command, dict[str, Any]]:
-        return command, {name: value for name, value in values.items() if name != "help_all"}
+        return command, {name: value for name, value in values.items() if name != EVERYTHING}
 
     body.__name__ = command.stage
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from bnncli.options.command import COMPUTE, Command
 
 MAX_WIDTH = 110
 FEW = 8  # shown options that need no groups
-_EVERYTHING = "help_all"
+EVERYTHING = "help_all"
 _FLAG = re.compile(r"(?<!\S)--?[a-z][a-z-]*")
 
 
@@ -30,7 +30,7 @@ class HelpCommand(QuickCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, the options of each group, and the names of the others."""
-        everything = bool(ctx.meta.get(_EVERYTHING))
+        everything = bool(ctx.meta.get(EVERYTHING))
         specs, sections = option_fields(self.command), dict[str, list[Any]]()
         common: list[Any] = []
         rare: list[Any] = []
@@ -91,7 +91,7 @@ class HelpGroup(QuickGroup):
 def print_everything(ctx: typer.Context, is_asked: bool) -> None:
     """Print the help with all options described, and leave."""
     if is_asked:
-        ctx.meta[_EVERYTHING] = True
+        ctx.meta[EVERYTHING] = True
         typer.echo(ctx.get_help())
         raise typer.Exit
 

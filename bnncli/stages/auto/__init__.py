@@ -108,10 +108,11 @@ def run(run: Run, options: AutoOptions) -> Result:
     headers = {rung.posterior: read_header(rung.source.path) for rung in rungs if rung.source is not None}
     tables = _table(rungs, rows, val.content.labels, result.metrics["about"][1] or None), *gain_table(headers)
     result.tables = [*tables, *_qualities_table(result.metrics)]
+    gaussian = next((rung.posterior for rung in rungs if rung.name == "fit-laplace"), "")
     result.lines = [
         *(f"{rung.name}: {rung.note}" for rung in rungs if rung.note),
         str(result.metrics["sentence"]),
-        *_averaging(headers),
+        *_averaging(headers.get(gaussian)),
         str(result.metrics["outside"]),
     ]
     took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
@@ -123,9 +124,9 @@ def run(run: Run, options: AutoOptions) -> Result:
     if (
         chosen is not None
         and headers[chosen["posterior"]].meta.get("type") in ("stack", "ensemble")
-        and "laplace" in headers
+        and gaussian in headers
     ):
-        line = run.suggest("predict", posterior="laplace")
+        line = run.suggest("predict", posterior=gaussian)
         result.summary.append(f"{chosen['posterior']} has too few members for 95% intervals; for these: {line}")
     ensemble = next((rung.posterior for rung in rungs if rung.name == ENSEMBLE and rung.source is not None), None)
     if ensemble is not None and chosen is not None and chosen["posterior"] == ensemble:
@@ -133,9 +134,9 @@ def run(run: Run, options: AutoOptions) -> Result:
     return result
 
 
-def _averaging(headers: dict[str, Header]) -> list[str]:
+def _averaging(gaussian: Header | None) -> list[str]:
     """What averaging over the Gaussian gains on val: the part that is Bayesian."""
-    gain = headers["laplace"].meta["metrics"].get("val_gain") if "laplace" in headers else None
+    gain = None if gaussian is None else gaussian.meta["metrics"].get("val_gain")
     if gain is None:
         return []
     averaging = gain["averaging"]

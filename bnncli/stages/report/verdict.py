@@ -25,6 +25,7 @@ from bnncli.stages.report.calibration import score_metric, score_value
 from bnncli.stages.report.subject import Damaged, Subject, tried
 from bnncli.stages.report.terms import linked
 from bnncli.stages.report.words import listed_in_words
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.metrics import read_metrics
 
 _MOST_DOUBTED = 3  # posteriors whose doubts are told
@@ -43,7 +44,7 @@ def verdict(subject: Subject) -> list[Block]:
     if beside is None or (
         recommended is not None and not isinstance(beside, Missing) and beside.posterior != recommended.posterior
     ):
-        beside = _recorded(subject) or beside
+        beside = tried(partial(_recorded, subject)) or beside
     words = [*_misread(subject)]
     if recommended is not None and recommended.sentence:
         words.append(joined(strong("Why. "), linked(f"{_capital(recommended.sentence)}.")))
@@ -80,7 +81,7 @@ class Beside(NamedTuple):
     base: str
     posterior: str
     split: str
-    num_examples: int | None
+    num_examples: int
     qualities: list[Quality]
     detection: dict[str, Quality]  # by out-of-distribution split
     is_multilabel: bool = False
@@ -113,21 +114,19 @@ def _beside_the_network(subject: Subject) -> Beside | None:
 
 
 def _recorded(subject: Subject) -> Beside | None:
-    """What auto measured on val of its recommendation, for a run without predictions of the network; None without it."""
+    """What auto measured on val of its recommendation; None without it, and of a posterior that was not asked for."""
     chosen = subject.recommended
-    if (
-        chosen is None
-        or chosen.by != "auto"
-        or (subject.options.posterior and chosen.posterior not in subject.options.posterior)
-    ):
+    header = None if chosen is None else subject.headers.get(chosen.posterior)
+    if chosen is None or chosen.by != "auto" or header is None:
         return None
-    told = read_metrics(subject.run.folder.recommended).meta["rows"]
-    own, base = told[-1]["about"]
-    found = recorded_qualities(told[-1]["qualities"])
+    told = read_metrics(subject.run.folder.recommended).meta["rows"][-1]
+    own, base = told["about"]
+    found = recorded_qualities(told["qualities"])
     if not found or own != f"{chosen.posterior} ({chosen.integrator})":
         return None
-    count = next((row["num_examples"] for row in told[:-1] if row.get("num_examples")), None)
-    return Beside(own, base, chosen.posterior, "val", count, found, {})
+    count = int(read_header(subject.run.folder.features("val")).meta["num_examples"])
+    is_multilabel = not has_exclusive_classes(recorded_name(header.meta))
+    return Beside(own, base, chosen.posterior, "val", count, found, {}, is_multilabel)
 
 
 def qualities_of(subject: Subject, own: PredictionGroup, base: PredictionGroup) -> list[Quality]:
@@ -169,8 +168,7 @@ def _pays(beside: Beside, subject: Subject) -> list[Block]:
         return [Missing(f"Split {beside.split} has no labels, so predictions cannot be scored.")]
     rows = [[TableCell(title), *map(TableCell, one.cells[1:])] for title, one in named]
     columns = ["score", beside.own, beside.base, "difference", "95% interval", "finding"]
-    size = "" if beside.num_examples is None else f", {beside.num_examples:,} examples"
-    caption = f"{beside.own} against {beside.base} on {beside.split}{size}"
+    caption = f"{beside.own} against {beside.base} on {beside.split}, {beside.num_examples:,} examples"
     note = "Differences are paired by example. If an interval contains zero, these examples cannot tell the two apart."
     if beside.split == "val":
         note += " Fits were tuned on val, so their scores are slightly optimistic."
