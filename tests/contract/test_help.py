@@ -72,6 +72,11 @@ def test_the_help_of_a_command_is_a_topic(cli: Cli, command: Command) -> None:
     assert cli("help", *words).stdout == cli(*words, "--help").stdout
 
 
+@pytest.mark.parametrize("words", [("-q", "predict"), ("predict", "--json"), ("--json", "predict")])
+def test_options_beside_the_name_of_a_command_change_nothing(cli: Cli, words: tuple[str, ...]) -> None:
+    assert cli("help", *words).stdout == cli("predict", "--help").stdout
+
+
 def test_a_topic_that_is_none_is_answered_with_the_one_that_was_meant(cli: Cli) -> None:
     done = cli("help", "exitcodes")
     assert done.code == 2

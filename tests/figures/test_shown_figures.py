@@ -23,6 +23,7 @@ from bnncli.figures.chains import ChainTraces, Trace
 from bnncli.figures.importance import Weights, WeightSpread
 from bnncli.figures.inks import DARK
 from bnncli.figures.inline import inline_svg
+from bnncli.figures.reliability import ReliabilityDiagrams
 from bnncli.figures.shown import Shown, figure_file
 from bnncli.options.report import FIGURE_FORMATS
 
@@ -175,3 +176,15 @@ def test_pareto_k_stands_left_of_the_spread_of_weights() -> None:
 
 def test_every_figure_but_a_matrix_is_held_against_its_table() -> None:
     assert FIGURES.keys() - POINTS.keys() - STEPS.keys() == {"mmd"}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_the_legend_of_reliability_diagrams_is_inside_the_figure(count: int) -> None:
+    bins = {"edges": [0.0, 0.5, 1.0], "count": [4, 30], "confidence": [0.4, 0.9], "accuracy": [0.5, 0.8]}
+    figure = ReliabilityDiagrams(
+        {f"p{n}": bins for n in range(count)}, "test", {f"p{n}": 0.03 for n in range(count)}
+    ).draw()
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert (box.x0 >= 0, box.x1 <= figure.bbox.width) == (True, True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from problems.arrays import make_wide_arrays
 from problems.command_line import Cli, new_run
+from problems.pages import read_page
 from sklearn.metrics import roc_auc_score
 
 import bnncli
@@ -501,3 +502,32 @@ def test_no_ensemble_is_made_where_the_data_are_gone_or_the_time_is(cli: Cli, ne
     (rung,) = [rung for rung in found["rungs"] if rung["name"] == "fit-ensemble"]
     assert (rung["is_there"], "val.npz" in rung["note"]) == (False, True)
     assert found["rows"]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("scores_are_rough")
+def test_the_report_shows_what_auto_measured_on_val_until_the_network_is_predicted(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "run", separable(200, 4, scale=6.0))
+    said = cli("auto", run).stdout
+    found = auto(cli, run)
+    chosen = next(row for row in found["rows"] if row["is_recommended"])
+    assert chosen["posterior"] == "stack"
+    gain = read_header(tmp_path / "run.bnn/posteriors/laplace.safetensors").meta["metrics"]["val_gain"]["averaging"]
+    shown = f"{-gain['value']:+.4f} +- {gain['standard_error']:.4f}"
+    assert f"averaging over the laplace posterior changes the val NLL by {shown} nats" in said
+    assert cli("predict", run).code == 0
+    assert cli("report", run).code == 0
+    page = read_page(tmp_path / "run.bnn/report.html")
+    table = {row["score"]: row for row in page.one("pays").rows()}
+    for one in found["metrics"]["qualities"]:
+        title = one["score"] if one["score"] == "accuracy" else one["score"].upper()
+        assert table[title]["stack (mc)"] == f"{one['value']:.4f}"
+        assert table[title]["difference"] == f"{one['difference']:+.4f}"
+    assert "on val, 400 examples" in page.one("pays").text
+    assert "slightly optimistic" in page.one("pays").text
+    assert cli("predict", run, "--posterior", "all").code == 0
+    assert cli("report", run, "--force").code == 0
+    assert "on test, 50 examples" in read_page(tmp_path / "run.bnn/report.html").one("pays").text
+    assert cli("report", run, "--force", "--posterior", "laplace").code == 0
+    shown = read_page(tmp_path / "run.bnn/report.html").one("verdict")
+    assert "stack (mc) against" not in shown.text  # it was not asked for

@@ -358,3 +358,14 @@ def test_checkpoints_that_are_called_tar_are_no_shards_of_images(cli: Cli) -> No
     Path("run").mkdir()
     torch.save({"fc.weight": torch.zeros(2, 3)}, "run/model_best.pth.tar")
     assert seen(cli, "run")["suggested"] == "bnncli inspect run/model_best.pth.tar"
+
+
+def test_a_validation_split_is_asked_for_only_beside_a_line_that_extracts(cli: Cli, small_run: Path) -> None:
+    np.savez("data.npz", x=np.zeros((4, 2), np.float32), y=np.arange(4) % 2)
+    hint = "add --data test=SPEC --hold-out val=test:N"
+    assert hint in cli("inspect", "data.npz").stderr
+    for place in (
+        small_run.with_name("small.bnn"),
+        small_run.with_name("small.bnn") / "posteriors/laplace.safetensors",
+    ):
+        assert hint not in cli("inspect", place).stderr

@@ -355,3 +355,15 @@ def test_rules_of_calibrate_decide_on_new_data_as_on_a_split(folder: Path, cli: 
     done = predict(cli, "--data", "new=npz:labelled.npz", "--table", "x.csv", "--decide", "absent", code=66)
     assert "laplace.mc has no rule 'absent' (have: ood, risk, sets, shift)" in done.stderr
     assert "hint: bnncli calibrate net.pt --posterior laplace --integrator mc --sets lac" in done.stderr
+
+
+def test_intervals_of_few_draws_are_announced_for_new_data_and_for_a_folder(folder: Path, cli: Cli) -> None:
+    few = ("--integrator", "mc", "--samples", 8)
+    said = "laplace.mc: too few draws for 95% intervals; using 78% intervals; use more --samples"
+    assert said in predict(cli, *few, "--data", "new=npz:test.npz", "--table", "few.csv").stderr
+    assert {row["level"] for row in rows("few.csv")} == {"0.777777778"}
+    Path("in").mkdir()
+    draw(Path("in") / "1.png", 1)
+    assert said in predict(cli, *few, "--follow", "in", "--idle", 0, "--table", "followed.csv").stderr
+    many = predict(cli, "--integrator", "mc", "--samples", 39, "--data", "new=npz:test.npz", "--table", "many.csv")
+    assert "too few draws" not in many.stderr
