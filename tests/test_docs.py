@@ -16,7 +16,9 @@ from PIL import Image
 from problems.documented import DOCS, ROOT, Block, blocks_of, run_block, shortened
 
 from bnncli.cli.build import parser
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import COMMANDS, all_commands
+from bnncli.cli.option_values import option_fields
+from bnncli.options.declaration import flag_of
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 GENERATED = ("commands-", "common", "parts", "scores", "configuration", "exit-codes", "python")
@@ -58,10 +60,6 @@ def test_a_command_of_the_pages_parses(words: list[str]) -> None:
 
 def test_inline_commands_and_options_exist() -> None:
     """What stands between backquotes in running text: `bnncli X`, and every --option of any command."""
-    from bnncli.cli.commands import all_commands
-    from bnncli.cli.option_values import option_fields
-    from bnncli.options.declaration import flag_of
-
     flags = {flag_of(name) for command in all_commands() for name in option_fields(command)}
     flags |= {"--help", "--help-all", "--version", "--install-completion", "--show-completion"}
     for page in PAGES:
@@ -76,20 +74,30 @@ def test_inline_commands_and_options_exist() -> None:
                 assert found[1] in known, f"{page.name}: {code}"
 
 
-def test_links_lead_to_pages_and_files_that_exist() -> None:
-    subprocess.run([sys.executable, DOCS / "generate.py"], check=True, timeout=120)
-    for page in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of README and the pages, with those that come from the code."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(DOCS, folder / "docs")
+    shutil.copy(ROOT / "README.md", folder)
+    words = [sys.executable, DOCS / "generate.py", folder / "docs/reference"]
+    subprocess.run(words, check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return folder
+
+
+def test_links_lead_to_pages_and_files_that_exist(site: Path) -> None:
+    for page in [site / "README.md", *sorted((site / "docs").rglob("*.md"))]:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             place = target.partition("#")[0]
             if place and not place.startswith(("http:", "https:", "mailto:")):
-                assert (page.parent / place).exists(), f"{page.relative_to(ROOT)}: {target}"
+                assert (page.parent / place).exists(), f"{page.relative_to(site)}: {target}"
 
 
-def test_every_page_is_in_the_navigation_and_every_entry_is_a_page() -> None:
-    subprocess.run([sys.executable, DOCS / "generate.py"], check=True, timeout=120)
+def test_every_page_is_in_the_navigation_and_every_entry_is_a_page(site: Path) -> None:
     named = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+    docs = site / "docs"
+    assert sorted(named) == sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
 
 
 def test_readme_is_two_screens() -> None:
