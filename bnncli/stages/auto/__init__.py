@@ -112,7 +112,7 @@ def run(run: Run, options: AutoOptions) -> Result:
     result.lines = [
         *(f"{rung.name}: {rung.note}" for rung in rungs if rung.note),
         str(result.metrics["sentence"]),
-        *_averaging(headers.get(gaussian)),
+        *_averaging(gaussian, headers.get(gaussian)),
         str(result.metrics["outside"]),
     ]
     took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
@@ -134,7 +134,7 @@ def run(run: Run, options: AutoOptions) -> Result:
     return result
 
 
-def _averaging(gaussian: Header | None) -> list[str]:
+def _averaging(name: str, gaussian: Header | None) -> list[str]:
     """What averaging over the Gaussian gains on val: the part that is Bayesian."""
     gain = None if gaussian is None else gaussian.meta["metrics"].get("val_gain")
     if gain is None:
@@ -142,7 +142,7 @@ def _averaging(gaussian: Header | None) -> list[str]:
     averaging = gain["averaging"]
     error = averaging["standard_error"]
     shown = f"{-averaging['value']:+.4f}" + ("" if error is None else f" +- {error:.4f}")
-    return [f"averaging over the laplace posterior changes the val NLL by {shown} nats"]
+    return [f"averaging over {name} changes the val NLL by {shown} nats"]
 
 
 def _without_ensemble(run: Run, ensemble: str, rows: list[dict[str, Any]]) -> str:
