@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib
 import resource
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bnncli.errors import MORE_ADDRESSES, DeviceError
 
@@ -52,3 +54,16 @@ else:
             return getattr(module, attribute)
 
     torch, special, sparse = _Later("torch"), _Later("scipy.special"), _Later("scipy.sparse")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def no_grad(function: Function) -> Function:
+    """Return the function run under torch.no_grad, which would import torch where it decorates."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return cast(Function, run)

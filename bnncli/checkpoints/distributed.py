@@ -15,16 +15,17 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
-
-import torch
-from torch import Tensor
+from typing import IO, TYPE_CHECKING, Any
 
 from bnncli.checkpoints.pickles import harmful, load_tensors, needs_trust
 from bnncli.checkpoints.zip_checksums import check_checksums
 from bnncli.errors import DataError, MissingInput, Untrusted
+from bnncli.lazy import torch
 from bnncli.machine.input_files import open_regular
 from bnncli.names import listed, quoted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 METADATA = ".metadata"
 _OF_METADATA = {
@@ -145,7 +146,7 @@ def _slice(stream: IO[bytes], place: Any) -> Tensor:
         check_checksums(content)
         content.seek(0)
         tensor = load_tensors(content, kind="torch-zip")
-    if not isinstance(tensor, Tensor):
+    if not isinstance(tensor, torch.Tensor):
         raise DataError("a .distcp file is truncated, or holds no tensor", code="truncated")
     return tensor
 

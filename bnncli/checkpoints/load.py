@@ -10,10 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.checkpoints.pickles import list_globals, load_tensors, load_trusted, trust_hint
 from bnncli.checkpoints.shards import Sharded, Shards, checkpoint_sha256, sharded_file, sharded_folder, shards_of
@@ -21,10 +18,14 @@ from bnncli.checkpoints.sniff import HINTS, describe_wrong_kind, sniff, sniff_zi
 from bnncli.checkpoints.state_dicts import clean_names, select_state
 from bnncli.checkpoints.zip_checksums import UNCHECKED, check_checksums
 from bnncli.errors import DataError, Untrusted
+from bnncli.lazy import torch
 from bnncli.machine.input_files import open_regular
 from bnncli.names import listed, quoted
 from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SHARED, _SMALL = 16, 1 << 24
 _SAVE_TENSORS = "save the network's state_dict() on a machine where you trust the program, and use that file"

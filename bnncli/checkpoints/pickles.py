@@ -16,11 +16,10 @@ import zipfile
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from bnncli.checkpoints.sniff import sniff
 from bnncli.checkpoints.stand_ins import STAND_INS
 from bnncli.errors import DataError, Untrusted, is_short_of_memory
+from bnncli.lazy import torch
 from bnncli.machine.input_files import is_failure
 from bnncli.names import listed
 from bnncli.options.command_line import pasted

@@ -9,13 +9,14 @@ Source: torch.ao.nn.quantized.Linear._save_to_state_dict; Dettmers et al. 2022, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DataError
+from bnncli.lazy import torch
 from bnncli.names import quoted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PACKED = "._packed_params._packed_params"
 _BESIDE_PACKED = ("._packed_params.dtype", ".scale", ".zero_point")
@@ -68,21 +69,21 @@ def dequantised(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], tuple[str,
 def _unpacked(layer: str, value: Any) -> dict[str, Tensor]:
     """Weight and bias of a dynamically quantised linear layer of torch's."""
     weight, bias = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
-    if not isinstance(weight, Tensor) or not weight.is_quantized or weight.ndim != 2:
+    if not isinstance(weight, torch.Tensor) or not weight.is_quantized or weight.ndim != 2:
         raise DataError(
             f"{quoted(layer)} is packed, but is not a torch linear layer; it is not supported", code="quantised"
         )
     found = {f"{layer}.weight": weight.dequantize()}
-    return found | ({f"{layer}.bias": bias} if isinstance(bias, Tensor) else {})
+    return found | ({f"{layer}.bias": bias} if isinstance(bias, torch.Tensor) else {})
 
 
 def _of_rows(layer: str, state: Mapping[Any, Any]) -> Tensor:
     """The weight of an int8 layer of bitsandbytes', whose rows are scaled."""
     weight, scale, weight_format = (state.get(layer + suffix) for suffix in (".weight", _ROWS, ".weight_format"))
-    is_plain = (isinstance(weight_format, Tensor) and not bool(weight_format.any())) or weight_format is None
+    is_plain = (isinstance(weight_format, torch.Tensor) and not bool(weight_format.any())) or weight_format is None
     if (
-        not isinstance(weight, Tensor)
-        or not isinstance(scale, Tensor)
+        not isinstance(weight, torch.Tensor)
+        or not isinstance(scale, torch.Tensor)
         or weight.dtype != torch.int8
         or weight.ndim != 2
         or scale.numel() != weight.shape[0]

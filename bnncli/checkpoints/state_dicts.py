@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.checkpoints.quantised import dequantised
 from bnncli.errors import DataError, UsageError
+from bnncli.lazy import torch
 from bnncli.names import is_averaged, listed, prefixes_of, quoted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Averaged weights first: they are what their owner evaluates. Then the usual words, most explicit first.
 KEYS = (
@@ -65,7 +66,7 @@ def _other_weights(saved: Mapping[str, Any], key: str, state: Mapping[str, Tenso
     for path, other in _dictionaries(saved):
         name, theirs = ".".join(path), _by_plain_names(other)
         if name != key and is_averaged(name) and own.keys() <= theirs.keys():
-            is_same = all(torch.equal(own[one], theirs[one]) for one in own if isinstance(theirs[one], Tensor))
+            is_same = all(torch.equal(own[one], theirs[one]) for one in own if isinstance(theirs[one], torch.Tensor))
             return (
                 () if is_same else (f"using the raw weights, not the averaged ones (to use those: \0state\0 {name})",)
             )
@@ -134,9 +135,9 @@ def _dictionaries(saved: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tupl
     if not all(isinstance(key, str) for key in saved) or (path and _OPTIMIZER.match(path[-1])):
         return
     values = [value for name, value in saved.items() if not name.endswith("_extra_state")]
-    if values and all(isinstance(value, (Tensor, tuple, torch.dtype)) for value in values):
+    if values and all(isinstance(value, (torch.Tensor, tuple, torch.dtype)) for value in values):
         if any(
-            isinstance(value, Tensor) and value.ndim for value in values
+            isinstance(value, torch.Tensor) and value.ndim for value in values
         ):  # else counters, or the scores of earlier epochs
             yield path, saved
         return
@@ -218,11 +219,11 @@ def _next_key(saved: Mapping[Any, Any]) -> str | None:
     for key in KEYS:
         if isinstance(saved.get(key), Mapping) and saved[key]:
             return key
-    if not saved or any(isinstance(value, Tensor) for value in saved.values()):
+    if not saved or any(isinstance(value, torch.Tensor) for value in saved.values()):
         return None
     inner = [
         key for key, value in saved.items()
-        if isinstance(value, Mapping) and value and all(isinstance(item, Tensor) for item in value.values())
+        if isinstance(value, Mapping) and value and all(isinstance(item, torch.Tensor) for item in value.values())
     ]  # fmt: skip
     if len(inner) == 1 and isinstance(inner[0], str):
         return inner[0]
@@ -243,7 +244,7 @@ def _checked(saved: Mapping[Any, Any]) -> dict[str, Tensor]:
             raise DataError(f"expected tensor names, got the key {quoted(name)}", code="no_state_dict")
         if name.endswith("_extra_state"):
             continue
-        if not isinstance(value, Tensor):
+        if not isinstance(value, torch.Tensor):
             raise DataError(f"{quoted(name)} is {type(value).__name__}, expected a tensor", code="no_state_dict")
         if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
             raise DataError(

@@ -7,13 +7,14 @@ prior's diagonal of precisions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Covariance(Protocol):

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.theta.layout import MatrixLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _RankOne(NamedTuple):

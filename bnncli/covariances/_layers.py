@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from bnncli.covariances import Covariance
 from bnncli.covariances._eigenbasis import InEigenbasis
@@ -16,10 +13,14 @@ from bnncli.covariances._roots import inverse_root
 from bnncli.covariances.diag import Diag
 from bnncli.covariances.full import Full
 from bnncli.errors import NumericError
+from bnncli.lazy import torch
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import ParamLayout
 from bnncli.theta.modules import module_places
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

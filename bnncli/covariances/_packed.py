@@ -9,10 +9,12 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WIDTH = 1024  # rows and columns of a part
 _USUAL_ROWS = 16  # of the vectors, chains say, that the layout is made for; others give the same numbers

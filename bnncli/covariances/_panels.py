@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.machine import signals
 from bnncli.machine.panels import panel_width
 from bnncli.machine.team import Team
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 NAME = "a Cholesky factorisation"
 
 # Of these columns (start, stop) of a symmetric matrix the rows from `start` on, new, (F - start, stop - start).
-Columns = Callable[[int, int], Tensor]
+Columns: TypeAlias = "Callable[[int, int], Tensor]"
 
 
 def panelled_root(columns: Columns, size: int, team: Team, *, device: torch.device) -> Tensor | None:

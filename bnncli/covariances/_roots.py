@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from bnncli.covariances._panels import panelled_root
 from bnncli.errors import NumericError
+from bnncli.lazy import torch
 from bnncli.machine.interruptible import interruptible
 from bnncli.machine.panels import is_large
 from bnncli.machine.team import Team, team
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Result = TypeVar("Result")
-Rows = Callable[[int, int], Tensor]  # of a symmetric matrix (F, F) the rows start..stop, (stop - start, F)
+Rows: TypeAlias = "Callable[[int, int], Tensor]"  # of a symmetric matrix (F, F) the rows start..stop, (stop - start, F)
 
 _LOOK = 256  # rows that are looked at together
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, cast
 
 from bnncli import registry
 from bnncli.covariances import Covariance
+from bnncli.lazy import torch
 from bnncli.targets.row_space import RowSpace
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.module import ModuleLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.covariances import Covariance
+from bnncli.lazy import torch
 from bnncli.numerics.seeds import source_of
 from bnncli.shapes import check_shapes
 from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.vector import vector_layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MOST_DENSE = 2048  # parameters up to which L^T L is made and decomposed as a whole
 _MORE = 8  # directions that are sought beside those that are wanted: the last of them come slowest

@@ -6,16 +6,17 @@ One F x F matrix for each of the K outputs: where a full covariance has K^2 F^2 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.covariances._layers import BlockLayers
 from bnncli.covariances._roots import inverse_root
 from bnncli.errors import NumericError
+from bnncli.lazy import torch
 from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

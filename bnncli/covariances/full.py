@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.covariances._packed import PackedTriangle
 from bnncli.covariances._roots import Rows, inverse_root, root_of_sum
+from bnncli.lazy import torch
 from bnncli.machine.panels import is_large
 from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Parameters: of 7,700 (float32, 16 chains, two threads) products with all of L take 60 ms, with what is not zero 13 to 16.
 _LARGE, _PRODUCT_WIDTH = 2048, 1024

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.covariances._eigenbasis import largest_coordinates
 from bnncli.covariances._layers import KronLayers
+from bnncli.lazy import torch
 from bnncli.machine.interruptible import eigenvectors
 from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FACTOR = "hessian.kron.A"  # of the features: parts of this name are of one layer
 
@@ -136,7 +137,7 @@ class Kron:
         tensors: dict[str, Any] = {
             field.name: value.to(device=device, dtype=dtype)
             for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
         return replace(self, **tensors)
 

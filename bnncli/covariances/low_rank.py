@@ -8,14 +8,15 @@ L = Lambda^{-1/2} (I + Q diag((1 + c)^{-1/2} - 1) Q^T) has L L^T = Sigma exactly
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.errors import NumericError
+from bnncli.lazy import torch
 from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PARTS = ("hessian.low-rank.vectors", "hessian.low-rank.values")
 

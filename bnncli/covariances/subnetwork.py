@@ -6,14 +6,15 @@ A draw is made of N standard normals, and its density is that of the N parameter
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.covariances.full import Full, inverse
+from bnncli.lazy import torch
 from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AS_THE_PRIOR = 0.95  # of the prior's variance: the data say next to nothing
 

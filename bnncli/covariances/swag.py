@@ -9,12 +9,13 @@ L = A (I + Q diag((1 + c)^1/2 - 1) Q^T) has L L^T = Sigma exactly, and its inver
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.theta.layout import ParamLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _VARIANCES, _DEVIATIONS, _SCALE = "cov.swag.variances", "cov.swag.deviations", "cov.swag.scale"
 

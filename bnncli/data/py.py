@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from bnncli.data._labels import check_largest, explain_matrix, is_matrix
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._sound import clip_of, is_clip
 from bnncli.errors import DataError, UsageError
+from bnncli.lazy import torch
 from bnncli.machine import user_code
 from bnncli.names import listed, quoted
 from bnncli.options.parts import Form
 from bnncli.progress import Progress
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bnncli.data._split import Stored
 
 FORM = Form("py:module:factory", 40, "A torch Dataset that your code creates (or py:file.py:factory).")
@@ -103,7 +103,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> TorchDataset:
     with user_code.running(f"\0data\0 py: {place!r}"):
         dataset = factory()
     has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if isinstance(dataset, IterableDataset) or not has_items:
+    if isinstance(dataset, torch.utils.data.IterableDataset) or not has_items:
         raise UsageError(f"\0data\0 py: {place!r} returned {type(dataset).__name__}, expected a map-style Dataset")
     with user_code.running(f"py:{place} len()"):
         size = len(dataset)
@@ -195,7 +195,7 @@ def _item(item: Any, where: str, items: str) -> tuple[Any, int | np.ndarray | No
 
 def _tensor(value: Any, where: str) -> Tensor:
     """An array of numbers as a tensor."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, torch.Tensor):
         try:
             array = np.asarray(value)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:

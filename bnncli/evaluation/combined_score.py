@@ -13,15 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from bnncli.errors import DataError
 from bnncli.evaluation.feature_scores import ClassGaussians, Mahalanobis, Neighbors, Whitening
+from bnncli.lazy import torch
 from bnncli.targets.stream import FeatureBlocks
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REVISION = 1  # of what `fit` gives for the same features
 NUM_NEIGHBORS, NEIGHBOR_ROWS = (

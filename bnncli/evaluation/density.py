@@ -7,10 +7,12 @@ the median probability model counts those above 1/2. Pooled over all weights, an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_BINS = 20
 NUM_THRESHOLDS = 20
@@ -30,7 +32,7 @@ def density_rows(inclusion: Sequence[Tensor], drawn: Sequence[Tensor]) -> list[R
         chosen = range(len(inclusion)) if layer is None else [layer]
         total = sum(counts[i] for i in chosen)
         shares = sum(drawn[i].double() * counts[i] for i in chosen) / total
-        assert isinstance(shares, Tensor)
+        assert isinstance(shares, torch.Tensor)
         shared: Row = {"name": "density", "layer": "all" if layer is None else str(layer), "n": total}
         found = {
             "expected": sum(float(inclusion[i].double().sum()) for i in chosen) / total,

@@ -10,19 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.errors import DataError
+from bnncli.lazy import torch
 from bnncli.machine.together import Parts
 from bnncli.shapes import check_shapes
 from bnncli.targets.stream import FeatureBlocks, slices
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # Directions whose variance is less than this share of the largest, in units of each feature's own standard deviation, are
 # rounding of float32 features that depend on one another.
 RANK_CUT = 1e-10
-_ROUNDING = torch.finfo(torch.float32).eps ** 2
+_ROUNDING = 2.0**-46  # float32's, squared
 MAX_NEIGHBOR_ROWS = 100_000  # training examples that neighbours are looked for among
 _SIMILARITIES = {"cpu": 2**23, "cuda": 2**28}  # of one block
 

@@ -6,15 +6,16 @@ even identified: units can be exchanged, and of an odd activation change their s
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from bnncli.evaluation.convergence import Convergence, convergence, convergence_of
+from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.logit_blocks import block_logits
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_ROWS = 512
 _THETA_VALUES = 1 << 24  # of draws taken at a time from an array that may lie on disk

@@ -6,8 +6,7 @@ linear in what is known of the weights, so that the combination is folded into t
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.covariances import Covariance
 from bnncli.covariances.block import Block
@@ -16,9 +15,13 @@ from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
 from bnncli.errors import UsageError
 from bnncli.exported.steps import Step, Values, independent_weights, own_directions, shared_directions
+from bnncli.lazy import torch
 from bnncli.logits import root_of_covariances
 from bnncli.machine.memory import bytes_text
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_BYTES = 1 << 30  # of the directions of all logits, as one file may have
 

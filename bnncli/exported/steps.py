@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-Values = dict[str, Tensor]
+Values: TypeAlias = "dict[str, Tensor]"
 Step = Callable[[Values], Values]
 OUTPUTS = ("probs", "entropy", "mutual_information", "ood_score", "set")
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.integrators import Ready
 from bnncli.integrators._groups import DrawPartition
 from bnncli.integrators.importance import WeightedMc
 from bnncli.integrators.logit_mc import DrawnLogitMc
 from bnncli.integrators.mc import DrawnMc
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def thinned(ready: Ready, most: int, generator: torch.Generator) -> Ready:

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.extraction.form import HeadForm, Tap
 from bnncli.extraction.tape import Place, Product, Tape, tap_number
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOLERANCE = 1e-3  # of the largest output: what the rounding of float32 layers explains
 

@@ -6,13 +6,14 @@ Sums over the batches that go through the network anyway, of some rows of each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.data import Inputs
 from bnncli.extraction.padding import MASK
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROWS, _VALUES = 64, 1 << 18  # of a batch that are looked at, at most
 _NUM_TOKENS = 256  # the commonest that are recorded

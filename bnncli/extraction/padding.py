@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.data import Inputs
+from bnncli.lazy import torch
 from bnncli.names import percent
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MASK = "attention_mask"  # what networks call the input that says which positions are a text's own
 MUCH = 1e-3  # of the largest feature: rounding is less
@@ -24,7 +26,7 @@ def padding_effect(read: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inpu
         features: that the batch gave, (n, D).
     """
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or not isinstance(inputs, Mapping):
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not isinstance(inputs, Mapping):
         return None
     lengths = mask.sum(dim=1)
     row = int(lengths.argmin())

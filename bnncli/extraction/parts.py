@@ -7,16 +7,18 @@ layers alone would take gigabytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from bnncli.data import Inputs
 from bnncli.errors import DataError
+from bnncli.lazy import torch
 from bnncli.machine.memory import budget
 from bnncli.theta.tensor_bytes import peak_bytes
 
-Read = Callable[[Inputs], tuple[Tensor, Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Read: TypeAlias = "Callable[[Inputs], tuple[Tensor, Tensor]]"
 _CPU_BYTES = 2**29  # of activations at once: more gains a CPU nothing
 _SHARE = 2  # one part in so many of a GPU's memory that is free
 _FEW = 2  # examples to measure on

@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from bnncli.data import Batch, Inputs
 from bnncli.errors import BnnError, DataError
 from bnncli.extraction.head import run_network
 from bnncli.extraction.padding import MUCH, unpadded
 from bnncli.extraction.tape import Call, Tape
+from bnncli.lazy import torch
 from bnncli.names import percent, quoted
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _ROWS = 8
 _MUCH_OF_EPS = 8  # of the network's lowest precision, where that is more than MUCH
 _MUCH_OF_8_BITS = 0.1  # quantised networks may scale by the largest value of a batch
 
-Read = Callable[[Inputs], tuple[Tensor, Tensor]]
+Read: TypeAlias = "Callable[[Inputs], tuple[Tensor, Tensor]]"
 
 
 class _Cause(NamedTuple):

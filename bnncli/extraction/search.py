@@ -9,10 +9,7 @@ Where a network has no such map, its logits may be called features, under an ide
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.data import Inputs
 from bnncli.errors import DataError, UsageError
@@ -33,8 +30,12 @@ from bnncli.extraction.head import (
 )
 from bnncli.extraction.repeats import explain_refusal
 from bnncli.extraction.tape import LINK_OF, Tape, tap_number
+from bnncli.lazy import torch
 from bnncli.names import listed, quoted
 from bnncli.options.extract_features import IDENTITY
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _VIEWS = {
     *("aten::view", "aten::reshape", "aten::flatten", "aten::squeeze", "aten::unsqueeze", "aten::_unsafe_view"),

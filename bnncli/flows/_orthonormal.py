@@ -7,9 +7,12 @@ transform"): orthogonal for any V, with no loop over the reflections.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 def reflection_vectors(size: int, rank: int, generator: torch.Generator) -> nn.Parameter:
@@ -22,7 +25,7 @@ def reflection_vectors(size: int, rank: int, generator: torch.Generator) -> nn.P
     packed, _ = torch.geqrf(draw)
     lower = packed.tril(-1)
     unit = torch.eye(size, rank, device=lower.device, dtype=lower.dtype)
-    return nn.Parameter((lower + unit) * math.sqrt(size))
+    return torch.nn.Parameter((lower + unit) * math.sqrt(size))
 
 
 def orthonormal_columns(vectors: Tensor) -> Tensor:

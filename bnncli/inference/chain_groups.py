@@ -8,13 +8,14 @@ shared out, and after it the workers are in step again. They talk once a transit
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from bnncli.inference.dynamics import Mover, PlainMover, State, WhitenedPotential
+from bnncli.lazy import torch
 from bnncli.machine.team import Team, alone, shares
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_GROUPS = 64
 

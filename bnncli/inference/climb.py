@@ -11,10 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.covariances import Covariance
 from bnncli.errors import NumericError
@@ -22,9 +19,13 @@ from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.inference.mode import Mode
 from bnncli.inference.trust_region import BoundedStep, solve_within
+from bnncli.lazy import torch
 from bnncli.machine import signals
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.targets.target import UnevenTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_PASSES = 2000
 TOLERANCE = 0.1  # of thousands of parameters together: half a hundredth of a nat

@@ -9,10 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import LaplaceFit
@@ -31,8 +28,12 @@ from bnncli.inference.prior_precision import (
     num_judged,
 )
 from bnncli.inference.structure_choice import first_near_the_best
+from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.targets.target import CurvedTarget, HeldOut
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Fold(NamedTuple):

@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from bnncli.covariances import Root
+from bnncli.lazy import torch
 from bnncli.posteriors import move, standard_normal
 from bnncli.targets.target import WholeTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DYNAMICS = ("split", "leapfrog")
 # Turns of the Gaussian just above a quarter land opposite the start more often than not, which doubles the effective

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.errors import NumericError
 from bnncli.inference.objective import Objective
 from bnncli.inference.target_learner import TargetLearner
+from bnncli.lazy import torch
 from bnncli.training.adam import Adam
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class StepSizes(NamedTuple):

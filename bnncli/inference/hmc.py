@@ -11,9 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from bnncli.covariances import Covariance, root_for_many
 from bnncli.errors import Interrupted, NumericError
@@ -22,12 +20,16 @@ from bnncli.inference.draw_stores import DrawStore, MemoryDraws, NoResume, Resum
 from bnncli.inference.dynamics import DYNAMICS, Mover, Transition, WhitenedPotential
 from bnncli.inference.trajectory_graph import GraphMover
 from bnncli.inference.walk import SamplerSettings, Walk, advance
+from bnncli.lazy import torch
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import WholeTarget
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # All of theta (C, P), for draws (C, P') of a part of it, and the log density of what is added, (C,); the generator draws that.
-Completion = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
+Completion: TypeAlias = "Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]"
 OVERDISPERSION = 2.0  # standard deviation of the starts, in posterior standard deviations
 _LARGE = 2048  # parameters
 _STATISTICS = ("log_joint", "energy", "acceptance_rate", "diverging")

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.covariances import Covariance, num_varying, varying_places
 from bnncli.errors import NumericError
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.mode import Mode
 from bnncli.inference.modes import mode_of
+from bnncli.lazy import torch
 from bnncli.names import with_article
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CENTERS = ("mode", "checkpoint")
 MOST_MODEL_ERROR = 0.5  # nats, of a quadratic model at its own maximum; the evidence is wrong by about as much

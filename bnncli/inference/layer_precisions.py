@@ -15,12 +15,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from bnncli.covariances import varying_places
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.local_covariance import covariance_at
+from bnncli.lazy import torch
 from bnncli.theta.modules import module_places
 from bnncli.theta.prior import Prior
 

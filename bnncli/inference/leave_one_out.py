@@ -13,8 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-import torch
-
+from bnncli.lazy import torch
 from bnncli.logits import root_of_covariances
 from bnncli.numerics.row_noise import row_shifts, shifted_normal, uniform_points
 from bnncli.posteriors.gaussian import Gaussian

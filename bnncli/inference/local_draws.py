@@ -11,21 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
-
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from bnncli.errors import UsageError
+from bnncli.lazy import torch
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitLayout
 from bnncli.theta.module import ModuleLayout
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 LOCAL, FLIPOUT = "local", "flipout"
 _LEAST_VARIANCE = 1e-24  # under a root, whose slope at zero is infinite
 # The logits (B, K) of examples' features or inputs (B, ...), for mean (P,) and standard deviations (P,) of theta; by autograd.
-LogitDraws = Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]
+LogitDraws: TypeAlias = "Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]"
 
 
 def logit_draws(layout: LogitLayout, estimator: str) -> LogitDraws:
@@ -78,7 +78,11 @@ def _of_network(layout: ModuleLayout, estimator: str) -> LogitDraws:
         part.name.rpartition(".")[0]: network.module.get_submodule(part.name.rpartition(".")[0])
         for part in layout.parts
     }
-    kinds = (nn.Linear,) if estimator == LOCAL else (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    kinds = (
+        (torch.nn.Linear,)
+        if estimator == LOCAL
+        else (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+    )
     for name, module in modules.items():
         if not isinstance(module, kinds):
             also = " and convolutions" if estimator == FLIPOUT else ""
@@ -109,7 +113,7 @@ def _perturbed(
 
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
             (inputs,) = args
-            if name in used or (isinstance(module, nn.Linear) and inputs.ndim != 2):
+            if name in used or (isinstance(module, torch.nn.Linear) and inputs.ndim != 2):
                 raise UsageError(
                     f"\0estimator\0 {estimator}: {name} shares its weights across several positions of each example",
                     hint="use \0estimator\0 reparam",
@@ -135,9 +139,9 @@ def _perturbed(
 
 def _product_of(module: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     """The module's product of inputs and weights, without its bias."""
-    if isinstance(module, nn.Linear):
-        return functional.linear
-    convolution = cast(nn.Conv2d, module)
+    if isinstance(module, torch.nn.Linear):
+        return torch.nn.functional.linear
+    convolution = cast(torch.nn.Conv2d, module)
     return lambda inputs, weight: convolution._conv_forward(inputs, weight, None)
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.data import Augmentation
 from bnncli.errors import NumericError
 from bnncli.inference.stacked_networks import StackedNetworks
+from bnncli.lazy import no_grad, torch
 from bnncli.likelihoods import Likelihood
 from bnncli.names import percent
 from bnncli.training.adam import Adam
@@ -24,6 +22,9 @@ from bnncli.training.learner import num_batches
 from bnncli.training.optimizer import Optimizer
 from bnncli.training.sgd import Sgd
 from bnncli.training.steps import steps_at_once
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _EVALUATED = 1000  # examples at once
 
@@ -271,7 +272,7 @@ class MapLearner:
         buffers = {name: one for name, one in self.networks.buffers.items() if one.is_floating_point()}
         return {**self.networks.params, **buffers}
 
-    @torch.no_grad()
+    @no_grad
     def _average(self) -> None:
         if self.settings.average is not None:
             torch._foreach_lerp_(
@@ -279,7 +280,7 @@ class MapLearner:
             )
 
 
-@torch.no_grad()
+@no_grad
 def evaluate(
     network: nn.Module, examples: Examples, likelihood: Likelihood, logits_of: Callable[..., Tensor]
 ) -> tuple[float, float]:

@@ -16,19 +16,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.covariances import Covariance, cheapest_root
 from bnncli.curvature import structure_of
 from bnncli.errors import NumericError
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
+from bnncli.lazy import torch
 from bnncli.machine import signals
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _EXACT_WHITENING = "full"
 _MAX_CG_ITERATIONS = 200

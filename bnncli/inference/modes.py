@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, cast
 
 from bnncli.inference.climb import climb
 from bnncli.inference.mode import Mode, find_mode
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget, UnevenTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def mode_of(

@@ -6,16 +6,17 @@ gradients.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.covariances import Covariance
 from bnncli.inference.dynamics import WhitenedPotential
 from bnncli.inference.hmc import HmcRun
+from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sample_nuts(

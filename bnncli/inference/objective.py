@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.covariances._subspace import Subspace
 from bnncli.flows import FlowLayer, push
+from bnncli.lazy import torch
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.own_gradient import ValueWithGradient
 from bnncli.targets.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

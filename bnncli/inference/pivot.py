@@ -5,7 +5,10 @@ The mode is not the mean, and what the Gaussian explains no kick has to: about t
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def mean_of_chains(z: Tensor, gradient: Tensor) -> Tensor:

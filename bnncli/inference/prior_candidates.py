@@ -12,9 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.covariances import Covariance
 from bnncli.errors import NumericError
@@ -23,8 +21,12 @@ from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.mode import tolerance_factor
 from bnncli.inference.modes import mode_of
 from bnncli.inference.prior_criterion import Criterion
+from bnncli.lazy import torch
 from bnncli.progress import Task
 from bnncli.targets.target import CurvedTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MODE_TOLERANCE = 5e-3  # posterior standard deviations: about 1e-5 nats of val nll, 0.05 nats of log determinant
 _EXACT_MODE_TOLERANCE = 1e-5  # where nothing is interpolated either

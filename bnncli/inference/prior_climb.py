@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import NumericError
 from bnncli.inference.structure_choice import first_near_the_best
 from bnncli.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STEP = math.log(10) / 2  # of the log precision
 _LONGEST = (

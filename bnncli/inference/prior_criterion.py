@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, cast
 
 from bnncli.covariances import Covariance, num_varying
 from bnncli.inference.laplace import fixed_log_prior, laplace_evidence
@@ -17,6 +15,9 @@ from bnncli.inference.logit_losses import losses_by_logits
 from bnncli.targets.target import CurvedTarget, HeldOut, HeldOutByLogits
 from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Lift(Protocol):

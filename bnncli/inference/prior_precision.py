@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-import torch
-from torch import Tensor
-
 from bnncli.errors import UsageError
 from bnncli.inference.costs import NUM_DRAWS
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
@@ -22,12 +19,15 @@ from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.inference.prior_candidates import Candidates
 from bnncli.inference.prior_criterion import Criterion, Lift
 from bnncli.inference.stiffness import largest_curvature
+from bnncli.lazy import torch
 from bnncli.numerics.sobol import MOST_DIMENSIONS, quasi_normal
 from bnncli.posteriors import move, standard_normal
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget, HeldOut
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bnncli.theta.layout import LogitLayout
 
 CRITERIA = ("val", "loo", "marglik")

@@ -9,15 +9,13 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.covariances._subspace import Subspace
 from bnncli.flows import Recipe, build_layers, choose_recipe, choose_space
 from bnncli.inference.flow_learner import FlowLearner, StepSizes
 from bnncli.inference.objective import Objective
+from bnncli.lazy import torch
 from bnncli.machine.devices import single_threaded
 from bnncli.numerics.seeds import on_device
 from bnncli.posteriors.flow import Flow
@@ -28,6 +26,9 @@ from bnncli.theta.layout import ParamLayout
 from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
 from bnncli.training.loop import Save, State, train
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MIN_ROUND_STEPS = 25  # after which the ELBO is looked at and a state may be saved
 

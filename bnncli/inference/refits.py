@@ -7,26 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bnncli.covariances.diag import Diag
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
+from bnncli.lazy import torch
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.many_labels import ManyLabels
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_CHAINS = 4  # of each target
 _THINNING = 3  # transitions for each draw that is kept: what is left of their correlation must not show in ranks
 _WARMUP = 60
 _ACCEPTANCE = 0.9
 
-Refit = Callable[[Sequence[LastLayerTarget], int, torch.Generator, Progress], Tensor]
+Refit: TypeAlias = "Callable[[Sequence[LastLayerTarget], int, torch.Generator, Progress], Tensor]"
 
 
 @dataclass(frozen=True)

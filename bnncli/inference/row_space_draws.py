@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.posteriors import standard_normal
 from bnncli.targets.row_space import RowSpace
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def complete(theta: Tensor, generator: torch.Generator, *, rows: RowSpace, prior: Prior) -> tuple[Tensor, Tensor]:

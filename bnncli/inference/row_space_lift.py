@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import WithinRows
@@ -17,6 +16,9 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.row_space import RowSpace
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import NumericError
 from bnncli.inference.draw_stores import DrawStore, MemoryDraws
 from bnncli.inference.target_learner import TargetLearner
 from bnncli.inference.white_coordinates import WhiteCoordinates, WhitenedLogJoint
+from bnncli.lazy import no_grad, torch
 from bnncli.names import counted
 from bnncli.numerics.seeds import on_device
 from bnncli.progress import SILENT, Progress
@@ -40,6 +38,9 @@ from bnncli.training.adam import Adam
 from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
 from bnncli.training.loop import Save, State, train
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SMOOTHING = 0.99  # of the mean square of gradients, Li et al.'s
 _EPSILON = (
@@ -207,7 +208,7 @@ class _Chains(TargetLearner):
         found = super().joint(*examples)
         return found if self.whitening is None else WhitenedLogJoint(found, self.whitening)
 
-    @torch.no_grad()
+    @no_grad
     def update(self, *parts: Tensor) -> Tensor:
         """The log joint (C,) before one move of all chains."""
         noise, is_learning, *batch = parts

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.inference.sghmc import SghmcPlan, inflation, preconditioner
 from bnncli.inference.stiffness import curvature_passes, largest_curvature, mean_square
 from bnncli.inference.white_coordinates import WhiteCoordinates
+from bnncli.lazy import torch
 from bnncli.targets.target import CurvedTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ALLOWED = 0.05  # by which the length of steps may make the variance too large, where no learning rate is given
 _FORGOTTEN = math.log(10)  # of draws that are told to be apart a tenth of their deviation is still shared

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.inference.draw_stores import SomeDraws
 from bnncli.inference.modes import mode_of
@@ -18,11 +16,15 @@ from bnncli.inference.refits import GaussianRefit, TrainedRefit
 from bnncli.inference.sghmc import SghmcPlan, preconditioner, sample_sghmc
 from bnncli.inference.sghmc_rate import Planned, num_apart, planned
 from bnncli.inference.white_coordinates import WhiteCoordinates
+from bnncli.lazy import torch
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.many_labels import ManyLabels
 from bnncli.theta.initial import initial_theta
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MAX_SEED = 2**31
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.inference.refits import Refit
+from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_JOINT, LOG_LIKELIHOOD = "log joint", "log likelihood"
 _OF_LABELS = {LOG_JOINT: LastLayerTarget.log_joint, LOG_LIKELIHOOD: LastLayerTarget.log_likelihood}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from bnncli.lazy import no_grad, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class StackedNetworks:
@@ -50,7 +52,7 @@ class StackedNetworks:
         found = self.logits_of(returned)
         return found.reshape(len(inputs), -1)
 
-    @torch.no_grad()
+    @no_grad
     def separate(self) -> list[nn.Module]:
         """The networks, with what each has learnt so far."""
         if not self._is_one:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.inference.mode import Mode, find_mode
+from bnncli.lazy import torch
 from bnncli.progress import Task
 from bnncli.targets.last_layer import LastLayerTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _DECADES = (5, 4, 3, 2, 1, 0, -1, -2)  # of precisions, strongest first: each mode starts from the one before
 _FALLS = 2  # the walk ends where the score has fallen so often in a row

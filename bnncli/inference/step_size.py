@@ -7,12 +7,13 @@ Dual averaging: Hoffman and Gelman (2014), arXiv:1111.4246, algorithm 5. What it
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.inference.dynamics import LONGEST_TURN
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STUCK_SHARE = 0.25
 

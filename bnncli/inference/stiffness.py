@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.inference.white_coordinates import WhiteCoordinates
+from bnncli.lazy import torch
 from bnncli.targets.network import NetworkTarget
 from bnncli.targets.target import CurvedTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ITERATIONS = 20
 MAX_ROWS = 2048  # examples of a network that stand for all

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.errors import NumericError
 from bnncli.evaluation.excess import WORSE_SHARE
@@ -20,6 +19,9 @@ from bnncli.inference.laplace import LaplaceFit
 from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.prior_criterion import Criterion
 from bnncli.targets.target import CurvedTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

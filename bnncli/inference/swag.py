@@ -14,13 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.covariances.swag import Swag
 from bnncli.errors import NumericError
 from bnncli.inference.target_learner import TargetLearner
+from bnncli.lazy import no_grad, torch
 from bnncli.numerics.seeds import on_device
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
@@ -29,6 +28,9 @@ from bnncli.training.adam import Adam
 from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
 from bnncli.training.loop import Save, State, train
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PILOT_EPOCHS = 5  # that a learning rate is tried for
 _MOST_HALVINGS = 20
@@ -142,7 +144,7 @@ class _Iterates(TargetLearner):
         """Nothing is drawn but batches."""
         return ()
 
-    @torch.no_grad()
+    @no_grad
     def update(self, *batch: Tensor) -> Tensor:
         """The log joint before one step."""
         own, rate = self.optimizer.state[self.theta], self.optimizer.param_groups[0]["lr"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from bnncli.lazy import torch
 from bnncli.targets.target import LogJoint, Target
 from bnncli.training.adam import Adam
 from bnncli.training.learner import num_batches
 from bnncli.training.steps import steps_at_once
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MAX_FULL_CHUNK = 32  # steps on all data whose draws are laid out at once
 

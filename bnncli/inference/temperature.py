@@ -12,14 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
 from bnncli.progress import SILENT, Progress
 from bnncli.shapes import check_shapes
 from bnncli.targets.stream import slices
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SMALLEST, LARGEST = 1e-3, 1e3  # beyond them a temperature is no scale of logits but a sign that there is no minimum
 MAX_STEPS = 100
@@ -146,7 +148,7 @@ def _mixture_losses(logits: Tensor, labels: Tensor, likelihood: Likelihood, beta
     """Negative log of the mean over M of the probabilities of each label, (N,) float64, at logits (M, N, K) times beta, or beta (N,)."""
     found = []
     for rows in slices(0, len(labels), max(1, _BLOCK_LOGITS // (len(logits) * likelihood.num_classes))):
-        scale = beta[rows].unsqueeze(1) if isinstance(beta, Tensor) else beta
+        scale = beta[rows].unsqueeze(1) if isinstance(beta, torch.Tensor) else beta
         logs = likelihood.decision_logs((logits[:, rows].double() * scale).permute(2, 0, 1), labels[rows])
         found.append((math.log(len(logits)) - torch.logsumexp(logs, dim=1)).mean(dim=0))
     return torch.cat(found)

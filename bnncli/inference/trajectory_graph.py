@@ -7,13 +7,14 @@ replays the graph. A part rounds as it does in `trajectory`: the same kernels on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.inference.dynamics import State, StepFactors, WhitenedPotential, integrate, parts
+from bnncli.lazy import torch
 from bnncli.training.step_graph import StepGraph
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _Phase:

@@ -12,15 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.covariances.diag import Diag
 from bnncli.errors import NumericError
 from bnncli.inference.local_draws import logit_draws
 from bnncli.inference.mode import conjugate_gradients
 from bnncli.inference.target_learner import TargetLearner
+from bnncli.lazy import no_grad, torch
 from bnncli.numerics.seeds import on_device
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
@@ -29,6 +28,9 @@ from bnncli.training.adam import Adam
 from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
 from bnncli.training.loop import Save, State, train
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEAST_GAIN = 0.5  # nats that the objective may be short of its maximum: a mean that is off by one standard deviation, in one direction
 LEAST_GAIN_EACH = 1e-3  # the same for each parameter, where they are many
@@ -229,7 +231,7 @@ class _MeanField(TargetLearner):
             return ()
         return (self.normal(num_steps, self.plan.num_draws, self.target.layout.num_params),)
 
-    @torch.no_grad()
+    @no_grad
     def update(self, *parts: Tensor) -> Tensor:
         """The estimate of the objective before one step, float64."""
         if self.plan.optimizer == "ivon":

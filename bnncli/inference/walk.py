@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.inference.dynamics import MAX_STEPS, TURN, Mover, State, Transition, WhitenedPotential, transition
 from bnncli.inference.pivot import mean_of_chains
 from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The first part of the warm-up only brings the chains from their over-dispersed starts to where the posterior is.
 SETTLING_SHARE = 0.4

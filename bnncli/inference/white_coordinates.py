@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.covariances import Covariance
+from bnncli.lazy import torch
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.target import LogJoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

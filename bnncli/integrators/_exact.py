@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.integrators.quadrature import binary_moments, binary_probs
+from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MAX_NODES = 2**22
 _CHUNK_LOGITS = 2**20

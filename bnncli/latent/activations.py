@@ -7,11 +7,14 @@ activation are exact; that it is Gaussian is an approximation, good where many i
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.latent.factors import Moments
 from bnncli.latent.products import product
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def draw_activations(

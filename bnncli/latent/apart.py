@@ -7,19 +7,21 @@ of another number of them might round otherwise, and draw other noise.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.latent.factors import Factors
 from bnncli.latent.history import History
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import MultiplierModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.lazy import torch
 from bnncli.machine.team import Team, shares
 from bnncli.progress import Progress
 from bnncli.theta.network import NetworkLayout
 from bnncli.training.shared_out import Seat, Stored, share_out
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Weights of a group's networks together, at most, where it has several. Measured on a core, ten networks one by one against a
 # batch of them: with 840 weights 6 times as long, with 5,120 three times, with 20,480 1.5 times, with 40,400 1.3, with 128,000

@@ -10,15 +10,15 @@ for slab N(m, s^2) and inclusion a of the prior. In terms of the inclusion's log
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid, softplus
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.latent.factors import LEAST_SD, Factors, Moments, Workspace, log_sd, moments
 from bnncli.latent.prior import LayerPrior, SpikeAndSlab
+from bnncli.lazy import no_grad, torch
 from bnncli.theta.network import NetworkLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Multiplier(NamedTuple):
@@ -43,21 +43,23 @@ def weight_divergence(
     sums = [factors.mean.new_zeros(num_repeats, dtype=torch.float64) for _ in range(layout.num_layers)]
     own = prior.layers(factors.mean)
     for index, (mean, rho, logit) in layout.blocks(factors.mean, factors.rho, factors.logit):
-        slab = _slab_divergence(mean, softplus(rho), own[index], None if multipliers is None else multipliers[index])
-        kept = torch.sigmoid(logit) * (slab + logsigmoid(logit) - own[index].log_inclusion)
-        dropped = torch.sigmoid(-logit) * (logsigmoid(-logit) - own[index].log_exclusion)
+        slab = _slab_divergence(
+            mean, torch.nn.functional.softplus(rho), own[index], None if multipliers is None else multipliers[index]
+        )
+        kept = torch.sigmoid(logit) * (slab + torch.nn.functional.logsigmoid(logit) - own[index].log_inclusion)
+        dropped = torch.sigmoid(-logit) * (torch.nn.functional.logsigmoid(-logit) - own[index].log_exclusion)
         sums[index] = sums[index] + (kept + dropped).flatten(1).sum(dim=1, dtype=torch.float64)
     return torch.stack(sums, dim=1)
 
 
 def bias_divergence(mean: Tensor, rho: Tensor, prior: SpikeAndSlab, layout: NetworkLayout) -> Tensor:
     """KL of the biases of each layer, (R, L), nats, of mean (R, B) and rho (R, B)."""
-    sd = softplus(rho)
+    sd = torch.nn.functional.softplus(rho)
     each = prior.bias_log_sd - log_sd(sd) - 0.5 + (sd.square() + mean.square()) / (2 * prior.bias_sd**2)
     return torch.stack([part.sum(dim=1) for part in layout.biases(each)], dim=1)
 
 
-@torch.no_grad()
+@no_grad
 def bias_gradients(
     factors: Factors, to_mean: Tensor, to_sd: Tensor, prior: SpikeAndSlab, *, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -72,7 +74,7 @@ def bias_gradients(
     return torch.add(to_mean, factors.bias_mean, alpha=weight), to_rho
 
 
-@torch.no_grad()
+@no_grad
 def factor_gradients(
     factors: Factors,
     gradient: Moments | None,
@@ -164,7 +166,7 @@ def _moment_gradient(blocks: Sequence[Tensor], variance: str, scratch: Sequence[
         to_alpha.addcmul_(other, one)
 
 
-@torch.no_grad()
+@no_grad
 def multiplier_pull(
     weight: Moments, factors: Factors, prior: SpikeAndSlab, layout: NetworkLayout, workspace: Workspace
 ) -> list[tuple[Tensor, Tensor]]:

@@ -8,13 +8,13 @@ autograd would take sixty.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn.functional import softplus
-
+from bnncli.lazy import no_grad, torch
 from bnncli.theta.network import NetworkLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEAST_SD = 1e-30
 LEAST_VARIANCE = 1e-20  # added, so that the derivative of the square root is finite where nothing varies
@@ -44,12 +44,12 @@ class Factors:
     @property
     def sd(self) -> Tensor:
         """sigma, (R, W)."""
-        return softplus(self.rho)
+        return torch.nn.functional.softplus(self.rho)
 
     @property
     def bias_sd(self) -> Tensor:
         """(R, B)."""
-        return softplus(self.bias_rho)
+        return torch.nn.functional.softplus(self.bias_rho)
 
     def tensors(self) -> dict[str, Tensor]:
         """By name."""
@@ -147,7 +147,7 @@ class Workspace:
         return self.scratch[:, : block.numel()].view(-1, *block.shape).unbind(0)
 
 
-@torch.no_grad()
+@no_grad
 def moments(
     factors: Factors,
     layout: NetworkLayout,
@@ -173,7 +173,7 @@ def moments(
     ):
         torch.sigmoid(logit, out=alpha)
         torch.neg(logit, out=beta).sigmoid_()
-        sd.copy_(softplus(rho))
+        sd.copy_(torch.nn.functional.softplus(rho))
         torch.mul(alpha, mean, out=first)
         if variance == "published":
             torch.mul(alpha, sd, out=noise).square_()

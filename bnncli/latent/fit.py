@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.errors import NumericError
 from bnncli.latent.divergence import Multiplier, bias_divergence, weight_divergence
@@ -21,6 +19,7 @@ from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Inputs, Scaling
 from bnncli.latent.steps import EstimatorSettings, Minibatch, differentiate, workspace_of
+from bnncli.lazy import no_grad, torch
 from bnncli.numerics.seeds import on_device
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.stream import FeatureBlocks
@@ -29,6 +28,9 @@ from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
 from bnncli.training.loop import Save, State, train
 from bnncli.training.shared_memory import join_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ class LatentLearner:
         self.optimizer.step()
         return torch.cat([step.log_likelihood.double().unsqueeze(1), (step.flow * share).double()], dim=1)
 
-    @torch.no_grad()
+    @no_grad
     def end_round(self, seen: Tensor) -> None:
         """Learn the prior where it is early, then take note of the parts of the bound and of the density."""
         for steps in seen:
@@ -250,7 +252,7 @@ class LatentLearner:
         self.model = self.model.with_prior(SpikeAndSlab.from_tensors(parts, prior.bias_sd))
 
 
-@torch.no_grad()
+@no_grad
 def averaged_divergence(model: LatentModel, generator: torch.Generator, num_draws: int = 256) -> Tensor:
     """The weights' KL (R, L) float64, averaged over draws of the multipliers where there are any."""
     multipliers = []

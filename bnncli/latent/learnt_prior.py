@@ -5,10 +5,9 @@ Hubin and Storvik (2019), arXiv 1903.07594, section 3.3: empirical Bayes.
 
 from __future__ import annotations
 
-import torch
-
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.lazy import torch
 
 
 def learnt_prior(model: LatentModel, expected: SpikeAndSlab, weight: float) -> SpikeAndSlab:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.latent.factors import Factors, rho_of
 from bnncli.latent.multiplier import MultiplierModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.lazy import no_grad, torch
 from bnncli.numerics.seeds import source_of
 from bnncli.theta.network import NetworkLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class LatentModel:
         """What is learnt of the multipliers."""
         return [tensor for model in self.multipliers for tensor in model.parameters()]
 
-    @torch.no_grad()
+    @no_grad
     def draw_weights(
         self, repeats: Tensor, generator: torch.Generator, multipliers: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -98,7 +100,7 @@ class LatentModel:
         )
         return weights, biases
 
-    @torch.no_grad()
+    @no_grad
     def multiplier_means(self, generator: torch.Generator, num_draws: int = 4096) -> list[Tensor]:
         """E[z] of each layer's inputs, (R, in), by draws; nothing without multipliers."""
         means = []

@@ -18,14 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.latent.factors import LEAST_VARIANCE, Moments
 from bnncli.latent.products import product, small_network
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LOG_TURN = math.log(2 * math.pi)
 _SLOPE = 0.1
@@ -54,7 +54,7 @@ class Coupling(NamedTuple):
         moves = 1 - self.mask
         sigma = torch.sigmoid(gate)
         moved = torch.lerp(shift, z, sigma)
-        return kept + moves * moved, (moves * logsigmoid(gate)).sum(dim=2)
+        return kept + moves * moved, (moves * torch.nn.functional.logsigmoid(gate)).sum(dim=2)
 
     def inverse(self, z: Tensor) -> Tensor:
         """What the layer takes to z (R, M, in)."""

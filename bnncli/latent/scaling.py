@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.targets.stream import FeatureBlocks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BLOCK_BYTES = 2**26  # of features in float64 at a time
 _ROWS = {"cpu": 1000, "cuda": 20_000}

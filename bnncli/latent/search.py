@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.latent.model import LatentModel
 from bnncli.latent.scaling import Inputs, Scaling
+from bnncli.lazy import no_grad, torch
 from bnncli.targets.stream import FeatureBlocks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Geometric: neighbours differ by 1.9, which a posterior hardly notices.
 CANDIDATES = tuple(0.01 * 300 ** (i / 9) for i in range(10))
@@ -23,7 +25,7 @@ def search_epochs(epochs: int) -> int:
     return min(epochs, max(MIN_EPOCHS, round(EPOCHS_SHARE * epochs)))
 
 
-@torch.no_grad()
+@no_grad
 def nll_of_repeats(
     model: LatentModel,
     features: Tensor,

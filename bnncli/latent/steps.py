@@ -8,17 +8,17 @@ on the weights and biases of all layers at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
-from torch.nn.functional import softplus
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.latent.activations import draw_activations
 from bnncli.latent.divergence import Multiplier, bias_gradients, factor_gradients, multiplier_pull
 from bnncli.latent.factors import LEAST_VARIANCE, Factors, Moments, Workspace, layer_moments, moments
 from bnncli.latent.model import LatentModel
 from bnncli.latent.products import product
+from bnncli.lazy import no_grad, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Minibatch(NamedTuple):
@@ -149,7 +149,7 @@ def leaves(model: LatentModel, variance: str, workspace: Workspace | None = None
     return moments(model.factors, model.layout, variance=variance, is_merged=not model.multipliers, workspace=workspace)
 
 
-@torch.no_grad()
+@no_grad
 def bias_leaves(factors: Factors) -> Biases:
     """The moments of the biases, apart from the graph."""
     return Biases(factors.bias_mean.detach(), factors.bias_sd.square_().add_(LEAST_VARIANCE))
@@ -240,7 +240,7 @@ class _Relaxed(NamedTuple):
     noise: Tensor
 
 
-@torch.no_grad()
+@no_grad
 def _draw_relaxed(model: LatentModel, temperature: float, generator: torch.Generator, space: Workspace) -> _Relaxed:
     factors, layout = model.factors, model.layout
     weight, relaxed, noise = space.moments.mean, space.moments.noise, space.gradient.noise
@@ -250,14 +250,14 @@ def _draw_relaxed(model: LatentModel, temperature: float, generator: torch.Gener
     for _, (mean, rho, logit, alpha, beta, sd, own, z, e) in layout.chunks(*moments_of, weight, relaxed, noise):
         torch.sigmoid(logit, out=alpha)
         torch.neg(logit, out=beta).sigmoid_()
-        sd.copy_(softplus(rho))
+        sd.copy_(torch.nn.functional.softplus(rho))
         logistic = torch.logit(z.clamp_(min=1e-7, max=1 - 1e-7), out=space.blocks_like(mean)[0])
         torch.sub(logit, logistic, out=z).div_(temperature).sigmoid_()
         torch.addcmul(mean, sd, e, out=own).mul_(z)
     return _Relaxed(weight, relaxed, noise)
 
 
-@torch.no_grad()
+@no_grad
 def _relaxed_gradient(
     model: LatentModel, draw: _Relaxed, d_weight: Tensor, temperature: float, space: Workspace
 ) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from bnncli.covariances import Covariance
 from bnncli.logits import LogitCovariance, LogitGaussian, LogitRoot
@@ -14,6 +12,9 @@ from bnncli.logits._kept import logits_at
 from bnncli.logits._network import network_spread
 from bnncli.theta.layout import LogitLayout
 from bnncli.theta.module import ModuleLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def logit_gaussian(theta: Tensor, layout: LogitLayout, covariance: Covariance | None = None) -> LogitGaussian:

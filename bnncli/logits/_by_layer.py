@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from bnncli.covariances import Covariance
+from bnncli.lazy import torch
 from bnncli.logits._kept import DERIVATIVES, KeptBlock, Rows, kept_at
 from bnncli.logits._pulled import Pulled
 from bnncli.machine.between_blocks import between_blocks
@@ -28,6 +26,9 @@ from bnncli.network_curvature._uses import Piece, forward, gradients, place_of, 
 from bnncli.targets.stream import slices
 from bnncli.theta.layout import ParamPart
 from bnncli.theta.module import ModuleLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of a block of examples: what is kept, what comes back, and derivatives
 
@@ -84,7 +85,7 @@ def by_layer_together(layout: ModuleLayout, theta: Tensor, candidates: Sequence[
         for block in rooted(inputs):
             totals: list[Tensor] = []
             for roots in block:
-                squares = [root @ root.mT for root in map(Tensor.double, roots)]
+                squares = [root @ root.mT for root in map(torch.Tensor.double, roots)]
                 totals = (
                     squares if not totals else [total.add_(one) for total, one in zip(totals, squares, strict=True)]
                 )

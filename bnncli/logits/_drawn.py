@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.logits._pulled import Pulled
 from bnncli.targets.stream import slices
 from bnncli.theta.module import ModuleLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ELEMENTS = {"cpu": 2**25, "cuda": 2**28}  # of a block: what draws leave in a forward pass
 

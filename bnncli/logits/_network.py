@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import cast
-
-from torch import Tensor
+from typing import TYPE_CHECKING, cast
 
 from bnncli import registry
 from bnncli.covariances import Covariance
@@ -18,6 +16,9 @@ from bnncli.targets.stream import BLOCK_ELEMENTS, slices
 from bnncli.theta.layout import LogitLayout
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.modules import module_places
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def network_spread(covariance: Covariance, layout: LogitLayout, theta: Tensor) -> LogitCovariance:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from bnncli.covariances import Covariance
+from bnncli.lazy import torch
 from bnncli.logits import LogitRoot, root_of_covariances
 from bnncli.targets.stream import BLOCK_ELEMENTS, slices
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Of inputs (n, ...), block by block, roots (b, K, r) of whichever sizes r.
 RootMaker: TypeAlias = "Callable[[Tensor], Iterator[Iterable[Tensor]]]"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.logits import LogitCovariance, LogitRoot, root_of_covariances
 from bnncli.targets.row_space import RowSpace
 from bnncli.targets.stream import slices
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FEATURE_ELEMENTS = {
     "cpu": 2**25,

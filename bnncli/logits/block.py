@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.covariances import Covariance
 from bnncli.covariances._layers import InLayers
@@ -16,6 +14,9 @@ from bnncli.logits._by_layer import BlockRoot, Blocks, MatrixDerivatives, Turned
 from bnncli.logits._independent import Independent
 from bnncli.targets.grams import tiles
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def of_head(covariance: Block, layout: HeadLayout) -> LogitCovariance:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.covariances.diag import Diag
 from bnncli.logits import LogitCovariance
 from bnncli.logits._by_layer import BlockRoot, Blocks, MatrixDerivatives, Turned, turned, weighted_root
 from bnncli.logits._independent import Independent
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def of_head(covariance: Diag, layout: HeadLayout) -> LogitCovariance:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.covariances.full import Full
+from bnncli.lazy import torch
 from bnncli.logits import LogitCovariance, LogitRoot, root_of_covariances
 from bnncli.machine.interruptible import interruptible
 from bnncli.targets.grams import quadratic_forms
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def of_head(covariance: Full, layout: HeadLayout) -> LogitCovariance:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.covariances import Covariance
 from bnncli.covariances._eigenbasis import InEigenbasis
@@ -24,6 +22,9 @@ from bnncli.logits._by_layer import (
 )
 from bnncli.logits.block import PulledBlock
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def of_head(covariance: Kron, layout: HeadLayout) -> LogitCovariance:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar
 
 from bnncli.errors import NumericError
+from bnncli.lazy import torch
 from bnncli.machine import signals
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Result = TypeVar("Result")
 

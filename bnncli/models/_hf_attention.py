@@ -6,11 +6,12 @@ vmap. Its own extension points take a mask that is always made, and the same att
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from bnncli.models._extra import require
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _NAME = "bnncli_plain"
 _CHOOSE = "set_attn_implementation"

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import safe_open
-from torch import Tensor, nn
 
 from bnncli.checkpoints.load import check_finite, load_checkpoint
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
+from bnncli.lazy import torch
 from bnncli.models._extra import part, require
 from bnncli.models._hf_folder import CONFIG, PICKLED, WEIGHTS, architecture_of, weight_files
 from bnncli.models._hf_inputs import Images, Sounds, Texts
 from bnncli.names import listed, quoted
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 NO_PADDING = -1  # the number of no token
 _COUNTER = ".num_batches_tracked"  # of batch norms, which files from before torch 0.4.1 have not; prediction needs none
@@ -124,7 +126,7 @@ def check_filled(
 
 def settled(network: nn.Module) -> nn.Module:
     """The network in evaluation mode, float32, without gradients; it keeps no cache of what it has seen."""
-    check_finite({name: value for name, value in network.state_dict().items() if isinstance(value, Tensor)})
+    check_finite({name: value for name, value in network.state_dict().items() if isinstance(value, torch.Tensor)})
     config: Any = network.config
     if getattr(config, "use_cache", None):
         config.use_cache = False

@@ -5,17 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import safe_open
-from torch import nn
 
 from bnncli.errors import DataError
+from bnncli.lazy import torch
 from bnncli.models._extra import require
 from bnncli.models._hf_folder import classified_by, safetensors_shapes
 from bnncli.models._hf_network import check_filled, load, load_config, pickled_state, settled, told
 from bnncli.names import listed, quoted
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _COPIES = ".modules_to_save."  # with bias="all" the library writes the biases of modules that are saved whole twice
 _PREFIX = "base_model.model."

@@ -7,7 +7,7 @@ is another one (a weight that another module has or reads too, a batch that does
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from bnncli.lazy import torch
 from bnncli.machine.memory import give_back_freed
@@ -52,7 +52,7 @@ class Piece(Protocol):
         """A call of the module with inputs (n, ...)."""
 
 
-Finder = Callable[["ModuleLayout", "Tensor", "Tensor", Sequence[Piece]], list[Piece]]  # as `tried` is called
+Finder: TypeAlias = "Callable[[ModuleLayout, Tensor, Tensor, Sequence[Piece]], list[Piece]]"  # as `tried` is called
 Noted = dict[
     str, list[tuple[Any, Any]]
 ]  # by the name of a piece's weight: each use, and where its output's gradient comes back

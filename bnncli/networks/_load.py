@@ -6,16 +6,17 @@ import difflib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from inspect import signature
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
 from bnncli.errors import DataError, UsageError
+from bnncli.lazy import torch
 from bnncli.machine import user_code
 from bnncli.names import listed, not_one_of, prefixes_of, quoted
 from bnncli.networks._names import COUNTER, fitted
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _FAMILY = "networks"
 
@@ -40,7 +41,7 @@ def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, T
     user_code.check_arguments(factory, arguments, option=f"\0model_arg\0 for {spec}")
     with user_code.running(f"\0model\0: {spec!r}"):
         network = factory(**arguments)
-    if not isinstance(network, nn.Module):
+    if not isinstance(network, torch.nn.Module):
         raise UsageError(f"\0model\0: {spec!r} returned {type(network).__name__}, expected a torch.nn.Module")
     network = network.float()
     if state is not None and (state or network.state_dict()):
@@ -120,13 +121,13 @@ def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> 
             _mismatch(spec, missing, unexpected), hint=hint or _rename(missing, unexpected, expected, state)
         )
     for name, tensor in expected.items():
-        if isinstance(tensor, Tensor) and state[name].shape != tensor.shape:
+        if isinstance(tensor, torch.Tensor) and state[name].shape != tensor.shape:
             raise DataError(
                 f"{quoted(name)} has shape {tuple(state[name].shape)} in the checkpoint, {tuple(tensor.shape)} "
                 f"in the network {spec!r}",
                 hint="pass the network's sizes with \0model_arg\0 NAME=VALUE",
             )
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not state[name].is_floating_point():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not state[name].is_floating_point():
             kind = str(state[name].dtype).removeprefix("torch.")
             raise DataError(
                 f"{quoted(name)} is {kind} in the checkpoint, but floating-point in the network {spec!r}", code="quantised",

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.errors import DataError
 from bnncli.names import is_averaged, listed, quoted
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 COUNTER = ".num_batches_tracked"  # of batch norm; absent before torch 0.4.1, and prediction needs none
 

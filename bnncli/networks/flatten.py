@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
+
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def build() -> nn.Module:
     """A module whose output (N, D) is its input (N, ...) with all other axes in one."""
-    return nn.Flatten()
+    return torch.nn.Flatten()

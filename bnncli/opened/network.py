@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from torch import Tensor
 
 from bnncli import data
 from bnncli.data._arrays import ArrayDataset
@@ -13,6 +14,9 @@ from bnncli.opened.arrays import Items, check_finite, described
 from bnncli.opened.messages import exits_refused
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.run.recorded_network import RecordedNetwork
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of the command by default: sums depend on it
 

@@ -6,14 +6,15 @@ Lakshminarayanan, Pritzel and Blundell (2017, arXiv:1612.01474): the predictive 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.shapes import check_shapes
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.module_network import ModuleNetwork
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

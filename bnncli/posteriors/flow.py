@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli import registry
 from bnncli.covariances._row_space import rows_of
 from bnncli.covariances._subspace import Subspace
 from bnncli.flows import SPACES, FlowLayer, settings_of
+from bnncli.lazy import no_grad, torch
 from bnncli.posteriors import made_at_once, sample_from_noise
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.shapes import check_shapes
 from bnncli.theta.layout import ParamLayout
 from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Flow:
         """The same from scrambled Sobol points."""
         return self.base.quasi_noise(num_samples, generator)
 
-    @torch.no_grad()
+    @no_grad
     def from_noise(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         """theta (S, P) and its log density (S,), both float64, for standard normal noise (S, P)."""
         base_theta, base_log_density = self.base.from_noise(noise)
@@ -91,7 +92,7 @@ class Flow:
         """Draws (S, P), float32."""
         return sample_from_noise(self, num_samples or 1, generator)
 
-    @torch.no_grad()
+    @no_grad
     def log_density(self, theta: Tensor) -> Tensor:
         """log q(theta), (S,) float64, for any theta (S, P): through the inverse of each layer."""
         theta = theta.to(self.base.mean)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from bnncli.covariances import Covariance, num_varying
 from bnncli.covariances._row_space import read_covariance, rows_of
 from bnncli.errors import DataError
+from bnncli.lazy import torch
 from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.logits._asked import logit_gaussian
 from bnncli.numerics.sobol import quasi_normal
@@ -24,6 +22,9 @@ from bnncli.theta.module import ModuleLayout, bound
 from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 from bnncli.theta.recorded import recorded_layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Layout = TypeVar("Layout", bound=ParamLayout, covariant=True)
 

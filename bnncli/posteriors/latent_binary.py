@@ -8,18 +8,19 @@ take them in turn.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.latent.factors import Factors
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import MultiplierModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.lazy import torch
 from bnncli.posteriors import LATENT_BINARY
 from bnncli.theta.layout import ClassifierLayout
 from bnncli.theta.network import NetworkLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Networks of a prediction where there are hidden layers, and each is a whole network to run; fewer where it is large. The
 # thesis has 10. With a hidden layer of 100 (384 inputs, 20 classes, 15 epochs) their Monte Carlo error of NLL was as

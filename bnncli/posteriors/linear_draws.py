@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.errors import UsageError
+from bnncli.lazy import torch
 from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.logits._drawn import drawn_spread
 from bnncli.shapes import check_shapes
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

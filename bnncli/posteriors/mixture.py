@@ -10,11 +10,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.shapes import check_shapes
@@ -22,6 +20,9 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_json
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.module_network import ModuleNetwork
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _DRAWS = 1000  # of all members together, about
 _MOST_ELEMENTS = 2**26  # of these

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.logits._asked import logit_gaussian
 from bnncli.shapes import check_shapes
@@ -16,6 +14,9 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.module import ModuleLayout, bound
 from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.recorded import recorded_layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-
-import torch
+from typing import TypeAlias
 
 from bnncli.evaluation.convergence import Convergence, convergence
 from bnncli.evaluation.predictive_convergence import MAX_ROWS, held_out_convergence, label_convergence
+from bnncli.lazy import torch
 from bnncli.run.inputs import Split
 from bnncli.run.network_splits import NetworkSplit
 from bnncli.run.session import Run
 from bnncli.targets.network import NetworkTarget
 
-Judge = Callable[[torch.Tensor], Convergence]  # of draws (C, T, P)
+Judge: TypeAlias = "Callable[[torch.Tensor], Convergence]"  # of draws (C, T, P)
 
 
 def parameter_judge(run: Run) -> Judge:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from bnncli.data import InputSplit
 from bnncli.errors import DataError
 from bnncli.inference.map_learner import Examples
+from bnncli.lazy import torch
 from bnncli.machine import memory
 from bnncli.progress import SILENT, Progress
 

@@ -8,13 +8,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from bnncli import data
 from bnncli.checkpoints.load import Checkpoint, load_checkpoint
 from bnncli.errors import DataError, UsageError
 from bnncli.extraction.features import Extracted, Head, collect, counted, extract
 from bnncli.extraction.search import find_head
+from bnncli.lazy import torch
 from bnncli.machine.memory import return_large_blocks
 from bnncli.machine.team import crew
 from bnncli.models import SavedModel

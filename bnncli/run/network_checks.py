@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from bnncli.errors import BnnError, DataError
+from bnncli.lazy import torch
 from bnncli.machine.memory import give_back_freed
 from bnncli.names import listed
 from bnncli.theta.module import ModuleLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _AT_ONCE = 32  # examples whose logits are compared in one pass
 TOLERANCE = 1e-3  # of logits, in units of 1 + the largest: what other block sizes and releases of torch change

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
 
 from bnncli import data
 from bnncli.errors import DataError
 from bnncli.extraction.padding import MASK
+from bnncli.lazy import torch
 from bnncli.machine.devices import available_memory
 from bnncli.machine.memory import require
 from bnncli.progress import SILENT, Progress
 from bnncli.run.inputs import RESIDENT_SHARE
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 BATCH = 512  # examples read at once
 _MOST_WORKERS = 8

@@ -13,13 +13,13 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from bnncli import data
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
 from bnncli.extraction.features import pass_to_head
 from bnncli.extraction.head import Head, chosen_output, logits_of
 from bnncli.extraction.links import BeforeLinks, logits_before
+from bnncli.lazy import torch
 from bnncli.models import Composed
 from bnncli.models._hf_attention import with_plain_attention
 from bnncli.options.layers import LayersOptions

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.data import ImageCounts
 from bnncli.errors import Interrupted
 from bnncli.extraction.autocast import PrecisionLoss
 from bnncli.extraction.features import Extracted
 from bnncli.extraction.input_sums import InputSums
+from bnncli.lazy import torch
 from bnncli.run.produce import Request
 from bnncli.run.resumable import Resumable, State
 from bnncli.run.session import Run
 from bnncli.storage.record_file import BUFFER_BYTES, RecordFile
 from bnncli.storage.resume import remove_state, rows_path
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FeatureStore:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.targets.kept_probabilities import is_kept
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.logit_blocks import block_logits, draw_blocks, weighted_feature_sums
 from bnncli.targets.products import multiply_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GRADIENTS = ("float32", "tf32", "bfloat16")
 

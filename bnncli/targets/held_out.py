@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.targets.logit_blocks import block_logits, draw_blocks, row_blocks
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MOST_COLUMNS = 2**11  # logits of an example made at a time, if it has fewer: blocks of a few rows are slow
 

@@ -14,13 +14,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from bnncli import registry
 from bnncli.errors import DataError
+from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
 from bnncli.machine.devices import has_coarse_products
 from bnncli.shapes import check_shapes
@@ -36,9 +34,12 @@ from bnncli.targets.target import Curvature, rough_structure
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _SPLIT_PARAMS = 2**17  # from which products, not launches, take the time on a GPU
 
-RowProbabilities: TypeAlias = Callable[[slice, Tensor], Tensor]
+RowProbabilities: TypeAlias = "Callable[[slice, Tensor], Tensor]"
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,15 @@ What the logits say of the labels is bnncli.likelihoods.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.targets.products import Multiply
 from bnncli.targets.stream import BLOCK_ELEMENTS, slices
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Rows of a matrix product; more gain nothing.
 _MAX_ROWS = {"cpu": 1024, "cuda": 2**14}
@@ -33,11 +35,11 @@ def block_logits(features: Tensor, theta: Tensor, layout: HeadLayout, *, multipl
 
 
 def weighted_feature_sums(
-    weights: Tensor, features: Tensor, layout: HeadLayout, *, multiply: Multiply = torch.matmul
+    weights: Tensor, features: Tensor, layout: HeadLayout, *, multiply: Multiply | None = None
 ) -> Tensor:
     """sum_n weights[k, s, n] x_n in theta order, (S, P) float64, for weights (K, S, n) and features (n, D)."""
     num_draws = weights.shape[1]
-    sums = multiply(weights.flatten(0, 1), features)
+    sums = (multiply or torch.matmul)(weights.flatten(0, 1), features)
     weight = sums.view(layout.num_outputs, num_draws, -1).transpose(0, 1).double()
     bias = weights.sum(dim=2, dtype=sums.dtype).T.double() if layout.has_bias else None
     return layout.join(weight, bias)

@@ -12,13 +12,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli import registry
 from bnncli.errors import DataError
+from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
 from bnncli.machine.between_blocks import between_blocks
 from bnncli.shapes import check_shapes
@@ -31,6 +29,9 @@ from bnncli.targets.second_derivatives import second_derivatives
 from bnncli.targets.target import Curvature
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _COPIES = 3  # of the numbers that a draw of logits holds while it is made
 _FEWEST = 64  # examples at once, before draws are taken one after the other

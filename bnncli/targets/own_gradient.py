@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-ValueAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
+ValueAndGradient: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
 
 
 class ValueWithGradient(torch.autograd.Function):

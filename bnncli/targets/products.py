@@ -8,13 +8,15 @@ and multiplied in float32, which takes longer and means the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.machine.devices import has_bfloat16_products, has_coarse_products, tf32_products
 
-Multiply = Callable[[Tensor, Tensor], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Multiply: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
 _SCALED = 14  # the power of two below which a split operand lies: float16 ends at 2^16
 _HALF_STEP = 2.0**11  # what float16's mantissa leaves over is smaller by this

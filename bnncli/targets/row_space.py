@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.machine.interruptible import interruptible
 from bnncli.shapes import check_shapes
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout, reduced_layout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _OUTSIDE = 1e-4  # of a row's length; rounding to float32 leaves 1e-7, another data set half of it or more
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.targets.passes import counting_products
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bnncli.targets.network import NetworkTarget
 
 _GRAPHS = 2  # the backward pass is kept beside the forward one

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
 
 from bnncli.errors import UsageError
+from bnncli.lazy import torch
 from bnncli.theta.layout import LogitLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _WHY = "use \0start\0 checkpoint"
 
@@ -28,7 +30,7 @@ def initial_theta(layout: LogitLayout, num_starts: int, seed: int) -> Tensor:
         return bound * (2 * torch.rand(num_starts, layout.num_params, generator=generator, dtype=torch.float64) - 1)
     module = layout.network.module
     for name, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
             raise UsageError(
                 f"\0start\0 init: the network has batch norm ({name}) with statistics from the trained weights, "
                 "which do not fit new weights",

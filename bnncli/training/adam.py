@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-from torch.optim.adam import adam
-
+from bnncli.lazy import no_grad, torch
 from bnncli.training.optimizer import parameters_of, with_gradients
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BETAS = (0.9, 0.999)  # Algorithm 1's own settings, which torch has too
 _EPSILON = 1e-8
@@ -46,13 +46,13 @@ class Adam:
         for parameter in parameters_of(self):
             parameter.grad = None
 
-    @torch.no_grad()
+    @no_grad
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             found, gradients = with_gradients(group)
             states = [self._state_of(parameter) for parameter in found]
-            adam(
+            torch.optim.adam.adam(
                 found,
                 gradients,
                 [state["exp_avg"] for state in states],

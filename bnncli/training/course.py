@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STANDSTILL_ERRORS = 1.5  # standard errors that the objective must have risen by to be rising
 RISING_ERRORS = 3.0  # the same for a last part that is to be told still rising, which is seldom to be said of noise

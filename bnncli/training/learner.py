@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.training.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Learner(Protocol):

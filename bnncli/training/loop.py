@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from bnncli.errors import Interrupted
+from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.training.course import Course
 from bnncli.training.learner import Learner
 from bnncli.training.optimizer import load_optimizer, optimizer_tensors
 from bnncli.training.steps import Rates, Steps
 
-State = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State: TypeAlias = "Mapping[str, Tensor]"
 Save = Callable[[State, bool], None]
 
 

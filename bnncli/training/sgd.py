@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-from torch.optim.sgd import sgd
-
+from bnncli.lazy import no_grad, torch
 from bnncli.training.optimizer import parameters_of, with_gradients
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Sgd:
@@ -44,13 +44,13 @@ class Sgd:
         for parameter in parameters_of(self):
             parameter.grad = None
 
-    @torch.no_grad()
+    @no_grad
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             found, gradients = with_gradients(group)
             states = [self._state_of(parameter) for parameter in found]
-            sgd(
+            torch.optim.sgd.sgd(
                 found,
                 gradients,
                 [state.get("momentum") for state in states],

@@ -8,16 +8,17 @@ all, to store them. Who has no training left goes on meeting until nobody has an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from bnncli.errors import BnnError, Exit, Interrupted, machine_error
+from bnncli.lazy import torch
 from bnncli.machine.signals import raise_if_received
 from bnncli.machine.team import Team
 from bnncli.progress import Progress, Task
 from bnncli.training.loop import State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOST = "worker_lost"  # what ends a worker that has nothing to say of it
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Generic, Protocol, TypeVar
 
-import torch
-
+from bnncli.lazy import torch
 from bnncli.training.optimizer import Optimizer
 
 _WARM_UP_STEPS = 3  # that torch wants to see before a capture; they are ordinary steps

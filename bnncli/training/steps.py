@@ -9,19 +9,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.errors import NumericError
+from bnncli.lazy import torch
 from bnncli.progress import Task
 from bnncli.training.learner import Learner
 from bnncli.training.step_graph import StepGraph, num_updates
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Rates = Sequence[float]  # of a step: one for each group of the optimizer
 
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}  # of the batches and of the draws that are laid out at once
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST = 3.4028234663852886e38  # of float32
 
 
 def steps_at_once(step_bytes: int, device: torch.device, *, most: int) -> int:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.errors import BnnError, Interrupted
 from bnncli.evaluation.excess import score
+from bnncli.lazy import no_grad, torch
 from bnncli.names import percent
 from bnncli.run.inputs import Split
 from bnncli.run.network_splits import NetworkReader
 from bnncli.run.session import Run
 from bnncli.stages.fit_ensemble.work import open_member, read_theta
 from bnncli.theta.module import STATE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MOST_ALIKE = 0.9  # cosine of two last layers: LeNet-5 trained apart -0.06 to 0.02, after 4, 6 and 12 epochs of one seed 0.98 to 0.996
 _FAR_OFF = 0.1  # of accuracy on val
@@ -34,7 +35,7 @@ class Siblings(NamedTuple):
     left_out: list[str]
 
 
-@torch.no_grad()
+@no_grad
 def usable_siblings(run: Run, paths: list[Path], val: Split, *, trust_code: bool) -> Siblings:
     """Return the siblings that are networks like the run's own, were trained apart from it and from each other, and predict val about as well.
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from bnncli.errors import DataError
 from bnncli.evaluation.bfmi import lowest_bfmi
@@ -31,6 +30,9 @@ from bnncli.storage.samples import SampleFile
 from bnncli.targets.target import CurvedTarget
 from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VAL_DRAWS = 200
 

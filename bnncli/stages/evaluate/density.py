@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from numpy.typing import NDArray
 
 from bnncli.evaluation.calibration import calibration_scores
@@ -18,6 +17,7 @@ from bnncli.evaluation.metric_rows import score_rows
 from bnncli.evaluation.weighted_scores import ScoreGroup, label_scores
 from bnncli.integrators import load_integrator
 from bnncli.integrators.plug_in import PlugIn
+from bnncli.lazy import torch
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.run.inputs import load_split, open_posterior

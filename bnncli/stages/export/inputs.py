@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from bnncli import data
 from bnncli.errors import DataError
 from bnncli.exported.graphs import FEATURES, INPUTS, has_length
 from bnncli.exported.network import FeatureNetwork, Halved
+from bnncli.lazy import torch
 from bnncli.models._hf_attention import with_plain_attention
 from bnncli.run.inputs import Split
 from bnncli.run.network_splits import NetworkReader
 from bnncli.run.session import Run
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 MOST_ROWS = 2000  # of a split that a whole network is checked on: each is a pass, twice
 BATCH = 256

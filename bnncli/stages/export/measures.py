@@ -6,11 +6,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from bnncli.data import Inputs
 from bnncli.decisions.prediction_sets import SetRule
@@ -18,6 +16,7 @@ from bnncli.errors import NumericError
 from bnncli.evaluation.excess import score
 from bnncli.exported.steps import Values
 from bnncli.integrators import Prediction, Ready
+from bnncli.lazy import torch
 from bnncli.options import ExportOptions
 from bnncli.run.inputs import Split
 from bnncli.run.integrator_choice import IntegratorChoice
@@ -26,6 +25,9 @@ from bnncli.run.session import Run
 from bnncli.stages.export.decided import agreement
 from bnncli.stages.export.inputs import GoesIn
 from bnncli.stages.export.report import SIZES
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _SHARES = (0.95, 0.99)  # of the split that have at most the thresholds that the file names
 _SECONDS, _MOST_SECONDS, _MOST_REPEATS = 0.3, 20.0, 200  # of each measurement of time

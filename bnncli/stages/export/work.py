@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from bnncli.data import Inputs
 from bnncli.decisions.prediction_sets import SetRule
@@ -20,6 +17,7 @@ from bnncli.exported.source import source_of
 from bnncli.exported.steps import Values
 from bnncli.exported.thinning import thinned
 from bnncli.integrators import Ready
+from bnncli.lazy import torch
 from bnncli.options import ExportOptions
 from bnncli.run.inputs import Split
 from bnncli.run.integrator_choice import IntegratorChoice
@@ -32,6 +30,9 @@ from bnncli.stages.export.inputs import GoesIn, features_in, inputs_in
 from bnncli.stages.export.measures import eager, expected_outputs, losses, outputs_of, parity_of, thresholds, times_of
 from bnncli.stages.export.report import summary
 from bnncli.storage.decisions import DecisionFile
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 MEANINGS = {
     "probs": "class probabilities (batch, classes), which sum to one; of several labels an example, of each being there",

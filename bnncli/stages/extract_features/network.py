@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from bnncli.data import InputSplit, Preprocess
 from bnncli.errors import BnnError
 from bnncli.extraction.features import Extracted, Head, collect
 from bnncli.extraction.head import check_link
 from bnncli.extraction.padding import padding_warning
+from bnncli.lazy import torch
 from bnncli.models import Published, SavedModel
 from bnncli.names import listed, percent
 from bnncli.options import ExtractFeaturesOptions

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, cast
 
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.errors import DataError, UsageError
@@ -16,6 +13,7 @@ from bnncli.evaluation.excess import score
 from bnncli.extraction.head import Head
 from bnncli.inference.costs import MOST_LEFT_OUT, NUM_DRAWS
 from bnncli.inference.temperature import SHARED_RANGE, fit_shared_temperature
+from bnncli.lazy import no_grad, torch
 from bnncli.machine.memory import require
 from bnncli.options import FitEnsembleOptions, FitLaplaceOptions
 from bnncli.options.fit_ensemble import LAPLACE, TEMPERATURE
@@ -36,6 +34,9 @@ from bnncli.stages.fit_laplace.structure import structure_to_fit
 from bnncli.storage.trained import gradient_passes
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.module import STATE, ModuleLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _AT_ONCE = 500  # examples
 _FEWER = "use fewer rows (SPLIT=SPEC@N), or \0each\0 temperature"
@@ -124,7 +125,7 @@ def _ensemble(
     return tensors, {**meta, "method": "ensemble", "param_layout": posterior.layout.to_json()}, found
 
 
-@torch.no_grad()
+@no_grad
 def _logits(run: Run, reader: NetworkReader, posterior: Ensemble, val: Split) -> Tensor:
     """Logits (M, N, K) of the members at val's examples, on the CPU."""
     inputs = reader.split(val, STATE).inputs

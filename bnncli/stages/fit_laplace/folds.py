@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.errors import DataError
 from bnncli.inference.costs import NUM_FOLDS
@@ -20,6 +18,9 @@ from bnncli.run.out_of_fold import fitted_rows
 from bnncli.run.session import Run
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A search makes some eighty Gaussians. The precision that it finds hardly depends on their structure, the folds' modes not at all.
 _QUICK, _EXACT, _MOST_EXACT = "kron", ("full", "block"), 1000  # parameters

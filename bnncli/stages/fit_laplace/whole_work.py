@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli import registry
 from bnncli.errors import NumericError, UsageError
@@ -30,6 +28,9 @@ from bnncli.targets.curvature_choice import HESSIAN
 from bnncli.targets.network import NetworkTarget
 from bnncli.targets.passes import counted_passes
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

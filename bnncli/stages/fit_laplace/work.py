@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.inference.cross_validation import FoldSearch
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
@@ -35,6 +33,9 @@ from bnncli.targets.held_out import HeldOutFeatures
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.passes import counted_passes
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NEAR = 10**0.5  # by how much the best precisions of two structures may differ before all are tried
 

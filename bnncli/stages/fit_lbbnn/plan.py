@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from bnncli.inference import memory
 from bnncli.latent.apart import largest_group
 from bnncli.latent.factors import initial_factors
@@ -16,6 +14,7 @@ from bnncli.latent.multiplier import initial_model, num_params
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.search import CANDIDATES
 from bnncli.latent.steps import EstimatorSettings
+from bnncli.lazy import torch
 from bnncli.machine.team import team
 from bnncli.options import FitLbbnnOptions
 from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.errors import NumericError
 from bnncli.evaluation.density import used_density
@@ -16,10 +13,14 @@ from bnncli.latent.divergence import bias_divergence
 from bnncli.latent.fit import averaged_divergence
 from bnncli.latent.scaling import Inputs, Scaling
 from bnncli.latent.steps import draw_logits, leaves
+from bnncli.lazy import no_grad, torch
 from bnncli.numerics.seeds import on_device
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.run.session import Run
 from bnncli.targets.stream import FeatureBlocks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_PASSES = 8  # over the data, for the expected log likelihood
 FLOW_DRAWS = 64  # of multipliers and weights, NUM_PASSES at once
@@ -38,7 +39,7 @@ class TrainingData(NamedTuple):
             yield inputs, self.labels[rows]
 
 
-@torch.no_grad()
+@no_grad
 def measure(run: Run, posterior: LatentBinary, data: TrainingData, *, variance: str, estimator: str) -> dict[str, Any]:
     """The bound of the best repeat on all data, part by part, nats, and the density of its layers.
 

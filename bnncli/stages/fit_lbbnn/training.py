@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.latent.apart import fit_apart, fit_tensors, groups_of, joined, joined_history
 from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.history import History
 from bnncli.latent.model import LatentModel
 from bnncli.latent.search import CANDIDATES, nll_of_repeats, search_epochs
+from bnncli.lazy import torch
 from bnncli.machine.team import Team, team
 from bnncli.options import FitLbbnnOptions
 from bnncli.run.inputs import Split
@@ -26,6 +24,9 @@ from bnncli.stages.fit_lbbnn.report import TrainingData
 from bnncli.theta.network import NetworkLayout
 from bnncli.training.loop import State
 from bnncli.training.shared_out import Seat
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TrainedRepeats(NamedTuple):

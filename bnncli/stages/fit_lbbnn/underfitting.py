@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.latent.fit import Plan
 from bnncli.latent.history import History
 from bnncli.latent.scaling import Scaling
+from bnncli.lazy import torch
 from bnncli.names import percent
 from bnncli.options import FitLbbnnOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STEEP = 0.1  # of the bound, by which it rises over the last tenth of the epochs where it is far from its end
 MIN_EPOCHS = 10  # below which a tenth of them is none

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
-
 from bnncli.integrators.mc import Mc, affordable_draws
 from bnncli.latent.apart import groups_of
 from bnncli.latent.history import History
 from bnncli.latent.model import LatentModel
 from bnncli.latent.scaling import Scaling
 from bnncli.latent.search import CANDIDATES, search_epochs
+from bnncli.lazy import torch
 from bnncli.machine.team import team
 from bnncli.options import FitLbbnnOptions
 from bnncli.posteriors.latent_binary import DEFAULT_NETWORKS, LatentBinary

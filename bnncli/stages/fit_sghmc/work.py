@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from bnncli import __version__
 from bnncli.errors import UsageError
 from bnncli.evaluation.convergence import Convergence
 from bnncli.inference.sghmc import SghmcPlan, SghmcRun, sample_sghmc
 from bnncli.inference.sghmc_rate import Planned, planned
 from bnncli.inference.white_coordinates import WhiteCoordinates
+from bnncli.lazy import torch
 from bnncli.names import counted
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import FitSghmcOptions

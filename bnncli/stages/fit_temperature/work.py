@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import NumericError
 from bnncli.inference.temperature import LARGEST, SMALLEST, LabelledLogits, TemperatureFit, fit_temperature
+from bnncli.lazy import torch
 from bnncli.posteriors.point import Point
 from bnncli.run.inputs import Split, open_posterior
 from bnncli.run.out_of_fold import fit_on_meta, knows, out_of_fold
@@ -18,6 +16,9 @@ from bnncli.run.predictor import TrainData
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Run
 from bnncli.run.val_report import logits_on_val
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WHY_UNBOUNDED = {
     "separable": "the correct class has the largest logit in every val example, so a lower temperature is always better",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.errors import DataError
 from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.network_draw_memory import NetworkDraws
+from bnncli.lazy import torch
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options import HmcOptions
 from bnncli.run.chain_judges import network_judge

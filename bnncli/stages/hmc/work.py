@@ -10,8 +10,6 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-import torch
-
 from bnncli import __version__
 from bnncli.covariances import Covariance
 from bnncli.evaluation.convergence import Convergence
@@ -20,6 +18,7 @@ from bnncli.inference.chain_groups import Workers
 from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.row_space_draws import complete
+from bnncli.lazy import torch
 from bnncli.likelihoods import name_to_record
 from bnncli.machine.memory import budget
 from bnncli.machine.team import team

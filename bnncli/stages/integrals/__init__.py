@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bnncli.integrators._exact import Exact, exact_probs
 from bnncli.integrators.quadrature import binary_probs
+from bnncli.lazy import torch
 from bnncli.options import CommonOptions, ComputeOptions, IntegralsOptions
 from bnncli.options.command import Command
 from bnncli.run.session import Result, Run, Table

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.covariances.diag import Diag
 from bnncli.covariances.full import Full
 from bnncli.errors import UsageError
 from bnncli.integrators import Integrator, Prediction, load_integrator, supports, variant
+from bnncli.lazy import torch
 from bnncli.options.parts import declaration
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import names
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import torch
 
 from bnncli import __version__
 from bnncli.inference.hmc import HmcRun
+from bnncli.lazy import torch
 from bnncli.options import HmcOptions, MergeOptions
 from bnncli.run.chain_judges import Judge, head_judges, network_judge, parameter_judge
 from bnncli.run.cost import Cost

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bnncli import data
@@ -23,6 +22,7 @@ from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.extraction.features import Extracted
 from bnncli.extraction.input_sums import InputSums
 from bnncli.extraction.padding import padding_warning
+from bnncli.lazy import torch
 from bnncli.likelihoods import has_exclusive_classes
 from bnncli.names import in_table
 from bnncli.options.extract_features import ExtractFeaturesOptions

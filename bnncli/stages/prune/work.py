@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.integrators.plug_in import PlugIn
+from bnncli.lazy import torch
 from bnncli.names import percent
 from bnncli.options import PruneOptions
 from bnncli.posteriors.latent_binary import LatentBinary
@@ -19,6 +17,9 @@ from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Result, Run
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.posteriors import read_posterior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MUCH_LOST = 0.02  # of accuracy, above which there is a warning
 NEARLY = 0.9  # of the weights that are in at any time: keeping as many would not help

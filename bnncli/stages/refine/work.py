@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bnncli.covariances._row_space import rows_of
 from bnncli.covariances._subspace import Subspace
 from bnncli.covariances.diag import Diag
@@ -19,6 +17,7 @@ from bnncli.flows import build_layers, settings_of
 from bnncli.inference.elbo import measure_gain
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.integrators.mc import affordable_draws
+from bnncli.lazy import torch
 from bnncli.options import RefineOptions
 from bnncli.options.refine import TRIAL_DRAWS
 from bnncli.options.target import AUTO

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.inference.latent_refit import LatentRefit, prior_draws
 from bnncli.inference.simulations import LOG_LIKELIHOOD, Problem
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Scaling
+from bnncli.lazy import torch
 from bnncli.options import FitLbbnnOptions
 from bnncli.run.session import Run
 from bnncli.stages.fit_lbbnn.plan import check_memory, plan_of, start_of
@@ -20,6 +19,9 @@ from bnncli.stages.sbc.trial import Trial
 from bnncli.storage.headers import Header, interpreting
 from bnncli.theta.network import NetworkLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NOT_ASKED = Prior(1.0)  # a target has one; the refit has its own, and the log likelihood is ranked, which needs none
 

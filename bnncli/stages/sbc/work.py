@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.errors import DeviceError, NumericError
 from bnncli.evaluation.rank_uniformity import RankLaw
 from bnncli.inference.simulations import Problem, quantities, ranks_of
+from bnncli.lazy import torch
 from bnncli.options import SbcOptions
 from bnncli.run.inputs import Split, load_split, open_posterior, recorded_prior
 from bnncli.run.session import Run
@@ -22,6 +21,9 @@ from bnncli.stages.sbc.trial import Trial
 from bnncli.storage.headers import Header
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def ranked(run: Run, options: SbcOptions, train: Split, header: Header, truth: Path | None) -> list[RankedQuantity]:

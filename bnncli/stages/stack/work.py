@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DeviceError
 from bnncli.inference.costs import NUM_FOLDS, fit_seconds
 from bnncli.inference.cross_validation import stratified_folds
 from bnncli.inference.stacking import RefittedHead, refit_head, stacking_weights
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
+from bnncli.lazy import torch
 from bnncli.machine.speed import speed_of
 from bnncli.options import StackOptions
 from bnncli.posteriors.stack import Stack
@@ -24,6 +22,9 @@ from bnncli.run.val_report import measure_probs_on_val
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.logit_blocks import block_logits
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEPT = 1e-3  # of the weight, at least, of a member that predicts
 MOST_ROWS = 20  # of train, as many times those of val, that are refitted together with val, once a fold

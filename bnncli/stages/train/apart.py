@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.machine.team import shares
 from bnncli.stages.train.trained import Trained
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Networks of a group, at most. On a CPU one by one costs next to nothing, but for the smallest; a GPU wants large kernels.
 GROUP_SEEDS = {"cpu": 1, "cuda": 8}

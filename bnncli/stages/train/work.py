@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from bnncli.checkpoints.load import check_finite
 from bnncli.data import FROM_1, Augmentation, InputSplit
@@ -18,6 +15,7 @@ from bnncli.extraction.autocast import AUTOCAST
 from bnncli.extraction.head import forward, logits_of
 from bnncli.inference.map_learner import EpochScores, Examples, MapLearner, MapSettings, Streams, evaluate
 from bnncli.inference.stacked_networks import StackedNetworks
+from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood, likelihood_of
 from bnncli.machine.memory import return_large_blocks
 from bnncli.machine.team import Team, team
@@ -38,6 +36,9 @@ from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
 from bnncli.training.loop import train
 from bnncli.training.shared_out import Seat, by_number, numbered, share_out
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _PROBED = 2  # examples that show what a network gives
 
@@ -289,7 +290,7 @@ def _prior_precision(learner: MapLearner) -> float | None:
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
     """The state dict. Raises NumericError where it is not finite."""
-    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     try:
         check_finite(state)
     except DataError as error:
