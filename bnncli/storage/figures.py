@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from bnncli.figures import MARK
+from bnncli.figures import MARK as FIGURE_MARK
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.side_outputs import check_side_output
 
@@ -35,4 +35,4 @@ def write_figure(target: Path, content: bytes) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.stat().st_size <= _MAX_BYTES and MARK.encode() in path.read_bytes()
+    return path.stat().st_size <= _MAX_BYTES and FIGURE_MARK.encode() in path.read_bytes()

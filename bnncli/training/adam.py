@@ -49,10 +49,12 @@ class Adam:
     @no_grad
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
+        from torch.optim.adam import adam  # no attribute of torch.optim
+
         for group in self.param_groups:
             found, gradients = with_gradients(group)
             states = [self._state_of(parameter) for parameter in found]
-            torch.optim.adam.adam(
+            adam(
                 found,
                 gradients,
                 [state["exp_avg"] for state in states],

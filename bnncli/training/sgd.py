@@ -47,10 +47,12 @@ class Sgd:
     @no_grad
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
+        from torch.optim.sgd import sgd  # no attribute of torch.optim
+
         for group in self.param_groups:
             found, gradients = with_gradients(group)
             states = [self._state_of(parameter) for parameter in found]
-            torch.optim.sgd.sgd(
+            sgd(
                 found,
                 gradients,
                 [state.get("momentum") for state in states],
