@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from bnncli.artifacts.features import read_features
 from bnncli.evaluation.integration_error import DrawGroups, balanced_halves, integration_error
 from bnncli.integrators import load_integrator
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import open_posterior, posterior_prior
-from bnncli.storage.features import read_features
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.prior import Prior
 
 NUM_EXAMPLES = 10_000
 NUM_BINS = 15

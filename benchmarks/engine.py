@@ -32,8 +32,8 @@ from refine_job import measure_refine
 from report import Row, against, row_of, table
 
 from bnncli.errors import BnnError
-from bnncli.machine.devices import configure_torch, resolve_device
-from bnncli.machine.memory import keep_freed_blocks
+from bnncli.system.devices import configure_torch, resolve_device
+from bnncli.system.memory import keep_freed_blocks
 
 SCHEMA = "bnncli.benchmark.engine/1"
 STRUCTURES = ("full", "kron", "diag")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bnncli.logits import LogitRoot
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.theta.head import HeadLayout
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from gpu_steps.device import open_gpu
 from gpu_steps.ledger import Ledger
 
 from bnncli.errors import BnnError
-from bnncli.machine.devices import configure_torch, resolve_device
+from bnncli.system.devices import configure_torch, resolve_device
 
 SCHEMA = "bnncli.benchmark.gpu/2"
 STEPS = (

@@ -219,8 +219,8 @@ def of_form(name: str) -> Case:
 
 def measured(name: str) -> dict[str, Any]:
     """A form's difference, seconds and line; run in a folder of its own."""
+    from bnncli.artifacts.features import read_features
     from bnncli.cli.execute import run_command_line
-    from bnncli.storage.features import read_features
 
     with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
         case = of_form(name) if name in FORMS else FILES[name]()

@@ -20,9 +20,9 @@ from bnncli.inference import memory
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import LaplaceFit
 from bnncli.inference.nuts import sample_nuts
-from bnncli.machine.memory import budget
-from bnncli.numerics.seeds import stream
-from bnncli.options import HmcOptions
+from bnncli.numerics.random import stream
+from bnncli.options.hmc import HmcOptions
+from bnncli.system.memory import budget
 
 STEPS_A_TRANSITION = 63  # of NUTS, to plan its warm-up with; it takes what it takes
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from machine import Work
 
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
 
 N, D, K, M = 1_280_000, 2048, 1000, 25_000
 CHAINS, SAMPLES = 16, 200

@@ -30,16 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.errors import BnnError, UsageError
-from bnncli.latent.factors import initial_factors
-from bnncli.latent.fit import Plan, fit_latent
-from bnncli.latent.model import LatentModel
-from bnncli.latent.multiplier import initial_model
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.steps import EstimatorSettings
-from bnncli.machine.devices import configure_torch, resolve_device
-from bnncli.machine.memory import keep_freed_blocks
-from bnncli.numerics.seeds import stream
-from bnncli.theta.network import NetworkLayout
+from bnncli.latent.factors import initial_factors, initial_model
+from bnncli.latent.fit import EstimatorSettings, Plan, fit_latent
+from bnncli.latent.model import LatentModel, SpikeAndSlab
+from bnncli.numerics.random import stream
+from bnncli.parameters.layouts import NetworkLayout
+from bnncli.system.devices import configure_torch, resolve_device
+from bnncli.system.memory import keep_freed_blocks
 
 SCHEMA = "bnncli.benchmark.lbbnn/1"
 PUBLISHED = {"concrete": 20.0, "lrt": 6.0, "mnf": 30.0}

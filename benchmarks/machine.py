@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
 
 T = TypeVar("T")
 _PACKAGES = ("torch", "numpy", "pyro-ppl", "laplace-torch", "bnncli")

@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 
-from bnncli.storage.features import read_features
-from bnncli.storage.predictions import read_predictions
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.predictions import read_predictions
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 NEAR = 0.005  # nats, of the best

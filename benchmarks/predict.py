@@ -33,12 +33,12 @@ from torch import Tensor
 from bnncli.errors import BnnError
 from bnncli.integrators import Prediction, load_integrator, variant
 from bnncli.integrators._exact import SOBOL_LOGITS, exact_probs
-from bnncli.machine.devices import configure_torch, resolve_device
-from bnncli.machine.memory import keep_freed_blocks
 from bnncli.numerics import dirichlet
-from bnncli.numerics.seeds import stream
+from bnncli.numerics.random import stream
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.theta.head import HeadLayout
+from bnncli.system.devices import configure_torch, resolve_device
+from bnncli.system.memory import keep_freed_blocks
 
 SCHEMA = "bnncli.benchmark.predict/1"
 NUM_DRAWS = 1000

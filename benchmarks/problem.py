@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bnncli.artifacts.features import read_features
 from bnncli.errors import DataError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.stages.demo.fixtures import fixture_path
-from bnncli.storage.features import read_features
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from report import Row, against, row_of
 
 from bnncli.inference.elbo import elbo, measure_gain
 from bnncli.inference.refine import RefineFit, fit_flow
-from bnncli.machine.devices import single_threaded
-from bnncli.numerics.seeds import stream
+from bnncli.numerics.random import stream
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.system.devices import single_threaded
 
 
 class RefinePlan(NamedTuple):

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bnncli.machine.memory import SHARE, budget, keep_freed_blocks
+from bnncli.system.memory import SHARE, budget, keep_freed_blocks
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command sets it, before torch is imported
 
@@ -34,7 +34,7 @@ from synthetic import open_target, write_split
 
 from bnncli.errors import BnnError
 from bnncli.inference import memory
-from bnncli.machine.devices import available_memory, configure_torch, resolve_device
+from bnncli.system.devices import available_memory, configure_torch, resolve_device
 
 SCHEMA = "bnncli.benchmark.scaling/1"
 Row = dict[str, Any]

@@ -13,13 +13,12 @@ from machine import Work
 
 from bnncli.curvature import ggn
 from bnncli.inference.dynamics import WhitenedPotential, transition
-from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.mode import find_mode
+from bnncli.inference.mode import covariance_at, find_mode
 from bnncli.inference.refine import fit_flow
-from bnncli.numerics.seeds import stream
+from bnncli.numerics.random import stream
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
 
 PRIOR_PRECISION = 100.0
 NUM_DRAWS = 8  # of a value and gradient, and of a refine step

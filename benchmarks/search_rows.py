@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.logit_losses import losses_by_logits
-from bnncli.inference.prior_precision import search
-from bnncli.numerics.seeds import stream
+from bnncli.inference.prior_criterion import losses_by_logits
+from bnncli.inference.prior_search import search
+from bnncli.numerics.random import stream
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 SCHEMA = "bnncli.benchmark.search-rows/1"
 NUM_DRAWS = 128

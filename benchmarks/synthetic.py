@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bnncli.artifacts.features import CHECK_ROWS, FeatureFile, read_features, write_features
+from bnncli.artifacts.provenance import build_provenance
 from bnncli.numerics.digests import json_sha256
-from bnncli.storage.features import CHECK_ROWS, FeatureFile, read_features, write_features
-from bnncli.storage.provenance import build_provenance
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 _BLOCK_ELEMENTS = 2**24
 

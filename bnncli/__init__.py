@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 if sys.version_info < (3, 11):  # noqa: UP036 (from a source tree, where no installer has looked)
     raise ImportError("bnncli needs Python 3.11 or newer; this is Python {}.{}".format(*sys.version_info))
 
-from bnncli import errors as errors
+from bnncli import errors
 
 if TYPE_CHECKING:
     from os import PathLike
 
-    from bnncli.opened import OpenedRun
+    from bnncli.opened.run import OpenedRun
 
 __all__ = ["errors"]  # not `open`: Python's own is not to be hidden by an import of all
 __version__ = "0.1.0"

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TextIO
 
-from bnncli.machine import signals
+from bnncli.system import signals
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     # without, a fit of a network took half as long again.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from bnncli.cli.execute import run_command_line
-    from bnncli.machine.memory import keep_freed_blocks
+    from bnncli.system.memory import keep_freed_blocks
 
     keep_freed_blocks()
     code = run_command_line(sys.argv[1:], results)

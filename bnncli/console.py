@@ -17,11 +17,11 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from bnncli.errors import BnnError
-from bnncli.machine import signals
 from bnncli.names import printable
-from bnncli.options import CommonOptions
+from bnncli.options.common import CommonOptions
 from bnncli.options.declaration import spelled
 from bnncli.progress import Task
+from bnncli.system import signals
 
 FIRST_LOG_SECONDS = 1.0
 LOG_EVERY_SECONDS = 30.0

@@ -9,10 +9,10 @@ from typing import Any
 
 import h5py
 
-from bnncli.storage import metrics, posteriors
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.hdf5 import header_of, open_hdf5, read_contents, write_hdf5
-from bnncli.storage.headers import with_digest
+from bnncli.artifacts import files, posteriors
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.hdf5 import header_of, open_hdf5, read_contents, write_hdf5
+from bnncli.artifacts.headers import with_digest
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -55,9 +55,9 @@ def _forge_metrics(path: Path, document: dict[str, Any], change: Change) -> None
     document["schema"] = f"bnncli.metrics/{document['schema']}"
     if isinstance(meta, dict):
         if document.get("content_digest") == read_header(path).content_digest:
-            document["content_digest"] = metrics._digest({key: meta.get(key) for key in ("predictions", "rows")})
+            document["content_digest"] = files._digest({key: meta.get(key) for key in ("predictions", "rows")})
         document |= meta
-    path.write_bytes(metrics._text(document))
+    path.write_bytes(files._text(document))
 
 
 def _forge_hdf5(path: Path, document: dict[str, Any], change: Change) -> None:

@@ -14,26 +14,21 @@ import torch
 from kills import SERVER
 from torch import Tensor
 
+from bnncli.artifacts.samples import SampleFile, write_samples
 from bnncli.flows.affine import Affine
 from bnncli.inference.hmc import sample_hmc
-from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.laplace import RowLift, fit_gaussian, lift_fit
 from bnncli.inference.refine import fit_flow
-from bnncli.inference.row_space_lift import RowLift, lift_fit
 from bnncli.integrators.mc import Mc
-from bnncli.latent.factors import initial_factors
-from bnncli.latent.fit import Plan, fit_latent
-from bnncli.latent.model import LatentModel
-from bnncli.latent.multiplier import initial_model
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.steps import EstimatorSettings
+from bnncli.latent.factors import initial_factors, initial_model
+from bnncli.latent.fit import EstimatorSettings, Plan, fit_latent
+from bnncli.latent.model import LatentModel, SpikeAndSlab
+from bnncli.parameters.layouts import HeadLayout, NetworkLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.inputs import open_samples
-from bnncli.storage.samples import SampleFile, write_samples
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.network import NetworkLayout
-from bnncli.theta.prior import Prior
 
 # Larger arrays get pages of their own, so that what is freed is seen to be free; smaller ones keep the pages they had.
 MMAP_THRESHOLD, OWN_PAGES = -3, 1_000_000

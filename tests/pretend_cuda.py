@@ -28,10 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bnncli
-from bnncli.training.adam import Adam
-from bnncli.training.optimizer import Optimizer
-from bnncli.training.sgd import Sgd
-from bnncli.training.step_graph import _side_stream
+from bnncli.training.loop import _side_stream
+from bnncli.training.optimizers import Adam, Optimizer, Sgd
 
 _PACKAGE = str(Path(bnncli.__file__).parent) + "/"
 _CPU = torch.device("cpu")

@@ -12,12 +12,12 @@ import torch
 from kills import SERVER
 from peaks import MMAP_THRESHOLD, OWN_PAGES, now
 
+from bnncli.artifacts.features import read_features
 from bnncli.curvature import ggn
-from bnncli.storage.features import read_features
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.targets.blocks import FeatureBlocks
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.stream import FeatureBlocks
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 
 def private_peaks(files: Sequence[Path], folder: Path) -> list[int]:

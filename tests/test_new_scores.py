@@ -17,10 +17,10 @@ from problems.command_line import Invocation
 from sklearn.metrics import roc_auc_score
 
 from bnncli import detectors
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import UsageError
 from bnncli.evaluation.score_options import ScoreOption, merged
 from bnncli.scores import declared
-from bnncli.storage.predictions import read_predictions
 
 pytestmark = pytest.mark.long  # copies the package and runs it; in `.ci/run`
 

@@ -22,8 +22,8 @@ from problems.command_line import Invocation
 from torch import nn
 
 from bnncli import registry
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import UsageError
-from bnncli.storage.predictions import read_predictions
 
 pytestmark = pytest.mark.long  # copies the package and runs it; in `.ci/run`
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 LISTED = {1: -4.0, 3: 1.0, 7: 1.0, 11: 1.2, 13: 37.1, 16: 50.0, 17: -0.00005, 18: 10.0, 19: 3.0}  # by column, from 1

@@ -18,15 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bnncli.latent.history import History
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.files import read_header, read_metrics
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.posteriors import read_posterior
+from bnncli.artifacts.predictions import read_predictions
+from bnncli.artifacts.samples import SampleFile, read_samples
+from bnncli.latent.fit import History
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import read_features
-from bnncli.storage.headers import Header
-from bnncli.storage.metrics import read_metrics
-from bnncli.storage.posteriors import read_posterior
-from bnncli.storage.predictions import read_predictions
-from bnncli.storage.samples import SampleFile, read_samples
 
 FEATURES = 1e-5  # of the largest feature
 MODE = 1e-3  # posterior standard deviations, of the parameter that is furthest off

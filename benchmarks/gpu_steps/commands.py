@@ -17,7 +17,7 @@ from gpu_steps.device import Gpu
 from gpu_steps.ledger import Ledger
 from gpu_steps.lines import Done, command_of, copied, run_line, takes_device
 
-from bnncli.machine.devices import configure_torch
+from bnncli.system.devices import configure_torch
 
 PRODUCT = 1e-5  # error of a float32 product or convolution, of its largest number; TF32 has a thousandth
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from machine import Rates, Work, best_of, measure_rates
 
-from bnncli.machine.devices import has_coarse_products, tf32_products
+from bnncli.system.devices import has_coarse_products, tf32_products
 
 # Dense float32 and float64 flops (the latter by tensor cores), bytes of its memory and exponentials a second: data sheets of
 # NVIDIA; exponentials are 16 a clock and multiprocessor.

@@ -20,14 +20,13 @@ from bnncli.flows import choose_space
 from bnncli.inference.dynamics import DYNAMICS
 from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.refine import MIN_ROUND_STEPS, RefineFit, fit_flow
-from bnncli.latent.fit import Plan, fit_latent
-from bnncli.latent.steps import EstimatorSettings
+from bnncli.latent.fit import EstimatorSettings, Plan, fit_latent
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.targets.coarse_gradient import GRADIENTS, choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
-from bnncli.theta.head import HeadLayout
+from bnncli.targets.variants import GRADIENTS, choose_gradient
 
 # Of the largest parameter: a captured step copies its rows where another looks at them, and products of other strides round
 # otherwise; Adam makes that 3e-5 in 60 steps of spline layers. A step that is left out is a hundred times as much.

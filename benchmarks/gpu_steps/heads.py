@@ -6,15 +6,12 @@ import torch
 from torch import Tensor
 
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.latent.factors import initial_factors
-from bnncli.latent.model import LatentModel
-from bnncli.latent.multiplier import initial_model
-from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.factors import initial_factors, initial_model
+from bnncli.latent.model import LatentModel, SpikeAndSlab
+from bnncli.parameters.layouts import HeadLayout, NetworkLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.network import NetworkLayout
-from bnncli.theta.prior import Prior
 
 
 def examples(count: int, num_features: int, num_classes: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -19,17 +19,16 @@ from torch import Tensor
 from bnncli.covariances import Covariance
 from bnncli.flows.affine import Affine
 from bnncli.inference.hmc import sample_hmc
-from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.modes import mode_of
+from bnncli.inference.mode import covariance_at, mode_of
 from bnncli.inference.refine import fit_flow
 from bnncli.integrators.bridge import Bridge
 from bnncli.integrators.mean_field import MeanField
 from bnncli.integrators.probit import Probit
-from bnncli.numerics.seeds import stream
+from bnncli.numerics.random import stream
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.targets.coarse_gradient import CoarseGradient
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
+from bnncli.targets.variants import CoarseGradient
 
 SIZES, QUICK = (1_281_167, 2048, 1000), (400, 20, 5)  # N, D, K
 CHAINS, WARMUP, DRAWS = 8, 40, 160

@@ -12,12 +12,10 @@ from gpu_steps.heads import examples, latent_model
 from gpu_steps.lines import run_line
 from machine import Work, timed
 
-from bnncli.latent.fit import Plan, fit_latent
-from bnncli.latent.history import History
-from bnncli.latent.steps import EstimatorSettings
-from bnncli.numerics.seeds import stream
+from bnncli.artifacts.posteriors import read_posterior
+from bnncli.latent.fit import EstimatorSettings, History, Plan, fit_latent
+from bnncli.numerics.random import stream
 from bnncli.stages.demo.fixtures import fixture_path
-from bnncli.storage.posteriors import read_posterior
 
 SIZES, QUICK_SIZES = (784, 400, 600, 10), (20, 10, 3)
 NUM_EXAMPLES, BATCH = 60_000, 100

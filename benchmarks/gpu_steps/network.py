@@ -23,6 +23,8 @@ from gpu_steps.lines import Done, run_line
 from machine import best_of, timed
 from torch import Tensor, nn
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.samples import read_samples
 from bnncli.curvature import ggn
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.integrators.probit import probit_probs
@@ -31,12 +33,9 @@ from bnncli.network_curvature.kron import LayerFactors, in_parts
 from bnncli.networks.mlp import build as mlp
 from bnncli.networks.resnet20 import build as resnet20
 from bnncli.networks.wide_resnet import build as wide_resnet
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.samples import read_samples
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 PRECISION = 100.0
 # Of the commands: under 100 chains of ResNet-20 need steps of a thousandth of a standard deviation and hundreds of draws to warm up.

@@ -15,16 +15,13 @@ from bnncli.flows._affine_sizes import num_elements
 from bnncli.flows.affine import Affine
 from bnncli.inference import memory
 from bnncli.inference.hmc import sample_hmc
-from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.laplace import RowLift, fit_gaussian, lift_fit
 from bnncli.inference.refine import fit_flow
-from bnncli.inference.row_space_lift import RowLift, lift_fit
-from bnncli.latent.fit import Plan, fit_latent
-from bnncli.latent.multiplier import num_params
-from bnncli.latent.steps import EstimatorSettings
-from bnncli.machine.memory import bytes_text
+from bnncli.latent.factors import num_params
+from bnncli.latent.fit import EstimatorSettings, Plan, fit_latent
+from bnncli.parameters.layouts import HeadLayout, NetworkLayout
+from bnncli.system.memory import bytes_text
 from bnncli.targets.row_space import RowSpace
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.network import NetworkLayout
 
 PEAK = (0.5, 1.1)  # of the estimate
 LIBRARIES = 100 << 20  # bytes: cuBLAS keeps 32 MiB for each stream that it works on, a capture's among them

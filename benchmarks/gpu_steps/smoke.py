@@ -22,9 +22,9 @@ from gpu_steps.bench import Bench
 from gpu_steps.commands import flags
 from gpu_steps.lines import command_of, run_line, takes_device
 
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.stages.demo.fixtures import fixture_path
-from bnncli.storage.features import read_features
-from bnncli.storage.predictions import read_predictions
 
 CLOSED = ("probit", "mean-field", "bridge")
 FEATURES = 1e-5  # of the largest feature

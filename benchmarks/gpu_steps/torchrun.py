@@ -20,9 +20,9 @@ from gpu_steps.ledger import Ledger
 from gpu_steps.lines import Done, run_line, start_line
 from torch import Tensor
 
+from bnncli.artifacts.posteriors import read_posterior
+from bnncli.artifacts.samples import read_samples
 from bnncli.errors import Exit
-from bnncli.storage.posteriors import read_posterior
-from bnncli.storage.samples import read_samples
 
 SAME = 1e-6  # of the largest number of a tensor
 SHARDS = ("--shards", "64")

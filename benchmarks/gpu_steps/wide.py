@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bnncli.covariances.full import Full, from_rows
 from bnncli.curvature import ggn
-from bnncli.inference.local_covariance import covariance_at
-from bnncli.machine.memory import bytes_text
-from bnncli.theta.head import HeadLayout
+from bnncli.inference.mode import covariance_at
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.system.memory import bytes_text
 
 NUM_EXAMPLES = 50_000
 WHOLE, BY_ROWS = HeadLayout(100, 256), HeadLayout(100, 640)  # 25,700 and 64,100 parameters

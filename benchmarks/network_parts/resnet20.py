@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.storage.features import read_sample_ids
-from bnncli.storage.predictions import read_predictions
+from bnncli.artifacts.features import read_sample_ids
+from bnncli.artifacts.predictions import read_predictions
 from network_parts._bench import Bench, Done, Folder
 from network_parts._scores import score_rows, score_table
 from network_parts._table import Table

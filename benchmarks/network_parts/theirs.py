@@ -24,15 +24,14 @@ from torch.nn.functional import cross_entropy
 
 from bnncli.curvature import ggn
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.inference.prior_precision import search
+from bnncli.inference.prior_search import search
 from bnncli.integrators.probit import probit_probs
 from bnncli.networks.lenet5 import build as lenet5
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 from network_parts._bench import Bench, LeftOut
 from network_parts._forked import Measured, measured
 from network_parts._table import Table

@@ -21,8 +21,8 @@ from bnncli.checkpoints.pickles import harmful, load_tensors, needs_trust
 from bnncli.checkpoints.zip_checksums import check_checksums
 from bnncli.errors import DataError, MissingInput, Untrusted
 from bnncli.lazy import torch
-from bnncli.machine.input_files import open_regular
 from bnncli.names import listed, quoted
+from bnncli.system.input_files import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,10 +19,10 @@ from bnncli.checkpoints.state_dicts import clean_names, select_state
 from bnncli.checkpoints.zip_checksums import UNCHECKED, check_checksums
 from bnncli.errors import DataError, Untrusted
 from bnncli.lazy import torch
-from bnncli.machine.input_files import open_regular
 from bnncli.names import listed, quoted
 from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.progress import SILENT, Progress
+from bnncli.system.input_files import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor

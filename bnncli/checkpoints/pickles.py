@@ -20,9 +20,9 @@ from bnncli.checkpoints.sniff import sniff
 from bnncli.checkpoints.stand_ins import STAND_INS
 from bnncli.errors import DataError, Untrusted, is_short_of_memory
 from bnncli.lazy import torch
-from bnncli.machine.input_files import is_failure
 from bnncli.names import listed
 from bnncli.options.command_line import pasted
+from bnncli.system.input_files import is_failure
 
 # Everything that a damaged pickle or archive has been seen to raise; a bug of ours is still a bug.
 _DAMAGE = (

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bnncli.errors import DataError, MissingInput
-from bnncli.machine.input_files import open_regular, reading
 from bnncli.names import listed, quoted
 from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.options.command_line import pasted
 from bnncli.progress import SILENT, Progress
+from bnncli.system.input_files import open_regular, reading
 
 INDEX_SUFFIX = ".index.json"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin|pt|pth)")

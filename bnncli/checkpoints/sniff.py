@@ -8,8 +8,8 @@ import zipfile
 from typing import IO
 
 from bnncli.errors import DataError
-from bnncli.machine.input_files import is_failure
 from bnncli.names import listed, quoted
+from bnncli.system.input_files import is_failure
 
 # The integer 0x1950a86a20f9469cfc6c, pickled: what torch wrote at the start of every file before version 1.6.
 LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."

@@ -11,9 +11,9 @@ import zlib
 from typing import IO
 
 from bnncli.errors import DataError
-from bnncli.machine.input_files import is_failure
 from bnncli.names import quoted
 from bnncli.progress import SILENT, Progress
+from bnncli.system.input_files import is_failure
 
 _BLOCK = 1 << 20
 UNCHECKED = "its members have no checksums (written after set_crc32_options(False)), so damage cannot be detected"

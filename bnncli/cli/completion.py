@@ -18,7 +18,7 @@ from bnncli.options.declaration import choices_of
 from bnncli.registry import names
 
 if TYPE_CHECKING:
-    from bnncli.storage.run_folder import RunFolder
+    from bnncli.artifacts.run_folder import RunFolder
 
 _POSTERIORS = ("posterior", "base", "baseline", "truth", "reference")  # options that take the name of one
 
@@ -68,7 +68,7 @@ def _removable() -> list[str]:
 
 def _runs() -> list[RunFolder]:
     """Return the runs of the words on the line; Typer does not parse a line whose last option has no value yet."""
-    from bnncli.storage.run_folder import RunFolder
+    from bnncli.artifacts.run_folder import RunFolder
 
     words = shlex.split(os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or "")
     places = dict(pairwise(words))

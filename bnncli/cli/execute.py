@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any, TextIO
 
 from bnncli import registry
+from bnncli.artifacts.caches import checks_remembered
 from bnncli.cli import spread
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS, find_command
@@ -30,10 +31,10 @@ from bnncli.cli.tables import print_table
 from bnncli.cli.usage_words import usage_words
 from bnncli.console import Console
 from bnncli.errors import ELSEWHERE, BnnError, Exit, UsageError, WriteError, bug, left_by, machine_error
-from bnncli.machine import signals
-from bnncli.machine.last_words import LOST
 from bnncli.names import printable
-from bnncli.options import (
+from bnncli.options.command import Command
+from bnncli.options.command_line import CommandLine
+from bnncli.options.common import (
     CommonOptions,
     ComputeOptions,
     InputOptions,
@@ -43,10 +44,9 @@ from bnncli.options import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.command import Command
-from bnncli.options.command_line import CommandLine
 from bnncli.options.declaration import flag_of, made, spelled
-from bnncli.storage.known_files import checks_remembered
+from bnncli.system import signals
+from bnncli.system.workers import LOST
 
 
 def run_command_line(argv: list[str], results: TextIO) -> int:

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bnncli import registry
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import carries_our_mark, is_same_file
+from bnncli.artifacts.run_folder import RunFolder, lock_beside
 from bnncli.checkpoints.shards import shards_of
 from bnncli.cli.option_values import option_fields
 from bnncli.errors import ELSEWHERE, BnnError, UsageError
@@ -15,9 +18,6 @@ from bnncli.options.command import Command
 from bnncli.options.command_line import CommandLine
 from bnncli.options.declaration import flag_of
 from bnncli.run.model_files import ModelFiles
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.freshness import carries_our_mark, is_same_file
-from bnncli.storage.run_folder import RunFolder, lock_beside
 
 _INPUT = re.compile("FILE|DIR|SPEC|MODEL")  # in the metavar of an option whose value names files
 _BESIDE = {".csv", ".npz", ".log", ".txt", ".html"}  # what people may write into a folder of inputs

@@ -13,11 +13,12 @@ from dataclasses import replace
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError, Exit, Interrupted, UsageError, bug, left_by, machine_error
 from bnncli.lazy import torch
-from bnncli.machine import signals, team
-from bnncli.machine.devices import device_name
-from bnncli.machine.last_words import LOST
 from bnncli.names import counted
-from bnncli.options import CommonOptions, ComputeOptions, ExtractFeaturesOptions
+from bnncli.options.common import CommonOptions, ComputeOptions
+from bnncli.options.extract_features import ExtractFeaturesOptions
+from bnncli.system import signals, workers
+from bnncli.system.devices import device_name
+from bnncli.system.workers import LOST
 
 SPREAD = (
     "fit-laplace",
@@ -37,13 +38,13 @@ NUM_SHARDS = 64
 
 def is_follower() -> bool:
     """Whether torchrun has started this process beside another one that talks."""
-    found = team.rank_and_size()
+    found = workers.rank_and_size()
     return found is not None and found[0] > 0
 
 
 def own_device(options: ComputeOptions) -> ComputeOptions:
     """The options with this worker's own GPU, where it may choose."""
-    found = team.rank_and_size()
+    found = workers.rank_and_size()
     if found is None or options.device not in ("auto", "cuda") or device_name(options.device) == "cpu":
         return options
     local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
@@ -70,7 +71,7 @@ def workers_joined(command: str, own: object, options: ComputeOptions, console: 
         DeviceError: the others do not come; one of them was killed; or, of a worker that has told the first what ends it,
             that it has.
     """
-    started = team.rank_and_size()
+    started = workers.rank_and_size()
     rank, size = started or (0, 1)
     if started is None and options.shards is None:
         yield True
@@ -85,44 +86,44 @@ def workers_joined(command: str, own: object, options: ComputeOptions, console: 
         return
     if size > 1:
         console.info(f"worker 0 of {size}, started by torchrun (unset WORLD_SIZE to run alone)")
-    joined = team.Team(rank, size, options.shards or NUM_SHARDS, is_in_step)
-    team.join(joined, torch.device(device_name(options.device)))
+    joined = workers.Team(rank, size, options.shards or NUM_SHARDS, is_in_step)
+    workers.join(joined, torch.device(device_name(options.device)))
     try:
         yield True
-        team.meet()
-        team.part()
+        workers.meet()
+        workers.part()
     except (Exception, SystemExit) as error:
         _part(error, joined, console)
         raise
     finally:
         if size > 1:
             console.debug(
-                f"sent {team.bytes_sent()} bytes to other workers, received {team.bytes_received()} of messages"
+                f"sent {workers.bytes_sent()} bytes to other workers, received {workers.bytes_received()} of messages"
             )
-        team.leave()
+        workers.leave()
 
 
-def _part(error: BaseException, joined: team.Team, console: Console) -> None:
+def _part(error: BaseException, joined: workers.Team, console: Console) -> None:
     """Tell the others what ends this process. Raises DeviceError where that is one that was killed, or the first says it.
 
     torchrun ends all when any has gone: none goes before the first, which would be ended in the midst of what it says.
     """
     known = left_by(error) if isinstance(error, SystemExit) else error if isinstance(error, BnnError) else None
     known = known or machine_error(error) or bug(error)  # type: ignore[arg-type]
-    killed = team.killed() if isinstance(known, Interrupted) else None
+    killed = workers.killed() if isinstance(known, Interrupted) else None
     if killed is not None:  # torchrun ends this process for it
         killed.hint, known = known.hint, killed
-    team.part(known)
+    workers.part(known)
     if killed is not None:
         raise killed from error
     if joined.is_leader:
         return
     if known.exit == Exit.BUG:
         console.traceback(error)
-    while not team.first_has_ended() and not signals.has_come():
+    while not workers.first_has_ended() and not signals.has_come():
         time.sleep(0.05)
     if known.code == LOST:
-        known = team.heard() or known
+        known = workers.heard() or known
     told: BnnError = DeviceError("worker 0 reports why", code=LOST)
     told.exit = known.exit
     raise told from error

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, Self
 
 from bnncli.lazy import torch
-from bnncli.theta.layout import ParamLayout
-from bnncli.theta.prior import Prior
+from bnncli.parameters.layouts import ParamLayout
+from bnncli.parameters.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

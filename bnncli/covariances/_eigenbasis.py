@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from bnncli.lazy import torch
-from bnncli.theta.layout import MatrixLayout
+from bnncli.parameters.layouts import MatrixLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

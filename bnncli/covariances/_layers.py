@@ -14,10 +14,9 @@ from bnncli.covariances.diag import Diag
 from bnncli.covariances.full import Full
 from bnncli.errors import NumericError
 from bnncli.lazy import torch
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.layout import ParamLayout
-from bnncli.theta.modules import module_places
-from bnncli.theta.prior import Prior
+from bnncli.parameters.layouts import HeadLayout, ParamLayout
+from bnncli.parameters.module import module_places
+from bnncli.parameters.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

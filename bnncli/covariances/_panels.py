@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from bnncli.lazy import torch
-from bnncli.machine import signals
-from bnncli.machine.panels import panel_width
-from bnncli.machine.team import Team
+from bnncli.system import signals
+from bnncli.system.memory import panel_width
+from bnncli.system.workers import Team
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from bnncli.covariances._panels import panelled_root
 from bnncli.errors import NumericError
 from bnncli.lazy import torch
-from bnncli.machine.interruptible import interruptible
-from bnncli.machine.panels import is_large
-from bnncli.machine.team import Team, team
+from bnncli.system.memory import is_large
+from bnncli.system.signals import interruptible
+from bnncli.system.workers import Team, team
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, cast
 from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import ModuleLayout
 from bnncli.targets.row_space import RowSpace
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from bnncli.covariances import Covariance
 from bnncli.lazy import torch
-from bnncli.numerics.seeds import source_of
+from bnncli.numerics.random import source_of
+from bnncli.parameters.layouts import MatrixLayout, vector_layout
 from bnncli.shapes import check_shapes
-from bnncli.theta.layout import MatrixLayout
-from bnncli.theta.vector import vector_layout
 
 if TYPE_CHECKING:
     from torch import Tensor

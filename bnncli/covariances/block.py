@@ -12,8 +12,8 @@ from bnncli.covariances._layers import BlockLayers
 from bnncli.covariances._roots import inverse_root
 from bnncli.errors import NumericError
 from bnncli.lazy import torch
-from bnncli.theta.layout import MatrixLayout
-from bnncli.theta.prior import Prior
+from bnncli.parameters.layouts import MatrixLayout
+from bnncli.parameters.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

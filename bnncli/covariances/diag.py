@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.errors import NumericError
 from bnncli.lazy import torch
-from bnncli.theta.layout import ParamLayout
-from bnncli.theta.prior import Prior
+from bnncli.parameters.layouts import ParamLayout
+from bnncli.parameters.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

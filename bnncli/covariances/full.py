@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 from bnncli.covariances._packed import PackedTriangle
 from bnncli.covariances._roots import Rows, inverse_root, root_of_sum
 from bnncli.lazy import torch
-from bnncli.machine.panels import is_large
-from bnncli.theta.layout import ParamLayout
-from bnncli.theta.prior import Prior
+from bnncli.parameters.layouts import ParamLayout
+from bnncli.parameters.prior import Prior
+from bnncli.system.memory import is_large
 
 if TYPE_CHECKING:
     from torch import Tensor

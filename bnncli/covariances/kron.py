@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bnncli.covariances._eigenbasis import largest_coordinates
 from bnncli.covariances._layers import KronLayers
 from bnncli.lazy import torch
-from bnncli.machine.interruptible import eigenvectors
-from bnncli.theta.layout import MatrixLayout
-from bnncli.theta.prior import Prior
+from bnncli.parameters.layouts import MatrixLayout
+from bnncli.parameters.prior import Prior
+from bnncli.system.signals import eigenvectors
 
 if TYPE_CHECKING:
     from torch import Tensor

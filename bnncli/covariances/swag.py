@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.lazy import torch
-from bnncli.theta.layout import ParamLayout
+from bnncli.parameters.layouts import ParamLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from bnncli.targets.passes import count_passes
-from bnncli.targets.target import Curvature, CurvedTarget
-from bnncli.theta.layout import MatrixLayout
+from bnncli.parameters.layouts import MatrixLayout
+from bnncli.targets.target import Curvature, CurvedTarget, count_passes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
-from bnncli.machine import signals
-from bnncli.targets.stream import BLOCK_ELEMENTS
+from bnncli.system import signals
+from bnncli.targets.blocks import BLOCK_ELEMENTS
 
 if TYPE_CHECKING:
     from torch import Tensor

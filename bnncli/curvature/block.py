@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 from bnncli.curvature import Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
 from bnncli.likelihoods import Likelihood
+from bnncli.parameters.layouts import MatrixLayout
 from bnncli.targets.grams import weighted_grams
-from bnncli.theta.layout import MatrixLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from bnncli.curvature import Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
 from bnncli.likelihoods import Likelihood
-from bnncli.theta.layout import ParamLayout
+from bnncli.parameters.layouts import ParamLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,9 +15,9 @@ from bnncli.curvature import Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
-from bnncli.machine.panels import is_large
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.system.memory import is_large
 from bnncli.targets.grams import is_packed, packed_grams, packed_places, unpack_symmetric, weighted_grams
-from bnncli.theta.head import HeadLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from bnncli.curvature import Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
 from bnncli.likelihoods import Likelihood
-from bnncli.theta.layout import MatrixLayout
+from bnncli.parameters.layouts import MatrixLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

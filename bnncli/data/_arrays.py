@@ -17,10 +17,10 @@ import numpy as np
 from bnncli.data._labels import check_labels
 from bnncli.data._transform import settled
 from bnncli.errors import DataError, DeviceError, Untrusted
-from bnncli.machine.devices import available_memory
-from bnncli.machine.input_files import is_failure, open_regular
 from bnncli.names import listed, quoted
 from bnncli.progress import Progress
+from bnncli.system.devices import available_memory
+from bnncli.system.input_files import is_failure, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,10 +12,10 @@ import numpy as np
 
 from bnncli.data._arrow_types import arrow_library, class_names_of, columns_of, listed_values, plain_numbers
 from bnncli.errors import DataError, DeviceError
-from bnncli.machine.input_files import is_failure, open_regular, read_error
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
+from bnncli.system.input_files import is_failure, open_regular, read_error
 
 _ROWS_AT_ONCE = 1024  # of Parquet, whose row groups may be larger than memory
 _BUFFER = 1 << 20

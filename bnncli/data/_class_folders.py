@@ -11,8 +11,8 @@ import numpy as np
 
 from bnncli.data._classes import are_numbers
 from bnncli.errors import DataError, MissingInput
-from bnncli.machine.input_files import reading
 from bnncli.names import counted, is_split, listed, quoted
+from bnncli.system.input_files import reading
 
 
 class Filed(NamedTuple):

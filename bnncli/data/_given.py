@@ -16,21 +16,14 @@ from bnncli.data._arrays import npz_shapes, read_npz
 from bnncli.data._arrow_tables import BlockTable, ParquetBlocks
 from bnncli.data._columns import TEXT
 from bnncli.data._delimited import DelimitedTable
-from bnncli.data._given_columns import (
-    LABEL,
-    called_as_predictions,
-    divide,
-    find_arrays,
-    find_columns,
-    find_labels,
-)
+from bnncli.data._given_columns import LABEL, called_as_predictions, divide, find_arrays, find_columns, find_labels
 from bnncli.data._label_values import Labels, labels_of, several_labels, unlabelled_note
 from bnncli.data._labels import check_labels
 from bnncli.data._lines import UTF16_MARKS, in_utf16
 from bnncli.data._number_cells import NumberTable, check_cells, check_points, numbers_of
 from bnncli.errors import DataError, Untrusted
-from bnncli.machine.input_files import is_failure, open_regular
 from bnncli.names import listed, quoted
+from bnncli.system.input_files import is_failure, open_regular
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _ZIP_MAGIC, _NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"PK", b"\x93NUMPY", b"PAR1", b"\x1f\x8b"

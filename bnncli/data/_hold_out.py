@@ -11,7 +11,7 @@ import numpy as np
 from bnncli.data._split import InputSplit
 from bnncli.errors import UsageError
 from bnncli.names import near_miss
-from bnncli.numerics.permutation import permutation
+from bnncli.numerics.random import permutation
 from bnncli.options.declaration import check_split_name
 
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import BnnError
-from bnncli.machine.input_files import open_regular
 from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.progress import SILENT, Progress
+from bnncli.system.input_files import open_regular
 
 if TYPE_CHECKING:
     from bnncli.data._split import Dataset, Stored

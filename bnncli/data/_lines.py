@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from bnncli.errors import DataError
-from bnncli.machine.input_files import is_failure, open_regular, reading
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
+from bnncli.system.input_files import is_failure, open_regular, reading
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _RUN = 1 << 22  # bytes read at once

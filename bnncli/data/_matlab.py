@@ -15,8 +15,8 @@ import numpy as np
 
 from bnncli.data._arrays import can_hold, check_memory
 from bnncli.errors import DataError
-from bnncli.machine.input_files import is_failure, open_regular
 from bnncli.names import quoted
+from bnncli.system.input_files import is_failure, open_regular
 
 _HEADER = 128
 _ORDERS = {b"IM": "<", b"MI": ">"}

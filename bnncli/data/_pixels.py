@@ -15,8 +15,8 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from bnncli.data._preprocess import ImageCounts, Preprocess
 from bnncli.errors import DataError
-from bnncli.machine.input_files import is_failure
 from bnncli.names import quoted
+from bnncli.system.input_files import is_failure
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".gif"}
 _GREY = {"L", "1", "LA"}

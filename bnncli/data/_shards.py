@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.machine.input_files import is_failure, open_regular
 from bnncli.names import by_number, quoted
+from bnncli.system.input_files import is_failure, open_regular
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")

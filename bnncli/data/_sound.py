@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bnncli.errors import DataError, UsageError
-from bnncli.machine.input_files import open_regular
 from bnncli.names import quoted
+from bnncli.system.input_files import open_regular
 
 SUFFIXES = {".wav", ".wave", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff"}
 _WAV = {".wav", ".wave"}

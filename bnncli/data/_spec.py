@@ -14,9 +14,9 @@ from bnncli.data._preprocess import Preprocess
 from bnncli.data._split import Dataset, InputSplit
 from bnncli.data._transform import check_fits
 from bnncli.errors import DataError, UsageError
-from bnncli.machine.input_files import reading
 from bnncli.options.declaration import check_split_name
 from bnncli.options.parts import forms
+from bnncli.system.input_files import reading
 
 _FAMILY = "data"
 _FOLDER = "images"  # what a folder most often is

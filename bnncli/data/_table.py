@@ -20,10 +20,10 @@ from bnncli.data._preprocess import Preprocess
 from bnncli.data._sound import Sound, check_decodable, decoded
 from bnncli.data._transform import settled
 from bnncli.errors import DataError
-from bnncli.machine.input_files import open_regular
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
+from bnncli.system.input_files import open_regular
 
 if TYPE_CHECKING:
     from bnncli.data._split import Stored

@@ -16,8 +16,8 @@ from bnncli.data._arrays import ArrayDataset, array_dataset
 from bnncli.data._matlab import read_mat
 from bnncli.data.idx import read_idx
 from bnncli.errors import DataError, MissingInput, Untrusted
-from bnncli.machine.input_files import is_failure, open_regular
 from bnncli.names import quoted
+from bnncli.system.input_files import is_failure, open_regular
 
 DIGITS = tuple(map(str, range(10)))  # torchvision's "0 - zero", ... fit no model's names
 FASHION = (

@@ -15,8 +15,8 @@ from bnncli.data._preprocess import Preprocess
 from bnncli.data.images import ImageDataset, image_dataset
 from bnncli.data.images import open_dataset as open_images
 from bnncli.errors import DataError
-from bnncli.machine.input_files import open_regular
 from bnncli.names import quoted
+from bnncli.system.input_files import open_regular
 
 _FLOWER_SPLITS = {"train": "trnid", "val": "valid", "test": "tstid"}
 

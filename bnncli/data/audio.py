@@ -15,10 +15,10 @@ import numpy as np
 from bnncli.data._class_folders import files_in
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._sound import SUFFIXES, Sound, check_decodable, read_sound
-from bnncli.machine.input_files import open_regular
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.parts import Form
 from bnncli.progress import Progress
+from bnncli.system.input_files import open_regular
 
 FORM = Form("audio:DIR", 31, "A folder of sound files, one subfolder per class.")
 

@@ -18,9 +18,9 @@ from bnncli.data._columns import divide
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._table import TableDataset, table_dataset
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.machine.json_files import read_object
 from bnncli.names import listed, quoted
 from bnncli.options.parts import Form
+from bnncli.system.input_files import read_object
 
 FORM = Form("hf-dataset:DIR[:split]", 16, "A Hugging Face dataset on disk.")
 

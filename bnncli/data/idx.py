@@ -18,9 +18,9 @@ import numpy as np
 from bnncli.data._arrays import ArrayDataset, array_dataset, can_hold, check_memory
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError
-from bnncli.machine.input_files import is_failure, open_regular
 from bnncli.names import quoted
 from bnncli.options.parts import Form
+from bnncli.system.input_files import is_failure, open_regular
 
 FORM = Form("idx:IMAGES,LABELS", 20, "Files in the MNIST format; may be gzipped.")
 

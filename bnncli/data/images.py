@@ -16,11 +16,11 @@ from PIL import Image
 from bnncli.data._class_folders import files_in
 from bnncli.data._pixels import SUFFIXES, check_same_size, decoded_image, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
-from bnncli.machine.input_files import open_regular
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.parts import Form
 from bnncli.progress import Progress
+from bnncli.system.input_files import open_regular
 
 FORM = Form("images:DIR", 30, "A folder of image files, one subfolder per class.")
 

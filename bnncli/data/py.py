@@ -22,10 +22,10 @@ from bnncli.data._preprocess import Preprocess
 from bnncli.data._sound import clip_of, is_clip
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
-from bnncli.machine import user_code
 from bnncli.names import listed, quoted
 from bnncli.options.parts import Form
 from bnncli.progress import Progress
+from bnncli.system import user_code
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -28,11 +28,11 @@ from bnncli.data._shard_columns import ShardColumn, input_column, label_column, 
 from bnncli.data._shards import Example, Part, examples_of, read_part, shard_paths
 from bnncli.data._sound import decoded
 from bnncli.errors import DataError, Untrusted
-from bnncli.machine.input_files import open_regular
 from bnncli.names import listed, quoted
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.parts import Form
 from bnncli.progress import Progress
+from bnncli.system.input_files import open_regular
 
 FORM = Form("webdataset:PATTERN[:image=jpg,label=cls]", 90, "Tar files with the files of each example side by side.")
 

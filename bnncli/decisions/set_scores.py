@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bnncli.decisions import LAC, RAPS, SCHEMES
 from bnncli.evaluation.probabilities import row_blocks
-from bnncli.numerics.seeds import stream_seed
+from bnncli.numerics.random import stream_seed
 
 Floats = NDArray[np.float64]
 

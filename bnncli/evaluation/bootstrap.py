@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.machine import signals
-from bnncli.machine.together import Parts
-from bnncli.numerics.seeds import stream_seed
+from bnncli.numerics.random import stream_seed
+from bnncli.system import signals
+from bnncli.system.workers import Parts
 
 BLOCK_WEIGHTS = 1 << 20  # weights held at once: 4 MB stay in a cache
 _COUNTED = 1 << 17  # drawn and counted at once: what stays in the cache

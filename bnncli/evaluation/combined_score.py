@@ -20,8 +20,8 @@ import numpy as np
 from bnncli.errors import DataError
 from bnncli.evaluation.feature_scores import ClassGaussians, Mahalanobis, Neighbors, Whitening
 from bnncli.lazy import torch
-from bnncli.targets.stream import FeatureBlocks
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.targets.blocks import FeatureBlocks
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from bnncli.errors import DataError
 from bnncli.lazy import torch
-from bnncli.machine.together import Parts
 from bnncli.shapes import check_shapes
-from bnncli.targets.stream import FeatureBlocks, slices
+from bnncli.system.workers import Parts
+from bnncli.targets.blocks import FeatureBlocks, slices
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.weighted_scores import ScoreForm, ScoreGroup
-from bnncli.machine.together import Parts
-from bnncli.numerics.seeds import stream_seed
+from bnncli.numerics.random import stream_seed
+from bnncli.system.workers import Parts
 
 Row = dict[str, Any]
 

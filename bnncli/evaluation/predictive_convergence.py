@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from bnncli.evaluation.convergence import Convergence, convergence, convergence_of
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.logit_blocks import block_logits
-from bnncli.theta.head import HeadLayout
+from bnncli.targets.last_layer import block_logits
 
 if TYPE_CHECKING:
     from torch import Tensor

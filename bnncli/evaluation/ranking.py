@@ -1,7 +1,7 @@
 """Sets of the most probable classes: how often the label is in them, against a plain rule with sets as large on average.
 
 Hobbhahn (2020), arXiv 2003.01227, Algorithm 1: the uncertainty-aware ranking keeps as many classes of each example as
-cannot be told apart (bnncli.numerics.top_k); the plain rule keeps the fewest whose probabilities sum to a threshold.
+cannot be told apart (bnncli.numerics.dirichlet); the plain rule keeps the fewest whose probabilities sum to a threshold.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.probabilities import row_blocks
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup, means
 from bnncli.lazy import torch
-from bnncli.numerics.top_k import cumulative_lengths
+from bnncli.numerics.dirichlet import cumulative_lengths
 
 NO_RANKING = "the predictions have no ranking; create one with predict \0top_k\0"
 

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.errors import DataError
 from bnncli.evaluation.draw_blocks import MIN_INDEPENDENT, ThinnedDraws, compare_draws, thin_draws
-from bnncli.evaluation.mmd import (
-    NUM_DRAWS,
-    Distances,
-    median_of,
-    mmd2_of,
-    published_bandwidth,
-    squared_distances,
-    thin,
-)
+from bnncli.evaluation.mmd import NUM_DRAWS, Distances, median_of, mmd2_of, published_bandwidth, squared_distances, thin
 from bnncli.evaluation.weight_space import (
     covariance_error,
     covariance_floor,

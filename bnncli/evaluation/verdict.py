@@ -16,8 +16,8 @@ from bnncli.evaluation.bfmi import LOW_BFMI
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.gain import NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
 from bnncli.names import counted, percent
-from bnncli.theta.module import ALL
-from bnncli.theta.prior import Prior
+from bnncli.parameters.module import ALL
+from bnncli.parameters.prior import Prior
 
 CLOSE_LOG_WEIGHT_SD = 2.0  # nats; the KL divergence of log-normal weights is half its square
 GOOD_ESS = 400.0  # Vehtari et al. (2021), section 4: fewer, and the diagnostics themselves are noise

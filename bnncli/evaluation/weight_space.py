@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from bnncli.errors import DataError
 from bnncli.lazy import torch
 from bnncli.shapes import check_shapes
-from bnncli.targets.stream import slices
+from bnncli.targets.blocks import slices
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,9 +16,9 @@ from bnncli.covariances.full import inverse
 from bnncli.errors import NumericError
 from bnncli.inference.hmc import sample_hmc
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import ParamPart, consecutive, parts_to_json
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.theta.layout import ParamPart, consecutive, parts_to_json
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

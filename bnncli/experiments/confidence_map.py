@@ -19,8 +19,8 @@ from bnncli.experiments._toy_networks import TanhLayout, ToyTarget, draw_chains,
 from bnncli.integrators.probit import probit_probs
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
+from bnncli.parameters.prior import Prior
 from bnncli.progress import Progress
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

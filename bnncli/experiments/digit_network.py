@@ -17,11 +17,10 @@ from bnncli.curvature import ggn
 from bnncli.errors import DataError
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

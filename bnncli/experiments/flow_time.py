@@ -17,11 +17,11 @@ from bnncli.evaluation.agreement import Estimate
 from bnncli.experiments import Inputs, Measurements, Settings
 from bnncli.inference.refine import fit_flow
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import Progress
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,10 +21,10 @@ from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
 from bnncli.inference.vi import ViPlan, fit_vi
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

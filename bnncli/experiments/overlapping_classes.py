@@ -17,7 +17,7 @@ from bnncli.experiments import Inputs, Measurements, Settings
 from bnncli.experiments.refinement_gain import last_features
 from bnncli.lazy import torch
 from bnncli.numerics import dirichlet
-from bnncli.numerics.top_k import RULES, cumulative_lengths, ranked_lengths
+from bnncli.numerics.dirichlet import RULES, cumulative_lengths, ranked_lengths
 from bnncli.progress import Progress
 
 if TYPE_CHECKING:

@@ -18,15 +18,14 @@ from bnncli import registry
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.evaluation.agreement import Estimate
 from bnncli.experiments import Inputs, Measurements, Settings
-from bnncli.inference.elbo import measure_gain
-from bnncli.inference.importance import diagnose_importance
+from bnncli.inference.elbo import diagnose_importance, measure_gain
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.progress import Progress
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,8 +18,8 @@ from bnncli.experiments import Inputs, Measurements, Settings
 from bnncli.experiments._repeats import repeated
 from bnncli.experiments._toy_networks import TanhLayout, ToyTarget, draw_chains, fit_laplace, linearised
 from bnncli.lazy import torch
+from bnncli.parameters.prior import Prior
 from bnncli.progress import Progress
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

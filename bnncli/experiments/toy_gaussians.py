@@ -20,11 +20,10 @@ from bnncli.likelihoods import likelihood_of
 from bnncli.logits import root_of_covariances
 from bnncli.networks.mlp import build
 from bnncli.numerics import dirichlet
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.progress import Progress
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bnncli.data import Inputs
+from bnncli.data._split import Inputs
 from bnncli.errors import DataError
 from bnncli.exported.steps import OUTPUTS, Values
-from bnncli.machine.memory import bytes_text
+from bnncli.system.memory import bytes_text
 
 FEATURES, INPUTS = "features", "inputs"  # what the input of a file is called
 MOST_ONNX_BYTES = 2**31 - 2**20  # of a protocol buffer, less room for what the file says of itself

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bnncli.data import Inputs, Preprocess
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._split import Inputs
 from bnncli.errors import DataError
 from bnncli.exported.steps import Values
 from bnncli.extraction.form import HeadForm

@@ -31,7 +31,7 @@ from bnncli.integrators.mean_field import MeanField
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.integrators.probit import Probit
 from bnncli.integrators.quadrature import Quadrature, hermite_nodes
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
 
 _WINDOW, _NODES = 9.0, 1025  # of the trapezoid rule in a standard normal: right to 1e-7 for deviations up to 60
 

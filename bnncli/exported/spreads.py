@@ -17,8 +17,8 @@ from bnncli.errors import UsageError
 from bnncli.exported.steps import Step, Values, independent_weights, own_directions, shared_directions
 from bnncli.lazy import torch
 from bnncli.logits import root_of_covariances
-from bnncli.machine.memory import bytes_text
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.system.memory import bytes_text
 
 if TYPE_CHECKING:
     from torch import Tensor

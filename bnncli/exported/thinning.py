@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bnncli.integrators import Ready
-from bnncli.integrators._groups import DrawPartition
+from bnncli.integrators._partitions import DrawPartition
 from bnncli.integrators.importance import WeightedMc
 from bnncli.integrators.logit_mc import DrawnLogitMc
 from bnncli.integrators.mc import DrawnMc

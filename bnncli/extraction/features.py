@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bnncli.data import FROM_1, Batch, ImageCounts, Inputs, InputSplit
+from bnncli.data._labels import FROM_1
+from bnncli.data._preprocess import ImageCounts
+from bnncli.data._split import Batch, Inputs, InputSplit
 from bnncli.errors import DataError, NumericError
 from bnncli.extraction.autocast import AUTOCAST, PrecisionLoss
 from bnncli.extraction.form import HeadForm

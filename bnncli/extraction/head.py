@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.errors import DataError, DeviceError, UsageError
-from bnncli.machine.user_code import running
 from bnncli.names import listed, near_miss, quoted
 from bnncli.options.extract_features import IDENTITY
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.system.user_code import running
 
 if TYPE_CHECKING:
-    from bnncli.data import Inputs
+    from bnncli.data._split import Inputs
     from bnncli.extraction.form import HeadForm
 
 IDENTITY_HINT = f"\0last_layer\0 {IDENTITY} puts an identity layer on top of the logits"

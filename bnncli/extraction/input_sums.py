@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bnncli.data import Inputs
+from bnncli.data._split import Inputs
 from bnncli.extraction.padding import MASK
 from bnncli.lazy import torch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from bnncli.data import Inputs
+from bnncli.data._split import Inputs
 from bnncli.lazy import torch
 from bnncli.names import percent
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from bnncli.data import Inputs
+from bnncli.data._split import Inputs
 from bnncli.errors import DataError
 from bnncli.lazy import torch
-from bnncli.machine.memory import budget
-from bnncli.theta.tensor_bytes import peak_bytes
+from bnncli.parameters.module import peak_bytes
+from bnncli.system.memory import budget
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from bnncli.data import Batch, Inputs
+from bnncli.data._split import Batch, Inputs
 from bnncli.errors import BnnError, DataError
 from bnncli.extraction.head import run_network
 from bnncli.extraction.padding import MUCH, unpadded

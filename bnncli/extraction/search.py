@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bnncli.data import Inputs
+from bnncli.data._split import Inputs
 from bnncli.errors import DataError, UsageError
 from bnncli.extraction.affine import Traced, trace
 from bnncli.extraction.form import LINKS, HeadForm, Tap

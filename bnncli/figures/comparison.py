@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bnncli.figures._lines import GREY, plain_axes
+from bnncli.figures._lines import plain_axes
+from bnncli.figures.inks import GREY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

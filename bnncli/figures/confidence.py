@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from bnncli.figures._lines import PALE, line_style, plain_axes
+from bnncli.figures._lines import line_style, plain_axes
+from bnncli.figures.inks import PALE
 from bnncli.figures.shown import PAGE_WIDTH, Cell, FigureNumbers
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from bnncli.figures._lines import GREY, legend_of, line_style, plain_axes
+from bnncli.figures._lines import legend_of, line_style, plain_axes
+from bnncli.figures.inks import GREY
 from bnncli.figures.shown import PAGE_WIDTH, Cell, FigureNumbers
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from bnncli.figures._lines import GREY, PALE, line_style, plain_axes
+from bnncli.figures._lines import line_style, plain_axes
+from bnncli.figures.inks import GREY, PALE
 from bnncli.figures.shown import PAGE_WIDTH, Cell, FigureNumbers
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bnncli.figures._lines import GREY, PALE, plain_axes
-from bnncli.figures.inks import BLUE
+from bnncli.figures._lines import plain_axes
+from bnncli.figures.inks import BLUE, GREY, PALE
 from bnncli.figures.shown import PAGE_WIDTH, Cell, FigureNumbers
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.rank_uniformity import RankLaw
-from bnncli.figures._lines import GREY, PALE, plain_axes
+from bnncli.figures._lines import plain_axes
+from bnncli.figures.inks import GREY, PALE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

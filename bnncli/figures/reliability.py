@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bnncli.evaluation.curves import frequency_interval
-from bnncli.figures._lines import GREY, plain_axes
-from bnncli.figures.inks import INK
+from bnncli.figures._lines import plain_axes
+from bnncli.figures.inks import GREY, INK
 from bnncli.figures.shown import Cell, FigureNumbers
 from bnncli.names import printable
 

@@ -9,7 +9,7 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.lazy import torch
 from bnncli.options.parts import Setting, class_attribute, declaration
-from bnncli.theta.layout import ParamLayout
+from bnncli.parameters.layouts import ParamLayout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bnncli.options.refine import RANK
-from bnncli.theta.layout import MatrixLayout
+from bnncli.parameters.layouts import MatrixLayout
 
 
 def num_elements(layout: MatrixLayout, scale: str) -> int:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.flows import SPACES, Recipe, resolve, tensors_of, zeros
-from bnncli.flows._orthonormal import orthonormal_columns, reflection_vectors
+from bnncli.flows._layers import orthonormal_columns, reflection_vectors
 from bnncli.options.parts import Setting
 from bnncli.options.refine import RANK
-from bnncli.theta.layout import MatrixLayout
+from bnncli.parameters.layouts import MatrixLayout
 
 SETTINGS = {
     "scale": Setting(

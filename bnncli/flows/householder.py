@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.flows import ALL_DATA, Recipe, loaded, tensors_of, uniform, zeros
-from bnncli.theta.layout import ParamLayout
+from bnncli.parameters.layouts import ParamLayout
 
 
 class Householder(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from bnncli.flows import PUBLISHED, SPACES, Recipe, loaded, tensors_of, uniform
-from bnncli.theta.layout import ParamLayout
+from bnncli.parameters.layouts import ParamLayout
 
 # Halving an interval of width 2 |w . u| this often leaves less than a float64 rounding error of it.
 _BISECTIONS = 60

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from bnncli.flows import PUBLISHED, SPACES, Recipe, loaded, tensors_of, uniform
-from bnncli.theta.layout import ParamLayout
+from bnncli.parameters.layouts import ParamLayout
 
 
 class Radial(nn.Module):

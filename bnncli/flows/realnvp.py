@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.flows import ALL_DATA, SPACES, Recipe, loaded, place_buffer, tensors_of
-from bnncli.flows._conditioner import Conditioner, bounded_log_scale, half_sizes, join_halves, settings_in, split_halves
+from bnncli.flows._layers import Conditioner, bounded_log_scale, half_sizes, join_halves, settings_in, split_halves
 from bnncli.options.refine import HIDDEN
-from bnncli.theta.layout import ParamLayout
+from bnncli.parameters.layouts import ParamLayout
 
 SETTINGS = {"hidden": HIDDEN}
 

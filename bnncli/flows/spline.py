@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from bnncli.flows import ALL_DATA, SPACES, Recipe, loaded, place_buffer, tensors_of
-from bnncli.flows._conditioner import Conditioner, half_sizes, join_halves, settings_in, split_halves
+from bnncli.flows._layers import Conditioner, half_sizes, join_halves, settings_in, split_halves
 from bnncli.numerics.running_sum import running_sum
 from bnncli.options.refine import HIDDEN
-from bnncli.theta.layout import ParamLayout
+from bnncli.parameters.layouts import ParamLayout
 
 NUM_BINS = 8
 BOUND = 5.0  # of a standard normal, 6e-7 lies outside

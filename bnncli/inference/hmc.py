@@ -1,32 +1,231 @@
-"""Hamiltonian Monte Carlo on a log posterior, all chains at once, in coordinates whitened by a Gaussian.
-
-With theta = mode + L z the posterior is near N(0, I). The default dynamics split the Hamiltonian into that Gaussian,
-whose motion is an exact rotation, and the rest, which kicks; plain leapfrog is the control. One step size for all
-chains. A run can be stored between any two transitions and continued to the same bits.
-"""
+"""Hamiltonian Monte Carlo on a log posterior: all chains at once, in coordinates whitened by a Gaussian."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 from bnncli.covariances import Covariance, root_for_many
 from bnncli.errors import Interrupted, NumericError
-from bnncli.inference.chain_groups import Workers
-from bnncli.inference.draw_stores import DrawStore, MemoryDraws, NoResume, ResumeStore
-from bnncli.inference.dynamics import DYNAMICS, Mover, Transition, WhitenedPotential
-from bnncli.inference.trajectory_graph import GraphMover
-from bnncli.inference.walk import SamplerSettings, Walk, advance
+from bnncli.inference.dynamics import (
+    DYNAMICS,
+    MAX_STEPS,
+    TURN,
+    DrawStore,
+    GraphMover,
+    MemoryDraws,
+    Mover,
+    NoResume,
+    PlainMover,
+    ResumeStore,
+    State,
+    StepSizeAdaptation,
+    Transition,
+    WhitenedPotential,
+    adaptation_statistic,
+    mean_of_chains,
+    transition,
+)
 from bnncli.lazy import torch
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
+from bnncli.system.workers import Team, alone, shares
 from bnncli.targets.target import WholeTarget
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# The first part of the warm-up only brings the chains from their over-dispersed starts to where the posterior is.
+SETTLING_SHARE = 0.4
+SETTLING_STEPS = 16
+SHORT = 0.1  # posterior standard deviations: steps by which chains move where the Gaussian explains little, and turns about nothing better
+
+
+class SamplerSettings(NamedTuple):
+    """How a run warms up and moves; first_step: the step size that it tries first."""
+
+    num_warmup: int
+    target_accept: float
+    dynamics: str
+    first_step: float = TURN / 4
+
+    @property
+    def num_settling(self) -> int:
+        """Transitions that bring the chains to where the posterior is."""
+        return math.ceil(SETTLING_SHARE * self.num_warmup)
+
+    def new_adaptation(self) -> StepSizeAdaptation:
+        """The search for the step size, before the first transition that counts for it."""
+        return StepSizeAdaptation.start(initial=self.first_step, target_accept=self.target_accept)
+
+
+class Walk(NamedTuple):
+    """Where all chains are, and what the warm-up has found: all that the next transition needs but the generator.
+
+    Args:
+        state: of all chains.
+        adaptation: of the step size.
+        smoothed: (C,), each chain's recent acceptance rate in the warm-up.
+        num_done: transitions made, warm-up included.
+        num_gradients: evaluations in all of them, of each chain; None where it goes on from a state that did not count them.
+    """
+
+    state: State
+    adaptation: StepSizeAdaptation
+    smoothed: Tensor
+    num_done: int
+    num_gradients: int | None = 0
+
+    @classmethod
+    def start(cls, potential: WhitenedPotential, settings: SamplerSettings, z: Tensor) -> Walk:
+        """Chains at z (C, P), before the first transition."""
+        smoothed = torch.full(z.shape[:1], settings.target_accept, dtype=torch.float64, device=z.device)
+        return cls(potential.state(z), settings.new_adaptation(), smoothed, 0)
+
+    def more_gradients(self, count: int) -> int | None:
+        """The evaluations after so many more."""
+        return None if self.num_gradients is None else self.num_gradients + count
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """All of it, to be stored."""
+        return {
+            **self.state._asdict(),
+            "adaptation": self.adaptation.to_tensor(),
+            "smoothed": self.smoothed,
+            "num_done": torch.tensor(self.num_done),
+            "num_gradients": torch.tensor(-1 if self.num_gradients is None else self.num_gradients),
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], device: torch.device) -> Walk:
+        """The inverse of to_tensors."""
+        return cls(
+            State(*(tensors[name].to(device) for name in State._fields)),
+            StepSizeAdaptation.from_tensor(tensors["adaptation"]),
+            tensors["smoothed"].to(device),
+            int(tensors["num_done"]),
+            _counted(tensors.get("num_gradients")),
+        )
+
+
+def _counted(stored: Tensor | None) -> int | None:
+    """The evaluations that a state has; None where it has none."""
+    return None if stored is None or int(stored) < 0 else int(stored)
+
+
+def advance(
+    potential: WhitenedPotential,
+    walk: Walk,
+    settings: SamplerSettings,
+    *,
+    generator: torch.Generator,
+    mover: Mover | None = None,
+) -> tuple[Walk, Transition]:
+    """One transition of all chains, of the warm-up as long as that lasts; mover as for `transition`."""
+    if walk.num_done >= settings.num_warmup:
+        step_size = walk.adaptation.final
+        result = transition(potential, walk.state, generator, step_size, settings.dynamics, mover=mover)
+        made = walk.more_gradients(result.num_steps)
+        return walk._replace(state=result.state, num_done=walk.num_done + 1, num_gradients=made), result
+    adaptation = walk.adaptation
+    if walk.num_done == settings.num_settling:
+        # The steps that freed stuck chains say nothing about the steps to sample with.
+        adaptation = settings.new_adaptation()
+        if potential.pivot is not None and walk.adaptation.current > SHORT:
+            potential.pivot.copy_(mean_of_chains(walk.state.z, walk.state.gradient))
+    is_settling = walk.num_done < settings.num_settling
+    max_steps = SETTLING_STEPS if is_settling else MAX_STEPS
+    result = transition(
+        potential, walk.state, generator, adaptation.current, settings.dynamics,
+        max_steps=max_steps, is_settling=is_settling, mover=mover,
+    )  # fmt: skip
+    smoothed = 0.7 * walk.smoothed + 0.3 * result.acceptance
+    if result.is_falling is not None:
+        smoothed = torch.where(result.is_falling, walk.smoothed, smoothed)
+    found = adaptation_statistic(smoothed, result.acceptance, settings.target_accept, result.is_falling)
+    if found is not None:
+        adaptation = adaptation.update(found)
+    made = walk.more_gradients(result.num_steps)
+    return Walk(result.state, adaptation, smoothed, walk.num_done + 1, made), result
+
+
+MOST_GROUPS = 64
+
+
+def chain_groups(num_chains: int, *, smallest: int) -> list[slice]:
+    """The chains of each group: at least `smallest` (all of them, where they are fewer), and at most 64 groups."""
+    count = max(1, min(num_chains // smallest, MOST_GROUPS))
+    return [slice(part.start, part.stop) for part in shares(num_chains, count)]
+
+
+class Workers(NamedTuple):
+    """Processes that share out chains.
+
+    Args:
+        smallest_group: chains that one product is of at least, where fewer would cost more each.
+    """
+
+    team: Team
+    smallest_group: int = 1
+
+    def mover(
+        self,
+        potential: WhitenedPotential,
+        dynamics: str,
+        num_chains: int,
+        new_mover: Callable[[], Mover | None],
+    ) -> SharedMover:
+        """What moves all chains; arguments as of SharedMover, whose groups move plainly where `new_mover` makes none."""
+        groups = chain_groups(num_chains, smallest=self.smallest_group)
+        return SharedMover(potential, groups, self.team, lambda: new_mover() or PlainMover(potential, dynamics))
+
+
+class SharedMover:
+    """Makes the trajectories of all chains, this worker those of its groups; ends have their energy.
+
+    Args:
+        potential: that they move in.
+        groups: of the chains, the same on all workers.
+        team: the workers.
+        new_mover: makes what moves one group.
+    """
+
+    has_energy: ClassVar[bool] = True
+
+    def __init__(
+        self, potential: WhitenedPotential, groups: list[slice], team: Team, new_mover: Callable[[], Mover]
+    ) -> None:
+        self.potential, self.groups, self.team = potential, groups, team
+        self._shares = [groups[part.start : part.stop] for part in shares(len(groups), team.size)]
+        self._movers = [new_mover() for _ in self._shares[team.rank]]
+
+    def __call__(self, state: State, momentum: Tensor, *, step_size: float, num_steps: int) -> tuple[State, Tensor]:
+        """The chains and their momenta (C, P) after num_steps gradients, on every worker."""
+        num_params = momentum.shape[1]
+        own = momentum.new_zeros(max(map(_num_chains, self._shares)), 3 * num_params + 1)
+        start = 0
+        with alone():
+            for group, mover in zip(self._shares[self.team.rank], self._movers, strict=True):
+                here = State(*(part[group] for part in state))
+                end, turned = mover(here, momentum[group], step_size=step_size, num_steps=num_steps)
+                end = self.potential.with_energy(end)
+                stop = start + len(turned)
+                own[start:stop] = torch.cat([end.z, end.gradient, turned, end.potential.unsqueeze(1)], dim=1)
+                start = stop
+        found = self.team.gather(own)
+        ends = torch.cat([part[: _num_chains(share)] for part, share in zip(found, self._shares, strict=True)])
+        z, gradient, turned = (ends[:, place : place + num_params] for place in range(0, 3 * num_params, num_params))
+        return State(z, ends[:, -1], gradient), turned
+
+
+def _num_chains(groups: list[slice]) -> int:
+    return sum(group.stop - group.start for group in groups)
+
 
 # All of theta (C, P), for draws (C, P') of a part of it, and the log density of what is added, (C,); the generator draws that.
 Completion: TypeAlias = "Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]"

@@ -1,28 +1,33 @@
-"""The Laplace approximation: a Gaussian with the curvature of the log posterior.
-
-MacKay (1992), Neural Computation 4(3); for networks Daxberger et al. (2021), arXiv:2106.14806. Centred on the exact mode
-of the target; on the network's own weights as those papers have it, when asked.
-"""
+"""The Laplace approximation: a Gaussian with the curvature of the log posterior at its mode."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.covariances import Covariance, num_varying, varying_places
+from bnncli.covariances._row_space import WithinRows
 from bnncli.errors import NumericError
-from bnncli.inference.local_covariance import LocalCovariance, covariance_at
-from bnncli.inference.mode import Mode
-from bnncli.inference.modes import mode_of
+from bnncli.inference.mode import LocalCovariance, Mode, covariance_at, mode_of
 from bnncli.lazy import torch
 from bnncli.names import with_article
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.posteriors import standard_normal
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
+from bnncli.system import signals
+from bnncli.targets.network import pairs_at_once
+from bnncli.targets.row_space import RowSpace
 from bnncli.targets.target import CurvedTarget
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from bnncli.targets.network import NetworkTarget
+
 
 CENTERS = ("mode", "checkpoint")
 MOST_MODEL_ERROR = 0.5  # nats, of a quadratic model at its own maximum; the evidence is wrong by about as much
@@ -150,3 +155,256 @@ def fixed_log_prior(target: CurvedTarget, theta: Tensor, covariance: Covariance)
     away = theta.double() - target.prior.center(target.layout, device=theta.device)
     terms = 0.5 * ((precisions / (2 * math.pi)).log() - precisions * away.square())
     return float(terms.sum() - terms[places].sum())
+
+
+_STEP = 1e-3  # of a log precision, for differences of the log determinant: central, so wrong by a millionth
+
+
+def num_effective(target: CurvedTarget, fit: LaplaceFit) -> float:
+    """The effective number of parameters of a Gaussian; below 0 only where an exact Hessian has negative curvature.
+
+    Of the marginal variances where its covariance knows them, else of how its log determinant changes with the prior.
+
+    Args:
+        target: the log posterior that was fitted to; its own prior is ignored.
+    """
+    covariance, layout = fit.gaussian.covariance, fit.gaussian.layout
+    prior = fit.gaussian.require_prior()
+    marginal = getattr(covariance, "marginal_variances", None)
+    if marginal is not None:
+        variances, places = marginal().double(), varying_places(covariance)
+        shares = prior.diagonal(layout, device=variances.device) * variances
+        return num_varying(covariance) - float(shares.sum() if places is None else shares[places].sum())
+    looser, tighter = (
+        covariance_at(
+            target.with_prior(prior.times(math.exp(step))), fit.gaussian.mean, covariance.structure, hessian=fit.hessian
+        ).covariance.log_det_scale()
+        for step in (-_STEP, _STEP)
+    )
+    return num_varying(covariance) - (looser - tighter) / _STEP
+
+
+@dataclass(frozen=True)
+class RowLift:
+    """From theta inside the span to all of theta, for prior_criterion.Lift.
+
+    Args:
+        rows: the span.
+        prior: over all of theta, whose mean centres have outside the span.
+    """
+
+    rows: RowSpace
+    prior: Prior
+
+    @property
+    def layout(self) -> HeadLayout:
+        """Of all of theta."""
+        return self.rows.layout
+
+    def theta(self, theta: Tensor) -> Tensor:
+        """theta (..., P) with the prior's mean outside the span, from theta inside it."""
+        return self.rows.lift_about(theta, self.prior)
+
+    def covariance(self, covariance: Covariance, prior: Prior) -> WithinRows:
+        """The covariance over all of theta: the prior's outside the span."""
+        return WithinRows(covariance, self.rows, prior.weight_precision)
+
+
+def lift_gaussian(gaussian: Gaussian, lift: RowLift) -> Gaussian:
+    """The Gaussian over all of theta, of one over theta inside the span of the features: outside it is the prior."""
+    prior = replace(gaussian.require_prior(), mean=lift.prior.mean)
+    return Gaussian(lift.theta(gaussian.mean), lift.covariance(gaussian.covariance, prior), lift.layout, prior)
+
+
+def lift_fit(fit: LaplaceFit, lift: RowLift) -> LaplaceFit:
+    """The fit over all of theta, of one of `rows.target`: exact at the mode.
+
+    The evidence is the same: what lies outside the span has its prior for its posterior, and adds nothing. So is the
+    Hessian, in the coordinates of the span. The log joint gains the prior's density outside it, at its mean.
+    """
+    gaussian = lift_gaussian(fit.gaussian, lift)
+    constant = 0.5 * lift.rows.num_outside * math.log(gaussian.require_prior().weight_precision / (2 * math.pi))
+    mode = None
+    if fit.mode is not None:
+        mode = replace(fit.mode, theta=gaussian.mean, log_joint=fit.mode.log_joint + constant)
+    return replace(fit, gaussian=gaussian, mode=mode, log_joint=fit.log_joint + constant)
+
+
+def complete(theta: Tensor, generator: torch.Generator, *, rows: RowSpace, prior: Prior) -> tuple[Tensor, Tensor]:
+    """All of theta (S, P), for draws (S, K (r + 1)) of it inside; and the log prior density of what is added, (S,).
+
+    Args:
+        generator: of what is added.
+        rows: the span.
+        prior: of all of theta; isotropic over the weights.
+    """
+    noise = standard_normal(theta.shape[0], rows.layout.num_params, generator, theta.device).to(theta)
+    weight, bias = rows.layout.split(noise)
+    nothing = None if bias is None else torch.zeros_like(bias)
+    noise = rows.layout.join(weight, nothing)
+    outside = noise - rows.lift(rows.reduce(noise))
+    precision = prior.weight_precision
+    constant = 0.5 * rows.num_outside * math.log(precision / (2 * math.pi))
+    return rows.lift_about(theta, prior) + outside * precision**-0.5, constant - 0.5 * outside.double().square().sum(
+        dim=1
+    )
+
+
+TOLERANCE = 1e-2  # of a draw's residual: it is wrong by a few hundredths of a standard deviation
+MOST_STEPS = 1000
+_FEWEST = 64  # examples at once, before vectors are taken one after the other
+# PyTorch makes a CPU's normals by sixteens: blocks of so many examples have the numbers that one call makes.
+_SIXTEEN = 16
+
+
+class Solutions(NamedTuple):
+    """Of (H + Lambda) d = b.
+
+    Args:
+        values: d (S, P) float64.
+        num_steps: of conjugate gradients, each a product.
+        residual: the largest of the draws, relative to b, both measured by the whitening Gaussian.
+    """
+
+    values: Tensor
+    num_steps: int
+    residual: float
+
+    @property
+    def num_passes(self) -> int:
+        """Over the data: for the right sides, for each step, and to see the residual."""
+        return self.num_steps + 2
+
+
+def linear_draws(
+    target: NetworkTarget,
+    theta: Tensor,
+    whitening: Covariance,
+    *,
+    num_draws: int,
+    generator: torch.Generator,
+    tolerance: float = TOLERANCE,
+    progress: Progress = SILENT,
+) -> Solutions:
+    """Deviations from theta (P,) of draws of N(theta, (H + Lambda)^{-1}), H the Gauss-Newton matrix there.
+
+    Args:
+        target: whose prior has Lambda.
+        whitening: near that covariance: the nearer, the fewer passes.
+        num_draws: S.
+        generator: of the targets, on the CPU.
+        tolerance: of the residuals.
+        progress: advanced once a step.
+
+    Raises:
+        NumericError: the residuals do not become so small.
+    """
+
+    def normals(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    sides = right_sides(target, theta, num_draws, normals)
+    return solve(precision_operator(target, theta), sides, whitening, tolerance=tolerance, progress=progress)
+
+
+def right_sides(target: NetworkTarget, theta: Tensor, num_draws: int, normals: Callable[..., Tensor]) -> Tensor:
+    """b (S, P) float64, linear in standard normals: (S, P) of the prior, then (n, S, M) of each block of examples."""
+    theta = theta.to(target.device, target.dtype)
+    precisions = target.prior.diagonal(target.layout, device=target.device)
+    total = normals(num_draws, len(theta)).to(target.device) * precisions.sqrt()
+    size = max(_SIXTEEN, target.rows_at_once(num_draws, theta.dtype) // _SIXTEEN * _SIXTEEN)
+    for begin in range(0, target.num_examples, size):
+        signals.raise_if_interrupted("the draws")
+        rows = slice(begin, min(begin + size, target.num_examples))
+        inputs = target.inputs[rows].to(target.device)
+        with torch.enable_grad():
+            logits, pull = torch.func.vjp(
+                lambda one, inputs=inputs: target.layout.logits(inputs, one.unsqueeze(0))[0], theta
+            )[:2]
+        probs = target.likelihood.normalize_(logits.detach().T.unsqueeze(1).clone())[1][:, 0]
+        root = target.likelihood.hessian_root(probs)
+        noise = normals(logits.shape[0], num_draws, root.shape[1]).to(root)
+        slopes = torch.einsum("kmn,nsm->snk", root, noise)
+        total += torch.func.vmap(lambda one, pull=pull: pull(one)[0])(slopes).double() * target.likelihood_scale**0.5
+    return total
+
+
+def precision_operator(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function (S, P) -> (S, P) float64 that multiplies by H + Lambda at theta (P,); vectors go through the network together."""
+    theta = theta.to(target.device, target.dtype)
+    pairs = pairs_at_once(target.layout, target.device, theta.dtype)
+    most = max(1, pairs // min(_FEWEST, target.num_examples))  # vectors at once
+
+    def multiply(vectors: Tensor) -> Tensor:
+        total = -target.prior.curvature_times(vectors, target.layout)
+        for some, part in zip(vectors.to(theta).split(most), total.split(most), strict=True):
+            for rows in target.row_blocks(len(some), theta.dtype):
+                part += _product(target, theta, some, rows).double() * target.likelihood_scale
+        return total
+
+    return multiply
+
+
+def _product(target: NetworkTarget, theta: Tensor, vectors: Tensor, rows: slice) -> Tensor:
+    """sum_n J_n^T H_n J_n v over the examples in `rows`, (S, P), of vectors (S, P)."""
+    inputs = target.inputs[rows].to(target.device)
+    with torch.enable_grad():
+        logits, pull = torch.func.vjp(lambda one: target.layout.logits(inputs, one.unsqueeze(0))[0], theta)[:2]
+    probs = target.likelihood.normalize_(logits.detach().T.unsqueeze(1).clone())[1]
+    pushed = target.layout.push(inputs, theta, vectors).permute(2, 0, 1).contiguous()
+    weighted = target.likelihood.hessian_product_(probs, pushed).permute(1, 2, 0)
+    return torch.func.vmap(lambda one: pull(one)[0])(weighted)
+
+
+def solve(
+    multiply: Callable[[Tensor], Tensor],
+    sides: Tensor,
+    whitening: Covariance,
+    *,
+    tolerance: float = TOLERANCE,
+    progress: Progress = SILENT,
+) -> Solutions:
+    """The solutions of A d = b for all right sides b (S, P) at once; those that are there take no more products.
+
+    Args:
+        multiply: by A (P, P), positive definite, of rows (S, P), float64.
+        whitening: Sigma, near A^{-1}; the residuals' lengths are r^T Sigma r.
+
+    Raises:
+        NumericError: the residuals do not become so small.
+    """
+    task = progress.task("conjugate gradients", MOST_STEPS)
+    found = torch.zeros_like(sides)
+    residual = sides.clone()
+    white = _times(whitening, residual)
+    first = length = (residual * white).sum(dim=1)
+    direction = white.clone()
+    num_steps = 0
+    while True:
+        active = (length > tolerance**2 * first).nonzero()[:, 0]
+        if not len(active) or num_steps == MOST_STEPS or not bool(torch.isfinite(length).all()):
+            break
+        signals.raise_if_interrupted("the draws")
+        some = direction[active]
+        product = multiply(some)
+        step = (length[active] / (some * product).sum(dim=1)).unsqueeze(1)
+        found[active] += step * some
+        residual[active] -= step * product
+        white = _times(whitening, residual[active])
+        before, length = length, length.index_copy(0, active, (residual[active] * white).sum(dim=1))
+        direction[active] = white + (length / before)[active].unsqueeze(1) * some
+        num_steps += 1
+        task.advance(note=f"residual {float((length / first).max().sqrt()):.2g}")
+    residual = sides - multiply(found)  # what is left in truth: that of the steps is wrong by their rounding
+    left = float(((residual * _times(whitening, residual)).sum(dim=1) / first).max().sqrt())
+    if not left <= 2 * tolerance:
+        raise NumericError(
+            f"conjugate gradients left residuals of {left:.2g} after {num_steps} steps; expected at most {tolerance:g}",
+            hint="use a larger \0prior_precision\0, or a \0structure\0 closer to full",
+        )
+    return Solutions(found, num_steps, left)
+
+
+def _times(covariance: Covariance, rows: Tensor) -> Tensor:
+    """r Sigma, of rows r (S, P)."""
+    return covariance.unwhiten(covariance.pull_back(rows))

@@ -1,32 +1,148 @@
-"""What fit-laplace over a whole network will take of the memory, planned from measured sizes before it starts, in bytes.
-
-Inputs are held as a whole. Beside them stands what needs most: the making of H, its covariance, the draws that judge a prior
-precision, the predictions for val. A block's work is measured on the network itself, on few examples and on more
-(`theta.tensor_bytes`); what has the size of theta or of the structure's matrices is counted.
-"""
+"""Estimate the memory that fits over a whole network need, from measured sizes and before they start."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from bnncli import registry
-from bnncli.inference.climb import CLIMBING_VECTORS
-from bnncli.inference.costs import NUM_DRAWS
-from bnncli.inference.linearised import noise_size, shared_by
-from bnncli.inference.network_blocks import (
-    first_use_bytes,
-    gradient_bytes,
-    kept_bytes,
-    prediction_bytes,
-    trying_bytes,
-    with_kernels,
-)
+from bnncli.inference import elbo
+from bnncli.inference.memory import NUM_DRAWS, drawn_bytes, fit_bytes
+from bnncli.inference.mode import CLIMBING_VECTORS
+from bnncli.inference.prior_criterion import noise_size, shared_by
 from bnncli.lazy import torch
-from bnncli.machine.memory import LARGE_BLOCK, budget, require
-from bnncli.targets.curvature_choice import HESSIAN, CurvatureChoice
-from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.prior import Prior
+from bnncli.parameters.layouts import MatrixLayout
+from bnncli.parameters.module import ModuleLayout
+from bnncli.parameters.prior import Prior
+from bnncli.posteriors import draws_at_once, made_at_once
+from bnncli.system.memory import LARGE_BLOCK, budget, require
+from bnncli.targets.network import HESSIAN, CurvatureChoice, NetworkTarget, pairs_at_once
+
+if TYPE_CHECKING:
+    from bnncli.network_curvature._uses import Piece
+    from bnncli.parameters.module import Growth
+
+
+# Of a process on a CPU: libraries that work loads, their tables, and kernels that it uses for the first time.
+_FIRST_USE = 20 * 2**20
+# One part in so many of the largest layer is laid out anew where the tensors are at their own peak (LeNet-5).
+_LAID_OUT_AT_PEAK = 2
+_HOLES = 2  # times what comes back to the layers: one to three (ResNet-20)
+_TRIED_VECTORS = 6  # of P numbers, float64, where layers are tried: a Jacobian of two examples twice, and theta
+_TRIED_PASSES = 8  # of an example, float32, and its gradient: two examples in float64, twice
+_TRIED_PIECES = 8  # of the largest layer's: gradients of two examples, side by side and summed, and their distance
+
+
+def first_use_bytes(device: torch.device) -> int:
+    """Bytes that a process gets on a CPU by working at all, whatever the sizes."""
+    return _FIRST_USE if device.type == "cpu" else 0
+
+
+def with_kernels(work: Growth, layout: ModuleLayout, num_examples: int, device: torch.device) -> int:
+    """Bytes of a process that works on a block of examples, of what its tensors take.
+
+    On a CPU convolutions lay out their channels anew, for a while; and where blocks are freed that the C library does not give back,
+    holes stay between those in use, in the end about as much again (measured: 70 MiB for 69 of a ResNet-20's factors).
+    """
+    tensors = work.of(num_examples)
+    if device.type != "cpu":
+        return tensors
+    laid_out = num_examples * layout.laid_out_bytes // _LAID_OUT_AT_PEAK
+    return tensors + laid_out + work.holes(num_examples, LARGE_BLOCK)
+
+
+def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Of a block's gradient, of so many pairs of a draw and an example in all, less the gradient itself.
+
+    In float64 the parameters that do not vary are held in it as long.
+    """
+    from bnncli.targets.network import pairs_at_once
+
+    count = min(num_pairs, pairs_at_once(layout, device, dtype))
+    work = replace(layout.working, fixed=max(0, layout.working.fixed - 4 * layout.num_params))
+    beside = 8 * _num_frozen(layout) if dtype == torch.float64 else 0
+    return beside + with_kernels(work.times(dtype.itemsize // 4), layout, count, device)
+
+
+def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, device: torch.device) -> int:
+    """While the logits' covariances of so many examples are made a layer at a time, beside the posterior.
+
+    The places in which Sigma's blocks lie are tried first, which takes trying_bytes. On a CPU what comes back to the layers lies in
+    small blocks, which leave holes.
+    """
+    from bnncli.logits._by_layer import block_size
+    from bnncli.logits._network import is_turned, largest_root
+
+    num_others, root = _num_beside_layers(layout), largest_root(structure, layout)
+    count, each = block_size(layout, root, device, num_others)
+    if is_turned(structure):
+        root = root // _largest_module(layout) * largest_product(layout)
+        each = block_size(layout, root, device, num_others)[1]
+    holes = _HOLES * layout.num_outputs * layout.own_outputs if device.type == "cpu" else 0
+    return 4 * (each + holes) * min(count, num_examples)
+
+
+def trying_bytes(layout: ModuleLayout) -> int:
+    """While it is tried in float64, on two examples, what derivatives the network has, and by which layers they are made.
+
+    The other parameters are held in float64 as long as that takes; beside them a Jacobian, and gradients of the largest module.
+    """
+    tried = _TRIED_VECTORS * layout.num_params + _TRIED_PIECES * _largest_module(layout)
+    return 8 * (_num_frozen(layout) + tried) + _TRIED_PASSES * layout.working.each
+
+
+def _num_beside_layers(layout: ModuleLayout) -> int:
+    """Parameters of theta that are those of no linear layer, convolution or norm, such as attention's own."""
+    from bnncli.network_curvature._matrices import matrices_of
+    from bnncli.network_curvature._scales import scales_of
+
+    pieces: list[Piece] = [*matrices_of(layout), *scales_of(layout)]
+    taken = {part.name for piece in pieces for part in piece.parts}
+    return sum(part.place.stop - part.place.start for part in layout.parts if part.name not in taken)
+
+
+def _num_frozen(layout: ModuleLayout) -> int:
+    """Parameters of the network that theta does not have."""
+    assert layout.network is not None
+    return sum(value.numel() for value in layout.network.module.parameters()) - layout.num_params
+
+
+def _largest_module(layout: ModuleLayout) -> int:
+    """Parameters of the module that has most of the chosen ones."""
+    from bnncli.parameters.module import module_places
+
+    return max(place.stop - place.start for place in module_places(layout).values())
+
+
+def kept_bytes(layout: ModuleLayout, structure: str) -> int:
+    """Of an example whose linearised logits are kept, in float32: what goes into a layer that is called once, else derivatives."""
+    from bnncli.logits._network import is_turned
+    from bnncli.parameters.module import module_places
+
+    once = _called_once(layout) if is_turned(structure) else {}
+    sizes = {name: place.stop - place.start for name, place in module_places(layout).items()}
+    each = (
+        layout.num_outputs * once[name] + size // once[name] if name in once else layout.num_outputs * size
+        for name, size in sizes.items()
+    )
+    return 4 * (layout.num_outputs + sum(each))
+
+
+def largest_product(layout: ModuleLayout) -> int:
+    """Parameters of the largest module that derivatives are made by: linear layers that are called once, at one place, need none."""
+    from bnncli.parameters.module import module_places
+
+    once = _called_once(layout)
+    return max(
+        (place.stop - place.start for name, place in module_places(layout).items() if name not in once), default=0
+    )
+
+
+def _called_once(layout: ModuleLayout) -> dict[str, int]:
+    """Outputs of each linear layer that is called once, at one place of an example."""
+    shapes = {part.name.rpartition(".")[0]: part.shape for part in layout.parts if len(part.shape) == 2}
+    return {name: shape[0] for name, shape in shapes.items() if layout.outputs_of_owners.get(name) == shape[0]}
+
 
 MOST_FULL = 2000  # parameters that full is taken for unasked: its factors take seconds
 AUTOMATIC = ("full", "kron", "diag")  # what is taken unasked, the first that is quick and fits
@@ -172,7 +288,7 @@ class NetworkPlan:
 
     def _measured(self, structure: str, device: torch.device) -> int:
         """Of the first block of examples, from its work on fewer."""
-        from bnncli.theta.tensor_bytes import growth
+        from bnncli.parameters.module import growth
 
         curvature, layout = registry.load_class("network_curvature", structure), self.layout
         every = self._target(torch.zeros(1, layout.num_features).expand(self.num_examples, -1), device)
@@ -195,3 +311,160 @@ class NetworkPlan:
     def _gradient_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
         """Of a block of examples' gradient."""
         return gradient_bytes(self.layout, self.num_examples, device, dtype)
+
+
+_CHAIN_VECTORS = (
+    14  # of P numbers, float64, that each chain holds within a trajectory: two states, momentum, and products
+)
+_JUDGED_VECTORS = (
+    6  # of P numbers, float64, for each draw whose log weight is found: theta, and what it is made of on the way
+)
+_MADE_VECTORS = 4  # the same for each draw that is made to predict with
+
+
+@dataclass(frozen=True)
+class NetworkDraws:
+    """Where draws are of, and what is held beside them.
+
+    Args:
+        layout: of the chosen parameters, bound to the network.
+        num_examples, num_held: of the training and the validation data, 0 without any.
+        base_bytes: of the base's file, float64, or what stands for it.
+    """
+
+    layout: ModuleLayout
+    num_examples: int
+    num_held: int
+    base_bytes: int
+
+    def sampling_bytes(self, device: torch.device, *, num_chains: int, num_draws: int) -> int:
+        """Of chains, and of so many draws a chain, which are read from their file to be judged."""
+        size = self.layout.num_params
+        chains = 8 * _CHAIN_VECTORS * num_chains * size
+        moving = chains + gradient_bytes(self.layout, num_chains * self.num_examples, device, torch.float32)
+        work = max(moving, 8 * num_chains * size) + 4 * num_chains * num_draws * size
+        return self._beside(device) + max(work, trying_bytes(self.layout))
+
+    def require_sampling(self, device: torch.device, *, num_chains: int, num_draws: int) -> int:
+        """What chains take. Raises DeviceError, naming how many have room, where that is too much."""
+
+        def needed(count: int) -> int:
+            return self.sampling_bytes(device, num_chains=count, num_draws=num_draws)
+
+        there = budget(device)
+        fitting = [count for count in range(1, num_chains) if needed(count) <= there]
+        hint = f"use at most \0chains\0 {fitting[-1]}" if fitting else "no chain fits: use fewer \0layers\0"
+        what = f"hmc with {num_chains} chains and {self.layout.num_params} parameters"
+        require(needed(num_chains), device, what=what, hint=hint)
+        return needed(num_chains)
+
+    def refinement_bytes(
+        self, device: torch.device, *, training: int, num_drawn: int, num_judging: int, num_predicting: int
+    ) -> int:
+        """Of a flow.
+
+        Args:
+            training: training_bytes of the flow.
+            num_drawn: draws of a step.
+            num_judging: draws that tell the ELBO.
+            num_predicting: draws that predict the validation data.
+        """
+        layout, size = self.layout, self.layout.num_params
+        step = training + gradient_bytes(layout, num_drawn * self.num_examples, device, torch.float32)
+        block = gradient_bytes(layout, pairs_at_once(layout, device), device, torch.float32)
+        judging = judging_bytes(size, num_draws=num_judging) + block
+        work = [step, judging, trying_bytes(layout)]
+        if self.num_held:
+            noise = min(num_predicting, draws_at_once(size))
+            work.append(size * (4 * num_predicting + 8 * noise + 8 * _MADE_VECTORS * min(noise, made_at_once(size))))
+            work.append(4 * size * num_predicting + block)
+        return self._beside(device) + max(work)
+
+    def require_refinement(self, device: torch.device, **sizes: int) -> int:
+        """What a flow takes; sizes as for refinement_bytes. Raises DeviceError where that is too much."""
+        needed = self.refinement_bytes(device, **sizes)
+        hint = "use fewer \0elbo_draws\0, a shorter \0length\0 or a smaller \0subspace\0"
+        require(needed, device, what=f"refining a Gaussian of {self.layout}", hint=hint)
+        return needed
+
+    def _beside(self, device: torch.device) -> int:
+        """The inputs, and the base: as read, with what is derived from it, and in a second precision."""
+        inputs = (4 * self.layout.num_features + 8) * (self.num_examples + self.num_held)
+        return first_use_bytes(device) + inputs + 5 * self.base_bytes // 2
+
+
+def judging_bytes(num_params: int, *, num_draws: int) -> int:
+    """Of draws (S, P) whose log weights are found, a part of them at a time, beside a block of examples."""
+    held = min(num_draws, draws_at_once(num_params))
+    return 8 * num_params * (held + _JUDGED_VECTORS * min(held, elbo.weighed_at_once(num_params)))
+
+
+_BATCH_VECTORS = 4  # of a minibatch's logits under every theta
+_FULL_STEPS = 32  # on all data that are laid out at once, as bnncli.inference.refine has it
+_LAID_OUT = 2**26  # of batches and draws of several steps at once on a CPU, as bnncli.training.loop has it
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """A fit, as its memory goes.
+
+    Args:
+        num_vectors: of P numbers, float64, that it holds: parameters, gradients, states of the optimizer, states to resume from.
+        num_drawn: theta whose gradients are taken in a step.
+        batch_size: examples a step; all or more for no minibatches.
+        num_kept: draws (float32) that it gives.
+        num_predicting: draws that predict val.
+        num_judging: draws whose log joint is found.
+    """
+
+    num_vectors: int
+    num_drawn: int
+    batch_size: int
+    num_kept: int = 0
+    num_predicting: int = 0
+    num_judging: int = 0
+
+    def head_bytes(self, layout: MatrixLayout, num_examples: int) -> int:
+        """Of a last layer."""
+        batch = min(self.batch_size, num_examples) * (
+            layout.num_features + _BATCH_VECTORS * self.num_drawn * layout.num_outputs
+        )
+        is_whole = self.batch_size >= num_examples
+        step = 4 * batch * (not is_whole) + self._laid_out(layout.num_params, layout.num_features, num_examples)
+        used = drawn_bytes(layout.num_params, num_used=max(self.num_predicting, 1), num_stored=self.num_kept)
+        judging = fit_bytes("diag", layout, num_draws=self.num_judging)
+        return (
+            8 * self.num_vectors * layout.num_params + 4 * self.num_kept * layout.num_params + max(step, used, judging)
+        )
+
+    def network_bytes(self, layout: ModuleLayout, num_examples: int, num_held: int, device: torch.device) -> int:
+        """Of a network's parameters, with its inputs."""
+        from bnncli.targets.network import pairs_at_once  # here, for torch
+
+        size = layout.num_params
+        inputs = (4 * layout.num_features + 8) * (num_examples + num_held)
+        pairs = self.num_drawn * min(self.batch_size, num_examples)
+        block = gradient_bytes(layout, pairs_at_once(layout, device), device, torch.float32)
+        laid_out = self._laid_out(size, layout.num_features, num_examples)
+        work = [gradient_bytes(layout, pairs, device, torch.float32) + laid_out, trying_bytes(layout)]
+        if num_held:
+            work.append(drawn_bytes(size, num_used=max(self.num_predicting, 1), num_stored=self.num_kept) + block)
+        if self.num_judging:
+            work.append(drawn_bytes(size, num_used=self.num_judging) + block)
+        held = 8 * self.num_vectors * size + 4 * self.num_kept * size
+        return first_use_bytes(device) + inputs + held + max(work)
+
+    def _laid_out(self, num_params: int, num_features: int, num_examples: int) -> int:
+        """Of batches and noise of several steps, or of one that is large."""
+        noise = self.num_drawn * num_params
+        if self.batch_size >= num_examples:
+            return 4 * max(noise, min(_LAID_OUT // 4, _FULL_STEPS * noise))
+        batch, num_steps = self.batch_size * num_features, -(-num_examples // self.batch_size)
+        return 4 * max(noise + batch, min(_LAID_OUT // 4, num_steps * (noise + batch)))
+
+
+def require_steps(needed: int, device: torch.device | str, *, what: str, hint: str) -> int:
+    """What a fit takes. Raises DeviceError with the hint where it has no room."""
+    if needed > budget(device):
+        require(needed, device, what=what, hint=hint)
+    return needed

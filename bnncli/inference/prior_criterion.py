@@ -1,23 +1,181 @@
-"""What a prior precision is judged by: the validation loss of its posterior, or its marginal likelihood, or the loss of left-out examples."""
+"""Criteria for a prior precision: validation loss, leave-one-out loss, marginal likelihood."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
+from bnncli import registry
 from bnncli.covariances import Covariance, num_varying
 from bnncli.inference.laplace import fixed_log_prior, laplace_evidence
-from bnncli.inference.leave_one_out import LeftOut, left_out_losses
-from bnncli.inference.linearised import linearised_losses, shared_by
-from bnncli.inference.logit_losses import losses_by_logits
+from bnncli.lazy import torch
+from bnncli.logits import root_of_covariances
+from bnncli.logits._network import covariances_together, is_by_layer
+from bnncli.numerics.random import row_shifts, shifted_normal, uniform_points
+from bnncli.parameters.layouts import ClassifierLayout, LogitLayout, ParamLayout
+from bnncli.parameters.prior import Prior
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.targets.last_layer import HeldOutFeatures, row_blocks
 from bnncli.targets.target import CurvedTarget, HeldOut, HeldOutByLogits
-from bnncli.theta.layout import ParamLayout
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from bnncli.likelihoods import Likelihood
+    from bnncli.targets.last_layer import LastLayerTarget
+    from bnncli.targets.target import LinearisedHeldOut
+
+
+_TOGETHER = 2**24  # numbers in all covariances that are judged together
+
+
+def noise_size(layout: ParamLayout, structure: str, num_draws: int) -> int:
+    """Normals that a draw takes: K for the logits of an example, P for theta."""
+    return layout.num_params if _draws_theta(layout, structure, num_draws) else cast(LogitLayout, layout).num_outputs
+
+
+def linearised_losses(
+    held_out: HeldOut, target: CurvedTarget, theta: Tensor, covariances: Sequence[Covariance], *, noise: Tensor
+) -> Tensor:
+    """The loss of each example under each N(theta, covariance), (C, M) float64 nats; see HeldOut.losses.
+
+    Args:
+        covariances: C of one structure, which share one Jacobian where they are `shared_by`, and are one alone where not.
+        noise: (S, K), which each example shifts (`numerics.row_noise`), or (S, P), standard normal, as `noise_size` says.
+    """
+    layout, num_draws = cast(ClassifierLayout, target.layout), len(noise)
+    examples = cast("LinearisedHeldOut", held_out)
+    first = Gaussian(theta, covariances[0], cast(LogitLayout, layout), target.prior).logits
+    if _draws_theta(layout, covariances[0].structure, num_draws):
+        (covariance,) = covariances
+        deviations = covariance.unwhiten(noise[:, : num_varying(covariance)]).to(target.dtype)
+
+        def pushed(inputs: Tensor) -> Iterator[Tensor]:
+            assert first.push is not None
+            yield (first.mean(inputs) + first.push(inputs, deviations)).permute(2, 0, 1)
+
+        return examples.losses_of(pushed, num_draws=num_draws, width=2 * layout.widest)
+    points = uniform_points(noise)
+    together = covariances_together(covariances, cast(LogitLayout, layout), theta)
+
+    def drawn(inputs: Tensor) -> Iterator[Tensor]:
+        mean = first.mean(inputs)
+        normals = shifted_normal(points, row_shifts(inputs, mean.shape[1]), mean)
+        for covariance in together(inputs):
+            root = root_of_covariances(covariance).to(inputs)
+            yield root.apply(normals).transpose(0, 1) + mean.T.unsqueeze(1)
+
+    num_outputs = layout.num_outputs
+    width = num_outputs + 2 * len(covariances) * num_outputs**2 // num_draws
+    return examples.losses_of(drawn, num_draws=num_draws, width=width)
+
+
+def shared_by(layout: ParamLayout, structure: str, num_draws: int) -> int:
+    """How many covariances of a structure are to be judged together: 1 where that saves no work, or takes much memory."""
+    if _draws_theta(layout, structure, num_draws):
+        return 1
+    return max(1, _TOGETHER // int(registry.load_class("network_curvature", structure).num_elements(layout)))
+
+
+def _draws_theta(layout: ParamLayout, structure: str, num_draws: int) -> bool:
+    return num_draws < cast(LogitLayout, layout).num_outputs or not is_by_layer(structure)
+
+
+_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits that are made at a time
+
+
+def losses_by_logits(
+    held_out: HeldOutByLogits, target: CurvedTarget, theta: Tensor, covariance: Covariance, *, noise: Tensor
+) -> Tensor:
+    """The loss of each example under N(theta, covariance), (M,) float64 nats; see HeldOut.losses.
+
+    Args:
+        noise: (S, K), standard normal, which each example shifts (`numerics.row_noise`).
+    """
+    gaussian = Gaussian(theta, covariance, cast("LogitLayout", target.layout), target.prior)
+    points = uniform_points(noise)
+
+    def drawn(features: Tensor) -> Iterator[Tensor]:
+        mean, root = gaussian.logit_root(features)
+        size = max(1, _ELEMENTS.get(features.device.type, 2**20) // mean.numel())
+        shifts = row_shifts(features, mean.shape[1])
+        for some in points.split(size):
+            yield root.apply(shifted_normal(some, shifts, mean)).transpose(0, 1) + mean.T.unsqueeze(1)
+
+    return held_out.losses_by(drawn, num_draws=len(noise))
+
+
+MOST_ROWS = 10_000  # examples, which tell a mean loss
+_OPERATIONS = 1e10  # of all examples: K^3 each
+_MOST_LEVERAGE = 1 - 1e-6  # under a rough structure an example may seem to tell more than all do
+
+
+@dataclass(frozen=True)
+class LeftOut(HeldOutFeatures):
+    """Examples of a target itself, each to be predicted by the posterior of all others.
+
+    Args:
+        scale: of the target's log likelihood.
+    """
+
+    scale: float
+
+    @classmethod
+    def of(cls, target: LastLayerTarget, generator: torch.Generator) -> LeftOut:
+        """All examples of a target, or a random choice of so many that their losses are soon found."""
+        count = min(target.num_examples, MOST_ROWS, int(_OPERATIONS / target.layout.num_outputs**3))
+        order = torch.randperm(target.num_examples, generator=generator, device=generator.device)
+        index = order[:count].sort().values
+        labels = target.labels[index.to(target.device)]
+        return cls(target.rows(index.to(target.features.device)), labels, target.layout, target.likelihood_scale)
+
+
+def left_out_losses(
+    held_out: LeftOut, target: CurvedTarget, theta: Tensor, covariance: Covariance, *, noise: Tensor
+) -> Tensor:
+    """The loss of each example under the Gaussian without it, (M,) float64 nats; see HeldOut.losses.
+
+    Args:
+        theta: (P,), the mode.
+        covariance: of all examples there.
+        noise: (S, K), standard normal, which each example shifts (`numerics.row_noise`).
+    """
+    gaussian = Gaussian(theta, covariance, cast("LogitLayout", target.layout), target.prior)
+    points, likelihood = uniform_points(noise), held_out.layout.likelihood
+    losses = torch.empty(len(held_out.features), dtype=torch.float64, device=held_out.features.device)
+    columns = noise.numel() + 4 * noise.shape[1] ** 2
+    for rows in row_blocks(len(losses), columns, losses.device):
+        features, labels = held_out.features[rows], held_out.labels[rows]
+        moments = gaussian.logit_moments(features.double())
+        mean, without = logits_without_own(*moments, labels, likelihood, scale=held_out.scale)
+        normal = shifted_normal(points, row_shifts(features, mean.shape[1]), mean)
+        drawn = root_of_covariances(without).apply(normal).transpose(0, 1) + mean.T.unsqueeze(1)
+        logs = likelihood.decision_logs(drawn, labels).logsumexp(dim=1)
+        losses[rows] = math.log(len(noise)) - logs.mean(dim=0)
+    return losses
+
+
+def logits_without_own(
+    mean: Tensor, covariance: Tensor, labels: Tensor, likelihood: Likelihood, *, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Mean (n, K) and covariance (n, K, K) of the logits of examples, each without its own label.
+
+    Args:
+        mean, covariance: of all examples' posterior, float64.
+        labels: (n,), or (n, C) where classes do not exclude each other.
+        scale: of the log likelihood.
+    """
+    _, probabilities = likelihood.normalize_(mean.T.unsqueeze(1).clone())
+    probabilities = probabilities[:, 0]
+    root = likelihood.hessian_root(probabilities).permute(2, 0, 1) * scale**0.5  # R with Lambda = R R^T
+    spread = covariance @ root
+    values, vectors = torch.linalg.eigh(root.mT @ spread)
+    part = spread @ vectors / (1 - values.clamp(0, _MOST_LEVERAGE)).sqrt().unsqueeze(1)
+    without = covariance + part @ part.mT  # (S^-1 - R R^T)^-1 = S + S R (1 - R^T S R)^-1 R^T S
+    gradient = (probabilities - likelihood.indicators(labels, mean.dtype)).T * scale
+    return mean + (without @ gradient.unsqueeze(2)).squeeze(2), without
 
 
 class Lift(Protocol):

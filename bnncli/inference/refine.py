@@ -1,34 +1,230 @@
-"""Refinement: a Gaussian posterior pushed through a normalising flow that maximises the ELBO.
-
-Kristiadi, Eschenhagen, Hennig (2022), arXiv:2205.10041. The base stays as it is; only the layers learn.
-"""
+"""Refinement: push a Gaussian posterior through a normalizing flow that maximises the ELBO (Kristiadi et al. 2022)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.covariances._subspace import Subspace
-from bnncli.flows import Recipe, build_layers, choose_recipe, choose_space
-from bnncli.inference.flow_learner import FlowLearner, StepSizes
-from bnncli.inference.objective import Objective
+from bnncli.errors import NumericError
+from bnncli.flows import FlowLayer, Recipe, build_layers, choose_recipe, choose_space, push
 from bnncli.lazy import torch
-from bnncli.machine.devices import single_threaded
-from bnncli.numerics.seeds import on_device
+from bnncli.numerics.random import on_device
+from bnncli.parameters.layouts import ParamLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.target import Target
-from bnncli.theta.layout import ParamLayout
-from bnncli.training.course import Course
-from bnncli.training.learner import num_batches
-from bnncli.training.loop import Save, State, train
+from bnncli.system.devices import single_threaded
+from bnncli.targets.target import LogJoint, Target, ValueWithGradient
+from bnncli.training.loop import Course, Save, State, num_batches, steps_at_once, train
+from bnncli.training.optimizers import Adam
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_MAX_FULL_CHUNK = 32  # steps on all data whose draws are laid out at once
+
+
+class TargetLearner:
+    """The batches of a target.
+
+    Args:
+        target: the log posterior, with all data.
+        optimizer: what holds the parameters.
+        generator: of the shuffles and the draws, on the device that the parameters are on or on the CPU.
+        batch_size: examples a step; the target's number or more takes all data.
+        num_draws: theta whose gradients are taken in a step.
+    """
+
+    shuffles = True
+    draws_in_steps = False
+    seen_shape: tuple[int, ...] = ()
+    constants: object = None
+
+    def __init__(
+        self, target: Target, optimizer: Adam, generator: torch.Generator, *, batch_size: int, num_draws: int
+    ) -> None:
+        self.target, self.optimizer, self.generator = target, optimizer, generator
+        self.batch_size = batch_size if batch_size < target.num_examples else None
+        step_bytes = target.dtype.itemsize * num_draws * target.layout.num_params
+        if self.batch_size is not None:
+            none = target.examples(torch.empty(0, dtype=torch.int64, device=target.device))
+            one = sum(part.shape[1:].numel() * part.dtype.itemsize for part in none)
+            step_bytes = max(step_bytes, self.batch_size * one)
+        most = _MAX_FULL_CHUNK if self.batch_size is None else num_batches(self)  # type: ignore[arg-type]
+        self.steps_at_once = steps_at_once(step_bytes, target.device, most=most)
+        # A graph needs its data where they are: those that travel block by block cannot be captured.
+        self.is_capturable = target.is_capturable and (self.batch_size is not None or target.is_resident)
+        self._order = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def device(self) -> torch.device:
+        """The target's."""
+        return self.target.device
+
+    @property
+    def num_examples(self) -> int:
+        """Of the target."""
+        return self.target.num_examples
+
+    def note(self) -> str:
+        """Nothing: the bar says it all."""
+        return ""
+
+    def begin_epoch(self, order: Tensor | None) -> None:
+        """Batches are cut from this order."""
+        assert order is not None
+        self._order = order.to(self.device)
+
+    def gather(self, rows: slice, num_steps: int) -> tuple[Tensor, ...]:
+        """The target's examples, each (steps, B, ...)."""
+        return tuple(part.unflatten(0, (num_steps, -1)) for part in self.target.examples(self._order[rows]))
+
+    def normal(self, num_steps: int, *shape: int) -> Tensor:
+        """Standard normal draws (steps, ...) in the products' precision, on the device."""
+        generator = self.generator
+        noise = torch.randn((num_steps, *shape), generator=generator, device=generator.device, dtype=self.target.dtype)
+        return noise.to(self.device)
+
+    def joint(self, *examples: Tensor) -> LogJoint:
+        """The target as a step's batch tells it; all of it without one."""
+        return self.target.minibatch(*examples) if examples else self.target
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The ELBO of a flow on base, less the base's entropy.
+
+    Args:
+        target: the log posterior, with all data.
+        mean: (P,), the base's, in the steps' precision.
+        base: on the target's device, its covariance in the steps' precision.
+        space: whitened, theta = mean + L F(z), or weight, theta = F(mean + L z).
+        subspace: of whitened coordinates, where the layers act there alone.
+    """
+
+    target: Target
+    mean: Tensor
+    base: Gaussian
+    space: str
+    subspace: Subspace | None = None
+
+    @classmethod
+    def of(cls, target: Target, base: Gaussian, space: str, subspace: Subspace | None = None) -> Objective:
+        """The objective in the target's precision and on its device."""
+        covariance = base.covariance.to(device=target.device, dtype=target.dtype)
+        single = Gaussian(base.mean.to(target.device), covariance, base.layout, base.prior)
+        inside = None if subspace is None else subspace.to(device=target.device, dtype=target.dtype)
+        return cls(target, single.mean.to(target.dtype), single, space, inside)
+
+    def estimate(self, layers: Sequence[FlowLayer], noise: Tensor, *examples: Tensor) -> Tensor:
+        """Each draw's estimate, (S,), nats.
+
+        Args:
+            layers: applied in order.
+            noise: (S, P), standard normal.
+            examples: the target's `examples` of a minibatch; all data when not given.
+        """
+        whitened = self.space == "whitened"
+        first = noise if whitened else self.mean + self.base.covariance.unwhiten(noise)
+        first = first if self.subspace is None else self.subspace.reduce(first)
+        has_score = whitened and all(hasattr(layer, "push_score") for layer in layers)
+        score = -first if has_score else None
+        x, total = push(layers, first)
+        if score is not None:
+            with torch.no_grad():
+                for layer in layers:
+                    score = layer.push_score(score)  # type: ignore[attr-defined]
+        image = x if self.subspace is None else noise + self.subspace.lift(x - first)
+        theta = self.mean + self.base.covariance.unwhiten(image) if whitened else image
+
+        joint = self.target.minibatch(*examples) if examples else self.target
+        log_joint = ValueWithGradient.apply(theta, joint.log_joint_and_grad).to(noise.dtype)
+        if score is None:
+            return log_joint + total
+        path = log_joint - (score * x).sum(dim=1)
+        return path + (log_joint + total - path).detach()
+
+
+class StepSizes(NamedTuple):
+    """Of a step: examples (N or more: all data), theta drawn, and Adam's learning rate at first."""
+
+    batch_size: int
+    num_draws: int
+    learning_rate: float
+
+
+class FlowLearner(TargetLearner):
+    """Layers that maximise an objective.
+
+    Args:
+        objective: to maximise.
+        layers: nn.Modules on the target's device.
+        sizes: of a step.
+        generator: of the shuffles and the draws, on the device that the layers are on or on the CPU.
+
+    Attributes:
+        elbo: mean estimate of each epoch, less the base's entropy, nats.
+    """
+
+    def __init__(
+        self, objective: Objective, layers: Sequence[Any], sizes: StepSizes, generator: torch.Generator
+    ) -> None:
+        self.layers, self.sizes = layers, sizes
+        self.estimate = objective.estimate
+        self.elbo: list[float] = []
+        optimizer = Adam([[part for layer in layers for part in layer.parameters()]], objective.target.device)
+        super().__init__(objective.target, optimizer, generator, batch_size=sizes.batch_size, num_draws=sizes.num_draws)
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs done."""
+        return len(self.elbo)
+
+    @property
+    def objective(self) -> Sequence[float]:
+        """The ELBO of each."""
+        return self.elbo
+
+    def rates(self, epoch: int) -> Sequence[float]:
+        """One for all layers."""
+        return (self.sizes.learning_rate,)
+
+    def draw(self, num_steps: int) -> tuple[Tensor, ...]:
+        """Standard normal draws (steps, S, P)."""
+        return (self.normal(num_steps, self.sizes.num_draws, self.target.layout.num_params),)
+
+    def update(self, *parts: Tensor) -> Tensor:
+        """The estimate of the ELBO before one update of the layers, float64."""
+        estimate = self.estimate(self.layers, *parts).mean()
+        self.optimizer.zero_grad()
+        estimate.neg().backward()
+        self.optimizer.step()
+        return estimate.detach().double()
+
+    def end_round(self, seen: Tensor) -> None:
+        """The ELBO of each epoch is the mean of its steps'."""
+        values, first = seen.mean(dim=1), self.num_epochs
+        self.elbo += values.tolist()
+        bad = torch.isfinite(values).logical_not().nonzero()
+        if len(bad):
+            raise NumericError(
+                f"the ELBO is not finite in epoch {first + int(bad[0]) + 1}",
+                hint=f"use a \0learning_rate\0 below {self.sizes.learning_rate:g}",
+            )
+
+    def state(self) -> dict[str, Tensor]:
+        """The history."""
+        return {"history.elbo": torch.tensor(self.elbo, dtype=torch.float64)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take up a history."""
+        self.elbo = state["history.elbo"].tolist()
+
 
 MIN_ROUND_STEPS = 25  # after which the ELBO is looked at and a state may be saved
 

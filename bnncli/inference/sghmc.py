@@ -1,46 +1,90 @@
-"""Stochastic-gradient Hamiltonian Monte Carlo, cyclical or not, with SGLD as its limit; all chains as one batch.
-
-Chen, Fox and Guestrin (2014), arXiv:1402.4102, equation (15), with U = -log joint, N examples and the learning rate l that is
-meant for the mean loss, eta = l / N:
-
-    v <- (1 - a) v - eta G grad U(theta) + sqrt(2 a eta T G) xi,    theta <- theta + v,
-
-whose stationary density is near exp(-U / T): T = 1 is the posterior. a = 1 is SGLD (Welling and Teh 2011). Cyclical (Zhang et al. 2020,
-arXiv:1902.03932): l falls along a cosine in each cycle, whose first part explores without noise and whose last part samples. (Their
-published code has T = 1 / N where it says 1.) G is 1, or the covariance of a Gaussian near the posterior, in whose coordinates the chains
-then move (Girolami and Calderhead 2011, section 5, with one metric for all theta), or that of RMSprop (Li et al. 2016, arXiv:1512.07666),
-which learns before draws are kept and stands still while they are: then no derivative of G is missing.
-
-No step is accepted or refused, so draws are biased. On a Gaussian with curvature h the variance is exactly
-
-    T / h / (1 - eta h / (2 (2 - a)))     of all data,
-
-and at most about 1 + eta h (N / B - 1) / (2 a T) times that of minibatches of B: over whole epochs of shuffled batches their noise
-cancels, so that chains which remember longer than an epoch have less.
-"""
+"""Stochastic-gradient Hamiltonian Monte Carlo, cyclical or not, with SGLD as its limit; all chains as one batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import NumericError
-from bnncli.inference.draw_stores import DrawStore, MemoryDraws
-from bnncli.inference.target_learner import TargetLearner
-from bnncli.inference.white_coordinates import WhiteCoordinates, WhitenedLogJoint
+from bnncli.inference.dynamics import DrawStore, MemoryDraws, WhiteCoordinates, WhitenedLogJoint
+from bnncli.inference.refine import TargetLearner
 from bnncli.lazy import no_grad, torch
 from bnncli.names import counted
-from bnncli.numerics.seeds import on_device
+from bnncli.numerics.random import on_device
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.target import LogJoint, Target
-from bnncli.training.adam import Adam
-from bnncli.training.course import Course
-from bnncli.training.learner import num_batches
-from bnncli.training.loop import Save, State, train
+from bnncli.targets.network import NetworkTarget
+from bnncli.targets.target import CurvedTarget, LogJoint, Target
+from bnncli.training.loop import Course, Save, State, num_batches, train
+from bnncli.training.optimizers import Adam
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+ITERATIONS = 20
+MAX_ROWS = 2048  # examples of a network that stand for all
+_SQUARED_BATCHES = 32  # that RMSprop starts from
+
+
+def largest_curvature(
+    target: CurvedTarget,
+    theta: Tensor,
+    generator: torch.Generator,
+    scale: Tensor | None = None,
+    *,
+    whitening: WhiteCoordinates | None = None,
+) -> float:
+    """The largest eigenvalue of G^1/2 H G^1/2 at theta (P,), H the Hessian of -log joint, or its Gauss-Newton part.
+
+    From below, within a few percent: the Rayleigh quotient after 20 products.
+
+    Args:
+        target: with all data; of a network a few thousand seeded examples stand for them.
+        scale: G, (P,); 1 by default.
+        whitening: in whose coordinates H is taken, where not in those of theta.
+    """
+    product = sampled(target, generator).hessian_operator(theta)
+    if whitening is not None:
+        product = whitening.products(product)
+    root = torch.ones_like(theta, dtype=torch.float64) if scale is None else scale.double().sqrt()
+    vector = torch.randn(len(theta), generator=generator, dtype=torch.float64).to(target.device)
+    quotient = vector.new_zeros(())
+    for _ in range(ITERATIONS):
+        vector = vector / vector.norm()
+        image = root * product((root * vector).unsqueeze(0))[0]
+        quotient, vector = vector @ image, image
+    return float(quotient)
+
+
+def curvature_passes(target: CurvedTarget) -> float:
+    """Gradient passes over the data that largest_curvature takes: a product counts as two."""
+    rows = min(MAX_ROWS, target.num_examples) if isinstance(target, NetworkTarget) else target.num_examples
+    return 2 * ITERATIONS * rows / target.num_examples
+
+
+def sampled(target: CurvedTarget, generator: torch.Generator) -> CurvedTarget:
+    """The target itself; of a network with many examples, as seeded ones of them tell it."""
+    if not isinstance(target, NetworkTarget) or target.num_examples <= MAX_ROWS:
+        return target
+    rows = torch.randperm(target.num_examples, generator=generator)[:MAX_ROWS].sort().values
+    return target.minibatch(*target.examples(rows))
+
+
+def mean_square(
+    target: CurvedTarget, theta: Tensor, batch_size: int, generator: torch.Generator
+) -> tuple[Tensor, float]:
+    """Mean squares (P,) of the gradient of the mean loss of minibatches at theta (P,), and the passes that they took."""
+    order = torch.randperm(target.num_examples, generator=generator).to(target.device)
+    batches = order.split(batch_size)[:_SQUARED_BATCHES]
+    stacked = theta.to(target.device, target.dtype).unsqueeze(0)
+    total = torch.zeros_like(stacked[0], dtype=torch.float64)
+    for rows in batches:
+        gradient = target.minibatch(*target.examples(rows)).log_joint_and_grad(stacked)[1]
+        total += (gradient[0].double() / target.num_examples).square()
+    return total / len(batches), sum(map(len, batches)) / target.num_examples
+
 
 SMOOTHING = 0.99  # of the mean square of gradients, Li et al.'s
 _EPSILON = (
@@ -285,3 +329,118 @@ def inflation(plan: SghmcPlan, stiffness: float, num_examples: int, learning_rat
     others = max(0.0, num_examples / plan.batch_size - 1)
     by_batches = reach * others / (2 * plan.momentum_decay * plan.temperature) if plan.temperature > 0 else float("inf")
     return by_length, by_batches
+
+
+ALLOWED = 0.05  # by which the length of steps may make the variance too large, where no learning rate is given
+_FORGOTTEN = math.log(10)  # of draws that are told to be apart a tenth of their deviation is still shared
+
+PlanAt = Callable[[float], SghmcPlan]  # of a learning rate, the first of each cycle
+
+
+@dataclass(frozen=True)
+class Planned:
+    """How chains move on a target.
+
+    Args:
+        plan: with its learning rate.
+        square: (P,), what RMSprop starts from, where it preconditions.
+        stiffness: the largest curvature of -log joint under G, of the places that were looked at.
+        excess: by what the variance along the stiffest direction is too large: by the length of steps, and by minibatches at most.
+        passes: gradient passes over the data that all that took.
+    """
+
+    plan: SghmcPlan
+    square: Tensor | None
+    stiffness: float
+    excess: tuple[float, float]
+    passes: float
+
+
+def planned(
+    target: CurvedTarget,
+    plan_at: PlanAt,
+    *,
+    places: Sequence[Tensor],
+    learning_rate: float | None,
+    whitening: WhiteCoordinates | None,
+    squares: torch.Generator,
+    generator: torch.Generator,
+) -> Planned:
+    """How chains move on a target, at the learning rate given, or at the largest that its stiffness allows.
+
+    Args:
+        target: the log posterior, with all data.
+        places: theta (P,) each, on the target's device: where chains start, and where they go if that is known. The stiffest counts:
+            a network that is sure of its labels has little curvature where chains start, and more where they go.
+        learning_rate: for the mean loss, the first of each cycle; None chooses one.
+        whitening: of the coordinates that chains move in.
+        squares: of the minibatches that RMSprop starts from. generator: of the search for the largest curvature.
+    """
+    any_rate = plan_at(1.0)  # all but the rate is known
+    passes, square = len(places) * curvature_passes(target), None
+    if any_rate.is_preconditioned:
+        batch_size = _squared_batch(any_rate.batch_size, target.num_examples)
+        square, more = mean_square(target, places[0], batch_size, squares)
+        passes += more
+    scale = None if square is None else preconditioner(square)
+    stiffness = max(largest_curvature(target, place, generator, scale, whitening=whitening) for place in places)
+    rate = learning_rate
+    if rate is None:
+        rate = _bearable_reach(any_rate, target.num_examples, is_whitened=whitening is not None)
+        rate *= target.num_examples / stiffness
+    plan = plan_at(rate)
+    excess = inflation(plan, stiffness, target.num_examples, _share(plan, plan.num_exploring) * rate)
+    return Planned(plan, square, stiffness, excess, passes)
+
+
+def num_apart(plan: SghmcPlan, curvature: float, num_examples: int) -> tuple[int, int]:
+    """How many of the draws that a cycle keeps are nearly independent, one at least, and of how many cycles in turn those of one are.
+
+    Two draws are where the direction that forgets most slowly has a tenth left of where it was.
+
+    Args:
+        curvature: the smallest of -log joint under G, or less.
+    """
+    num_batches = -(-num_examples // plan.batch_size)
+    found = []
+    for epoch in range(plan.cycle_length):
+        rate = plan.learning_rate * _share(plan, epoch + 0.5)
+        found.append(num_batches * _forgetting(plan.momentum_decay, rate / num_examples * curvature))
+    total, spacing = 0.0, plan.cycle_length
+    for back, one in enumerate(reversed(found), start=1):
+        total += one
+        if total >= _FORGOTTEN:
+            spacing = back
+            break
+    whole = sum(found)
+    in_turn = 1 if whole >= _FORGOTTEN else plan.num_cycles if whole == 0 else math.ceil(_FORGOTTEN / whole)
+    return max(1, plan.num_draws * plan.spacing // spacing), min(in_turn, plan.num_cycles)
+
+
+def _forgetting(decay: float, reach: float) -> float:
+    """By how many e-foldings a step forgets: minus the logarithm of the spectral radius; 0 where it does not."""
+    trace, determinant = 2 - decay - reach, 1 - decay
+    inside = trace**2 - 4 * determinant
+    radius = math.sqrt(determinant) if inside < 0 else 0.5 * (abs(trace) + math.sqrt(inside))
+    return math.inf if radius == 0 else max(0.0, -math.log(radius))
+
+
+def _bearable_reach(plan: SghmcPlan, num_examples: int, *, is_whitened: bool) -> float:
+    """The learning rate of each cycle's start where none is given, in stiffest directions: eta times their curvature."""
+    decay, last, num_batches = plan.momentum_decay, _share(plan, plan.num_exploring), num_examples / plan.batch_size
+    reach = ALLOWED / (1 + ALLOWED) * 2 * (2 - decay) / last
+    if not is_whitened:
+        return min(reach, 2 - decay)  # no more than half of what is stable, while exploring
+    if num_batches > 1 and plan.temperature > 0:  # all directions are the stiffest, with its noise of minibatches
+        reach = min(reach, ALLOWED * 2 * decay * plan.temperature / (num_batches - 1) / last)
+    return min(reach, 0.25 * (2 - decay))  # they stiffen far from the base
+
+
+def _squared_batch(batch_size: int, num_examples: int) -> int:
+    """Examples of the batches that RMSprop starts from: a whole split has no gradient at its mode."""
+    return min(batch_size, max(1, num_examples // 32))
+
+
+def _share(plan: SghmcPlan, epoch: float) -> float:
+    """The learning rate at an epoch of a cycle, of that at its start."""
+    return 0.5 * (1 + math.cos(math.pi * epoch / plan.cycle_length)) if plan.is_cyclical else 1.0

@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING
 
 from bnncli.covariances.swag import Swag
 from bnncli.errors import NumericError
-from bnncli.inference.target_learner import TargetLearner
+from bnncli.inference.refine import TargetLearner
 from bnncli.lazy import no_grad, torch
-from bnncli.numerics.seeds import on_device
+from bnncli.numerics.random import on_device
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget
-from bnncli.training.adam import Adam
-from bnncli.training.course import Course
-from bnncli.training.learner import num_batches
-from bnncli.training.loop import Save, State, train
+from bnncli.training.loop import Course, Save, State, num_batches, train
+from bnncli.training.optimizers import Adam
 
 if TYPE_CHECKING:
     from torch import Tensor

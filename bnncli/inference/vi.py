@@ -1,36 +1,163 @@
-"""Mean-field variational inference: independent Gaussians that maximise the ELBO, by stochastic gradients.
-
-    E_q log p(D | theta) - w KL(q || prior),    q = N(m, diag(s^2)),
-
-the divergence in closed form, w = 1 the ELBO. Gradients of the first term by reparameterisation, theta = m + s xi (Kingma and Welling 2014,
-arXiv:1312.6114; Blundell et al. 2015, arXiv:1505.05424), or by draws that differ from example to example (local_draws). The optimizer is
-Adam on m and log s, or IVON (Shen et al. 2024, arXiv:2402.17641, algorithm 1), which learns s from products of gradients and noise.
-"""
+"""Mean-field variational inference: independent Gaussians that maximise the ELBO, by stochastic gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from bnncli.covariances.diag import Diag
-from bnncli.errors import NumericError
-from bnncli.inference.local_draws import logit_draws
+from bnncli.errors import NumericError, UsageError
 from bnncli.inference.mode import conjugate_gradients
-from bnncli.inference.target_learner import TargetLearner
+from bnncli.inference.refine import TargetLearner
 from bnncli.lazy import no_grad, torch
-from bnncli.numerics.seeds import on_device
+from bnncli.numerics.random import on_device
+from bnncli.parameters.layouts import HeadLayout, LogitLayout
+from bnncli.parameters.module import ModuleLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget
-from bnncli.training.adam import Adam
-from bnncli.training.course import Course
-from bnncli.training.learner import num_batches
-from bnncli.training.loop import Save, State, train
+from bnncli.training.loop import Course, Save, State, num_batches, train
+from bnncli.training.optimizers import Adam
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+
+
+LOCAL, FLIPOUT = "local", "flipout"
+_LEAST_VARIANCE = 1e-24  # under a root, whose slope at zero is infinite
+# The logits (B, K) of examples' features or inputs (B, ...), for mean (P,) and standard deviations (P,) of theta; by autograd.
+LogitDraws: TypeAlias = "Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]"
+
+
+def logit_draws(layout: LogitLayout, estimator: str) -> LogitDraws:
+    """What draws logits so.
+
+    Args:
+        layout: of a head, or of a network's parameters, all of linear layers and, for flipout, convolutions.
+        estimator: local or flipout.
+
+    Raises:
+        UsageError: a chosen parameter is of another kind of layer.
+    """
+    if layout.head is not None:
+        return _of_head(layout.head, estimator)
+    return _of_network(cast(ModuleLayout, layout), estimator)
+
+
+def _of_head(layout: HeadLayout, estimator: str) -> LogitDraws:
+    def logits(mean: Tensor, sd: Tensor, features: Tensor, generator: torch.Generator) -> Tensor:
+        inputs = layout.augment_features(features)
+        return inputs @ layout.augment(mean).T + _noise(
+            lambda x, weight: x @ weight.T, inputs, layout.augment(sd), estimator, generator
+        )
+
+    return logits
+
+
+def _noise(
+    product: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor,
+    sd: Tensor,
+    estimator: str,
+    generator: torch.Generator,
+) -> Tensor:
+    """What is added to the outputs at the mean weights: of a product of inputs (B, in, ...) with weights (out, in, ...)."""
+    if estimator == LOCAL:
+        variance = product(inputs.square(), sd.square()).clamp_min(_LEAST_VARIANCE)
+        return variance.sqrt() * _normal(variance.shape, inputs, generator)
+    places = (1,) * (sd.ndim - 2)
+    draw = sd * _normal(sd.shape, inputs, generator)
+    # Of groups of channels a weight has those of one: all inputs get signs.
+    turned = product(inputs * _signs((len(inputs), inputs.shape[1], *places), inputs, generator), draw)
+    return turned * _signs((len(inputs), len(sd), *places), inputs, generator)
+
+
+def _of_network(layout: ModuleLayout, estimator: str) -> LogitDraws:
+    network = layout.network
+    assert network is not None
+    modules = {
+        part.name.rpartition(".")[0]: network.module.get_submodule(part.name.rpartition(".")[0])
+        for part in layout.parts
+    }
+    kinds = (
+        (torch.nn.Linear,)
+        if estimator == LOCAL
+        else (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+    )
+    for name, module in modules.items():
+        if not isinstance(module, kinds):
+            also = " and convolutions" if estimator == FLIPOUT else ""
+            raise UsageError(
+                f"\0estimator\0 {estimator} supports only linear layers{also}; {name or 'the network'} is "
+                f"{type(module).__name__}",
+                hint="use \0estimator\0 reparam"
+                + ("" if estimator == FLIPOUT else " or flipout, or limit \0layers\0 to these"),
+            )
+
+    def logits(mean: Tensor, sd: Tensor, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        shaped = network.shaped(inputs, layout.input_shape)
+        with _perturbed(modules, layout.split(sd), estimator, generator):
+            return network(shaped, layout.split(mean))
+
+    return logits
+
+
+@contextmanager
+def _perturbed(
+    modules: Mapping[str, nn.Module], sds: Mapping[str, Tensor], estimator: str, generator: torch.Generator
+) -> Iterator[None]:
+    """Within, the outputs of these modules have the noise of their weights added to them; each may be used once."""
+    used: set[str] = set()
+
+    def hook_of(name: str) -> Callable[..., Tensor]:
+        weight, bias = (sds.get(f"{name}.{part}".lstrip(".")) for part in ("weight", "bias"))
+
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            (inputs,) = args
+            if name in used or (isinstance(module, torch.nn.Linear) and inputs.ndim != 2):
+                raise UsageError(
+                    f"\0estimator\0 {estimator}: {name} shares its weights across several positions of each example",
+                    hint="use \0estimator\0 reparam",
+                )
+            used.add(name)
+            if weight is not None:
+                output = output + _noise(_product_of(module), inputs, weight, estimator, generator)
+            if bias is not None:  # a draw for each example, for all its places
+                places = (1,) * (output.ndim - 2)
+                draw = bias * _normal((len(output), len(bias)), output, generator)
+                output = output + draw.view(*draw.shape, *places)
+            return output
+
+        return hook
+
+    handles = [module.register_forward_hook(hook_of(name)) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _product_of(module: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """The module's product of inputs and weights, without its bias."""
+    if isinstance(module, torch.nn.Linear):
+        return torch.nn.functional.linear
+    convolution = cast(torch.nn.Conv2d, module)
+    return lambda inputs, weight: convolution._conv_forward(inputs, weight, None)
+
+
+def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
+    made = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype)
+    return made.to(like.device)
+
+
+def _signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
+    made = torch.randint(0, 2, shape, generator=generator, device=generator.device)
+    return made.to(like).mul_(2).sub_(1)
+
 
 LEAST_GAIN = 0.5  # nats that the objective may be short of its maximum: a mean that is off by one standard deviation, in one direction
 LEAST_GAIN_EACH = 1e-3  # the same for each parameter, where they are many

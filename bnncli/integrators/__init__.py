@@ -13,13 +13,12 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from bnncli.errors import NumericError, UsageError
-from bnncli.integrators._groups import DrawPartition
-from bnncli.integrators._intervals import LEVEL
+from bnncli.integrators._partitions import LEVEL, DrawPartition
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import ClassifierLayout
 from bnncli.progress import SILENT, Progress
 from bnncli.registry import check_name, load_class, names
 from bnncli.shapes import check_shapes
-from bnncli.theta.layout import ClassifierLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

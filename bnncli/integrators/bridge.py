@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.integrators import Integrator, Prediction, check_features, entropy, join, require_support
-from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
+from bnncli.integrators._moments import HasLogitMoments, check_choice, example_blocks
 from bnncli.lazy import torch
 from bnncli.numerics import dirichlet
 from bnncli.options.parts import Setting

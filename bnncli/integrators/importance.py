@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from bnncli.errors import UsageError
-from bnncli.inference.elbo import log_weights
-from bnncli.inference.importance import MIN_TAIL_DRAWS, diagnose_weights, pareto_smooth
+from bnncli.inference.elbo import MIN_TAIL_DRAWS, diagnose_weights, log_weights, pareto_smooth
 from bnncli.integrators import HasLayout, Prediction, Ready, SamplingIntegrator, require_support
-from bnncli.integrators._groups import DrawPartition, group_ends
+from bnncli.integrators._partitions import DrawPartition, group_ends
 from bnncli.integrators.mc import DrawnMc, check_num_samples
 from bnncli.lazy import torch
 from bnncli.options.parts import Draws

@@ -20,29 +20,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from bnncli.integrators import (
-    HasLayout,
-    Prediction,
-    Ready,
-    SamplingIntegrator,
-    _averages,
-    check_features,
-    require_support,
-)
-from bnncli.integrators._averages import BlockDraws, LogitDraws, average
-from bnncli.integrators._groups import DrawPartition, group_ends, scramble_ends
-from bnncli.integrators._intervals import interval_level
+from bnncli.integrators import HasLayout, Prediction, Ready, SamplingIntegrator, check_features, require_support
+from bnncli.integrators import _draws as _averages
+from bnncli.integrators._draws import BlockDraws, LogitDraws, average
+from bnncli.integrators._partitions import DrawPartition, group_ends, interval_level, scramble_ends
 from bnncli.integrators.mc import check_num_samples, quasi_sample
 from bnncli.lazy import torch
 from bnncli.logits import LogitGaussian, LogitRoot
-from bnncli.machine.memory import require
-from bnncli.numerics.row_noise import row_shifts, shifted_normal, uniform_points
-from bnncli.numerics.sobol import balance_warning, quasi_normal
+from bnncli.numerics.random import balance_warning, quasi_normal, row_shifts, shifted_normal, uniform_points
 from bnncli.options.parts import Draws
 from bnncli.options.predict import QMC
+from bnncli.parameters.layouts import ClassifierLayout
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
-from bnncli.theta.layout import ClassifierLayout
+from bnncli.system.memory import require
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,25 +12,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bnncli.errors import UsageError
-from bnncli.integrators import (
-    HasLayout,
-    Prediction,
-    Ready,
-    SamplingIntegrator,
-    _averages,
-    check_features,
-    require_support,
-)
-from bnncli.integrators._averages import average
-from bnncli.integrators._groups import DrawPartition, group_ends, scramble_ends
-from bnncli.integrators._intervals import interval_level
-from bnncli.integrators._theta_draws import ThetaDraws
+from bnncli.integrators import HasLayout, Prediction, Ready, SamplingIntegrator, check_features, require_support
+from bnncli.integrators import _draws as _averages
+from bnncli.integrators._draws import ThetaDraws, average
+from bnncli.integrators._partitions import DrawPartition, group_ends, interval_level, scramble_ends
 from bnncli.lazy import torch
-from bnncli.numerics.sobol import balance_warning
+from bnncli.numerics.random import balance_warning
 from bnncli.options.parts import Draws
 from bnncli.options.predict import QMC
+from bnncli.parameters.layouts import ClassifierLayout
 from bnncli.progress import SILENT, Progress
-from bnncli.theta.layout import ClassifierLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

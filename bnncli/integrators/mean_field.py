@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.integrators import Integrator, Prediction, check_features, require_support
-from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
+from bnncli.integrators._moments import HasLogitMoments, check_choice, example_blocks
 from bnncli.integrators.probit import binary_probit_probs, difference_of_projected, label_probit_probs
 from bnncli.lazy import torch
 from bnncli.options.parts import Setting

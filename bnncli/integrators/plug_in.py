@@ -15,8 +15,8 @@ from bnncli.integrators import (
     slices,
 )
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import ClassifierLayout
 from bnncli.progress import SILENT, Progress
-from bnncli.theta.layout import ClassifierLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

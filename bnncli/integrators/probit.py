@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.errors import UsageError
 from bnncli.integrators import Integrator, Prediction, check_features, require_support
-from bnncli.integrators._blocks import HasLogitMarginals, check_choice, example_blocks
+from bnncli.integrators._moments import HasLogitMarginals, check_choice, example_blocks
 from bnncli.lazy import torch
 from bnncli.options.predict import PROJECTION
 from bnncli.progress import SILENT, Progress

@@ -33,7 +33,7 @@ from bnncli.integrators import (
     settings_of,
     slices,
 )
-from bnncli.integrators._blocks import HasLogitMoments, check_choice
+from bnncli.integrators._moments import HasLogitMoments, check_choice
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
 from bnncli.options.parts import Setting

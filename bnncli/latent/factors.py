@@ -1,20 +1,108 @@
-"""The variational factors of all weights, their moments, and the chain rule from moments back to factors.
-
-A step of training differentiates the likelihood with respect to the moments of the weights by autograd, and goes from
-there to the factors, the Kullback-Leibler divergence included, in closed form: a dozen passes over the weights, where
-autograd would take sixty.
-"""
+"""Variational factors of the weights of latent binary networks, their moments, and multiplicative normalizing flows."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-from bnncli.lazy import no_grad, torch
-from bnncli.theta.network import NetworkLayout
+import torch
+from torch import Tensor
+from torch.nn.functional import leaky_relu
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from bnncli.lazy import no_grad
+from bnncli.parameters.layouts import NetworkLayout
+
+
+def product(inputs: Tensor, weight: Tensor, start: Tensor, gradient: Tensor | None = None) -> Tensor:
+    """start + inputs weight^T, (R, n, out).
+
+    Args:
+        inputs: (R, n, in). weight: (R, out, in).
+        start: (R, 1 or n, out).
+        gradient: (R, out, in), to which the gradient of the weight is added in the backward pass, which must reach
+            start or inputs; without it autograd has the weight's gradient.
+    """
+    if gradient is None or not torch.is_grad_enabled():
+        return torch.baddbmm(start, inputs, weight.transpose(1, 2))
+    result: Tensor = _Product.apply(inputs, start, weight, gradient)
+    return result
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, start: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.weight, ctx.gradient, ctx.num_rows = weight, gradient, start.shape[1]
+        return torch.baddbmm(start, inputs, weight.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        (inputs,) = ctx.saved_tensors
+        ctx.gradient.baddbmm_(gradient.transpose(1, 2), inputs)
+        to_inputs = torch.bmm(gradient, ctx.weight) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return to_inputs, None, None, None
+        is_shared = ctx.num_rows == 1 and gradient.shape[1] > 1
+        return to_inputs, gradient.sum(dim=1, keepdim=True) if is_shared else gradient, None, None
+
+
+def small_network(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], slope: float) -> Tensor:
+    """Outputs (R, n, out) of linear layers with leaky ReLU between them; one node for autograd, not five a layer.
+
+    Args:
+        inputs: (R, n, in).
+        weights: (R, out, in) of each layer. biases: (R, out).
+        slope: of the leaky ReLU below 0.
+
+    A weight that has a `.grad` gets its gradient written there (not added) and none from autograd: a network is used once a
+    step, and its memory is used again.
+    """
+    result: Tensor = _SmallNetwork.apply(inputs, slope, *weights, *biases)
+    return result
+
+
+class _SmallNetwork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, slope: float, *parameters: Tensor) -> Tensor:
+        count = len(parameters) // 2
+        hidden, kept = inputs, [inputs]
+        for weight, bias in zip(parameters[:count], parameters[count:], strict=True):
+            if len(kept) > 1:
+                leaky_relu(hidden, slope, inplace=True)
+            hidden = torch.baddbmm(bias.unsqueeze(1), hidden, weight.transpose(1, 2))
+            kept.append(hidden)
+        ctx.slope, ctx.count = slope, count
+        ctx.memory = [weight.grad if weight.is_leaf else None for weight in parameters[:count]]
+        ctx.save_for_backward(*kept[:-1], *parameters[:count])
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        hidden, weights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        to_weights: list[Tensor | None] = []
+        to_biases: list[Tensor] = []
+        for index in reversed(range(ctx.count)):
+            to_weights.insert(0, _weight_gradient(gradient, hidden[index], ctx.memory[index]))
+            to_biases.insert(0, gradient.sum(dim=1))
+            gradient = torch.bmm(gradient, weights[index])
+            if index > 0:
+                # A leaky ReLU keeps the sign, so that its output says where its input was below 0.
+                gradient = torch.ops.aten.leaky_relu_backward(gradient, hidden[index], ctx.slope, True)
+        return gradient, None, *to_weights, *to_biases
+
+
+def _weight_gradient(gradient: Tensor, inputs: Tensor, memory: Tensor | None) -> Tensor | None:
+    """Of a linear layer; None when it was written to memory that is there."""
+    if memory is None:
+        return torch.bmm(gradient.transpose(1, 2), inputs)
+    torch.bmm(gradient.transpose(1, 2), inputs, out=memory)
+    return None
+
 
 LEAST_SD = 1e-30
 LEAST_VARIANCE = 1e-20  # added, so that the derivative of the square root is finite where nothing varies
@@ -198,3 +286,195 @@ def layer_moments(weight: Moments, layout: NetworkLayout) -> list[Moments]:
 def log_sd(sd: Tensor) -> Tensor:
     """log sigma, finite for any; 1e-30 and less count as 1e-30."""
     return sd.clamp(min=LEAST_SD).log_()
+
+
+_LOG_TURN = math.log(2 * math.pi)
+_SLOPE = 0.1
+_LARGEST_SHIFT = 10.0
+_LARGEST_LOG_VAR = 10.0
+_GATE_START = 2.0  # a new layer keeps nine tenths of what it gets
+
+
+class Coupling(NamedTuple):
+    """One layer z -> m z + (1 - m) (sigma z + (1 - sigma) mu), sigma and mu from a network of m z.
+
+    Args:
+        mask: (in,) of zeros and ones; ones condition, zeros move.
+        weights: (R, out, in) of each linear layer of the network; the last gives mu and the gate, 2 in.
+        biases: (R, out).
+    """
+
+    mask: Tensor
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...]
+
+    def __call__(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer at z (R, M, in), and its log |det| (R, M)."""
+        kept = z * self.mask
+        shift, gate = self._network(kept)
+        moves = 1 - self.mask
+        sigma = torch.sigmoid(gate)
+        moved = torch.lerp(shift, z, sigma)
+        return kept + moves * moved, (moves * torch.nn.functional.logsigmoid(gate)).sum(dim=2)
+
+    def inverse(self, z: Tensor) -> Tensor:
+        """What the layer takes to z (R, M, in)."""
+        kept = z * self.mask
+        shift, gate = self._network(kept)
+        return kept + (1 - self.mask) * (shift + (z - shift) / torch.sigmoid(gate))
+
+    def _network(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Shift and gate (R, M, in)."""
+        hidden = small_network(hidden, self.weights, self.biases, _SLOPE)
+        shift, gate = hidden.chunk(2, dim=2)
+        return _LARGEST_SHIFT * torch.tanh(shift / _LARGEST_SHIFT), gate + _GATE_START
+
+
+class MultiplierModel(NamedTuple):
+    """q(z) and r(z | w) of one layer's inputs.
+
+    Args:
+        start_mean, start_log_var: (R, in), of z_0.
+        flow: from z_0 to z.
+        readout: e, (R, in). location, log_scale: d_1 and d_2, (R, in).
+        inverse_flow: from z to z_b.
+    """
+
+    start_mean: Tensor
+    start_log_var: Tensor
+    flow: tuple[Coupling, ...]
+    readout: Tensor
+    location: Tensor
+    log_scale: Tensor
+    inverse_flow: tuple[Coupling, ...]
+
+    def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """z (R, M, in) of standard normal noise (R, M, in), and log q(z) (R, M); equation (3.3)."""
+        z = torch.addcmul(self.start_mean.unsqueeze(1), (0.5 * self.start_log_var).exp().unsqueeze(1), noise)
+        log_density = -0.5 * (noise.square() + self.start_log_var.unsqueeze(1) + _LOG_TURN).sum(dim=2)
+        for layer in self.flow:
+            z, log_det = layer(z)
+            log_density = log_density - log_det
+        return z, log_density
+
+    def log_density(self, z: Tensor) -> Tensor:
+        """log q(z) (R, M) of any z (R, M, in)."""
+        for layer in reversed(self.flow):
+            z = layer.inverse(z)
+        noise = (z - self.start_mean.unsqueeze(1)) * (-0.5 * self.start_log_var).exp().unsqueeze(1)
+        return self.draw(noise)[1]
+
+    def log_auxiliary(self, z: Tensor, weight: Moments, noise: Tensor, gradient: Moments | None = None) -> Tensor:
+        """log r(z | w) (R, M), w drawn through the activations e^T w, taken to be Gaussian.
+
+        Args:
+            z: (R, M, in).
+            weight: moments of the layer's weights, (R, out, in) each.
+            noise: standard normal, (R, M, out).
+            gradient: as in `product`, of each moment.
+        """
+        to_mean, to_noise, to_switching = gradient or (None, None, None)
+        scaled = self.readout.unsqueeze(1) * z
+        nothing = z.new_zeros(len(z), 1, noise.shape[2])
+        mean = product(scaled, weight.mean, nothing, to_mean)
+        variance = product(self.readout.square().unsqueeze(1), weight.noise, nothing, to_noise)
+        if weight.switching is not None:
+            variance = product(scaled.square(), weight.switching, variance, to_switching)
+        return self.log_auxiliary_at(z, torch.addcmul(mean, (variance + LEAST_VARIANCE).sqrt(), noise))
+
+    def log_auxiliary_at(self, z: Tensor, activations: Tensor) -> Tensor:
+        """log r(z | w) (R, M) of z (R, M, in), activations e^T w (R, M, out); equations (4.8), (4.12) and (4.13)."""
+        # (d (x) tanh(b)) averaged over the outputs is d times the mean of tanh(b).
+        level = torch.tanh(activations).mean(dim=2, keepdim=True)
+        location = self.location.unsqueeze(1) * level
+        log_var = (self.log_scale.unsqueeze(1) * level).clamp(-_LARGEST_LOG_VAR, _LARGEST_LOG_VAR)
+        total = z.new_zeros(z.shape[:2])
+        for layer in self.inverse_flow:
+            z, log_det = layer(z)
+            total = total + log_det
+        return total - 0.5 * ((z - location).square() * (-log_var).exp() + log_var + _LOG_TURN).sum(dim=2)
+
+    def at(self, repeat: int) -> MultiplierModel:
+        """That of one repeat, R = 1; views."""
+        return self.of_repeats(slice(repeat, repeat + 1))
+
+    def of_repeats(self, rows: slice) -> MultiplierModel:
+        """That of some repeats; views."""
+        return self.from_tensors({name: part if name.endswith("mask") else part[rows] for name, part in self.tensors()})
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by name, masks included."""
+        for name in ("start_mean", "start_log_var", "readout", "location", "log_scale"):
+            yield name, getattr(self, name)
+        for name in ("flow", "inverse_flow"):
+            for index, layer in enumerate(getattr(self, name)):
+                yield f"{name}.{index}.mask", layer.mask
+                for part, (weight, bias) in enumerate(zip(layer.weights, layer.biases, strict=True)):
+                    yield f"{name}.{index}.weight.{part}", weight
+                    yield f"{name}.{index}.bias.{part}", bias
+
+    def parameters(self) -> list[Tensor]:
+        """What is learnt: all tensors but the masks."""
+        return [tensor for name, tensor in self.tensors() if not name.endswith("mask")]
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> MultiplierModel:
+        """The inverse of tensors()."""
+
+        def couplings(name: str) -> tuple[Coupling, ...]:
+            layers: list[Coupling] = []
+            while f"{name}.{len(layers)}.mask" in tensors:
+                prefix = f"{name}.{len(layers)}."
+                count = sum(key.startswith(f"{prefix}weight.") for key in tensors)
+                parts = [tuple(tensors[f"{prefix}{kind}.{i}"] for i in range(count)) for kind in ("weight", "bias")]
+                layers.append(Coupling(tensors[f"{prefix}mask"], *parts))
+            return tuple(layers)
+
+        plain = {name: tensors[name] for name in ("start_mean", "start_log_var", "readout", "location", "log_scale")}
+        return cls(flow=couplings("flow"), inverse_flow=couplings("inverse_flow"), **plain)
+
+
+def num_params(num_inputs: int, *, length: int = 2, hidden: tuple[int, ...] = (75, 75, 75, 75)) -> int:
+    """Numbers that the model of one layer learns."""
+    sizes = (num_inputs, *hidden, 2 * num_inputs)
+    coupling = sum(after * (before + 1) for before, after in pairwise(sizes))
+    return 5 * num_inputs + 2 * length * coupling
+
+
+def initial_model(
+    num_inputs: int,
+    num_repeats: int,
+    generator: torch.Generator,
+    *,
+    length: int = 2,
+    hidden: tuple[int, ...] = (75, 75, 75, 75),
+    device: torch.device | str = "cpu",
+) -> MultiplierModel:
+    """A model that starts with z near 1, and flows near the identity."""
+
+    def normal(*shape: int, scale: float) -> Tensor:
+        return (scale * torch.randn(*shape, generator=generator, device=generator.device)).to(device)
+
+    def couplings() -> tuple[Coupling, ...]:
+        mask = torch.zeros(num_inputs, device=generator.device)
+        mask[torch.randperm(num_inputs, generator=generator, device=generator.device)[: num_inputs // 2]] = 1
+        mask = mask.to(device)
+        sizes = (num_inputs, *hidden, 2 * num_inputs)
+        layers = []
+        for index in range(length):
+            weights = [normal(num_repeats, after, before, scale=before**-0.5) for before, after in pairwise(sizes)]
+            weights[-1] *= 0.1
+            biases = [weight.new_zeros(num_repeats, weight.shape[1]) for weight in weights]
+            layers.append(Coupling(mask if index % 2 == 0 else 1 - mask, tuple(weights), tuple(biases)))
+        return tuple(layers)
+
+    shape = (num_repeats, num_inputs)
+    return MultiplierModel(
+        start_mean=1 + normal(*shape, scale=0.1),
+        start_log_var=-9 + normal(*shape, scale=0.1),
+        flow=couplings(),
+        readout=normal(*shape, scale=0.1),
+        location=normal(*shape, scale=0.1),
+        log_scale=normal(*shape, scale=0.1),
+        inverse_flow=couplings(),
+    )

@@ -1,36 +1,436 @@
-"""The fit of a latent binary network: Adam on the bound, a batch at a time, all repeats at once.
-
-Skaaret-Lund (2022), section 5.1. The hyper-parameters of the prior, where they are learnt (concrete), are those that maximise the
-bound with a Beta and an inverse gamma hyper-prior, in closed form after each of the first epochs, and are then frozen.
-On a GPU a step is one captured graph.
-"""
+"""Fit latent binary networks: batches, gradients of the bound, the search for the slab's standard deviation, repeats apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.errors import NumericError
-from bnncli.latent.divergence import Multiplier, bias_divergence, weight_divergence
-from bnncli.latent.history import History
-from bnncli.latent.learnt_prior import learnt_prior
-from bnncli.latent.model import LatentModel
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.scaling import Inputs, Scaling
-from bnncli.latent.steps import EstimatorSettings, Minibatch, differentiate, workspace_of
+from bnncli.latent.factors import (
+    LEAST_VARIANCE,
+    Factors,
+    Moments,
+    MultiplierModel,
+    Workspace,
+    layer_moments,
+    moments,
+    product,
+)
+from bnncli.latent.model import (
+    LatentModel,
+    Multiplier,
+    SpikeAndSlab,
+    bias_divergence,
+    bias_gradients,
+    factor_gradients,
+    learnt_prior,
+    multiplier_pull,
+    weight_divergence,
+)
 from bnncli.lazy import no_grad, torch
-from bnncli.numerics.seeds import on_device
+from bnncli.numerics.random import on_device
+from bnncli.parameters.layouts import NetworkLayout
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.stream import FeatureBlocks
-from bnncli.training.adam import Adam
-from bnncli.training.course import Course
-from bnncli.training.learner import num_batches
-from bnncli.training.loop import Save, State, train
-from bnncli.training.shared_memory import join_memory
+from bnncli.system.workers import Team, shares
+from bnncli.targets.blocks import FeatureBlocks
+from bnncli.training.loop import Course, Save, State, num_batches, train
+from bnncli.training.optimizers import Adam, join_memory
+from bnncli.training.shared_out import Seat, Stored, share_out
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_PARTS = ("log_likelihood", "weight_divergence", "bias_divergence", "flow_divergence", "density")
+
+
+@dataclass
+class History:
+    """What each epoch gave, CPU float64: the expected log likelihood (R,), divergences and density by layer (R, L)."""
+
+    parts: dict[str, list[Tensor]] = field(default_factory=lambda: {name: [] for name in _PARTS})
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs done."""
+        return len(self.parts["density"])
+
+    def add(self, **parts: Tensor) -> None:
+        """One more epoch."""
+        for name, value in parts.items():
+            self.parts[name].append(value.double().cpu())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """(E, R) and (E, R, L), for a file."""
+        return {f"history.{name}": torch.stack(values) for name, values in self.parts.items() if values}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> History:
+        """The inverse of tensors()."""
+        found = {name: tensors.get(f"history.{name}") for name in _PARTS}
+        return cls({name: [] if value is None else list(value.cpu().unbind(0)) for name, value in found.items()})
+
+    def bound(self) -> Tensor:
+        """The evidence lower bound of each epoch and repeat, (E, R), nats; the likelihood's part is the epoch's average."""
+        return _bound({name: torch.stack(values) for name, values in self.parts.items()})
+
+    def last_bound(self) -> Tensor:
+        """That of the last epoch, (R,), nats."""
+        return _bound({name: values[-1] for name, values in self.parts.items()})
+
+
+def _bound(parts: Mapping[str, Tensor]) -> Tensor:
+    divergences = [parts[f"{name}_divergence"].sum(-1) for name in ("weight", "bias", "flow")]
+    return parts["log_likelihood"] - torch.stack(divergences).sum(dim=0)
+
+
+_BLOCK_BYTES = 2**26  # of features in float64 at a time
+_ROWS = {"cpu": 1000, "cuda": 20_000}
+
+
+class Scaling(NamedTuple):
+    """x -> (x - shift) / scale; (D,) float32 each."""
+
+    shift: Tensor
+    scale: Tensor
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Features (n, D), standardised."""
+        return (features - self.shift) / self.scale
+
+    @classmethod
+    def of(cls, features: Tensor, device: torch.device) -> Scaling:
+        """Mean and standard deviation of each column of features (N, D); 1 for one that never varies.
+
+        Two passes in blocks, sums in float64: of float32 values that are all equal they are exact, and the deviation is 0.
+        """
+        rows = max(1, _BLOCK_BYTES // (8 * features.shape[1]))
+        blocks, double = FeatureBlocks(features, device), torch.float64
+        sums = [block.sum(dim=0) for _, block in blocks.read(rows, double)]
+        mean = torch.stack(sums).sum(dim=0) / len(features)
+        squares = [(block - mean).square_().sum(dim=0) for _, block in blocks.read(rows, double)]
+        sd = (torch.stack(squares).sum(dim=0) / len(features)).sqrt().float()
+        # Less than float32's normal numbers counts as none: its reciprocal may be infinite.
+        sd = torch.where(sd > torch.finfo(sd.dtype).tiny, sd, 1.0)
+        return cls(mean.float(), sd)
+
+
+class Inputs(NamedTuple):
+    """The inputs of all examples: features wherever they lie, and how they are scaled on their way; not at all by default."""
+
+    features: FeatureBlocks
+    scaling: Scaling | None = None
+
+    def gather(self, rows: slice | Tensor) -> Tensor:
+        """Those of some rows, (n, D) float32 on the device; an index (n,) int64 is best where the features are."""
+        return self._scaled(self.features.gather(rows, torch.float32))
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """All rows in order, and their inputs (n, D), to be used without gradients: few at a time stay in a CPU's cache."""
+        size = _ROWS["cpu" if self.features.device.type == "cpu" else "cuda"]
+        for rows, block in self.features.read(size, torch.float32):
+            yield rows, self._scaled(block)
+
+    def _scaled(self, features: Tensor) -> Tensor:
+        return features if self.scaling is None else self.scaling(features)
+
+
+def draw_activations(
+    inputs: Tensor,
+    weight: Moments,
+    bias_mean: Tensor,
+    bias_variance: Tensor,
+    noise: Tensor,
+    multiplier: Tensor | None = None,
+    *,
+    gradient: Moments | None = None,
+) -> Tensor:
+    """Gaussian draws (R, n, out) of x w^T + b with their exact mean and variance.
+
+    Args:
+        inputs: (R, n, in).
+        weight: moments of one layer's weights, (R, out, in) each.
+        bias_mean, bias_variance: (R, out).
+        noise: standard normal, (R, n, out).
+        multiplier: z of each input, (R, n, in) or (R, 1, in).
+        gradient: as in `product`, of each moment.
+    """
+    to_mean, to_noise, to_switching = gradient or (None, None, None)
+    scaled = inputs if multiplier is None else inputs * multiplier
+    mean = product(scaled, weight.mean, bias_mean.unsqueeze(1), to_mean)
+    squared = inputs.square()
+    variance = product(squared, weight.noise, bias_variance.unsqueeze(1), to_noise)
+    if weight.switching is not None:
+        other = squared if multiplier is None else scaled.square()
+        variance = product(other, weight.switching, variance, to_switching)
+    return torch.addcmul(mean, variance.sqrt(), noise)
+
+
+class Minibatch(NamedTuple):
+    """Examples of a step.
+
+    Args:
+        features: (n, D). labels: (n,) int64 or (n, C), those of each repeat before them, (R, n) or (R, n, C), where they differ.
+        share: of the whole data, n / N: what weighs the divergence.
+    """
+
+    features: Tensor
+    labels: Tensor
+    share: float
+
+
+class Step(NamedTuple):
+    """What a step saw, detached.
+
+    Args:
+        log_likelihood: of the batch, (R,).
+        flow: log q(z) - log r(z | w) by layer, (R, L); 0 without multipliers.
+    """
+
+    log_likelihood: Tensor
+    flow: Tensor
+
+
+class EstimatorSettings(NamedTuple):
+    """What the estimators can be told.
+
+    Args:
+        estimator: lrt, mnf or concrete. variance: exact or published, of lrt and mnf.
+        temperature: of the relaxed inclusions (concrete). Low ones are nearer to zeros and ones, but their gradient is zero in
+            nearly all draws: at 0.001, the thesis's, in all but about one of a thousand.
+        multiplier_draws: z drawn a step, each for as many examples (mnf).
+    """
+
+    estimator: str = "lrt"
+    variance: str = "exact"
+    temperature: float = 0.5
+    multiplier_draws: int = 10
+
+
+def differentiate(
+    model: LatentModel,
+    batch: Minibatch,
+    settings: EstimatorSettings,
+    generator: torch.Generator,
+    workspace: Workspace | None = None,
+) -> Step:
+    """Set the gradient of minus the bound's share on everything that the model learns.
+
+    Args:
+        workspace: `workspace_of` this model; with one the gradients of the weights' factors lie in it.
+    """
+    space = workspace or workspace_of(model)
+    if settings.estimator == "concrete":
+        return _differentiate_weights(model, batch, settings, generator, space)
+    return _differentiate_moments(model, batch, settings, generator, space)
+
+
+def workspace_of(model: LatentModel) -> Workspace:
+    """What the steps on a model write to."""
+    return Workspace.of(model.factors, model.layout, has_switching=bool(model.multipliers))
+
+
+class Biases(NamedTuple):
+    """Mean and variance of all biases, (R, B) each."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+class _Forward(NamedTuple):
+    """Logits (R, n, K), and of every layer with a multiplier its draws z (R, M, in) and log q(z) - log r(z | w) (R, M)."""
+
+    logits: Tensor
+    draws: list[Tensor]
+    flows: list[Tensor]
+
+
+def draw_logits(
+    model: LatentModel, features: Tensor, weight: Moments, generator: torch.Generator, *, multiplier_draws: int = 10
+) -> Tensor:
+    """Logits (R, n, K) of features (n, D), the activations of every layer drawn from their mean and variance."""
+    return _forward(model, features, weight, generator, multiplier_draws).logits
+
+
+def _forward(
+    model: LatentModel,
+    features: Tensor,
+    weight: Moments,
+    generator: torch.Generator,
+    num_draws: int,
+    gradient: Moments | None = None,
+    bias: Biases | None = None,
+) -> _Forward:
+    layout, factors, num_examples = model.layout, model.factors, len(features)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(model.num_repeats, *shape, generator=generator, device=generator.device).to(features)
+
+    layers = layer_moments(weight, layout)
+    to_layers = [None] * layout.num_layers if gradient is None else layer_moments(gradient, layout)
+    biases = zip(*(layout.biases(part) for part in bias or bias_leaves(factors)), strict=True)
+    hidden = features.expand(model.num_repeats, -1, -1)
+    draws, flows = [], []
+    for index, (own, (bias_mean, bias_variance)) in enumerate(zip(layers, biases, strict=True)):
+        outputs, inputs = layout.shapes[index]
+        z = None
+        if model.multipliers:
+            multiplier = model.multipliers[index]
+            count = min(num_draws, num_examples)
+            drawn, log_density = multiplier.draw(normal(count, inputs))
+            flows.append(log_density - multiplier.log_auxiliary(drawn, own, normal(count, outputs), to_layers[index]))
+            draws.append(drawn)
+            # Example i has draw i modulo their number. Indexing would be the same; its gradient is slow, and on a GPU a sort.
+            z = drawn if count == num_examples else drawn.repeat(1, -(-num_examples // count), 1)[:, :num_examples]
+        hidden = draw_activations(
+            hidden if index == 0 else hidden.relu(),
+            own, bias_mean, bias_variance, normal(num_examples, outputs), z, gradient=to_layers[index],
+        )  # fmt: skip
+    return _Forward(hidden, draws, flows)
+
+
+def leaves(model: LatentModel, variance: str, workspace: Workspace | None = None) -> Moments:
+    """The moments of the weights, apart from the graph; without multipliers both variances as one."""
+    return moments(model.factors, model.layout, variance=variance, is_merged=not model.multipliers, workspace=workspace)
+
+
+@no_grad
+def bias_leaves(factors: Factors) -> Biases:
+    """The moments of the biases, apart from the graph."""
+    return Biases(factors.bias_mean.detach(), factors.bias_sd.square_().add_(LEAST_VARIANCE))
+
+
+def _differentiate_moments(
+    model: LatentModel, batch: Minibatch, settings: EstimatorSettings, generator: torch.Generator, space: Workspace
+) -> Step:
+    factors = model.factors
+    weight = leaves(model, settings.variance, space)
+    own = space.gradient if weight.switching is not None else space.gradient._replace(switching=None)
+    for part in own:
+        if part is not None:
+            part.zero_()
+    bias = bias_leaves(factors)
+    for part in bias:
+        part.requires_grad_()
+    forward = _forward(model, batch.features, weight, generator, settings.multiplier_draws, own, bias)
+    fit = model.layout.likelihood.log_likelihoods(forward.logits, batch.labels).sum(dim=1)
+    loss, multipliers = -fit.sum(), None
+    if model.multipliers:
+        divergence = torch.stack(forward.flows).mean(dim=2).sum()
+        pulls = multiplier_pull(weight, factors, model.prior, model.layout, space)
+        for z, (first, second) in zip(forward.draws, pulls, strict=True):
+            # The weights' divergence as far as z goes: linear in its two moments.
+            divergence = divergence + (z.mean(dim=1) * first + z.square().mean(dim=1) * second).sum()
+        loss = loss + divergence * batch.share
+        multipliers = [Multiplier(z.detach().mean(dim=1), z.detach().square().mean(dim=1)) for z in forward.draws]
+    rest = model.multiplier_parameters()
+    to_mean, to_variance, *gradients = torch.autograd.grad(loss, [*bias, *rest], allow_unused=True)
+    to_sd = torch.mul(to_variance, factors.bias_sd.detach()).mul_(2)
+    factors.bias_mean.grad, factors.bias_rho.grad = bias_gradients(
+        factors, to_mean, to_sd, model.prior, scale=batch.share
+    )
+    if weight.switching is None and settings.variance == "exact":
+        own = own._replace(switching=own.noise)  # one sum of two variances: the same derivative
+    factors.mean.grad, factors.rho.grad, factors.logit.grad = factor_gradients(
+        factors, own, model.prior, model.layout,
+        scale=batch.share, variance=settings.variance, multipliers=multipliers, workspace=space,
+    )  # fmt: skip
+    for tensor, gradient in zip(rest, gradients, strict=True):
+        if gradient is None:  # it has been written already, by small_network
+            continue
+        if tensor.grad is None:
+            tensor.grad = gradient
+        else:
+            tensor.grad.copy_(gradient)
+    flows = [flow.detach().mean(dim=1) for flow in forward.flows]
+    return Step(fit.detach(), torch.stack(flows, dim=1) if flows else _no_flow(model, fit))
+
+
+def _differentiate_weights(
+    model: LatentModel, batch: Minibatch, settings: EstimatorSettings, generator: torch.Generator, space: Workspace
+) -> Step:
+    """Weights drawn with relaxed inclusions, the same for all examples; Maddison et al. (2017), arXiv 1611.00712."""
+    factors, layout = model.factors, model.layout
+    draw = _draw_relaxed(model, settings.temperature, generator, space)
+    noise = _normal_like(factors.bias_mean, generator)
+    with torch.no_grad():
+        bias = torch.addcmul(factors.bias_mean, factors.bias_sd, noise)
+    bias.requires_grad_()
+    d_weight = space.gradient.mean.zero_()
+    hidden = batch.features.expand(model.num_repeats, -1, -1)
+    parts = (layout.weights(draw.weight), layout.weights(d_weight), layout.biases(bias))
+    for index, (weight, to_weight, own) in enumerate(zip(*parts, strict=True)):
+        hidden = product(hidden.relu() if index else hidden, weight, own.unsqueeze(1), to_weight)
+    fit = layout.likelihood.log_likelihoods(hidden, batch.labels).sum(dim=1)
+    (to_bias,) = torch.autograd.grad(-fit.sum(), bias)
+    factors.bias_mean.grad, factors.bias_rho.grad = bias_gradients(
+        factors, to_bias, to_bias * noise, model.prior, scale=batch.share
+    )
+    factors.mean.grad, factors.rho.grad, factors.logit.grad = factor_gradients(
+        factors, None, model.prior, layout, scale=batch.share, workspace=space
+    )
+    _relaxed_gradient(model, draw, d_weight, settings.temperature, space)
+    return Step(fit.detach(), _no_flow(model, fit))
+
+
+def _no_flow(model: LatentModel, like: Tensor) -> Tensor:
+    return like.new_zeros(model.num_repeats, model.layout.num_layers)
+
+
+class _Relaxed(NamedTuple):
+    """Weights drawn as relaxed inclusion times slab, slab = mean + sd noise; (R, W) each."""
+
+    weight: Tensor
+    relaxed: Tensor
+    noise: Tensor
+
+
+@no_grad
+def _draw_relaxed(model: LatentModel, temperature: float, generator: torch.Generator, space: Workspace) -> _Relaxed:
+    factors, layout = model.factors, model.layout
+    weight, relaxed, noise = space.moments.mean, space.moments.noise, space.gradient.noise
+    _fill(torch.rand, relaxed, generator)
+    _fill(torch.randn, noise, generator)
+    moments_of = (factors.mean, factors.rho, factors.logit, space.inclusion, space.exclusion, space.sd)
+    for _, (mean, rho, logit, alpha, beta, sd, own, z, e) in layout.chunks(*moments_of, weight, relaxed, noise):
+        torch.sigmoid(logit, out=alpha)
+        torch.neg(logit, out=beta).sigmoid_()
+        sd.copy_(torch.nn.functional.softplus(rho))
+        logistic = torch.logit(z.clamp_(min=1e-7, max=1 - 1e-7), out=space.blocks_like(mean)[0])
+        torch.sub(logit, logistic, out=z).div_(temperature).sigmoid_()
+        torch.addcmul(mean, sd, e, out=own).mul_(z)
+    return _Relaxed(weight, relaxed, noise)
+
+
+@no_grad
+def _relaxed_gradient(
+    model: LatentModel, draw: _Relaxed, d_weight: Tensor, temperature: float, space: Workspace
+) -> None:
+    """Adds what comes through the drawn weights to the factors' gradients."""
+    factors = model.factors
+    flats = (factors.rho, *draw, d_weight, space.to_mean, space.to_rho, space.to_logit)
+    for _, (rho, weight, z, noise, d_own, to_mean, to_rho, to_logit) in model.layout.chunks(*flats):
+        one, other = space.blocks_like(rho)
+        torch.mul(d_own, z, out=one)
+        to_mean.add_(one)
+        to_rho.addcmul_(one.mul_(noise), torch.sigmoid(rho, out=other))
+        # slab z (1 - z) / temperature, where slab z is the weight
+        torch.sub(1, z, out=one).mul_(weight)
+        to_logit.addcmul_(one, d_own, value=1 / temperature)
+
+
+def _fill(draw: Callable[..., Tensor], to: Tensor, generator: torch.Generator) -> None:
+    """Draws into memory that is there, float32 whatever the precision: the numbers do not depend on it."""
+    if to.dtype == torch.float32 and to.device.type == generator.device.type:
+        draw(to.shape, generator=generator, out=to)
+    else:
+        to.copy_(draw(to.shape, generator=generator, device=generator.device))
+
+
+def _normal_like(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, device=generator.device).to(like)
 
 
 @dataclass(frozen=True)
@@ -263,3 +663,132 @@ def averaged_divergence(model: LatentModel, generator: torch.Generator, num_draw
         z = part.draw(noise.to(model.device))[0]
         multipliers.append(Multiplier(z.mean(dim=1), z.square().mean(dim=1)))
     return weight_divergence(model.factors, model.prior, model.layout, multipliers or None)
+
+
+# Geometric: neighbours differ by 1.9, which a posterior hardly notices.
+CANDIDATES = tuple(0.01 * 300 ** (i / 9) for i in range(10))
+NUM_NETWORKS = 10  # of a prediction
+EPOCHS_SHARE = 0.1  # of the fit's epochs that each candidate gets, and at least MIN_EPOCHS
+MIN_EPOCHS = 5
+
+
+def search_epochs(epochs: int) -> int:
+    """How many epochs the search takes, for a fit of so many."""
+    return min(epochs, max(MIN_EPOCHS, round(EPOCHS_SHARE * epochs)))
+
+
+@no_grad
+def nll_of_repeats(
+    model: LatentModel,
+    features: Tensor,
+    labels: Tensor,
+    generator: torch.Generator,
+    *,
+    scaling: Scaling | None = None,
+) -> Tensor:
+    """Mean NLL (R,) float64 of labels (N,) or (N, C) under the mean probability of NUM_NETWORKS networks of each repeat.
+
+    Args:
+        features: (N, D), on the model's device or the CPU. labels: on the model's device.
+        scaling: of the features, none by default.
+    """
+    layout, found = model.layout, []
+    inputs = Inputs(FeatureBlocks(features, model.device), scaling)
+    for repeat in range(model.num_repeats):
+        repeats = torch.full((NUM_NETWORKS,), repeat, device=model.device)
+        theta = layout.join(*model.draw_weights(repeats, generator))
+        total = torch.zeros((), dtype=torch.float64, device=model.device)
+        for rows, block in inputs.blocks():
+            logits = layout.logits(block, theta)
+            if layout.likelihood.is_exclusive:
+                single = layout.likelihood.log_likelihoods(logits, labels[rows]).double()
+            else:  # each label by itself, as it is predicted: draws (S, n L)
+                decisions = layout.likelihood.decision_logs(logits.permute(2, 0, 1), labels[rows]).double()
+                single = decisions.transpose(0, 1).flatten(1)
+            losses = math.log(NUM_NETWORKS) - torch.logsumexp(single, dim=0)
+            total += losses.sum() * len(block) / len(losses)
+        found.append(total / len(features))
+    return torch.stack(found)
+
+
+# Weights of a group's networks together, at most, where it has several. Measured on a core, ten networks one by one against a
+# batch of them: with 840 weights 6 times as long, with 5,120 three times, with 20,480 1.5 times, with 40,400 1.3, with 128,000
+# as long. On a GPU steps of less than some millions of weights wait for the launches of their kernels.
+GROUP_WEIGHTS = {"cpu": 2**16, "cuda": 2**22}
+
+
+def groups_of(layout: NetworkLayout, num_repeats: int, device: torch.device) -> list[slice]:
+    """The repeats of each group, as even as can be."""
+    count = -(-num_repeats // largest_group(layout, num_repeats, device))
+    return [slice(part.start, part.stop) for part in shares(num_repeats, count)]
+
+
+def largest_group(layout: NetworkLayout, num_repeats: int, device: torch.device) -> int:
+    """How many of so many repeats are in a group at most."""
+    weights = GROUP_WEIGHTS.get(device.type, GROUP_WEIGHTS["cpu"])
+    return min(num_repeats, max(1, weights // layout.num_weights))
+
+
+def fit_apart(
+    team: Team,
+    start: LatentModel,
+    fit: Callable[[LatentModel, int, Seat], Mapping[str, Tensor]],
+    *,
+    what: str,
+    num_steps: int,
+    progress: Progress,
+    stored: Stored | None = None,
+) -> list[dict[str, Tensor]]:
+    """What the fit of each group gave, on every worker.
+
+    Args:
+        start: of all repeats; each group goes on from its own part.
+        fit: of a group, from its start, the first of its repeats, and its place among the others.
+        what, num_steps, progress, stored: as share_out has them.
+
+    Raises:
+        BnnError: as share_out.
+    """
+    groups = groups_of(start.layout, start.num_repeats, start.device)
+
+    def work(number: int, seat: Seat) -> Mapping[str, Tensor]:
+        return fit(start.of_repeats(groups[number]), groups[number].start, seat)
+
+    labels = [_label(rows, start.num_repeats) for rows in groups]
+    return share_out(team, labels, work, what=what, num_steps=num_steps, progress=progress, stored=stored)
+
+
+def fit_tensors(model: LatentModel, history: History) -> dict[str, Tensor]:
+    """What became of a group."""
+    prior = {name: part.expand(model.num_repeats, -1) for name, part in model.prior.tensors().items()}
+    return dict(model.tensors()) | {f"prior.{name}": part for name, part in prior.items()} | history.tensors()
+
+
+def joined(start: LatentModel, groups: Sequence[Mapping[str, Tensor]], *, has_learnt_prior: bool) -> LatentModel:
+    """The model of all repeats, on the device of their start; groups: their fit_tensors."""
+
+    def of_all(name: str) -> Tensor:
+        parts = [one[name] for one in groups]
+        return (parts[0] if name.endswith("mask") else torch.cat(parts)).to(start.device)
+
+    factors = Factors(**{name: of_all(name) for name in start.factors.tensors()})
+    prior = start.prior
+    if has_learnt_prior:
+        prior = SpikeAndSlab.from_tensors({name: of_all(f"prior.{name}") for name in prior.tensors()}, prior.bias_sd)
+    multipliers = [
+        MultiplierModel.from_tensors({name: of_all(f"multiplier.{index}.{name}") for name, _ in one.tensors()})
+        for index, one in enumerate(start.multipliers)
+    ]
+    return LatentModel(start.layout, factors, prior, tuple(multipliers))
+
+
+def joined_history(groups: Sequence[Mapping[str, Tensor]]) -> History:
+    """That of all repeats."""
+    names = [name for name in groups[0] if name.startswith("history.")]
+    return History.from_tensors({name: torch.cat([one[name] for one in groups], dim=1) for name in names})
+
+
+def _label(rows: slice, num_repeats: int) -> str:
+    """A group, for people."""
+    first, last = rows.start + 1, rows.stop
+    return f"network {first} of {num_repeats}" if first == last else f"networks {first} to {last} of {num_repeats}"

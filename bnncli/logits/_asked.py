@@ -10,8 +10,8 @@ from bnncli.logits import LogitCovariance, LogitGaussian, LogitRoot
 from bnncli.logits._head import head_spread
 from bnncli.logits._kept import logits_at
 from bnncli.logits._network import network_spread
-from bnncli.theta.layout import LogitLayout
-from bnncli.theta.module import ModuleLayout
+from bnncli.parameters.layouts import LogitLayout
+from bnncli.parameters.module import ModuleLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

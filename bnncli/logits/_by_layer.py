@@ -19,13 +19,13 @@ from bnncli.covariances import Covariance
 from bnncli.lazy import torch
 from bnncli.logits._kept import DERIVATIVES, KeptBlock, Rows, kept_at
 from bnncli.logits._pulled import Pulled
-from bnncli.machine.between_blocks import between_blocks
 from bnncli.network_curvature._matrices import matrices_of
 from bnncli.network_curvature._scales import scales_of
 from bnncli.network_curvature._uses import Piece, forward, gradients, place_of, tried
-from bnncli.targets.stream import slices
-from bnncli.theta.layout import ParamPart
-from bnncli.theta.module import ModuleLayout
+from bnncli.parameters.layouts import ParamPart
+from bnncli.parameters.module import ModuleLayout
+from bnncli.system.signals import between_blocks
+from bnncli.targets.blocks import slices
 
 if TYPE_CHECKING:
     from torch import Tensor

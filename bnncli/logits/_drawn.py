@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from bnncli.logits._pulled import Pulled
-from bnncli.targets.stream import slices
-from bnncli.theta.module import ModuleLayout
+from bnncli.parameters.module import ModuleLayout
+from bnncli.targets.blocks import slices
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from bnncli.covariances._row_space import rows_of
 from bnncli.logits import LogitCovariance
 from bnncli.logits._pulled import pulled
 from bnncli.logits._row_space import SpreadInRows
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
 
 
 def head_spread(covariance: Covariance, layout: HeadLayout) -> LogitCovariance:

@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from bnncli.lazy import torch
-from bnncli.numerics.row_noise import row_keys
+from bnncli.numerics.random import row_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bnncli.theta.module import ModuleLayout
-    from bnncli.theta.module_network import ModuleNetwork
+    from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 
 LOGITS, DERIVATIVES = "logits", "derivatives"
 Made = TypeVar("Made", bound=tuple[Any, ...])

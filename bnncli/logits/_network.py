@@ -12,10 +12,9 @@ from bnncli.logits import LogitCovariance
 from bnncli.logits._by_layer import Blocks, by_layer, by_layer_together
 from bnncli.logits._pulled import Pulled
 from bnncli.logits.block import PulledBlock
-from bnncli.targets.stream import BLOCK_ELEMENTS, slices
-from bnncli.theta.layout import LogitLayout
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.modules import module_places
+from bnncli.parameters.layouts import LogitLayout
+from bnncli.parameters.module import ModuleLayout, module_places
+from bnncli.targets.blocks import BLOCK_ELEMENTS, slices
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 from bnncli.covariances import Covariance
 from bnncli.lazy import torch
 from bnncli.logits import LogitRoot, root_of_covariances
-from bnncli.targets.stream import BLOCK_ELEMENTS, slices
+from bnncli.targets.blocks import BLOCK_ELEMENTS, slices
 
 if TYPE_CHECKING:
     from torch import Tensor

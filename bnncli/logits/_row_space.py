@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
 from bnncli.logits import LogitCovariance, LogitRoot, root_of_covariances
+from bnncli.targets.blocks import slices
 from bnncli.targets.row_space import RowSpace
-from bnncli.targets.stream import slices
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from bnncli.covariances.block import Block
 from bnncli.logits import LogitCovariance
 from bnncli.logits._by_layer import BlockRoot, Blocks, MatrixDerivatives, Turned, consecutive_places
 from bnncli.logits._independent import Independent
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.targets.grams import tiles
-from bnncli.theta.head import HeadLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from bnncli.covariances.diag import Diag
 from bnncli.logits import LogitCovariance
 from bnncli.logits._by_layer import BlockRoot, Blocks, MatrixDerivatives, Turned, turned, weighted_root
 from bnncli.logits._independent import Independent
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

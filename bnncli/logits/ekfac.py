@@ -7,7 +7,7 @@ from bnncli.logits import LogitCovariance
 from bnncli.logits._pulled import pulled
 from bnncli.logits.kron import blocks_of as blocks_of
 from bnncli.logits.kron import network_root as network_root
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
 
 
 def of_head(covariance: Covariance, layout: HeadLayout) -> LogitCovariance:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 from bnncli.covariances.full import Full
 from bnncli.lazy import torch
 from bnncli.logits import LogitCovariance, LogitRoot, root_of_covariances
-from bnncli.machine.interruptible import interruptible
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.system.signals import interruptible
 from bnncli.targets.grams import quadratic_forms
-from bnncli.theta.head import HeadLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,7 @@ from bnncli.logits._by_layer import (
     weighted_root,
 )
 from bnncli.logits.block import PulledBlock
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,10 +23,10 @@ from bnncli.checkpoints.load import check_sizes
 from bnncli.checkpoints.sniff import check_members, sniff, sniff_zip
 from bnncli.checkpoints.zip_checksums import check_checksums
 from bnncli.errors import DataError, Untrusted
-from bnncli.machine.input_files import open_regular
 from bnncli.models._export_calls import CHECKS, DTYPES, STORED, ExportCall, names_in
 from bnncli.models._graph_file import not_a_program
 from bnncli.names import quoted
+from bnncli.system.input_files import open_regular
 
 _MAJOR = 8
 

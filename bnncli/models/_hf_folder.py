@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import DataError, MissingInput
-from bnncli.machine.input_files import open_regular
-from bnncli.machine.json_files import MAX_BYTES, read_object
 from bnncli.models._extra import require
 from bnncli.names import listed, quoted
+from bnncli.system.input_files import MAX_BYTES, open_regular, read_object
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"  # beside NAME.index.json where they are in shards

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from bnncli.data import Transformed, at_rate
+from bnncli.data._sound import at_rate
+from bnncli.data._transform import Transformed
 from bnncli.errors import DataError, Untrusted
-from bnncli.machine.json_files import read_object
 from bnncli.models._extra import part, require
 from bnncli.models._hf_folder import PROCESSOR, TOKENIZER, feature_extractor, files_like
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256, json_sha256
+from bnncli.system.input_files import read_object
 
 _LARGEST = 1 << 24  # a larger model_max_length is the library's way to say that there is none
 # Positions are counted from behind the padding token's number.

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bnncli.errors import DataError, Untrusted
-from bnncli.machine.input_files import open_regular
 from bnncli.names import quoted
+from bnncli.system.input_files import open_regular
 
 # Fields that lead to a tensor, by the kind of message: number of the field -> kind of what is in it.
 _WAYS = {

@@ -18,11 +18,11 @@ from onnx import TensorProto, external_data_helper, numpy_helper
 from torch import Tensor, nn
 
 from bnncli.errors import DataError, DeviceError
-from bnncli.machine.devices import available_memory
 from bnncli.models._graph_head import ADD, AFTER, CONV, LINEAR, POOL, SHAPE, GraphStep
 from bnncli.models._graph_network import GraphInput
 from bnncli.models._onnx_tail import Tail, TailStep
 from bnncli.names import quoted
+from bnncli.system.devices import available_memory
 
 _DTYPES: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32, TensorProto.FLOAT16: torch.float16, TensorProto.DOUBLE: torch.float64,

@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from bnncli.checkpoints.sniff import sniff, sniff_zip
 from bnncli.checkpoints.zip_checksums import check_checksums
 from bnncli.errors import DataError, Untrusted
-from bnncli.machine import signals
-from bnncli.machine.input_files import open_regular
-from bnncli.machine.interruptible import interruptible
 from bnncli.models._aten_steps import aten_step
 from bnncli.models._graph_file import not_a_program
 from bnncli.models._graph_head import GraphStep
 from bnncli.names import listed, quoted
+from bnncli.system import signals
+from bnncli.system.input_files import open_regular
+from bnncli.system.signals import interruptible
 
 _OPERATOR = re.compile(r"(aten|prim|quantized|_quantized)::(?!(save|from_file|rpc_\w+|PythonOp)$)\w+")  # that may run
 _CALLS_UNKNOWN = {"prim::CallMethod", "prim::CallFunction"}  # of objects that are known only while it runs

@@ -19,8 +19,8 @@ import numpy as np
 
 from bnncli.checkpoints.sniff import check_members
 from bnncli.errors import DataError, Untrusted
-from bnncli.machine.input_files import open_regular
 from bnncli.names import listed, quoted
+from bnncli.system.input_files import open_regular
 
 NAMES = ("coef_", "intercept_", "classes_", "mean_", "scale_")  # of the arrays; the first must be there
 _PROTOCOLS = (0, 1, 2)

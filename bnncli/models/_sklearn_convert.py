@@ -11,10 +11,10 @@ import numpy as np
 from bnncli.checkpoints.pickles import list_globals, needs_trust
 from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import DataError, Untrusted
-from bnncli.machine.input_files import open_regular
 from bnncli.models._sklearn_arrays import Estimator, arrays_of, read_skops
 from bnncli.names import quoted
 from bnncli.options.command_line import pasted
+from bnncli.system.input_files import open_regular
 
 
 def convert_classifier(path: Path, target: Path, *, trust_pickle: bool) -> dict[str, np.ndarray]:

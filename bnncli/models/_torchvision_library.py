@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bnncli.data import Transformed
+from bnncli.data._transform import Transformed
 from bnncli.errors import UsageError
 from bnncli.models._extra import require
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bnncli.machine.input_files import open_regular
 from bnncli.models import Asked
 from bnncli.models._graph_file import GraphFile
 from bnncli.options.parts import Form
+from bnncli.system.input_files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import MissingInput
-from bnncli.machine.json_files import read_object
 from bnncli.models import Asked
 from bnncli.models._hf_folder import (
     ADAPTER_CONFIG,
@@ -24,6 +23,7 @@ from bnncli.models._hf_folder import (
 from bnncli.models._hf_inputs import Images, Sounds, Texts, inputs_of
 from bnncli.names import quoted
 from bnncli.options.parts import Form
+from bnncli.system.input_files import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

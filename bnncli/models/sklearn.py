@@ -17,12 +17,12 @@ import numpy as np
 from bnncli.data._arrays import npz_names, read_npz
 from bnncli.errors import DataError, Untrusted, UsageError
 from bnncli.likelihoods import likelihood_of
-from bnncli.machine.input_files import open_regular
 from bnncli.models import Asked
 from bnncli.models._sklearn_arrays import NAMES, arrays_of, read_skops
 from bnncli.names import listed, quoted
 from bnncli.options.command_line import pasted
 from bnncli.options.parts import Form
+from bnncli.system.input_files import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.machine.json_files import read_object
 from bnncli.models import Asked
 from bnncli.models._extra import require
 from bnncli.models._torchvision_library import building, require_torchvision, stacked, told_apart
 from bnncli.names import listed, quoted
 from bnncli.options.parts import Form
+from bnncli.system.input_files import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
-    from bnncli.data import Transformed
+    from bnncli.data._transform import Transformed
 
 FORM = Form("timm:NAME-or-DIR", 30, "A timm model filled with CKPT, or a folder with its own weights.")
 EXTRA: str | None = "timm"
@@ -104,8 +104,8 @@ class TimmModel:
             DataError: names or shapes of the weights do not fit the network.
         """
         from bnncli.checkpoints.load import load_checkpoint
-        from bnncli.machine.user_code import convert_arguments
-        from bnncli.networks import fill_network  # here, for torch
+        from bnncli.networks._load import fill_network  # here, for torch
+        from bnncli.system.user_code import convert_arguments
 
         if state is None:
             state = load_checkpoint(self.files[-1]).state

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from bnncli.data import Transformed
+    from bnncli.data._transform import Transformed
 
 FORM = Form("torchvision:NAME[:WEIGHTS]", 40, "A torchvision model filled with CKPT.")
 EXTRA: str | None = "torchvision"
@@ -73,8 +73,8 @@ class Builder:
             UsageError: torchvision is missing, or has no such network or weights, or an argument is wrong.
             DataError: names or shapes of the weights do not fit the network.
         """
-        from bnncli.machine.user_code import convert_arguments
-        from bnncli.networks import fill_network  # here, for torch
+        from bnncli.networks._load import fill_network  # here, for torch
+        from bnncli.system.user_code import convert_arguments
 
         assert state is not None, "it has no files, so that the checkpoint is always read"
         make = _builder(self.name)

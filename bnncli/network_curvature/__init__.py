@@ -14,8 +14,8 @@ from bnncli.targets.target import Curvature
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bnncli.parameters.module import ModuleLayout
     from bnncli.targets.network import NetworkTarget
-    from bnncli.theta.module import ModuleLayout
 
 
 class NetworkCurvature(Curvature, Protocol):

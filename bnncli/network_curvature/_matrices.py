@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from bnncli.lazy import torch
 from bnncli.network_curvature._uses import own_weights, with_bias
-from bnncli.theta.layout import ParamPart
+from bnncli.parameters.layouts import ParamPart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bnncli.theta.module import ModuleLayout
+    from bnncli.parameters.module import ModuleLayout
 
 _PATCHES = 2**21  # numbers in patches that are cut out at once
 _BANDS = 3  # of rows of a product X X^T, each made from the diagonal on

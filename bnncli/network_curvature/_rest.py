@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
-from bnncli.machine.between_blocks import between_blocks
 from bnncli.network_curvature._columns import Columns
-from bnncli.theta.layout import ParamPart, consecutive
+from bnncli.parameters.layouts import ParamPart, consecutive
+from bnncli.system.signals import between_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor

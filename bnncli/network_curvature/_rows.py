@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
-from bnncli.machine.between_blocks import between_blocks
-from bnncli.targets.curvature_choice import FISHER
+from bnncli.system.signals import between_blocks
+from bnncli.targets.network import FISHER
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
 from bnncli.network_curvature._uses import own_weights, with_bias
-from bnncli.theta.layout import ParamPart
+from bnncli.parameters.layouts import ParamPart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bnncli.theta.module import ModuleLayout
+    from bnncli.parameters.module import ModuleLayout
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from bnncli.lazy import torch
-from bnncli.machine.memory import give_back_freed
-from bnncli.theta.layout import ParamPart
+from bnncli.parameters.layouts import ParamPart
+from bnncli.system.memory import give_back_freed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from bnncli.theta.module import ModuleLayout
-    from bnncli.theta.module_network import ModuleNetwork
+    from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 
 _PROBES = 2  # examples that gradients are tried on
 _TOLERANCE = 1e-6  # in float64, relative to the largest

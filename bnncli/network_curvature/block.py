@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.lazy import torch
 from bnncli.network_curvature._rows import examples_at_once, weighted_rows
-from bnncli.theta.modules import module_places
+from bnncli.parameters.module import module_places
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bnncli.parameters.module import ModuleLayout
     from bnncli.targets.network import NetworkTarget
-    from bnncli.theta.module import ModuleLayout
 
 
 class Block:

@@ -14,13 +14,13 @@ from bnncli.network_curvature._matrices import MatrixUse, PatchesUse, matrices_o
 from bnncli.network_curvature._rest import diagonal_of
 from bnncli.network_curvature._scales import scales_of
 from bnncli.network_curvature._uses import Finder, Piece, Use, called, forward, gradients, place_of, tried
-from bnncli.theta.layout import ParamPart
+from bnncli.parameters.layouts import ParamPart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bnncli.parameters.module import ModuleLayout
     from bnncli.targets.network import NetworkTarget
-    from bnncli.theta.module import ModuleLayout
 
 _ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of examples' gradients by a layer at once
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.network_curvature._matrices import MatrixUse
+    from bnncli.parameters.module import ModuleLayout
     from bnncli.targets.network import NetworkTarget
-    from bnncli.theta.module import ModuleLayout
 
 _ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of an example's sums, or inputs at all positions, at once
 

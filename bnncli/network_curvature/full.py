@@ -10,8 +10,8 @@ from bnncli.network_curvature._rows import examples_at_once, weighted_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bnncli.parameters.module import ModuleLayout
     from bnncli.targets.network import NetworkTarget
-    from bnncli.theta.module import ModuleLayout
 
 _AT_ONCE = 16  # rows of the Hessian
 

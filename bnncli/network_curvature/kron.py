@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
-from bnncli.machine.interruptible import eigenvectors
-from bnncli.machine.memory import give_back_freed
 from bnncli.network_curvature._columns import Columns, num_drawn, num_drawn_rest
 from bnncli.network_curvature._matrices import Matrix, matrices_of
 from bnncli.network_curvature._rest import diagonal_of
 from bnncli.network_curvature._scales import scales_of
 from bnncli.network_curvature._uses import Finder, Piece, called, forward, gradients, place_of, tried
+from bnncli.system.memory import give_back_freed
+from bnncli.system.signals import eigenvectors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bnncli.parameters.module import ModuleLayout
     from bnncli.targets.network import NetworkTarget
-    from bnncli.theta.module import ModuleLayout
 
 
 class Kron:

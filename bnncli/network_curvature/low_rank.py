@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.errors import NumericError
 from bnncli.lazy import torch
-from bnncli.machine import signals
+from bnncli.system import signals
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bnncli.parameters.module import ModuleLayout
     from bnncli.targets.network import NetworkTarget
-    from bnncli.theta.module import ModuleLayout
 
 _NUM_PROBES = 8
 _SEED = 0  # of the first direction and of the probes: the eigenvectors hardly depend on it
@@ -78,7 +78,7 @@ class LowRank:
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """Of the default rank: P for each."""
-        from bnncli.targets.curvature_choice import DEFAULT_RANK
+        from bnncli.targets.network import DEFAULT_RANK
 
         return min(DEFAULT_RANK, layout.num_params) * layout.num_params
 

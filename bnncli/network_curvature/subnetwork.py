@@ -14,13 +14,13 @@ from bnncli.lazy import torch
 from bnncli.network_curvature._rows import examples_at_once, weighted_rows
 from bnncli.network_curvature.diag import Diag
 from bnncli.network_curvature.full import hessian_between
-from bnncli.targets.curvature_choice import HESSIAN
+from bnncli.targets.network import HESSIAN
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bnncli.parameters.module import ModuleLayout
     from bnncli.targets.network import NetworkTarget
-    from bnncli.theta.module import ModuleLayout
 
 
 class SubnetworkHessian:
@@ -69,7 +69,7 @@ class Subnetwork:
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """Of the default size: N^2."""
-        from bnncli.targets.curvature_choice import DEFAULT_SIZE
+        from bnncli.targets.network import DEFAULT_SIZE
 
         return min(DEFAULT_SIZE, layout.num_params) ** 2
 

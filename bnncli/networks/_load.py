@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from bnncli import registry
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
-from bnncli.machine import user_code
 from bnncli.names import listed, not_one_of, prefixes_of, quoted
 from bnncli.networks._names import COUNTER, fitted
+from bnncli.system import user_code
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

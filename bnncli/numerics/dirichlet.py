@@ -1,10 +1,4 @@
-"""Dirichlet distributions over class probabilities, one an example, and the Laplace bridge between them and Gaussians.
-
-Parameters travel as logarithms, (N, K): a bridge gives concentrations from 1e-30 to 1e17 and beyond. Everything is
-computed in float64. In the softmax basis a Dirichlet has the mode and the curvature of a Gaussian over logits that sum to
-zero; `from_gaussian` goes back from those: MacKay (1998), "Choice of basis for Laplace approximation"; Hennig, Stern,
-Herbrich and Graepel (2012), "Kernel topic models"; Hobbhahn (2020), arXiv 2003.01227, eq. (2.5) to (2.7).
-"""
+"""Dirichlet distributions over class probabilities and the Laplace bridge (Hobbhahn et al. 2020), and top-k ranking under them."""
 
 from __future__ import annotations
 
@@ -12,10 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from bnncli.errors import UsageError
 from bnncli.lazy import special, torch
+from bnncli.names import not_one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 # Variances outside give concentrations that nothing can tell from a point, or from none; a variance of zero is the first.
 _SMALLEST_VARIANCE, _LARGEST_VARIANCE = 1e-30, 1e30
@@ -163,3 +160,67 @@ def _digamma_excess(log_a: Tensor) -> Tensor:
     inverse = (-bounded).exp()
     series = inverse * (0.5 - inverse / 12)
     return torch.where(bounded > math.log(1e4), series, bounded.exp().add(1).digamma() - bounded)
+
+
+RULES = ("neighbor", "best")
+
+
+def ranked_lengths(
+    log_concentration: Tensor, *, rule: str = "neighbor", threshold: float = 0.05, cap: int = 10
+) -> Tensor:
+    """How many of the most probable classes each example keeps, (N,) int64, at least 1 and at most `cap`.
+
+    A class is added while the upper (1 - threshold / 2) quantile of its probability is above the lower (threshold / 2)
+    quantile of the class that it is compared with. Only the `cap` most probable classes are looked at.
+
+    Args:
+        log_concentration: (N, K), the logarithms of a Dirichlet's parameters.
+        rule: `neighbor`, each class against the one before it; `best`, against the first.
+        threshold: T, the mass outside both quantiles, between 0 and 1; less keeps more.
+        cap: most classes to keep.
+
+    Raises:
+        UsageError: a rule, threshold or cap that does not exist.
+    """
+    if rule not in RULES:
+        raise not_one_of("top-k rule", rule, RULES)
+    if not 0 < threshold < 1:
+        raise UsageError(f"top-k threshold: expected a number between 0 and 1; got {threshold}")
+    if cap < 1:
+        raise UsageError(f"top-k cap: expected at least 1; got {cap}")
+    classes = log_concentration.topk(min(cap, log_concentration.shape[1]), dim=1).indices
+    log_a, log_b = beta_marginals(log_concentration, classes)
+    lengths = torch.ones(len(classes), dtype=torch.int64, device=classes.device)
+    kept = torch.arange(len(classes), device=classes.device)
+    for place in range(1, classes.shape[1]):  # a quantile is dear, and most examples keep few
+        other = place - 1 if rule == "neighbor" else 0
+        lower = beta_quantile(log_a[kept, other], log_b[kept, other], threshold / 2)
+        upper = beta_quantile(log_a[kept, place], log_b[kept, place], 1 - threshold / 2)
+        kept = kept[upper > lower]
+        lengths[kept] += 1
+    return lengths
+
+
+def cumulative_lengths(sorted_probs: Tensor, *, mean_length: float) -> Tensor:
+    """Lengths (N,) int64 of the cumulative-probability rule whose mean is `mean_length`, to the nearest 1 / N.
+
+    The rule keeps the fewest most probable classes whose probabilities sum to a threshold, one for all examples. A
+    threshold fixes the mean only up to the examples that change at it; of those as many as needed get the longer
+    length, shorter ones first, then in the order of the examples.
+
+    Args:
+        sorted_probs: (N, J), the J largest probabilities of each example, in descending order; J is the longest length.
+        mean_length: from 1 to J.
+
+    Raises:
+        ValueError: a mean length that cannot be had.
+    """
+    num_examples, most = sorted_probs.shape
+    if not 1 <= mean_length <= most:
+        raise ValueError(f"expected a mean length from 1 to {most}, got {mean_length}")
+    cumulative = sorted_probs.double().cumsum(dim=1)[:, :-1]
+    num_steps = round(mean_length * num_examples) - num_examples
+    # An example is longer than j where its first j probabilities stay below the threshold: the lowest sums are taken.
+    # By length first, so that a tie (sums that rounding ends at 1) cannot take a later step without the one before.
+    chosen = cumulative.T.flatten().argsort(stable=True)[:num_steps]
+    return 1 + torch.bincount(chosen % max(num_examples, 1), minlength=num_examples)

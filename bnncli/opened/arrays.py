@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli.data import clip_of, is_clip
+from bnncli.data._sound import clip_of, is_clip
 from bnncli.errors import DataError
 from bnncli.lazy import torch
 from bnncli.progress import Progress

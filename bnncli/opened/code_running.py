@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
-from bnncli.machine.devices import random_numbers_kept
 from bnncli.opened.messages import exits_refused
+from bnncli.system.devices import random_numbers_kept
 
 if TYPE_CHECKING:
+    from bnncli.artifacts.headers import Header
     from bnncli.run.predictor import Predictor
-    from bnncli.storage.headers import Header
 
 
 def is_of_network(header: Header) -> bool:

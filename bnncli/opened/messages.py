@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bnncli.errors import BnnError, BnnWarning, UsageError, machine_error
-from bnncli.options import CommonOptions
+from bnncli.options.common import CommonOptions
 from bnncli.options.declaration import spelled
 from bnncli.progress import SILENT, Task
 

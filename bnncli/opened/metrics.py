@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from bnncli.artifacts.files import read_metrics
 from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.run.session import Run
-from bnncli.storage.metrics import read_metrics
 
 
 def metrics_of(run: Run, *, posterior: str | None, split: str | None) -> list[dict[str, Any]]:

@@ -9,11 +9,11 @@ import numpy as np
 from bnncli import data
 from bnncli.data._arrays import ArrayDataset
 from bnncli.errors import DataError
-from bnncli.machine.devices import random_numbers_kept
 from bnncli.opened.arrays import Items, check_finite, described
 from bnncli.opened.messages import exits_refused
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.run.recorded_network import RecordedNetwork
+from bnncli.system.devices import random_numbers_kept
 
 if TYPE_CHECKING:
     from torch import Tensor

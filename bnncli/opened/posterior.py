@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bnncli.errors import DataError
 from bnncli.lazy import torch
-from bnncli.numerics.seeds import stream
+from bnncli.numerics.random import stream
 from bnncli.opened.messages import errors_in_python
 from bnncli.opened.session import Session, checked_count, checked_number
 from bnncli.run.integrator_choice import num_stored
@@ -15,7 +15,7 @@ from bnncli.run.predictor import Predictor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bnncli.theta.layout import ClassifierLayout
+    from bnncli.parameters.layouts import ClassifierLayout
 
 
 class OpenedPosterior:

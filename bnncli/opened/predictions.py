@@ -8,13 +8,13 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
+from bnncli.artifacts.headers import Header
 from bnncli.errors import UsageError
 from bnncli.opened.session import checked_count, checked_text
 from bnncli.options.parts import settings_of
 from bnncli.options.predict import PredictOptions
 from bnncli.run.integrator_choice import AskedIntegrators, IntegratorChoice
 from bnncli.run.predictor import Predictor
-from bnncli.storage.headers import Header
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.files import read_header
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.models import is_kind
 from bnncli.opened.arrays import Items, as_items, as_tensor, checked_features, described, is_features
@@ -23,7 +24,6 @@ from bnncli.run.inputs import load_split, posterior_source
 from bnncli.run.named_posterior import find_named
 from bnncli.run.predictor import Predictor, TrainData, warn_of_draws, warn_of_few_draws
 from bnncli.run.recommendation import recommended
-from bnncli.storage.artifacts import read_header
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,16 +13,16 @@ from threading import RLock
 from typing import Any
 
 from bnncli import registry
+from bnncli.artifacts.caches import State, checks_remembered, state_of
+from bnncli.artifacts.run_folder import MAX_NAME_BYTES, RunFolder
 from bnncli.checkpoints.shards import shards_of
 from bnncli.errors import BnnError, UsageError
-from bnncli.machine.devices import configure_torch, device_name, select_device, settings_kept
 from bnncli.opened.messages import Listener, errors_in_python
-from bnncli.options import ComputeOptions, InputOptions, NameOptions, RecordOptions, RunOptions, WriteOptions
 from bnncli.options.command_line import CommandLine, Groups
+from bnncli.options.common import ComputeOptions, InputOptions, NameOptions, RecordOptions, RunOptions, WriteOptions
 from bnncli.options.parts import declaration
 from bnncli.run.session import Run
-from bnncli.storage.known_files import State, checks_remembered, state_of
-from bnncli.storage.run_folder import MAX_NAME_BYTES, RunFolder
+from bnncli.system.devices import configure_torch, device_name, select_device, settings_kept
 
 
 class Session:

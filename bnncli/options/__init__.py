@@ -7,30 +7,14 @@ made from these classes. A field named prior_precision is the option --prior-pre
 from bnncli.options.acquire import AcquireOptions as AcquireOptions
 from bnncli.options.auto import AutoOptions as AutoOptions
 from bnncli.options.calibrate import CalibrateOptions as CalibrateOptions
-from bnncli.options.common import (
-    CommonOptions as CommonOptions,
-)
-from bnncli.options.common import (
-    ComputeOptions as ComputeOptions,
-)
-from bnncli.options.common import (
-    InputOptions as InputOptions,
-)
-from bnncli.options.common import (
-    LockOptions as LockOptions,
-)
-from bnncli.options.common import (
-    NameOptions as NameOptions,
-)
-from bnncli.options.common import (
-    RecordOptions as RecordOptions,
-)
-from bnncli.options.common import (
-    RunOptions as RunOptions,
-)
-from bnncli.options.common import (
-    WriteOptions as WriteOptions,
-)
+from bnncli.options.common import CommonOptions as CommonOptions
+from bnncli.options.common import ComputeOptions as ComputeOptions
+from bnncli.options.common import InputOptions as InputOptions
+from bnncli.options.common import LockOptions as LockOptions
+from bnncli.options.common import NameOptions as NameOptions
+from bnncli.options.common import RecordOptions as RecordOptions
+from bnncli.options.common import RunOptions as RunOptions
+from bnncli.options.common import WriteOptions as WriteOptions
 from bnncli.options.compare import CompareOptions as CompareOptions
 from bnncli.options.convert import ConvertOptions as ConvertOptions
 from bnncli.options.demo import DemoOptions as DemoOptions

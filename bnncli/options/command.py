@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, make_dataclass
 from typing import Any
 
-from bnncli.options.common import (
-    CommonOptions,
-    ComputeOptions,
-    LockOptions,
-    RecordOptions,
-    RunOptions,
-    WriteOptions,
-)
+from bnncli.options.common import CommonOptions, ComputeOptions, LockOptions, RecordOptions, RunOptions, WriteOptions
 from bnncli.options.declaration import Checked
 
 COMPUTE = (ComputeOptions, RecordOptions, WriteOptions, LockOptions, RunOptions, CommonOptions)

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 
 from bnncli.errors import UsageError
-from bnncli.machine.input_files import reading
 from bnncli.names import listed, quoted
 from bnncli.numerics.corruptions import CORRUPTIONS, NUM_SEVERITIES
 from bnncli.options import network_inputs
@@ -15,6 +14,7 @@ from bnncli.options.declaration import Checked, option
 from bnncli.options.parts import declaration, forms
 from bnncli.options.shift import check_corruption
 from bnncli.registry import check_name, has_name, names
+from bnncli.system.input_files import reading
 
 NO_NETWORK = "flatten"
 IDENTITY = "identity"  # as the name of a last layer: an identity layer on the network's own logits

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, option
-from bnncli.theta.module import LAST, STATE
+from bnncli.parameters.module import LAST, STATE
 
 
 def trust_code_option(*, is_recorded: bool = True, also: str = "", group: str = "Inputs", is_rare: bool = True) -> Any:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import ConfigError, UsageError
-from bnncli.machine.input_files import read_error
 from bnncli.options.declaration import check_value
+from bnncli.system.input_files import read_error
 
 MAX_BYTES = 1 << 20
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bnncli.lazy import torch
-from bnncli.numerics import seeds
-from bnncli.theta.layout import ParamLayout
+from bnncli.numerics import random
+from bnncli.parameters.layouts import ParamLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,8 +45,8 @@ def standard_normal(num_samples: int, dim: int, generator: torch.Generator, devi
     are, the same for every device. Above they are another stream: on a GPU float64 made there, on a CPU float32, which takes
     half the time and has nothing beyond 5.8 standard deviations (one number in 10^8). Equal seeds give equal draws.
     """
-    source = seeds.source_of(generator, dim, device)
-    is_single = dim > seeds.LARGE and source.device.type == "cpu"
+    source = random.source_of(generator, dim, device)
+    is_single = dim > random.LARGE and source.device.type == "cpu"
     dtype = torch.float32 if is_single else torch.float64
     noise = torch.randn(num_samples, dim, generator=source, device=source.device, dtype=dtype)
     return move(noise, device).double()

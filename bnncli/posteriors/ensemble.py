@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.shapes import check_shapes
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,12 +15,12 @@ from bnncli.covariances._row_space import rows_of
 from bnncli.covariances._subspace import Subspace
 from bnncli.flows import SPACES, FlowLayer, settings_of
 from bnncli.lazy import no_grad, torch
+from bnncli.parameters.layouts import ParamLayout
+from bnncli.parameters.module import ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors import made_at_once, sample_from_noise
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.shapes import check_shapes
-from bnncli.theta.layout import ParamLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,15 +13,12 @@ from bnncli.errors import DataError
 from bnncli.lazy import torch
 from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.logits._asked import logit_gaussian
-from bnncli.numerics.sobol import quasi_normal
+from bnncli.numerics.random import quasi_normal
+from bnncli.parameters.layouts import HeadLayout, LogitLayout, ParamLayout
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork, bound, recorded_layout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors import move, sample_from_noise, standard_normal
 from bnncli.shapes import check_shapes
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.layout import LogitLayout, ParamLayout
-from bnncli.theta.module import ModuleLayout, bound
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
-from bnncli.theta.recorded import recorded_layout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,14 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bnncli.latent.factors import Factors
-from bnncli.latent.model import LatentModel
-from bnncli.latent.multiplier import MultiplierModel
-from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.factors import Factors, MultiplierModel
+from bnncli.latent.model import LatentModel, SpikeAndSlab
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import ClassifierLayout, NetworkLayout
 from bnncli.posteriors import LATENT_BINARY
-from bnncli.theta.layout import ClassifierLayout
-from bnncli.theta.network import NetworkLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,10 +14,9 @@ from bnncli.errors import UsageError
 from bnncli.lazy import torch
 from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.logits._drawn import drawn_spread
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.shapes import check_shapes
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

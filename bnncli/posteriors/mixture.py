@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
+from bnncli.parameters.layouts import HeadLayout, LogitMaker, ParamPart, consecutive, parts_to_json
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.shapes import check_shapes
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_json
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
 
 if TYPE_CHECKING:
     from torch import Tensor

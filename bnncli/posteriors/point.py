@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bnncli.lazy import torch
 from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.logits._asked import logit_gaussian
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork, bound, recorded_layout
 from bnncli.shapes import check_shapes
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout, bound
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.recorded import recorded_layout
 
 if TYPE_CHECKING:
     from torch import Tensor

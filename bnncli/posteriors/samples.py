@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import ParamLayout
+from bnncli.parameters.module import ModuleNetwork, bound
 from bnncli.shapes import check_shapes
-from bnncli.theta.layout import ParamLayout
-from bnncli.theta.module import bound
-from bnncli.theta.module_network import ModuleNetwork
 
 if TYPE_CHECKING:
     from torch import Tensor

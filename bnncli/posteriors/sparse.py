@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import ClassifierLayout, NetworkLayout
 from bnncli.posteriors import SPARSE
-from bnncli.theta.layout import ClassifierLayout
-from bnncli.theta.network import NetworkLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

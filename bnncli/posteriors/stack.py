@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.shapes import check_shapes
-from bnncli.theta.head import HeadLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

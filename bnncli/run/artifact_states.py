@@ -7,15 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bnncli.artifacts.atomic import write_error
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import Followed, note_path, refresh_command, staleness
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, MissingInput
 from bnncli.run.revisions import is_another
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.atomic import write_error
-from bnncli.storage.freshness import Followed, refresh_command, staleness
-from bnncli.storage.headers import Header
-from bnncli.storage.locks import artifact_lock
-from bnncli.storage.newer_request import note_path
 
 STALE = "stale"
 

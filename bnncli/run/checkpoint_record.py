@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.files import read_header
 from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import BnnError
-from bnncli.machine.input_files import open_regular
 from bnncli.run.model_files import ModelFiles
 from bnncli.run.revisions import is_another
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
+from bnncli.system.input_files import open_regular
 
 if TYPE_CHECKING:
     from bnncli.checkpoints.load import Checkpoint

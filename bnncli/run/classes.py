@@ -10,10 +10,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from bnncli.artifacts.features import FeatureFile, SplitClasses, head_digest, read_classes
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.run_folder import RunFolder
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError
-from bnncli.storage.features import FeatureFile, SplitClasses, head_digest, read_classes
-from bnncli.storage.headers import Header
-from bnncli.storage.run_folder import RunFolder
 
 _HINT = "extract all splits in one command with \0force\0, or use another \0run_dir\0"
 

@@ -3,7 +3,7 @@
 One definition for all. A pass is as many gradients by theta of one example's log likelihood, each at one theta, as there are training
 examples: E epochs of C chains, or of S draws a step, are E C or E S passes. Draws that differ from example to example are one. A product
 with the Hessian counts as two passes; a curvature pass (the Hessian, or a part of it, at one theta) as one through the head, and through
-a network as one for each logit, as that takes a backward pass each (bnncli.targets.passes counts both). Passes that take no gradient
+a network as one for each logit, as that takes a backward pass each (bnncli.targets.target counts both). Passes that take no gradient
 (values, predictions, features) and what judges a posterior are not counted. What goes into a posterior is: a refined one has the cost
 of its base too, and all have that of the checkpoint's training, where it is known.
 """
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
 
 HEAD, NETWORK = "head", "network"
 _FREE = ("map", "temperature")  # methods that take no gradient of the training data themselves

@@ -6,25 +6,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.posteriors import DecisionFile, read_decision
+from bnncli.artifacts.provenance import Source
 from bnncli.decisions import OOD, RISK, SETS, SHIFT
 from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.evaluation.weighted_scores import ScoreGroup
 from bnncli.run.score_rows import PredictedSplit, bootstrap_of
 from bnncli.run.session import Run
-from bnncli.storage.decisions import DecisionFile, read_decision
-from bnncli.storage.headers import Header
-from bnncli.storage.provenance import Source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from bnncli.artifacts.predictions import PredictionFile
     from bnncli.evaluation.bootstrap import Bootstrap
     from bnncli.evaluation.example_statistics import ExampleStatistics
     from bnncli.evaluation.metric_rows import Row
     from bnncli.evaluation.split_detection import ExampleScores
-    from bnncli.options import EvaluateOptions
+    from bnncli.options.evaluate import EvaluateOptions
     from bnncli.run.prediction_groups import PredictionGroup
-    from bnncli.storage.predictions import PredictionFile
 
 _NAMES: dict[str, tuple[str, ...]] = {
     SETS: ("set_coverage", "worst_class_coverage", "set_size", "empty_sets", "singleton_sets"),

@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.data import FROM_1, HDF5_MAGIC, GivenFile, common_task, divide_given, magic_of, read_given, read_labels
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.predictions import PredictionFile, read_predictions
+from bnncli.data._given import HDF5_MAGIC, GivenFile, magic_of, read_given, read_labels
+from bnncli.data._given_columns import divide
+from bnncli.data._labels import FROM_1, common_task
 from bnncli.detectors import example_scores
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
@@ -23,8 +27,6 @@ from bnncli.evaluation.probabilities import ROW_SUM_TOLERANCE, row_blocks
 from bnncli.lazy import torch
 from bnncli.likelihoods import MULTILABEL, Likelihood, has_exclusive_classes, likelihood_of, recorded_name
 from bnncli.names import quoted
-from bnncli.storage.headers import Header
-from bnncli.storage.predictions import PredictionFile, read_predictions
 
 if TYPE_CHECKING:
     from bnncli.evaluation.scored_predictions import ScoredPredictions
@@ -142,7 +144,7 @@ def open_given(
         MissingInput, UsageError, DataError, Untrusted: as read_given; predictions that are neither clearly probabilities nor
             clearly logits; labels that do not fit.
     """
-    path, named = divide_given(place)
+    path, named = divide(place)
     if magic_of(path) == HDF5_MAGIC:
         if named:
             raise UsageError(f"{place!r} is a prediction file of bnncli, which has no columns to name")
@@ -152,7 +154,7 @@ def open_given(
         found = _of_file(given, said, name or path.name.partition(".")[0])
     if labels is not None:
         own = read_labels(labels, found.classes if found.has_names else None, found.unordered)
-        found = _with_labels(found, own, said, quoted(divide_given(labels)[0], limit=300))
+        found = _with_labels(found, own, said, quoted(divide(labels)[0], limit=300))
     return found if is_labeled else replace(found, labels=None)
 
 

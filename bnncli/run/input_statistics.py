@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header, interpreting
 from bnncli.errors import DataError
 from bnncli.names import percent
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header, interpreting
 
 _FACTOR, _OOD_FACTOR = 10.0, 50.0  # of scale, both of the mean absolute value and of the deviation
 _FEW_ROWS = 16  # with fewer, an image may be all white or all black

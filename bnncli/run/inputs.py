@@ -12,25 +12,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bnncli import registry
+from bnncli.artifacts.features import FeatureFile, head_digest, read_features
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.posteriors import read_posterior, read_tensor
+from bnncli.artifacts.provenance import Source
+from bnncli.artifacts.samples import SampleFile, read_constant, read_samples
 from bnncli.errors import DataError, MissingInput
 from bnncli.inference import memory
 from bnncli.lazy import torch
 from bnncli.likelihoods import BINARY, recorded_name
-from bnncli.machine.devices import available_memory
 from bnncli.numerics.digests import json_sha256
+from bnncli.parameters.layouts import ClassifierLayout, HeadLayout
+from bnncli.parameters.module import ModuleLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.samples import Samples
 from bnncli.run.classes import run_classes
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import FeatureFile, head_digest, read_features
-from bnncli.storage.headers import Header
-from bnncli.storage.posteriors import read_posterior, read_tensor
-from bnncli.storage.provenance import Source
-from bnncli.storage.samples import SampleFile, read_constant, read_samples
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.layout import ClassifierLayout
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.prior import Prior
+from bnncli.system.devices import available_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

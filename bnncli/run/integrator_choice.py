@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from bnncli.artifacts.headers import Header
 from bnncli.errors import UsageError
 from bnncli.integrators import NO_LABELS, Integrator, does_classes, load_integrator, settings_of, variant
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.names import with_article
-from bnncli.numerics.top_k import ranked_lengths
-from bnncli.options import PredictOptions
+from bnncli.numerics.dirichlet import ranked_lengths
+from bnncli.options.predict import PredictOptions
 from bnncli.registry import has_attribute, names
-from bnncli.storage.headers import Header
 
 ALL = "all"
 ENSEMBLE = "ensemble"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bnncli.data import InputSplit
+from bnncli.data._split import InputSplit
 from bnncli.errors import DataError
-from bnncli.inference.map_learner import Examples
+from bnncli.inference.map_training import Examples
 from bnncli.lazy import torch
-from bnncli.machine import memory
 from bnncli.progress import SILENT, Progress
+from bnncli.system import memory
 
 _READ = 1024  # examples at once
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from bnncli.artifacts.files import read_header
 from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.parameters.module import LAST
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.theta.module import LAST
 
 Found = TypeVar("Found")
 _UNKNOWN = "unknown layers"

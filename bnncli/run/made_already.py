@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.headers import Header
 from bnncli.run.artifact_states import artifact_states
 from bnncli.run.session import Run
-from bnncli.storage.headers import Header
 
 
 def fresh_posterior(run: Run, name: str, params: Mapping[str, Any]) -> Header | None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.caches import State, is_settled, state_of
+from bnncli.artifacts.freshness import is_same_file
 from bnncli.errors import MissingInput, UsageError
-from bnncli.machine.input_files import open_regular
 from bnncli.models import Asked, SavedModel, is_kind, open_model
 from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.progress import SILENT, Progress
-from bnncli.storage.freshness import is_same_file
-from bnncli.storage.known_files import State, is_settled, state_of
+from bnncli.system.input_files import open_regular
 
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".distcp")  # a file of weights is meant, not a run's name
 

@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 
 from bnncli import data
+from bnncli.artifacts.features import CHECK_ROWS
 from bnncli.checkpoints.load import Checkpoint, load_checkpoint
 from bnncli.errors import DataError, UsageError
-from bnncli.extraction.features import Extracted, Head, collect, counted, extract
+from bnncli.extraction.features import Extracted, collect, counted, extract
+from bnncli.extraction.head import Head
 from bnncli.extraction.search import find_head
 from bnncli.lazy import torch
-from bnncli.machine.memory import return_large_blocks
-from bnncli.machine.team import crew
 from bnncli.models import SavedModel
-from bnncli.networks import load_network, notes_on_names
+from bnncli.networks._load import load_network
+from bnncli.networks._names import notes_on_names
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run.checkpoint_record import record_of, record_of_files
@@ -26,7 +27,8 @@ from bnncli.run.model_files import arguments_by_name, own_files
 from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
 from bnncli.run.turns import Order, in_turns
-from bnncli.storage.features import CHECK_ROWS
+from bnncli.system.memory import return_large_blocks
+from bnncli.system.workers import crew
 
 
 @dataclass

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from bnncli.errors import BnnError, DataError
 from bnncli.lazy import torch
-from bnncli.machine.memory import give_back_freed
 from bnncli.names import listed
-from bnncli.theta.module import ModuleLayout
+from bnncli.parameters.module import ModuleLayout
+from bnncli.system.memory import give_back_freed
 
 if TYPE_CHECKING:
     from torch import Tensor

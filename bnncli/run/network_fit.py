@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.artifacts.features import FeatureFile, label_counts
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header, interpreting
 from bnncli.errors import CheckFailed
 from bnncli.lazy import special, torch
 from bnncli.likelihoods import Likelihood, likelihood_of
 from bnncli.names import counted, percent, quoted
 from bnncli.progress import Progress
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import FeatureFile, label_counts
-from bnncli.storage.headers import Header, interpreting
 
 FITS, OVERCONFIDENT, MISREAD = "fits", "overconfident", "misread"
 _BLOCK_BYTES = 1 << 25

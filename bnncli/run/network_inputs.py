@@ -9,10 +9,10 @@ from bnncli import data
 from bnncli.errors import DataError
 from bnncli.extraction.padding import MASK
 from bnncli.lazy import torch
-from bnncli.machine.devices import available_memory
-from bnncli.machine.memory import require
 from bnncli.progress import SILENT, Progress
 from bnncli.run.inputs import RESIDENT_SHARE
+from bnncli.system.devices import available_memory
+from bnncli.system.memory import require
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from bnncli.artifacts.provenance import Source
 from bnncli.numerics.digests import file_sha256
 from bnncli.run.inputs import Split
-from bnncli.storage.provenance import Source
 
 
 def network_sources(splits: Iterable[Split]) -> list[Source]:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bnncli import data
+from bnncli.artifacts.features import CHECK_ROWS
+from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
 from bnncli.extraction.features import pass_to_head
 from bnncli.extraction.head import Head, chosen_output, logits_of
@@ -23,23 +25,15 @@ from bnncli.lazy import torch
 from bnncli.models import Composed
 from bnncli.models._hf_attention import with_plain_attention
 from bnncli.options.layers import LayersOptions
+from bnncli.parameters.module import STATE, ModuleLayout, ModuleNetwork, chosen_parameters
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import PREDICTION_BYTES, Split, load_split
-from bnncli.run.network_checks import (
-    AUTOCAST_TOLERANCE,
-    TOLERANCE,
-    check_derivatives,
-    check_logits,
-)
+from bnncli.run.network_checks import AUTOCAST_TOLERANCE, TOLERANCE, check_derivatives, check_logits
 from bnncli.run.network_inputs import has_tokens, near, read_inputs
 from bnncli.run.recorded_network import RecordedNetwork, network_header, open_recorded
 from bnncli.run.session import Run
 from bnncli.run.user_splits import shift_of
-from bnncli.storage.features import CHECK_ROWS
-from bnncli.storage.headers import Header
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import STATE, ModuleLayout, chosen_parameters
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

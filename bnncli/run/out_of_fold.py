@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bnncli.artifacts.posteriors import read_tensor
 from bnncli.errors import DataError
 from bnncli.lazy import torch
 from bnncli.run.inputs import Split, load_split
-from bnncli.storage.posteriors import read_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bnncli.artifacts.headers import Header
+    from bnncli.artifacts.provenance import Source
     from bnncli.covariances import Covariance
+    from bnncli.parameters.prior import Prior
     from bnncli.posteriors.gaussian import Gaussian
     from bnncli.posteriors.stack import Stack
     from bnncli.run.session import Run
-    from bnncli.storage.headers import Header
-    from bnncli.storage.provenance import Source
     from bnncli.targets.last_layer import LastLayerTarget
-    from bnncli.theta.prior import Prior
 
 TRAIN, VAL, BOTH = FIT_ON = ("train", "val", "train+val")
 _FEW = 0.02  # of all rows, that a fold leaves out
@@ -172,7 +172,7 @@ class GaussianFolds(OutOfFold):
     def _covariance(self, target: LastLayerTarget, place: int, mean: Tensor) -> Covariance:
         """That of a fold about its mode."""
         from bnncli.covariances._row_space import rows_of
-        from bnncli.inference.local_covariance import covariance_at
+        from bnncli.inference.mode import covariance_at
 
         some, structure = (
             target.some(fitted_rows(self.rows, place, target.num_examples)),

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from bnncli.integrators import Prediction, Ready
 from bnncli.lazy import torch
-from bnncli.machine.team import team
+from bnncli.parameters.layouts import ClassifierLayout
 from bnncli.progress import Progress, Task
-from bnncli.targets.shards import row_slices
-from bnncli.theta.layout import ClassifierLayout
+from bnncli.system.workers import team
+from bnncli.targets.blocks import row_slices
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bnncli import registry
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, MissingInput
 from bnncli.names import near_miss
 from bnncli.run.layers_selection import layers_of, over_layers
 from bnncli.run.named_posterior import maker_of
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,20 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from bnncli.inference.network_blocks import first_use_bytes, prediction_bytes, trying_bytes, with_kernels
+from bnncli.artifacts.headers import Header
+from bnncli.inference.network_memory import first_use_bytes, prediction_bytes, trying_bytes, with_kernels
 from bnncli.integrators import chunk_budget
-from bnncli.integrators._averages import chunk_sizes
-from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
-from bnncli.integrators._mean_logits import NETWORK_MEAN_DRAWS
+from bnncli.integrators._draws import chunk_sizes
+from bnncli.integrators._moments import NETWORK_MEAN_DRAWS
+from bnncli.integrators._partitions import NUM_GROUPS, num_kept_rows
 from bnncli.integrators.mc import affordable_draws
 from bnncli.lazy import torch
-from bnncli.machine.memory import budget, require
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import Growth, ModuleLayout, forward_growth
 from bnncli.posteriors import draws_at_once, made_at_once
 from bnncli.run.integrator_choice import OF_THETA, type_of
 from bnncli.run.predictor import LINEARISED
-from bnncli.storage.headers import Header
-from bnncli.theta.activations import forward_growth
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.tensor_bytes import Growth
+from bnncli.system.memory import budget, require
 
 _READ_COPIES = 2  # of a posterior's file: its bytes, and its tensors
 _DERIVED_VECTORS = 3  # of P numbers, float64, that a covariance makes of its file

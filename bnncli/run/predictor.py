@@ -13,32 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bnncli.artifacts.caches import detector_file, read_known, write_known
+from bnncli.artifacts.headers import Header
 from bnncli.detectors import DEFAULT_SCORE
 from bnncli.detectors.combined import FEWEST_ROWS
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.integrators import Ready
-from bnncli.integrators._groups import DrawPartition, kept_rows
-from bnncli.integrators._mean_logits import drawn_theta, energy_and_max_logit, mean_theta
+from bnncli.integrators._moments import drawn_theta, energy_and_max_logit, mean_theta
+from bnncli.integrators._partitions import DrawPartition, kept_rows
 from bnncli.lazy import torch
-from bnncli.machine.team import is_leader, team
-from bnncli.machine.together import brought_to_leader
 from bnncli.numerics.digests import json_sha256
-from bnncli.run.inputs import (
-    Split,
-    block_rows,
-    load_split,
-    on_device,
-    open_posterior,
-    posterior_prior,
-    require_draws,
-)
+from bnncli.parameters.prior import Prior
+from bnncli.run.inputs import Split, block_rows, load_split, on_device, open_posterior, posterior_prior, require_draws
 from bnncli.run.integrator_choice import OF_THETA, IntegratorChoice, is_of_draws, num_stored
 from bnncli.run.out_of_fold import fit_on, knows, load_fitted, out_of_fold
 from bnncli.run.predicted_rows import PartProgress, Predicted, Rows, joined, own_rows, rows_of, scattered
 from bnncli.run.session import Run
-from bnncli.storage.headers import Header
-from bnncli.storage.known_data import detector_file, read_known, write_known
-from bnncli.theta.prior import Prior
+from bnncli.system.workers import brought_to_leader, is_leader, team
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

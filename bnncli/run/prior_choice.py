@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from bnncli.artifacts.resume import recorded_choice, state_path
 from bnncli.options.target import AUTO, INHERIT, SearchedPriorOptions
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import Split
 from bnncli.run.produce import Request
 from bnncli.run.session import Run
-from bnncli.storage.resume import recorded_choice, state_path
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
-    from bnncli.inference.prior_climb import PriorClimb
+    from bnncli.inference.prior_variants import PriorClimb
 
 Options = TypeVar("Options", bound=SearchedPriorOptions)
 _SEARCH = "prior_search"

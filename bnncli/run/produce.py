@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.atomic import check_free_space, check_writable, remove_dead_temporaries
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import Decision, decide, is_same_file
+from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.posteriors import TRAINED_KIND as CHECKPOINT
+from bnncli.artifacts.provenance import Source, build_provenance
+from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import BnnError, DataError, NumericError, OutputExists, UsageError
-from bnncli.machine import signals
-from bnncli.machine.memory import bytes_text, give_back_freed, resident_bytes
-from bnncli.machine.team import team
 from bnncli.options.declaration import spelled
 from bnncli.run.session import Result, Run, source_json
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.atomic import check_free_space, check_writable, remove_dead_temporaries
-from bnncli.storage.freshness import Decision, decide, is_same_file
-from bnncli.storage.headers import Header, interpreting
-from bnncli.storage.locks import artifact_lock
-from bnncli.storage.provenance import Source, build_provenance
-from bnncli.storage.trained import KIND as CHECKPOINT
+from bnncli.system import signals
+from bnncli.system.memory import bytes_text, give_back_freed, resident_bytes
+from bnncli.system.workers import team
 
 Publish = Callable[[dict[str, Any], bool], str]
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.posteriors import write_posterior
+from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError
 from bnncli.run.inputs import Split, head_tensors
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.session import Result, Run
-from bnncli.storage.headers import Header
-from bnncli.storage.posteriors import write_posterior
-from bnncli.storage.provenance import Source
 
 if TYPE_CHECKING:
     from torch import Tensor

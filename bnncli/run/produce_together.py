@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from bnncli.artifacts.atomic import published_together
+from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.run.produce import Computed, Request, make, produce, ready_where_nothing_can_be_written
 from bnncli.run.session import Result, Run
-from bnncli.storage.atomic import published_together
-from bnncli.storage.locks import artifact_lock
 
 
 class Work(NamedTuple):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.artifacts.files import read_metrics
 from bnncli.errors import DataError, MissingInput
 from bnncli.evaluation.layer_gain import LEVEL, loss_interval
 from bnncli.evaluation.recommendation import Quality, accuracy_interval
 from bnncli.options.assertions import Quantity
 from bnncli.run.revisions import AUTO
 from bnncli.run.session import Run
-from bnncli.storage.metrics import read_metrics
 
 if TYPE_CHECKING:
     from bnncli.evaluation.example_statistics import ExampleStatistics

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bnncli import data, registry
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import UNKNOWN_MAKER
+from bnncli.artifacts.headers import Header, interpreting
 from bnncli.errors import BnnError, DataError, Untrusted, UsageError
-from bnncli.machine.user_code import CodeFolder
 from bnncli.models import SavedModel, is_kind
 from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.run.model_files import ModelFiles, opened_model
 from bnncli.run.network import Network
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.freshness import UNKNOWN_MAKER
-from bnncli.storage.headers import Header, interpreting
+from bnncli.system.user_code import CodeFolder
 
 _PROGRAM = "jit"  # the kind of model that is a program
 

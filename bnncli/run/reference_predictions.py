@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.artifacts.predictions import PredictionFile
 from bnncli.errors import DataError
 from bnncli.names import quoted
 from bnncli.run.given_predictions import GivenPredictions
 from bnncli.scores import fidelities
-from bnncli.storage.predictions import PredictionFile
 
 if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap

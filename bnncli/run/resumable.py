@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from bnncli.artifacts.resume import DrawFile, SaveClock, identity_of, read_state, remove_state, state_path, write_state
 from bnncli.errors import Interrupted, WriteError
 from bnncli.lazy import torch
-from bnncli.machine.team import rank_and_size, team
 from bnncli.run.produce import Request
 from bnncli.run.session import Run
-from bnncli.storage.draw_file import DrawFile
-from bnncli.storage.resume import SaveClock, identity_of, read_state, remove_state, state_path, write_state
+from bnncli.system.workers import rank_and_size, team
 
 if TYPE_CHECKING:
     from torch import Tensor

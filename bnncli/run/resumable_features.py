@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from bnncli.data import ImageCounts
+from bnncli.artifacts.resume import BUFFER_BYTES, RecordFile, remove_state, rows_path
+from bnncli.data._preprocess import ImageCounts
 from bnncli.errors import Interrupted
 from bnncli.extraction.autocast import PrecisionLoss
 from bnncli.extraction.features import Extracted
@@ -15,8 +16,6 @@ from bnncli.lazy import torch
 from bnncli.run.produce import Request
 from bnncli.run.resumable import Resumable, State
 from bnncli.run.session import Run
-from bnncli.storage.record_file import BUFFER_BYTES, RecordFile
-from bnncli.storage.resume import remove_state, rows_path
 
 if TYPE_CHECKING:
     from torch import Tensor

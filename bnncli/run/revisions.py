@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 
 from bnncli import registry
+from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.run_folder import RECOMMENDED
 from bnncli.options.evaluate import FEATURES_NAME
-from bnncli.storage.headers import Header, interpreting
-from bnncli.storage.run_folder import RECOMMENDED
 
 EXTRACT_FEATURES = 1
 FIT_TEMPERATURE = 1
@@ -62,9 +62,9 @@ def of_predict(num_drawn: int, integrator: str = "") -> int:
 
 def _is_long(num_params: int) -> bool:
     """Whether draws come from another stream than once: in float32 on a CPU, and made on a GPU where there is one."""
-    from bnncli.numerics import seeds  # here, for torch
+    from bnncli.numerics import random  # here, for torch
 
-    return num_params > seeds.LARGE
+    return num_params > random.LARGE
 
 
 def of_refine(flow: str, scale: str | None) -> int:

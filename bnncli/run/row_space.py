@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
 from bnncli.inference import memory
-from bnncli.machine.memory import budget
+from bnncli.parameters.layouts import HeadLayout, reduced_layout
 from bnncli.run.inputs import Split
 from bnncli.run.session import Run
-from bnncli.theta.head import HeadLayout, reduced_layout
+from bnncli.system.memory import budget
 
 if TYPE_CHECKING:
     from bnncli.posteriors.gaussian import Gaussian

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.detectors import example_scores
 from bnncli.errors import DataError
 from bnncli.evaluation.example_statistics import ExampleStatistics, check_labels, examples_of
@@ -19,13 +22,10 @@ from bnncli.evaluation.per_class import rare_classes
 from bnncli.evaluation.probabilities import row_blocks
 from bnncli.integrators import load_integrator
 from bnncli.likelihoods import name_to_record, recorded_name
-from bnncli.options import EvaluateOptions
+from bnncli.options.evaluate import EvaluateOptions
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.session import Run
 from bnncli.scores import detection_forms, other_split_rows, split_scores
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
-from bnncli.storage.predictions import PredictionFile, read_predictions
 
 if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap

@@ -10,14 +10,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from bnncli.artifacts.freshness import UNKNOWN_MAKER, Followed, check_fresh
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.provenance import Source
+from bnncli.artifacts.run_folder import RunFolder
 from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.lazy import torch
-from bnncli.machine.devices import configure_torch, device_name, select_device
-from bnncli.machine.input_files import nearest_file
-from bnncli.machine.team import crew, team
-from bnncli.numerics import seeds
-from bnncli.options import (
+from bnncli.numerics import random
+from bnncli.options.command_line import CommandLine, Groups, own_command, pasted
+from bnncli.options.common import (
     CommonOptions,
     ComputeOptions,
     InputOptions,
@@ -27,14 +29,12 @@ from bnncli.options import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.command_line import CommandLine, Groups, own_command, pasted
 from bnncli.progress import Progress
 from bnncli.run.model_files import ModelFiles
 from bnncli.run.revisions import is_another
-from bnncli.storage.freshness import UNKNOWN_MAKER, Followed, check_fresh
-from bnncli.storage.headers import Header
-from bnncli.storage.provenance import Source
-from bnncli.storage.run_folder import RunFolder
+from bnncli.system.devices import configure_torch, device_name, select_device
+from bnncli.system.input_files import nearest_file
+from bnncli.system.workers import crew, team
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Run:
 
     def stream(self, name: str) -> torch.Generator:
         """The random stream called `name`, under the user's seed."""
-        return seeds.stream(self.compute.seed, name)
+        return random.stream(self.compute.seed, name)
 
     def belongs(self, header: Header) -> dict[str, Any] | None:
         """The checkpoint's record, once the artifact is known to come from the checkpoint that was named.

@@ -8,9 +8,9 @@ from itertools import combinations
 
 import numpy as np
 
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import read_sample_ids
-from bnncli.storage.run_folder import RunFolder
+from bnncli.artifacts.features import read_sample_ids
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.run_folder import RunFolder
 
 FITTED_ON = {"train", "val"}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from bnncli.machine.team import Team
 from bnncli.run.resumable import Resumable
 from bnncli.run.session import Run
+from bnncli.system.workers import Team
 from bnncli.training.loop import State
 from bnncli.training.shared_out import Stored, by_number, numbered
 

@@ -9,7 +9,8 @@ from bnncli.detectors import DEFAULT_SCORE
 from bnncli.errors import DataError
 from bnncli.likelihoods import recorded_name
 from bnncli.names import percent
-from bnncli.options import EvaluateOptions, ScoreOptions
+from bnncli.options.evaluate import EvaluateOptions
+from bnncli.options.score import ScoreOptions
 from bnncli.scores import declared
 
 Row = dict[str, Any]

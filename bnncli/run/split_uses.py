@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from bnncli.artifacts.files import read_header, read_metrics
+from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.session import Run
 from bnncli.run.shared_rows import shared_rows
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
-from bnncli.storage.metrics import read_metrics
 
 _FEATURES = "features"
 _FRESH = "calib"  # what a split that chooses nothing is called, where nothing else is said

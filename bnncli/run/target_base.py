@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.provenance import Source
 from bnncli.errors import UsageError
 from bnncli.options.target import TargetOptions
+from bnncli.parameters.prior import Prior
 from bnncli.run import named_posterior
 from bnncli.run.inputs import Split, open_posterior, posterior_prior, posterior_source
 from bnncli.run.out_of_fold import unique_sources
 from bnncli.run.session import Run
-from bnncli.storage.headers import Header
-from bnncli.storage.provenance import Source
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

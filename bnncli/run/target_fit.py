@@ -8,9 +8,10 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import UsageError
-from bnncli.inference.step_memory import Stepping, require_steps
+from bnncli.inference.network_memory import Stepping, require_steps
 from bnncli.likelihoods import name_to_record
 from bnncli.options.target import TargetOptions
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import Split
 from bnncli.run.network_sources import network_sources
 from bnncli.run.out_of_fold import fit_on, fit_on_meta, held_out_of, load_fitted, require_features
@@ -19,14 +20,13 @@ from bnncli.run.produce_posterior import Fitted, Report, posterior_request, prod
 from bnncli.run.session import Result, Run
 from bnncli.run.target_base import Base, find_base, prior_of, request_params, request_sources
 from bnncli.run.val_report import labeled_val
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     import torch
 
+    from bnncli.parameters.layouts import HeadLayout
+    from bnncli.parameters.module import ModuleLayout
     from bnncli.run.network_splits import NetworkReader
-    from bnncli.theta.head import HeadLayout
-    from bnncli.theta.module import ModuleLayout
 
 
 @dataclass(frozen=True)

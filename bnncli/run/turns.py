@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from bnncli.data import InputSplit
+from bnncli.data._split import InputSplit
 from bnncli.errors import BnnError, DataError, Exit, machine_error
 from bnncli.extraction.features import Extracted
-from bnncli.machine.last_words import of_worker
-from bnncli.machine.team import Sending, Team
+from bnncli.system.workers import Sending, Team, of_worker
 
 
 class Order(NamedTuple):

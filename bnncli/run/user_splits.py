@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bnncli import data
+from bnncli.artifacts.provenance import Source
 from bnncli.errors import DataError, UsageError
 from bnncli.likelihoods import why_unfit
-from bnncli.machine import user_code
 from bnncli.models import SavedModel, is_kind
 from bnncli.numerics.digests import file_sha256
-from bnncli.numerics.seeds import stream_seed
+from bnncli.numerics.random import stream_seed
 from bnncli.run.model_files import ModelFiles
-from bnncli.storage.provenance import Source
+from bnncli.system import user_code
 
 _OF_IMAGE_FILES = ("no_exif", "background")  # options that not every command has
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
 from bnncli.errors import MissingInput
 from bnncli.integrators import Integrator, load_integrator, supports
 from bnncli.lazy import torch
-from bnncli.machine.together import Parts
 from bnncli.names import counted, percent
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.integrator_choice import OF_THETA, default_integrator_of, follows_val
@@ -29,8 +30,7 @@ from bnncli.run.out_of_fold import OutOfFold
 from bnncli.run.predicted_rows import shared_rows
 from bnncli.run.session import Run, Table
 from bnncli.run.shared_rows import shared_rows as rows_in_common
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
+from bnncli.system.workers import Parts
 
 if TYPE_CHECKING:
     from torch import Tensor

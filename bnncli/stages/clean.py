@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts import resume
+from bnncli.artifacts.atomic import temporaries, write_error
+from bnncli.artifacts.run_folder import FEATURES_SUFFIX, POSTERIOR_SUFFIXES, artifact_lock
 from bnncli.errors import Locked
-from bnncli.options import LockOptions
 from bnncli.options.command import READ, Command, own_options
+from bnncli.options.common import LockOptions
 from bnncli.options.declaration import option
 from bnncli.run.artifact_states import STALE, artifact_files, artifact_states, remove_artifacts
 from bnncli.run.session import Result, Run
-from bnncli.storage import resume
-from bnncli.storage.atomic import temporaries, write_error
-from bnncli.storage.locks import artifact_lock
-from bnncli.storage.run_folder import FEATURES_SUFFIX, POSTERIOR_SUFFIXES
 
 COMMAND = Command(
     "Remove temporary files of dead runs, and stale artifacts with --stale.",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bnncli.options import CommonOptions
 from bnncli.options.command import Argument, Command
+from bnncli.options.common import CommonOptions
 from bnncli.options.declaration import flag_of
 from bnncli.run.session import Result, Run, Table
 

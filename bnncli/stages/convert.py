@@ -7,17 +7,18 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.atomic import check_writable, publish_bytes, remove_dead_temporaries
+from bnncli.artifacts.freshness import carries_our_mark
 from bnncli.checkpoints.shards import sharded_folder, shards_of
 from bnncli.checkpoints.sniff import sniff, sniff_zip
 from bnncli.data._arrays import npz_names
 from bnncli.errors import OutputExists, UsageError
-from bnncli.machine.input_files import open_regular
 from bnncli.numerics.digests import tensor_digest
-from bnncli.options import CommonOptions, ConvertOptions, WriteOptions
 from bnncli.options.command import Argument, Command
+from bnncli.options.common import CommonOptions, WriteOptions
+from bnncli.options.convert import ConvertOptions
 from bnncli.run.session import Result, Run
-from bnncli.storage.atomic import check_writable, publish_bytes, remove_dead_temporaries
-from bnncli.storage.freshness import carries_our_mark
+from bnncli.system.input_files import open_regular
 
 COMMAND = Command(
     "Write a checkpoint's weights as a safetensors state dict.",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts import resume
+from bnncli.artifacts.atomic import temporaries
+from bnncli.artifacts.files import read_header
 from bnncli.errors import NOT_OF_CONTENT, BnnError, CheckFailed
-from bnncli.options import StatusOptions
 from bnncli.options.command import READ, Command
+from bnncli.options.status import StatusOptions
 from bnncli.run.artifact_states import STALE, ArtifactState, artifact_files, artifact_states
 from bnncli.run.session import Result, Run, Table
-from bnncli.storage import resume
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.atomic import temporaries
 
 COMMAND = Command(
     "List a run's artifacts and whether each is up to date.",

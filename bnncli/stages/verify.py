@@ -6,22 +6,20 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.exports import KIND as EXPORT
+from bnncli.artifacts.exports import check_export
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.files import read_header, read_metrics
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.posteriors import RULE_KIND as DECISION
+from bnncli.artifacts.posteriors import read_decision, read_trained
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, MissingInput
 from bnncli.evaluation.probabilities import check_probabilities
-from bnncli.options import CommonOptions
 from bnncli.options.command import Argument, Command
+from bnncli.options.common import CommonOptions
 from bnncli.run.inputs import open_posterior
 from bnncli.run.session import Result, Run, Table
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.decisions import KIND as DECISION
-from bnncli.storage.decisions import read_decision
-from bnncli.storage.exports import KIND as EXPORT
-from bnncli.storage.exports import check_export
-from bnncli.storage.features import read_features
-from bnncli.storage.headers import Header
-from bnncli.storage.metrics import read_metrics
-from bnncli.storage.predictions import read_predictions
-from bnncli.storage.trained import read_trained
 
 COMMAND = Command(
     "Check artifacts in full: digests and invariants. Exit 65 if any is bad.",

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from bnncli.lazy import torch
-from bnncli.machine import signals
-from bnncli.targets.stream import BLOCK_ELEMENTS, slices
+from bnncli.system import signals
+from bnncli.targets.blocks import BLOCK_ELEMENTS, slices
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,16 +1,11 @@
-"""The log posterior of a network's last linear layer, given its fixed features.
-
-log p(D, theta) = sum_n log p(y_n | W x_n + b) + log N(theta | m, Lambda^-1), both normalised. The label term
-of the value is linear in theta, sum_n logit[n, y_n] = theta . t with the fixed statistic t = sum_n onehot(y_n) x x_n,
-and costs no pass over the examples. Products run in the features' precision (float32 for float16 files), sums over
-blocks of examples in float64. Features may lie elsewhere than the work is done: see targets/stream.py.
-"""
+"""The log posterior of a network's last linear layer, given its fixed features."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,22 +15,232 @@ from bnncli import registry
 from bnncli.errors import DataError
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
-from bnncli.machine.devices import has_coarse_products
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.shapes import check_shapes
-from bnncli.targets.held_out import HeldOutFeatures
-from bnncli.targets.kept_probabilities import KeptProbabilities, is_kept
-from bnncli.targets.labels import check_labels, label_shape
-from bnncli.targets.logit_blocks import block_logits, draw_blocks, label_sums, weighted_feature_sums
-from bnncli.targets.own_gradient import ValueWithGradient
-from bnncli.targets.passes import count_passes, counting_products
-from bnncli.targets.products import Multiply, multiply_halves, rough_multiply
-from bnncli.targets.stream import FeatureBlocks, Work
-from bnncli.targets.target import Curvature, rough_structure
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
+from bnncli.system.devices import has_bfloat16_products, has_coarse_products, tf32_products
+from bnncli.targets.blocks import BLOCK_ELEMENTS, FeatureBlocks, Work, slices
+from bnncli.targets.target import (
+    Curvature,
+    ValueWithGradient,
+    check_labels,
+    count_passes,
+    counting_products,
+    label_shape,
+    rough_structure,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# Rows of a matrix product; more gain nothing.
+_MAX_ROWS = {"cpu": 1024, "cuda": 2**14}
+
+
+def block_logits(features: Tensor, theta: Tensor, layout: HeadLayout, *, multiply: Multiply | None = None) -> Tensor:
+    """Logits (K, S, n) of features (n, D) under theta (S, P), as one matrix product; `multiply` makes it another way."""
+    weight, bias = layout.split(theta)
+    rows = weight.transpose(0, 1).reshape(-1, layout.num_features)
+    if multiply is not None:
+        flat = multiply(rows, features.T)
+        flat = flat if bias is None else flat.add_(bias.T.reshape(-1, 1))
+    elif bias is None:
+        flat = rows @ features.T
+    else:
+        flat = torch.addmm(bias.T.reshape(-1, 1), rows, features.T)
+    return flat.view(layout.num_outputs, theta.shape[0], features.shape[0])
+
+
+def weighted_feature_sums(
+    weights: Tensor, features: Tensor, layout: HeadLayout, *, multiply: Multiply | None = None
+) -> Tensor:
+    """sum_n weights[k, s, n] x_n in theta order, (S, P) float64, for weights (K, S, n) and features (n, D)."""
+    num_draws = weights.shape[1]
+    sums = (multiply or torch.matmul)(weights.flatten(0, 1), features)
+    weight = sums.view(layout.num_outputs, num_draws, -1).transpose(0, 1).double()
+    bias = weights.sum(dim=2, dtype=sums.dtype).T.double() if layout.has_bias else None
+    return layout.join(weight, bias)
+
+
+def label_sums(features: Tensor, labels: Tensor, layout: HeadLayout) -> Tensor:
+    """sum_n onehot(y_n) x x_n in theta order, (P,) float64, for features (n, D) and labels (n,), or (n, C)."""
+    likelihood, num_outputs = layout.likelihood, layout.num_outputs
+    if (
+        features.device.type != "cpu" or not likelihood.is_shift_invariant
+    ):  # only a softmax has one output for each label
+        indicators = likelihood.indicators(labels, features.dtype)
+        return weighted_feature_sums(indicators.unsqueeze(1), features, layout)[0]
+    # Each row goes to one output: no product of K rows for each (in one order, as it is on a CPU).
+    weight = features.new_zeros(num_outputs, features.shape[1]).index_add_(0, labels, features)
+    counts = torch.bincount(labels, minlength=num_outputs).to(features.dtype) if layout.has_bias else None
+    return layout.join(weight.unsqueeze(0), None if counts is None else counts.unsqueeze(0))[0].double()
+
+
+def row_blocks(num_rows: int, columns: int, device: torch.device) -> Iterator[slice]:
+    """Slices over `num_rows` examples, sized so that a block of rows times `columns` fits the cache."""
+    return slices(0, num_rows, max(1, BLOCK_ELEMENTS.get(device.type, 2**19) // columns))
+
+
+def draw_blocks(theta: Tensor, layout: HeadLayout) -> tuple[Tensor, ...]:
+    """theta (S, P) in blocks of draws whose logits make a matrix product of efficient height."""
+    rows = _MAX_ROWS.get(theta.device.type, 1024)
+    return theta.split(max(1, rows // layout.num_outputs))
+
+
+Multiply: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+
+_SCALED = 14  # the power of two below which a split operand lies: float16 ends at 2^16
+_HALF_STEP = 2.0**11  # what float16's mantissa leaves over is smaller by this
+_DROPPED = 13  # of float32's 23 bits of mantissa, for TF32
+
+
+def multiply_in(precision: str) -> Multiply:
+    """A function of two float32 matrices (n, m) and (m, p) that gives their product (n, p), float32, in tf32 or bfloat16."""
+    return {"tf32": _multiply_tf32, "bfloat16": _multiply_bfloat16}[precision]
+
+
+def multiply_halves(left: Tensor, right: Tensor) -> Tensor:
+    """The product (n, p), float32, of left (n, m) float32 and right (m, p) float16, on a GPU.
+
+    Left is split into two float16 numbers, which keep 22 of its 24 bits (of what is not 2^29 times smaller than its largest). On an
+    H200 an error of 1.1e-6 for float32's 3.7e-7 (logits with a standard deviation of 0.45, D = 2,048), in a sixth of the time.
+    """
+    exponent = torch.frexp(left.abs().amax()).exponent.clamp_min(-100)
+    scale = torch.ldexp(torch.ones((), device=left.device), _SCALED - exponent)
+    scaled = left * scale
+    high = scaled.half()
+    low = scaled.sub_(high).mul_(_HALF_STEP).half()
+    product = torch.mm(high, right, out_dtype=torch.float32)
+    return product.add_(torch.mm(low, right, out_dtype=torch.float32), alpha=1 / _HALF_STEP).div_(scale)
+
+
+def rough_multiply(device: torch.device) -> Multiply | None:
+    """As multiply_in for bfloat16 where the device is faster at that than at float32, on a CPU with rounded products; else None."""
+    if not has_bfloat16_products(device):
+        return None
+    return _multiply_and_round if device.type == "cpu" else _multiply_bfloat16
+
+
+def round_to_tf32(tensor: Tensor) -> Tensor:
+    """A float32 tensor's nearest numbers of 10 bits of mantissa, ties to even, as float32; infinities and NaN stay."""
+    bits = tensor.contiguous().view(torch.int32)
+    half = (1 << (_DROPPED - 1)) - 1
+    rounded = (bits + half + ((bits >> _DROPPED) & 1)) & -(1 << _DROPPED)
+    return torch.where(tensor.isfinite(), rounded.view(torch.float32), tensor)
+
+
+def _multiply_tf32(left: Tensor, right: Tensor) -> Tensor:
+    if has_coarse_products(left.device):
+        with tf32_products():
+            return left @ right
+    return round_to_tf32(left) @ round_to_tf32(right)
+
+
+def _multiply_and_round(left: Tensor, right: Tensor) -> Tensor:
+    return (left.bfloat16() @ right.bfloat16()).float()
+
+
+def _multiply_bfloat16(left: Tensor, right: Tensor) -> Tensor:
+    left, right = left.bfloat16(), right.bfloat16()
+    if has_coarse_products(left.device):
+        return torch.mm(left, right, out_dtype=torch.float32)  # rounded logits would lose two digits more
+    return left.float() @ right.float()
+
+
+# Of logits or probabilities (K, N) that are kept; larger ones are made again. Not a share of what is free, on which bits would depend.
+_KEPT_BYTES = 2**29
+_KEPT_SHARE = 8  # on a GPU, whose own work needs the rest: one part in so many of all its memory, free or not
+_EARLY_SHARE = 32  # the same, where they lie beside factors that are made
+
+
+def is_kept(num_bytes: int, device: torch.device, *, share: int = _KEPT_SHARE) -> bool:
+    """Whether what a pass over the data could make again is small enough to stay on the device, of a GPU one part in `share` of its memory."""
+    return num_bytes <= (_KEPT_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[1] // share)
+
+
+class KeptProbabilities:
+    """Those (K, N) of the last theta (P,) that was evaluated while they are asked for; of a team's worker, of its own rows alone."""
+
+    def __init__(self) -> None:
+        self._is_asked = False
+        self._theta: Tensor | None = None
+        self._values: Tensor | None = None
+
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[None]:
+        """Within, evaluations fill them; after it they are gone."""
+        before, self._is_asked = self._is_asked, True
+        try:
+            yield
+        finally:
+            self._is_asked = before
+            self._theta = self._values = None
+
+    def room(self, theta: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """Where an evaluation at theta (1, P) shall write them; None where nobody asks, or there is no room."""
+        self._theta = self._values = None
+        size, device = shape[0] * shape[1] * dtype.itemsize, theta.device
+        if not self._is_asked or len(theta) != 1 or not is_kept(size, device, share=_EARLY_SHARE):
+            return None
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._values = torch.empty(shape, dtype=dtype, device=device)
+            self._theta = theta[0].clone()
+        return self._values
+
+    def find(self, theta: Tensor) -> Tensor | None:
+        """Those under theta (P,), as they were evaluated in their precision; None where others are kept, or none."""
+        if self._theta is None or self._values is None or not torch.equal(theta.to(self._theta), self._theta):
+            return None
+        return self._values
+
+
+_MOST_COLUMNS = 2**11  # logits of an example made at a time, if it has fewer: blocks of a few rows are slow
+
+
+@dataclass(frozen=True)
+class HeldOutFeatures:
+    """Features with labels.
+
+    Args:
+        features: (M, D), on the device and in the precision that logits are made in.
+        labels: (M,), there too; (M, C) where classes do not exclude each other.
+        layout: how weight and bias lie in theta.
+    """
+
+    features: Tensor
+    labels: Tensor
+    layout: HeadLayout
+    is_linearised: ClassVar[bool] = False
+
+    def losses(self, theta: Tensor) -> Tensor:
+        """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each label's probability.
+
+        Of several labels an example the mean over them: of each being there or not.
+        """
+        theta, layout = theta.to(self.features), self.layout
+        blocks = draw_blocks(theta, layout)
+        return self.losses_by(
+            lambda features: (block_logits(features, block, layout) for block in blocks), num_draws=len(theta)
+        )
+
+    def losses_by(self, drawn: Callable[[Tensor], Iterable[Tensor]], *, num_draws: int) -> Tensor:
+        """The same of draws of the logits.
+
+        Args:
+            drawn: for features (n, D), the draws in blocks (K, s, n), which may be overwritten.
+            num_draws: S, of all blocks.
+        """
+        features, layout = self.features, self.layout
+        losses = torch.empty(features.shape[0], dtype=torch.float64, device=features.device)
+        columns = min(layout.num_outputs * num_draws, max(layout.num_outputs, _MOST_COLUMNS))
+        for rows in row_blocks(features.shape[0], columns, features.device):
+            labels = self.labels[rows]
+            parts = [layout.likelihood.decision_logs(logits, labels) for logits in drawn(features[rows])]
+            logs = torch.cat(parts, dim=1).double().logsumexp(dim=1)
+            losses[rows] = math.log(num_draws) - logs.mean(dim=0)
+        return losses
+
 
 _SPLIT_PARAMS = 2**17  # from which products, not launches, take the time on a GPU
 

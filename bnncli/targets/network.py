@@ -1,9 +1,4 @@
-"""The log posterior of chosen parameters of a whole network, given its inputs.
-
-log p(D, theta) = sum_n log p(y_n | f(x_n, theta)) + log N(theta | m, Lambda^-1), both normalised, as LastLayerTarget has it; f
-is the network in evaluation mode. Logits are made in theta's precision, by default float32, and summed in float64, in blocks
-of examples and draws that are as large as the activations of one example, which are measured, leave room for.
-"""
+"""The log posterior of chosen parameters of a whole network, given its inputs."""
 
 from __future__ import annotations
 
@@ -14,24 +9,107 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from bnncli import registry
 from bnncli.errors import DataError
-from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
-from bnncli.machine.between_blocks import between_blocks
+from bnncli.parameters.module import ModuleLayout
+from bnncli.parameters.prior import Prior
 from bnncli.shapes import check_shapes
-from bnncli.targets.activation_room import pairs_at_once, share_of
-from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
-from bnncli.targets.labels import check_labels, label_shape
-from bnncli.targets.own_gradient import ValueWithGradient
-from bnncli.targets.passes import count_passes, counting_products
-from bnncli.targets.second_derivatives import second_derivatives
-from bnncli.targets.target import Curvature
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.prior import Prior
+from bnncli.system.memory import CPU_ACTIVATION_BYTES, budget
+from bnncli.system.signals import between_blocks
+from bnncli.targets.target import (
+    Curvature,
+    ValueWithGradient,
+    check_labels,
+    count_passes,
+    counting_products,
+    label_shape,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+GGN, HESSIAN, FISHER = KINDS = ("ggn", "hessian", "fisher")
+DEFAULT_RANK = 50
+DEFAULT_SIZE = 1000
+
+
+@dataclass(frozen=True)
+class CurvatureChoice:
+    """What H is, and what is kept of it.
+
+    Args:
+        kind: ggn, the generalised Gauss-Newton matrix; hessian, all second derivatives; fisher, the sum of the outer products
+            of each example's gradient at its label (the empirical Fisher matrix).
+        rank: eigenvectors that the structure low-rank keeps.
+        size: parameters of the structure subnetwork.
+    """
+
+    kind: str = GGN
+    rank: int = DEFAULT_RANK
+    size: int = DEFAULT_SIZE
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}; got {self.kind!r}")
+        for name in ("rank", "size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+
+USUAL = CurvatureChoice()
+
+
+_MOST_BYTES = {"cpu": CPU_ACTIVATION_BYTES}  # of activations at once
+_SHARE = 4  # one part in so many of what is free when a target is first asked; on a CPU where that is less
+
+
+def share_of(device: torch.device) -> int:
+    """Bytes of a device for activations."""
+    share = budget(device) // _SHARE
+    return max(1, min(share, _MOST_BYTES.get(device.type, share)))
+
+
+def pairs_at_once(
+    layout: ModuleLayout, device: torch.device, dtype: torch.dtype = torch.float32, *, share: int | None = None
+) -> int:
+    """Pairs of a draw and an example whose activations have room at once, in a share of the device, by default share_of it."""
+    return max(1, (share or share_of(device)) // activation_bytes_of(layout, dtype))
+
+
+def activation_bytes_of(layout: ModuleLayout, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes that a pair takes at the peak of a backward pass, as measured in float32."""
+    return layout.working_bytes * dtype.itemsize // 4
+
+
+_GRAPHS = 2  # the backward pass is kept beside the forward one
+
+
+def second_derivatives(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function (M, P) -> (M, P) float64 that multiplies by those of -log_joint at theta (P,).
+
+    The gradient's own gradient along each vector, in blocks of examples (Pearlmutter 1994, Neural Computation 6(1)).
+    """
+    theta = theta.to(target.device, target.dtype)
+
+    def multiply(vectors: Tensor) -> Tensor:
+        vectors = vectors.to(target.device)
+        total = torch.zeros(vectors.shape, dtype=torch.float64, device=target.device)
+        for rows in target.row_blocks(_GRAPHS, theta.dtype):
+            with torch.enable_grad():
+                leaf = theta.detach().requires_grad_()
+                logits = target.logits(leaf.unsqueeze(0), rows)
+                value = target.likelihood.log_likelihoods(logits, target.labels[rows]).double().sum()
+                (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
+            for vector, found in zip(vectors.to(theta.dtype), total, strict=True):
+                found -= torch.autograd.grad(gradient, leaf, vector, retain_graph=True)[0].double()
+        return total * target.likelihood_scale - target.prior.curvature_times(vectors.double(), target.layout)
+
+    return counting_products(multiply)
+
 
 _COPIES = 3  # of the numbers that a draw of logits holds while it is made
 _FEWEST = 64  # examples at once, before draws are taken one after the other

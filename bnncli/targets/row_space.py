@@ -15,11 +15,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
-from bnncli.machine.interruptible import interruptible
+from bnncli.parameters.layouts import HeadLayout, reduced_layout
+from bnncli.parameters.prior import Prior
 from bnncli.shapes import check_shapes
+from bnncli.system.signals import interruptible
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout, reduced_layout
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

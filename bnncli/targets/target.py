@@ -1,19 +1,115 @@
-"""What a log posterior over theta says of itself: all that samplers, flows, the ELBO and importance weights know of it.
-
-The search for its mode, the Laplace approximation and the search for the prior precision know a little more: CurvedTarget.
-"""
+"""The interface of log posteriors over theta: what samplers, flows, the ELBO and importance weights need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias
 
-from bnncli.theta.layout import ParamLayout
-from bnncli.theta.prior import Prior
+import torch
+from torch import Tensor
+
+from bnncli.errors import DataError
+from bnncli.parameters.layouts import ParamLayout
+from bnncli.parameters.prior import Prior
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    from bnncli.likelihoods import Likelihood
+
+
+def label_shape(likelihood: Likelihood) -> str:
+    """Of the labels of N examples, as check_shapes takes it: (N,), or (N, C) where there are several an example."""
+    return "N" if likelihood.is_exclusive else f"N {likelihood.num_classes}"
+
+
+def check_labels(labels: Tensor, likelihood: Likelihood) -> None:
+    """Pass when there are labels, of this shape, and each is a class, or 0 or 1 where there are several an example.
+
+    Raises:
+        DataError: there are none, or one is something else.
+    """
+    if len(labels) == 0:
+        raise DataError("the training split has no examples")
+    lowest, highest = int(labels.min()), int(labels.max())
+    most = likelihood.num_classes - 1 if likelihood.is_exclusive else 1
+    if lowest < 0 or highest > most:
+        raise DataError(
+            f"expected labels from 0 to {most}, got {lowest} to {highest}",
+            hint="are these labels from another data set?",
+        )
+
+
+PRODUCT_PASSES = 2.0  # of a product with the Hessian: there and back
+
+
+@dataclass
+class Tally:
+    """What was counted.
+
+    Args:
+        passes: gradients of the log likelihood of all examples at one theta.
+    """
+
+    passes: float = 0.0
+
+
+_ASKING: ContextVar[Tally | None] = ContextVar("gradient passes", default=None)
+
+
+@contextmanager
+def counted_passes(share: float = 1.0) -> Iterator[Tally]:
+    """Within, passes are counted; a count within a count has what is within it alone, and both have that.
+
+    Args:
+        share: of the examples that are read within: so much of each pass the outer count has.
+    """
+    outer, own = _ASKING.get(), Tally()
+    token = _ASKING.set(own)
+    try:
+        yield own
+    finally:
+        _ASKING.reset(token)
+        if outer is not None:
+            outer.passes += share * own.passes
+
+
+def count_passes(passes: float) -> None:
+    """So many more."""
+    tally = _ASKING.get()
+    if tally is not None:
+        tally.passes += passes
+
+
+def counting_products(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The same product of a Hessian with vectors (M, P), counted."""
+
+    def counted(vectors: Tensor) -> Tensor:
+        count_passes(PRODUCT_PASSES * len(vectors))
+        return product(vectors)
+
+    return counted
+
+
+ValueAndGradient: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
+
+
+class ValueWithGradient(torch.autograd.Function):
+    """Lets autograd through a function that computes its own gradient: apply(theta (S, P), value_and_grad) -> (S,)."""
+
+    @staticmethod
+    def forward(ctx: Any, theta: Tensor, value_and_grad: ValueAndGradient) -> Tensor:
+        """The values; their gradient is kept for backward."""
+        value, gradient = value_and_grad(theta.detach())
+        ctx.save_for_backward(gradient.to(theta.dtype))
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        """The kept gradient times the upstream one."""
+        (gradient,) = ctx.saved_tensors
+        return upstream.to(gradient.dtype).unsqueeze(-1) * gradient, None
 
 
 class LogJoint(Protocol):

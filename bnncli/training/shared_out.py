@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from bnncli.errors import BnnError, Exit, Interrupted, machine_error
 from bnncli.lazy import torch
-from bnncli.machine.signals import raise_if_received
-from bnncli.machine.team import Team
 from bnncli.progress import Progress, Task
+from bnncli.system.signals import raise_if_received
+from bnncli.system.workers import Team
 from bnncli.training.loop import State
 
 if TYPE_CHECKING:

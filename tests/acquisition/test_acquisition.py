@@ -12,7 +12,8 @@ from problems.seeds import seeded
 from scipy.stats import entropy
 from torch import Tensor
 
-from bnncli.acquisition import SCORES, batch_bald, highest
+from bnncli.acquisition import batch_bald
+from bnncli.acquisition.single import SCORES, highest
 from bnncli.errors import UsageError
 
 

@@ -74,15 +74,15 @@ def test_commands_agree_on_the_cpu_and_on_the_gpu(run: Run) -> None:
 
 
 def test_a_number_that_differs_on_the_gpu_is_missed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnncli.inference import local_covariance
+    from bnncli.inference import mode
 
-    ggn = local_covariance.ggn
+    ggn = mode.ggn
 
     def rounded(*words: Any, **options: Any) -> Any:
         parts = ggn(*words, **options)
         return {name: 1.001 * part if part.is_cuda else part for name, part in parts.items()}
 
-    monkeypatch.setattr(local_covariance, "ggn", rounded)
+    monkeypatch.setattr(mode, "ggn", rounded)
     code, rows = run("commands", "--only", "extract|fit-laplace")
     assert (code, missed(rows)) == (1, ["small: fit-laplace --prior-precision 100: scale_tril"])
 

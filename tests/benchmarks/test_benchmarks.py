@@ -53,7 +53,7 @@ def tiny_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from synthetic import write_split
 
-    from bnncli.theta.head import HeadLayout
+    from bnncli.parameters.layouts import HeadLayout
 
     write_split(tmp_path / "train.h5", 400, HeadLayout(3, 6), seed=0)
     return tmp_path / "train.h5"
@@ -190,9 +190,9 @@ def test_given_moments_are_those_of_the_posterior(monkeypatch: pytest.MonkeyPatc
     from given_moments import GivenMoments
 
     from bnncli.covariances.kron import Kron
+    from bnncli.parameters.layouts import HeadLayout
+    from bnncli.parameters.prior import Prior
     from bnncli.posteriors.gaussian import Gaussian
-    from bnncli.theta.head import HeadLayout
-    from bnncli.theta.prior import Prior
 
     layout, generator = HeadLayout(3, 4), torch.Generator().manual_seed(0)
     features = torch.randn(6, 4, generator=generator, dtype=torch.float64)

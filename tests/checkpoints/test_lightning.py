@@ -13,7 +13,7 @@ from problems.command_line import Cli
 from problems.optional_libraries import library
 from torch import Tensor, nn
 
-from bnncli.storage.features import read_features
+from bnncli.artifacts.features import read_features
 
 NETWORK = """
 from torch import nn

@@ -12,9 +12,9 @@ import torch
 from problems.command_line import Cli
 from torch import nn
 
+from bnncli.artifacts.features import read_features
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.errors import DataError
-from bnncli.storage.features import read_features
 
 
 @pytest.fixture

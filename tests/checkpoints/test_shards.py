@@ -12,12 +12,12 @@ from problems.command_line import Cli
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bnncli.artifacts.files import read_header
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import DataError, MissingInput, Untrusted
-from bnncli.networks import load_network
+from bnncli.networks._load import load_network
 from bnncli.numerics.digests import tensor_digest
-from bnncli.storage.artifacts import read_header
 
 STATE = {"0.weight": torch.arange(6.0).reshape(2, 3), "0.bias": torch.ones(2)}
 

@@ -11,12 +11,12 @@ import torch
 from problems.command_line import Cli
 from torch import Tensor, nn
 
+from bnncli.artifacts.files import read_header
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.checkpoints.state_dicts import states_in
 from bnncli.errors import DataError, UsageError
-from bnncli.networks import load_network
+from bnncli.networks._load import load_network
 from bnncli.numerics.digests import tensor_digest
-from bnncli.storage.artifacts import read_header
 
 RAW = {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.tensor([0.5, -0.5])}
 MEAN = {name: tensor * 2 for name, tensor in RAW.items()}

@@ -197,7 +197,7 @@ def future_schema(file: h5py.File) -> None:
 def test_features_that_were_tampered_with_are_refused(
     cli: Cli, small_run: Path, attack: Any, code: int, is_sealed: bool
 ) -> None:
-    from bnncli.storage.seal import make_seal
+    from bnncli.artifacts.hdf5 import make_seal
 
     path = small_run.with_name("small.bnn") / "features" / "train.h5"
     with h5py.File(path, "r+") as file:
@@ -214,8 +214,8 @@ def test_features_that_were_tampered_with_are_refused(
 
 
 def test_predictions_that_are_no_probabilities_are_refused(cli: Cli, small_run: Path) -> None:
-    from bnncli.storage.artifacts import read_header
-    from bnncli.storage.predictions import read_predictions, write_predictions
+    from bnncli.artifacts.files import read_header
+    from bnncli.artifacts.predictions import read_predictions, write_predictions
 
     path = small_run.with_name("small.bnn") / "predictions" / "map.plug-in" / "test.h5"
     content, header = read_predictions(path), read_header(path)

@@ -16,9 +16,9 @@ from problems.command_line import Cli
 from bnncli import console as console_module
 from bnncli.console import Console
 from bnncli.errors import DataError, Interrupted
-from bnncli.machine import signals
 from bnncli.names import printable
-from bnncli.options import CommonOptions
+from bnncli.options.common import CommonOptions
+from bnncli.system import signals
 
 
 class Clock:

@@ -25,12 +25,12 @@ from bnncli.cli.memory_advice import memory_advice
 from bnncli.cli.option_values import option_fields
 from bnncli.errors import DeviceError
 from bnncli.inference import memory
-from bnncli.inference.costs import NUM_DRAWS
-from bnncli.machine.memory import SHARE
+from bnncli.inference.memory import NUM_DRAWS
 from bnncli.options.command import Command
 from bnncli.options.declaration import flag_of
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.registry import names
-from bnncli.theta.head import HeadLayout
+from bnncli.system.memory import SHARE
 
 
 class Bomb:
@@ -143,7 +143,7 @@ def memory_for(structure: str) -> int:
 def test_69_is_memory_that_does_not_suffice(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, fits: str
 ) -> None:
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: memory_for(fits))
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: memory_for(fits))
     done = cli("fit-laplace", small_run, "--structure", wanted, "--name", "x")
     assert (done.code, f"use --structure {fits}, the largest that fits" in done.stderr) == (69, True)
     assert not (small_run.with_name("small.bnn") / "posteriors" / "x.safetensors").exists()
@@ -166,7 +166,7 @@ def test_69_is_memory_that_does_not_suffice(
 def test_69_is_memory_for_draws_that_does_not_suffice(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], advice: str
 ) -> None:
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 1_000_000)
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: 1_000_000)
     done = cli(command[0], small_run, *command[1:], "--name", "x", "--json")
     assert (done.code, advice in done.json["error"]["hint"]) == (69, True)
     assert_options_exist(command[0], done.json["error"]["hint"])
@@ -200,7 +200,7 @@ def test_what_helps_without_memory_are_options_that_the_command_has(command: Com
 def test_69_is_memory_for_draws_of_a_posterior_that_does_not_suffice(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], advice: str
 ) -> None:
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 20_000)
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: 20_000)
     done = cli(words[0], small_run, *words[1:], "--json")
     assert (done.code, advice in done.json["error"]["hint"]) == (69, True)
     assert "draws with 18 parameters: needs about" in done.json["error"]["message"]
@@ -214,7 +214,7 @@ def test_draws_without_room_leave_only_their_distances_out(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli("predict", small_run, "--posterior", "laplace").code == 0
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 5_000)
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: 5_000)
     done = cli("evaluate", small_run, "--json")
     assert done.code == 0
     assert "skipping MMD^2: not enough memory for 128 draws with 18 parameters: needs about" in done.stderr
@@ -375,7 +375,7 @@ def test_141_is_a_reader_that_went_away() -> None:
 
 SIGNALS = """
 import os, signal
-from bnncli.machine import signals
+from bnncli.system import signals
 signals.install_handlers()
 """
 

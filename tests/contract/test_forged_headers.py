@@ -16,8 +16,8 @@ import numpy as np
 from forged import forge
 from problems.command_line import Cli
 
+from bnncli.artifacts.files import read_header
 from bnncli.errors import Exit
-from bnncli.storage.artifacts import read_header
 
 NUM_FORGERIES = int(os.environ.get("BNNCLI_FORGERIES", "4"))
 ODD_CODES = {Exit.BUG, Exit.NUMERIC}

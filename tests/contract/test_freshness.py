@@ -15,7 +15,7 @@ from forged import forge
 from kills import is_stopped, run_stopped_once, start
 from problems.command_line import Cli
 
-from bnncli.numerics import seeds
+from bnncli.numerics import random
 from bnncli.run import revisions as _revisions
 
 REQUESTS = {
@@ -306,7 +306,7 @@ def test_long_draws_that_came_from_another_stream_are_made_anew(
 ) -> None:
     """A run from before they had one: what is drawn of a Gaussian or by chains, and nothing else."""
     assert ask(cli, small_run, "hmc").json["action"] == "up_to_date"
-    monkeypatch.setattr(seeds, "LARGE", 1)
+    monkeypatch.setattr(random, "LARGE", 1)
     told = {Path(entry["path"]).stem: entry["state"] for entry in cli("status", small_run, "--json").json["artifacts"]}
     assert (told["hmc"], told["laplace"]) == ("stale", "fresh")
     assert ask(cli, small_run, "hmc").json["action"] == "replaced"

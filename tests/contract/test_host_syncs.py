@@ -13,18 +13,14 @@ from bnncli.covariances.diag import Diag
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.refine import fit_flow
 from bnncli.integrators import load_integrator
-from bnncli.latent.factors import initial_factors
-from bnncli.latent.fit import Plan, fit_latent
-from bnncli.latent.model import LatentModel
-from bnncli.latent.multiplier import initial_model
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.steps import EstimatorSettings
+from bnncli.latent.factors import initial_factors, initial_model
+from bnncli.latent.fit import EstimatorSettings, Plan, fit_latent
+from bnncli.latent.model import LatentModel, SpikeAndSlab
+from bnncli.parameters.layouts import HeadLayout, NetworkLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.targets.coarse_gradient import choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.network import NetworkLayout
-from bnncli.theta.prior import Prior
+from bnncli.targets.variants import choose_gradient
 
 GPU = torch.device("cuda:0")
 LAYOUT = HeadLayout(3, 4)

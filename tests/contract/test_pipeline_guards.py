@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from problems.command_line import Cli
 
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.run import inputs
-from bnncli.storage.predictions import read_predictions
 
 Arrays = dict[str, np.ndarray]
 

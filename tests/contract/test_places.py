@@ -224,7 +224,7 @@ def test_a_read_only_place_is_refused_before_the_work(cli: Cli, small_run: Path,
 def test_where_nothing_can_be_written_what_is_fresh_is_up_to_date(
     cli: Cli, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bnncli.storage.atomic.os.access", lambda *words: False)
+    monkeypatch.setattr("bnncli.artifacts.atomic.os.access", lambda *words: False)
     for command in ("predict", "evaluate"):
         done = cli(command, small_run, "--json")
         assert (done.code, done.json["action"]) == (0, "up_to_date")

@@ -21,19 +21,23 @@ import pytest
 import torch
 
 from bnncli import registry
+from bnncli.artifacts.files import read_header
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.execute import run_command_line
 from bnncli.inference import refine, sghmc, swag, vi
 from bnncli.latent import fit as latent_fit
 from bnncli.networks import mlp
-from bnncli.numerics import seeds
-from bnncli.options import CommonOptions, ComputeOptions, EvaluateOptions, ExportOptions, FitLbbnnOptions, ReportOptions
+from bnncli.numerics import random
 from bnncli.options.command import Command
+from bnncli.options.common import CommonOptions, ComputeOptions
 from bnncli.options.declaration import choices_of, declared, flag_of
+from bnncli.options.evaluate import EvaluateOptions
+from bnncli.options.export import ExportOptions
+from bnncli.options.fit_lbbnn import FitLbbnnOptions
+from bnncli.options.report import ReportOptions
 from bnncli.options.train import AUGMENTATIONS, OPTIMIZERS, SCHEDULES
 from bnncli.stages.export import measures as export
 from bnncli.stages.fit_lbbnn import report
-from bnncli.storage.artifacts import read_header
 from bnncli.targets.last_layer import LastLayerTarget
 
 
@@ -290,7 +294,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patches:
         for module in (latent_fit, refine, report, sghmc, swag, vi):
-            assert module.on_device is seeds.on_device  # type: ignore[attr-defined]
+            assert module.on_device is random.on_device  # type: ignore[attr-defined]
             patches.setattr(module, "on_device", on_device)
         yield
 

@@ -21,7 +21,7 @@ from problems.command_line import Cli
 
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.execute import run_command_line
-from bnncli.machine import devices
+from bnncli.system import devices
 
 SLOW = ("torch", "sklearn", "scipy", "pandas", "matplotlib", "pyro", "pydantic", "pyarrow")
 

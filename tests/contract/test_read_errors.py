@@ -13,9 +13,9 @@ import pytest
 import torch
 from problems.command_line import Cli
 
+from bnncli.artifacts import hdf5
+from bnncli.artifacts.hdf5 import open_hdf5
 from bnncli.errors import MissingInput, ReadError
-from bnncli.storage import hdf5
-from bnncli.storage.hdf5 import open_hdf5
 
 NUMBERS = [errno.EIO, errno.ESTALE]
 

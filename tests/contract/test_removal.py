@@ -13,8 +13,8 @@ from problems.command_line import Cli, new_run
 from stages.test_auto import separable
 
 import bnncli
+from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import BnnWarning, DataError
-from bnncli.storage.locks import artifact_lock
 
 
 def states(cli: Cli, run: Path) -> dict[str, str]:

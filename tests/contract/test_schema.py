@@ -13,16 +13,15 @@ import pytest
 import torch
 from problems.command_line import Cli
 
+from bnncli.artifacts import headers
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.files import read_header, read_metrics
+from bnncli.artifacts.posteriors import read_decision
+from bnncli.artifacts.predictions import read_predictions
+from bnncli.artifacts.samples import read_samples
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.run.inputs import open_posterior
 from bnncli.run.revisions import is_another
-from bnncli.storage import headers
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.decisions import read_decision
-from bnncli.storage.features import read_features
-from bnncli.storage.metrics import read_metrics
-from bnncli.storage.predictions import read_predictions
-from bnncli.storage.samples import read_samples
 
 SCHEMA = Path(__file__).parents[2] / "fixtures" / "schema"
 VERSIONS = sorted(path for path in SCHEMA.iterdir() if path.is_dir() and path.name[0].isdigit())

@@ -19,9 +19,9 @@ import pytest
 import torch
 from problems.command_line import Cli
 
+from bnncli.artifacts.atomic import write_error
 from bnncli.errors import WriteError
-from bnncli.machine.input_files import read_error
-from bnncli.storage.atomic import write_error
+from bnncli.system.input_files import read_error
 
 CODES = {
     errno.EACCES: (66, "missing_input", "Permission denied"),

@@ -16,8 +16,8 @@ from problems.workers import ended, run_processes, run_workers, start_workers
 from bnncli.cli import spread
 from bnncli.errors import UsageError
 from bnncli.inference import mode
-from bnncli.machine import panels
-from bnncli.options import ComputeOptions
+from bnncli.options.common import ComputeOptions
+from bnncli.system import memory
 
 FITS = {
     "fit-laplace": ("--structure", "full"),
@@ -90,7 +90,7 @@ SMALL_DEVICES = """
 import os
 from bnncli.inference import local_covariance, memory, mode
 from bnncli.inference import mode
-from bnncli.machine import panels
+from bnncli.system import panels
 panels._WIDTH, panels._LARGE = {"cpu": 5}, 10
 mode.MAX_FULL_PRECONDITIONER = 0
 memory.has_room_whole = lambda layout, device: False
@@ -103,8 +103,8 @@ local_covariance._spread = lambda *a, **k: os.write(2, b"rows are spread ") and 
 def test_rows_spread_over_devices_without_room_are_the_covariance_of_one_with_room(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(panels, "_WIDTH", {"cpu": 5})
-    monkeypatch.setattr(panels, "_LARGE", 10)
+    monkeypatch.setattr(memory, "_WIDTH", {"cpu": 5})
+    monkeypatch.setattr(memory, "_LARGE", 10)
     monkeypatch.setattr(mode, "MAX_FULL_PRECONDITIONER", 0)  # as of any head that has no room
     arrays = problem(150)
     alone, run = (new_run(cli, tmp_path / name, arrays) for name in ("alone", "shared"))

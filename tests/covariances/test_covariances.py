@@ -16,9 +16,10 @@ from bnncli.covariances.kron import Kron
 from bnncli.curvature import ggn
 from bnncli.errors import NumericError, UsageError
 from bnncli.logits._head import head_spread
-from bnncli.targets import grams, stream
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.targets import blocks as stream
+from bnncli.targets import grams
 
 every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))
 PRIOR = 0.7

@@ -15,8 +15,8 @@ from bnncli.covariances._panels import panelled_root
 from bnncli.covariances._roots import inverse_root, root_of_sum
 from bnncli.covariances.full import Full
 from bnncli.errors import Interrupted, NumericError
-from bnncli.machine import panels, signals
-from bnncli.machine.team import Team
+from bnncli.system import memory, signals
+from bnncli.system.workers import Team
 
 ALONE = Team(0, 1)
 
@@ -24,8 +24,8 @@ ALONE = Team(0, 1)
 @pytest.fixture(autouse=True)
 def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Panels of seven columns, for matrices of more than ten rows."""
-    monkeypatch.setattr(panels, "_WIDTH", {"cpu": 7})
-    monkeypatch.setattr(panels, "_LARGE", 10)
+    monkeypatch.setattr(memory, "_WIDTH", {"cpu": 7})
+    monkeypatch.setattr(memory, "_LARGE", 10)
 
 
 def precision_of(size: int) -> Tensor:
@@ -64,7 +64,7 @@ def test_any_number_of_workers_has_the_same_bits(workers: int) -> None:
 def test_a_large_matrix_has_the_root_that_a_factor_and_a_solve_give(monkeypatch: pytest.MonkeyPatch) -> None:
     precision = precision_of(40)
     found, jitter = inverse_root(precision.clone())
-    monkeypatch.setattr(panels, "_LARGE", 100)
+    monkeypatch.setattr(memory, "_LARGE", 100)
     expected, _ = inverse_root(precision.clone())
     assert jitter == 0
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

@@ -16,18 +16,16 @@ from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import WithinRows
 from bnncli.flows import SPACES, build_layers
 from bnncli.inference.elbo import log_weights
-from bnncli.inference.laplace import fit_gaussian, laplace_evidence
-from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.mode import find_mode
-from bnncli.inference.prior_precision import search
-from bnncli.inference.row_space_lift import RowLift, lift_fit, lift_gaussian
+from bnncli.inference.laplace import RowLift, fit_gaussian, laplace_evidence, lift_fit, lift_gaussian
+from bnncli.inference.mode import covariance_at, find_mode
+from bnncli.inference.prior_search import search
 from bnncli.logits._head import head_spread
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 FEATURES = 7
 PRIOR = 0.7

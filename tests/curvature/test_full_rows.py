@@ -8,7 +8,7 @@ from problems.heads import at_random, head_target
 from torch import Tensor
 
 from bnncli.curvature.full import Full
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
 
 LAYOUTS = [
     HeadLayout(4, 3),

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bnncli.data import InputSplit, load_split, matched_to
+from bnncli.data._classes import matched_to
+from bnncli.data._spec import load_split
+from bnncli.data._split import InputSplit
 from bnncli.errors import DataError
 
 

@@ -17,7 +17,8 @@ from PIL import Image
 from problems.command_line import Cli
 from problems.transforms import Halved
 
-from bnncli.data import ImageCounts, Preprocess, load_split
+from bnncli.data._preprocess import ImageCounts, Preprocess
+from bnncli.data._spec import load_split
 from bnncli.networks.mlp import build
 
 PIXELS = np.random.default_rng(0).integers(256, size=(4, 4, 3), dtype=np.uint8)

@@ -13,8 +13,12 @@ import numpy as np
 import pytest
 from problems.transforms import WordLengths
 
-from bnncli.data import InputSplit, Preprocess, csv, hold_out, jsonl, load_split, webdataset
-from bnncli.storage.known_data import KnownData
+from bnncli.artifacts.caches import KnownData
+from bnncli.data import csv, jsonl, webdataset
+from bnncli.data._hold_out import hold_out
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._spec import load_split
+from bnncli.data._split import InputSplit
 
 TEXTS = ["a b", "c", "d e f", "g"]
 LABELS = ["no", "yes", "maybe", "no"]

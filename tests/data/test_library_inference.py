@@ -16,7 +16,10 @@ import torch
 from problems import hf_folders
 from problems.optional_libraries import library
 
-from bnncli.data import InputSplit, Preprocess, load_split, matched_to
+from bnncli.data._classes import matched_to
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._spec import load_split
+from bnncli.data._split import InputSplit
 from bnncli.extraction.head import run_network
 from bnncli.models import Asked, open_model
 

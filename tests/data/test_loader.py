@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from bnncli.data import load_split
+from bnncli.data._spec import load_split
 from bnncli.errors import DeviceError
 
 PARENT = os.getpid()

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bnncli.data import InputSplit, Shift, load_split
+from bnncli.data._shift import Shift
+from bnncli.data._spec import load_split
+from bnncli.data._split import InputSplit
 from bnncli.errors import DataError, UsageError
 
 

@@ -17,7 +17,8 @@ from PIL import Image
 from problems.optional_libraries import library
 from scipy.io import savemat
 
-from bnncli.data import Preprocess, load_split
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._spec import load_split
 from bnncli.data.torchvision import _SETS
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 

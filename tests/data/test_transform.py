@@ -11,7 +11,9 @@ import torch
 from PIL import Image
 from problems.transforms import Halved, WordLengths
 
-from bnncli.data import Batch, InputSplit, Preprocess, load_split
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._spec import load_split
+from bnncli.data._split import Batch, InputSplit
 from bnncli.errors import BnnError, DataError, UsageError
 
 RANDOM = np.random.default_rng(0)

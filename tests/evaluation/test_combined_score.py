@@ -18,7 +18,7 @@ from bnncli.decisions.outliers import fit_outliers
 from bnncli.detectors import default_score, usual_score
 from bnncli.evaluation import combined_score
 from bnncli.evaluation.combined_score import NUM_NEIGHBORS, Combined, TailRanks
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
 
 CPU = torch.device("cpu")
 LAYOUT = HeadLayout(3, 6)

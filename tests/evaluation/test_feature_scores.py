@@ -14,7 +14,7 @@ from torch import Tensor
 from bnncli.errors import DataError
 from bnncli.evaluation import feature_scores
 from bnncli.evaluation.feature_scores import Mahalanobis, Neighbors
-from bnncli.targets import stream
+from bnncli.targets import blocks
 
 CPU = torch.device("cpu")
 
@@ -129,7 +129,7 @@ def test_blocks_do_not_change_the_scores(monkeypatch: pytest.MonkeyPatch) -> Non
         return [*Mahalanobis.fit(half, labels, device=CPU).scores(half).values(), neighbors.scores(half)]
 
     whole = everything()
-    monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cpu", 100)
+    monkeypatch.setitem(blocks.BLOCK_ELEMENTS, "cpu", 100)
     monkeypatch.setitem(feature_scores._SIMILARITIES, "cpu", 2100)
     for blocked, value in zip(everything(), whole, strict=True):
         np.testing.assert_allclose(blocked, value, rtol=1e-8, atol=1e-8)

@@ -19,11 +19,11 @@ from bnncli.flows.affine import Affine
 from bnncli.inference import elbo as module
 from bnncli.inference.elbo import elbo, measure_gain
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 NUM_REPEATS = 1000
 

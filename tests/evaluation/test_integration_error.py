@@ -16,13 +16,13 @@ from bnncli.errors import DataError
 from bnncli.evaluation.integration_error import DrawGroups, balanced_halves, integration_error, integration_errors
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import load_integrator
-from bnncli.integrators._groups import DrawPartition, group_ends
+from bnncli.integrators._partitions import DrawPartition, group_ends
 from bnncli.integrators.mc import DrawnMc
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(3, 6)
 NUM_FRESH = 120  # predictions of other seeds: their variance has a standard error of 0.13 of itself

@@ -13,15 +13,8 @@ from scipy.special import log_softmax
 
 from bnncli.evaluation.excess import Scored
 from bnncli.evaluation.layer_gain import mean_interval
-from bnncli.evaluation.recommendation import (
-    Predictive,
-    Quality,
-    accuracy_interval,
-    loses_accuracy,
-    recommend,
-    sentence,
-)
-from bnncli.inference.stacking import stacking_weights
+from bnncli.evaluation.recommendation import Predictive, Quality, accuracy_interval, loses_accuracy, recommend, sentence
+from bnncli.inference.temperature import stacking_weights
 
 SIZE = 400
 LOSSES = np.random.default_rng(0).exponential(size=SIZE)

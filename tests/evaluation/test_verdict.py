@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bnncli.evaluation.verdict import Commands, Judged, Verdict, doubts, give_verdict
-from bnncli.theta.prior import Prior
+from bnncli.parameters.prior import Prior
 
 COMMANDS = Commands(
     predict=lambda name: f"<predict {name}>",

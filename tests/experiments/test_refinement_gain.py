@@ -12,8 +12,8 @@ from problems.heads import by_noisy_sign, head_target
 from bnncli import registry
 from bnncli.experiments.refinement_gain import draw, last_features, measure, of_target
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.progress import SILENT
-from bnncli.theta.head import HeadLayout
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 INPUTS = {"net": FIXTURES / "lenet5-fmnist.pt", "train": FIXTURES / "train.npz"}

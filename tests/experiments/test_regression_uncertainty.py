@@ -10,8 +10,8 @@ from scipy import stats
 
 from bnncli.experiments._toy_networks import TanhLayout, ToyTarget, draw_chains, fit_laplace, linearised
 from bnncli.experiments.regression_uncertainty import draw, examples, log_density, measure, regression_target
+from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT
-from bnncli.theta.prior import Prior
 
 SETTINGS = {
     "examples": 30, "noise": 0.3, "hidden": 2, "prior": 1.0, "draws": 400, "chains": 4, "hmc_draws": 40, "repeats": 1,

@@ -9,8 +9,8 @@ from problems.tiny_networks import losses_of, tiny_target
 from scipy import stats
 
 from bnncli.experiments import Measurements, toy_gaussians
+from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT
-from bnncli.theta.prior import Prior
 
 SETTINGS = {"per_class": 8, "steps": 200, "precision": 1.0, "draws": 50, "repeats": 1}
 

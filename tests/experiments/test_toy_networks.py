@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bnncli.experiments._toy_networks import TanhLayout, ToyTarget
-from bnncli.theta.prior import Prior
+from bnncli.parameters.prior import Prior
 
 
 @pytest.mark.parametrize("widths", [(2, 3), (1, 8, 1), (2, 5, 4, 3)])

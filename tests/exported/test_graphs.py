@@ -20,15 +20,15 @@ from problems.heads import THREE, gaussian_at_mode, head_target
 from problems.optional_libraries import library
 from torch import Tensor, nn
 
+from bnncli.artifacts.exports import check_export, write_export
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import DataError
 from bnncli.exported.graphs import FEATURES, INPUTS, ExportedModel, to_onnx, to_program
 from bnncli.exported.network import Halved, WholeNetwork
 from bnncli.exported.parts import head_parts, with_ood_score, with_sets
 from bnncli.exported.steps import PortableHead
 from bnncli.integrators import load_integrator
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.exports import check_export, write_export
-from bnncli.storage.predictions import read_predictions
 
 Writer = Callable[..., ExportedModel]
 # Every step once.

@@ -19,14 +19,14 @@ from bnncli.exported import spreads
 from bnncli.exported.parts import HeadParts, head_parts, with_combined_score, with_ood_score, with_sets
 from bnncli.exported.thinning import thinned
 from bnncli.integrators import Integrator, Prediction, load_integrator
-from bnncli.integrators._mean_logits import energy_and_max_logit
+from bnncli.integrators._moments import energy_and_max_logit
 from bnncli.options.export import EXPORTED_SCORES
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
 from bnncli.registry import names
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 LABELS = HeadLayout(3, 4, likelihood_name="multilabel")
 LAYOUTS = [ONE, TWO, THREE, HeadLayout(3, 4, has_bias=False), LABELS]

@@ -11,8 +11,8 @@ from problems.command_line import Cli
 from torch import nn
 
 import bnncli
+from bnncli.artifacts.features import read_features
 from bnncli.extraction.autocast import PrecisionLoss
-from bnncli.storage.features import read_features
 
 NETWORK = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, {k}))\n"
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.checkpoints.load import load_checkpoint
-from bnncli.data import InputSplit, load_split
+from bnncli.data._spec import load_split
+from bnncli.data._split import InputSplit
 from bnncli.errors import DataError, NumericError, UsageError
-from bnncli.extraction.features import Head, collect, counted, extract, head_of, prove_head
+from bnncli.extraction.features import collect, counted, extract
+from bnncli.extraction.head import Head, head_of, prove_head
 from bnncli.extraction.search import find_head
-from bnncli.networks import load_network
+from bnncli.networks._load import load_network
 from bnncli.progress import Task
 from bnncli.stages.demo.fixtures import fixture_path
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from bnncli.data import InputSplit, load_split
+from bnncli.data._spec import load_split
+from bnncli.data._split import InputSplit
 from bnncli.errors import DataError, UsageError
-from bnncli.extraction.features import Extracted, Head, collect, extract
-from bnncli.extraction.head import check_link
+from bnncli.extraction.features import Extracted, collect, extract
+from bnncli.extraction.head import Head, check_link
 from bnncli.extraction.search import find_head
 
 IMAGES = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))

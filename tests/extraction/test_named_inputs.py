@@ -10,7 +10,9 @@ import torch
 from problems.transforms import WordLengths
 from problems.words_model import MeanOfWords
 
-from bnncli.data import InputSplit, Preprocess, load_split
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._spec import load_split
+from bnncli.data._split import InputSplit
 from bnncli.errors import DataError
 from bnncli.extraction import padding
 from bnncli.extraction.features import collect, extract

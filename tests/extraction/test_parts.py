@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bnncli.data import Inputs
+from bnncli.data._split import Inputs
 from bnncli.errors import DataError
 from bnncli.extraction import parts
 from bnncli.extraction.parts import InParts
-from bnncli.theta.tensor_bytes import peak_bytes
+from bnncli.parameters.module import peak_bytes
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,8 @@ from problems.command_line import Cli
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
-from bnncli.data import Batch, InputSplit, load_split
+from bnncli.data._spec import load_split
+from bnncli.data._split import Batch, InputSplit
 from bnncli.errors import DataError
 from bnncli.extraction.features import collect, extract
 from bnncli.extraction.repeats import check_repeats

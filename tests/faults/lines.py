@@ -59,7 +59,7 @@ class Line:
 
 
 def _computing() -> set[str]:
-    from bnncli.options import ComputeOptions
+    from bnncli.options.common import ComputeOptions
 
     return {command.name for command in COMMANDS if ComputeOptions in command.groups}
 

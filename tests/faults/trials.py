@@ -21,13 +21,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bnncli import figures
+from bnncli.artifacts.atomic import temporaries
+from bnncli.artifacts.files import read_header
 from bnncli.cli.execute import run_command_line
 from bnncli.errors import BnnError
 from bnncli.figures import shown
 from bnncli.pages import sections
 from bnncli.stages.export import measures as export
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.atomic import temporaries
 from faults.forked_lines import fork_lines
 from faults.lines import LINES, Line, copy_tree, leave_leftovers, leave_stale
 from faults.mutations import mutations

@@ -15,7 +15,7 @@ from pyro.distributions.transforms.spline import _monotonic_rational_spline as p
 from torch import Tensor
 
 from bnncli import registry
-from bnncli.flows._orthonormal import orthonormal_columns
+from bnncli.flows._layers import orthonormal_columns
 
 
 def pyro_radial(layer: Any) -> Any:

@@ -12,14 +12,14 @@ from problems.seeds import seeded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import bnncli.inference.objective
+import bnncli.inference.refine
 from bnncli import registry
 from bnncli.covariances.diag import Diag
 from bnncli.flows import push
-from bnncli.inference.objective import Objective
+from bnncli.inference.refine import Objective
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.prior import Prior
 
 KINDS = [kind for kind, _ in EXAMPLES if hasattr(registry.load_class("flows", kind), "push_together")]
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -118,7 +118,7 @@ def test_a_step_through_five_layers_is_about_half_the_operations(kind: str, monk
     objective, noise = Objective.of(target, base, "whitened"), draw_points(30, 1)
     batch = target.examples(torch.arange(20))
     for through in (push, one_by_one):
-        monkeypatch.setattr(bnncli.inference.objective, "push", through)
+        monkeypatch.setattr(bnncli.inference.refine, "push", through)
         with Operations() as operations:
             objective.estimate(layers, noise, *batch).sum().backward()
         counts.append(operations.count)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bnncli.errors import UsageError
 from bnncli.flows import SPACES, build_layers, choose_space, settings_of
-from bnncli.flows._orthonormal import orthonormal_columns
+from bnncli.flows._layers import orthonormal_columns
 from bnncli.flows.planar import Planar
 from bnncli.flows.radial import Radial
 

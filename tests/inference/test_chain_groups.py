@@ -11,13 +11,12 @@ from problems.heads import by_noisy_sign, gaussian_at_mode, head_target
 from problems.seeds import seeded
 from torch import Tensor
 
-from bnncli.inference.chain_groups import MOST_GROUPS, SharedMover, Workers, chain_groups
 from bnncli.inference.dynamics import PlainMover, State, WhitenedPotential
-from bnncli.inference.hmc import sample_hmc
-from bnncli.machine.team import Team
-from bnncli.targets.coarse_gradient import choose_gradient
+from bnncli.inference.hmc import MOST_GROUPS, SharedMover, Workers, chain_groups, sample_hmc
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.system.workers import Team
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
+from bnncli.targets.variants import choose_gradient
 
 STEP = {"step_size": 0.3, "num_steps": 4}
 make_target = partial(head_target, num_examples=30, labels=by_noisy_sign, prior=0.5)

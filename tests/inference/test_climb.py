@@ -14,17 +14,14 @@ from problems.seeds import seeded
 from torch import Tensor, nn
 
 from bnncli.errors import NumericError
-from bnncli.inference import climb as climb_module
-from bnncli.inference.climb import climb
+from bnncli.inference import mode as climb_module
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.mode import find_mode
-from bnncli.inference.trust_region import solve_within
+from bnncli.inference.mode import climb, find_mode, solve_within
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 Build = Callable[[], nn.Module]
 
@@ -98,7 +95,7 @@ def test_second_derivatives_are_those_of_autograd(monkeypatch: pytest.MonkeyPatc
     vectors = torch.randn(2, len(theta), generator=seeded(3), dtype=torch.float64)
     expected = vectors @ dense_hessian(target, theta)
     torch.testing.assert_close(target.second_derivatives(theta)(vectors), expected)
-    monkeypatch.setattr("bnncli.targets.activation_room._MOST_BYTES", {"cpu": 2_000})
+    monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": 2_000})
     blocks = tanh_network()
     assert blocks.rows_at_once(2, torch.float64) < 20
     torch.testing.assert_close(blocks.second_derivatives(theta)(vectors), expected)

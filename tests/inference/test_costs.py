@@ -8,11 +8,10 @@ import torch
 from problems.heads import head_target
 
 from bnncli import registry
-from bnncli.inference.costs import QUICK_ANYWHERE, fit_seconds, largest_full
-from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.memory import automatic_structures
-from bnncli.machine.speed import speed_of
-from bnncli.theta.head import HeadLayout
+from bnncli.inference.memory import QUICK_ANYWHERE, automatic_structures, fit_seconds, largest_full
+from bnncli.inference.mode import covariance_at
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.system.devices import speed_of
 
 CORE = speed_of("cpu", threads=1)
 

@@ -13,9 +13,9 @@ from problems.seeds import normal, seeded
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from bnncli.inference.cross_validation import Fold, search_folds, stratified_folds
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
+from bnncli.inference.prior_variants import Fold, search_folds, stratified_folds
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 
 
 def test_folds_have_even_sizes_and_even_shares_of_every_class() -> None:

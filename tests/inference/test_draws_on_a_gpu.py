@@ -13,19 +13,20 @@ from interrupted import StopAt
 from problems.seeds import seeded
 from torch import Tensor
 
+from bnncli.artifacts.resume import DrawFile
 from bnncli.curvature import ggn
 from bnncli.errors import Interrupted
 from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.predictive_convergence import held_out_convergence
-from bnncli.inference.hmc import DrawStore, HmcRun, MemoryDraws, sample_hmc
+from bnncli.inference.dynamics import DrawStore, MemoryDraws
+from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.numerics import seeds
+from bnncli.numerics import random
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors import standard_normal
-from bnncli.storage.draw_file import DrawFile
-from bnncli.targets import stream
+from bnncli.targets import blocks
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(3, 6)
 CUDA = torch.device("cuda", 0)
@@ -53,7 +54,7 @@ def sample(target: LastLayerTarget, store: DrawStore, stop: StopAt | None = None
 def test_chains_wait_for_the_gpu_once_a_warm_up_transition_and_draws_never(
     gpu: pretend_cuda.Pretend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int
 ) -> None:
-    monkeypatch.setattr(seeds, "LARGE", large)
+    monkeypatch.setattr(random, "LARGE", large)
     target, store = make_target(), DrawFile(tmp_path / "hmc.nc", num_chains=4, num_params=21, buffer_bytes=1)
     fit_gaussian(target, start=torch.zeros(21, dtype=torch.float64, device=CUDA))
     gpu.clear()
@@ -70,7 +71,7 @@ def test_chains_wait_for_the_gpu_once_a_warm_up_transition_and_draws_never(
 def test_long_draws_are_made_on_the_gpu_from_the_streams_seed(
     gpu: pretend_cuda.Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seeds, "LARGE", 10)
+    monkeypatch.setattr(random, "LARGE", 10)
     stream_ = seeded()
     first, second = (standard_normal(3, 11, stream_, CUDA) for _ in range(2))
     assert (first.device, first.dtype, gpu.uploads.total()) == (CUDA, torch.float64, 0)
@@ -81,7 +82,7 @@ def test_long_draws_are_made_on_the_gpu_from_the_streams_seed(
 def test_a_run_of_long_draws_goes_on_to_the_same_bits(
     gpu: pretend_cuda.Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seeds, "LARGE", 1)
+    monkeypatch.setattr(random, "LARGE", 1)
     target, cut, store = make_target(), StopAt(17), MemoryDraws()
     whole = sample(target, MemoryDraws())
     with pytest.raises(Interrupted):
@@ -117,8 +118,8 @@ def test_convergence_is_judged_on_the_gpu_to_the_numbers_of_the_cpu(gpu: pretend
 def test_features_beside_the_gpu_give_the_bits_of_features_on_it(
     gpu: pretend_cuda.Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cuda", 1000)
-    monkeypatch.setattr(stream, "TRANSFER_BYTES", 310 * 24)
+    monkeypatch.setitem(blocks.BLOCK_ELEMENTS, "cuda", 1000)
+    monkeypatch.setattr(blocks, "TRANSFER_BYTES", 310 * 24)
     on_it = make_target(1001)
     beside = LastLayerTarget(on_it.features.cpu(), on_it.labels, LAYOUT, on_it.prior)
     theta = torch.randn(5, 21, generator=seeded(2)).to(CUDA)

@@ -13,11 +13,11 @@ from bnncli.flows.radial import Radial
 from bnncli.inference import elbo as elbo_module
 from bnncli.inference.elbo import elbo, measure_gain
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 make_target = partial(head_target, HeadLayout(1, 1), 12, labels=by_sign, prior=0.3)
 

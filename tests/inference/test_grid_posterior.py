@@ -17,16 +17,15 @@ from torch import Tensor
 
 from bnncli import registry
 from bnncli.flows import build_layers, choose_space
-from bnncli.inference.elbo import elbo, measure_gain
+from bnncli.inference.elbo import diagnose_importance, elbo, measure_gain
 from bnncli.inference.hmc import sample_hmc
-from bnncli.inference.importance import diagnose_importance
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(1, 1)  # theta = (slope, intercept)
 PRIOR = Prior(0.3)

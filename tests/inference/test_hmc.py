@@ -23,24 +23,25 @@ from bnncli.inference.dynamics import (
     DYNAMICS,
     JITTER,
     TURN,
+    MemoryDraws,
     StepFactors,
+    StepSizeAdaptation,
     WhitenedPotential,
+    adaptation_statistic,
     integrate,
     num_gradients_of,
     parts,
     trajectory,
     transition,
 )
-from bnncli.inference.hmc import HmcRun, MemoryDraws, goals, sample_hmc
+from bnncli.inference.hmc import HmcRun, Walk, goals, sample_hmc
 from bnncli.inference.nuts import sample_nuts
-from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
-from bnncli.inference.walk import Walk
-from bnncli.numerics import seeds
+from bnncli.numerics import random
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.targets.coarse_gradient import GRADIENTS, CoarseGradient, choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
+from bnncli.targets.variants import GRADIENTS, CoarseGradient, choose_gradient
 
 every_dynamics = pytest.mark.parametrize("dynamics", DYNAMICS)
 LAYOUTS = [HeadLayout(1, 1), HeadLayout(1, 2, has_bias=False), HeadLayout(2, 1, has_bias=False)]
@@ -493,10 +494,10 @@ def test_an_interrupted_sampler_goes_on_to_the_same_bits(dynamics: str, stop_at:
 def test_an_interrupted_sampler_of_long_draws_goes_on_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, has_own_generators: bool, stop_at: int
 ) -> None:
-    monkeypatch.setattr(seeds, "LARGE", 1)
+    monkeypatch.setattr(random, "LARGE", 1)
     if has_own_generators:  # as a GPU has
         monkeypatch.setattr(
-            seeds, "on_device", lambda generator, device: seeded(int(torch.randint(2**62, (1,), generator=generator)))
+            random, "on_device", lambda generator, device: seeded(int(torch.randint(2**62, (1,), generator=generator)))
         )
     whole = sample_until_fifth_look("split", [], MemoryDraws(), StopAt())
     seen, store, cut = list[int](), MemoryDraws(), StopAt(stop_at)

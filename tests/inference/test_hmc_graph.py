@@ -19,17 +19,16 @@ from torch import Tensor
 
 from bnncli import registry
 from bnncli.errors import Interrupted
-from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential
-from bnncli.inference.hmc import HmcRun, MemoryDraws, sample_hmc
-from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.row_space_draws import complete
+from bnncli.inference.dynamics import DYNAMICS, MemoryDraws, WhitenedPotential
+from bnncli.inference.hmc import HmcRun, sample_hmc
+from bnncli.inference.laplace import complete, fit_gaussian
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets import last_layer
-from bnncli.targets.coarse_gradient import GRADIENTS, choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
+from bnncli.targets.variants import GRADIENTS, choose_gradient
 
 CPU = torch.device("cpu")
 WARM_UP = 3  # steps before the capture

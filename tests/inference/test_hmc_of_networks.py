@@ -13,12 +13,11 @@ from bnncli.covariances.diag import Diag
 from bnncli.evaluation.predictive_convergence import held_out_convergence, label_convergence
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.nuts import sample_nuts
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import HeldOutInputs, NetworkTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 POINTS = torch.tensor([[-1.5], [-0.4], [0.3], [2.0]], dtype=torch.float64)
 

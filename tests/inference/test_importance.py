@@ -9,12 +9,12 @@ import torch
 from problems.seeds import seeded
 
 from bnncli.covariances.diag import Diag
-from bnncli.inference import importance
-from bnncli.inference.importance import diagnose_importance, diagnose_weights, k_threshold, network_draws
+from bnncli.inference import elbo
+from bnncli.inference.elbo import diagnose_importance, diagnose_weights, k_threshold, network_draws
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(1, 3)
 
@@ -113,7 +113,7 @@ def test_the_posterior_itself_has_equal_weights_and_the_evidence_without_error()
 def test_draws_double_until_the_standard_error_suffices_or_the_cap_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     # Standard deviation 1.4 around an ELBO of -0.6 nats: 1 % needs more draws than are allowed.
     assert diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded()).num_draws == 8192
-    monkeypatch.setattr(importance, "WANTED_SHARE", 0.06)
+    monkeypatch.setattr(elbo, "WANTED_SHARE", 0.06)
     found = diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded())
     assert found.num_draws in (1024, 2048)
     assert found.elbo is not None
@@ -128,7 +128,7 @@ def test_no_draws_are_added_where_the_weights_spread_beyond_use() -> None:
     assert found.num_draws == 512
     assert found.log_weight_sd == pytest.approx((16**2 - 1) * math.sqrt(LAYOUT.num_params / 2), rel=0.2)
     assert found.elbo_error is not None
-    assert found.elbo_error > importance.WANTED_NATS
+    assert found.elbo_error > elbo.WANTED_NATS
 
 
 def test_a_first_look_ends_where_the_weights_are_far_and_else_the_usual_number_is_drawn() -> None:

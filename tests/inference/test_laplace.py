@@ -11,9 +11,9 @@ from problems.heads import LAYOUTS, by_noisy_sign, every_layout, head_target
 from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.inference.laplace import MOST_MODEL_ERROR, fit_gaussian, laplace_evidence
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 make_target = partial(head_target, num_examples=40, labels=by_noisy_sign, prior=0.5)
 every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))

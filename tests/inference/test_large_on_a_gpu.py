@@ -11,14 +11,13 @@ from torch import nn
 from bnncli.covariances._roots import inverse_root
 from bnncli.extraction import parts
 from bnncli.extraction.parts import InParts
-from bnncli.inference.chain_groups import Workers
-from bnncli.inference.hmc import sample_hmc
+from bnncli.inference.hmc import Workers, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.machine import panels
-from bnncli.machine.team import Team
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.system import memory
+from bnncli.system.workers import Team
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 GPU = torch.device("cuda:0")
 LAYOUT = HeadLayout(3, 6)
@@ -36,8 +35,8 @@ def root_of(num_panels: int) -> tuple[int, torch.Tensor]:
 
 
 def test_panels_wait_no_more_for_more_panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "_WIDTH", {"cpu": 7, "cuda": 7})
-    monkeypatch.setattr(panels, "_LARGE", 3)
+    monkeypatch.setattr(memory, "_WIDTH", {"cpu": 7, "cuda": 7})
+    monkeypatch.setattr(memory, "_LARGE", 3)
     (few, one), (many, other) = (root_of(count) for count in (3, 6))
     assert few == many
     for found in (one, other):

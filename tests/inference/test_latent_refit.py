@@ -12,20 +12,24 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from bnncli.evaluation.rank_uniformity import RankLaw
-from bnncli.inference.latent_refit import LatentRefit, prior_draws
-from bnncli.inference.refits import Refit
-from bnncli.inference.simulations import LOG_LIKELIHOOD, Problem, RankedNumber, quantities, ranks_of
-from bnncli.latent.divergence import bias_divergence, weight_divergence
-from bnncli.latent.fit import fit_latent
-from bnncli.latent.model import LatentModel
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.scaling import Scaling
-from bnncli.options import FitLbbnnOptions
+from bnncli.inference.simulation import (
+    LOG_LIKELIHOOD,
+    LatentRefit,
+    Problem,
+    RankedNumber,
+    Refit,
+    prior_draws,
+    quantities,
+    ranks_of,
+)
+from bnncli.latent.fit import Scaling, fit_latent
+from bnncli.latent.model import LatentModel, SpikeAndSlab, bias_divergence, weight_divergence
+from bnncli.options.fit_lbbnn import FitLbbnnOptions
+from bnncli.parameters.layouts import NetworkLayout
+from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT, Progress
 from bnncli.stages.fit_lbbnn.plan import plan_of, start_of
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.network import NetworkLayout
-from bnncli.theta.prior import Prior
 
 CPU = torch.device("cpu")
 NET = NetworkLayout((2, 1))

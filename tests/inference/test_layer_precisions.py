@@ -13,10 +13,10 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from bnncli.curvature import ggn
-from bnncli.inference import layer_precisions
+from bnncli.inference import prior_variants
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.layer_precisions import choose_layer_precisions, safe_update
-from bnncli.theta.prior import Prior
+from bnncli.inference.prior_variants import choose_layer_precisions, safe_update
+from bnncli.parameters.prior import Prior
 
 LAYERS = {"0": slice(0, 25), "2": slice(25, 43)}
 
@@ -81,7 +81,7 @@ def test_so_are_those_of_layers_that_the_data_say_little_of(scale: float) -> Non
 
 def test_the_evidence_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     """From far away, where the quick update overshoots."""
-    monkeypatch.setattr(layer_precisions, "_MOST_UPDATES", 1)
+    monkeypatch.setattr(prior_variants, "_MOST_UPDATES", 1)
     target = tiny_target(examples=120)
     for precision in (1e-3, 0.1, 10.0, 1e4):
         under = target.with_prior(Prior(precision))
@@ -91,7 +91,7 @@ def test_the_evidence_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_safe_updates_alone_find_the_largest_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every quick one would lower it."""
-    monkeypatch.setattr(layer_precisions, "quick_update", lambda *_: torch.full((2,), 16.0, dtype=torch.float64))
+    monkeypatch.setattr(prior_variants, "quick_update", lambda *_: torch.full((2,), 16.0, dtype=torch.float64))
     target = tiny_target(examples=120, prior=Prior(1.0))
     start = fit_gaussian(target, start=target.layout.trained(), structure="diag", center="checkpoint")
     found = choose_layer_precisions(target, start, "diag").precisions

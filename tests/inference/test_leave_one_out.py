@@ -15,15 +15,14 @@ from torch import Tensor
 
 import bnncli.stages.fit_laplace as stage
 from bnncli import registry
-from bnncli.inference import leave_one_out
+from bnncli.inference import prior_criterion
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.leave_one_out import LeftOut, left_out_losses, logits_without_own
-from bnncli.inference.prior_precision import search
+from bnncli.inference.prior_criterion import LeftOut, left_out_losses, logits_without_own
+from bnncli.inference.prior_search import search
 from bnncli.likelihoods import MULTILABEL
-from bnncli.targets.held_out import HeldOutFeatures
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.targets.last_layer import HeldOutFeatures, LastLayerTarget
 
 
 def by_features(features: Tensor, layout: HeadLayout, generator: torch.Generator) -> Tensor:
@@ -109,7 +108,7 @@ def test_a_search_finds_the_least_loss_of_a_grid(structure: str) -> None:
 
 
 def test_many_examples_are_told_by_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leave_one_out, "MOST_ROWS", 15)
+    monkeypatch.setattr(prior_criterion, "MOST_ROWS", 15)
     target = make_target(LAYOUTS[0])
     held_out = LeftOut.of(target, seeded(0))
     assert (len(held_out.features), len(held_out.labels)) == (15, 15)

@@ -14,14 +14,13 @@ from torch import Tensor
 from bnncli.covariances.diag import Diag
 from bnncli.curvature import ggn
 from bnncli.errors import NumericError, UsageError
-from bnncli.inference import linear_draws as module
-from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.linear_draws import linear_draws, precision_operator, right_sides, solve
+from bnncli.inference import laplace as module
+from bnncli.inference.laplace import fit_gaussian, linear_draws, precision_operator, right_sides, solve
 from bnncli.integrators import load_integrator
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.linear_draws import LinearDraws
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.prior import Prior
 
 PRIOR = Prior(2.0, 0.5)
 every_output = pytest.mark.parametrize("outputs", [3, 1])
@@ -84,7 +83,7 @@ def test_the_product_is_the_dense_one(rows: int, pairs: int, monkeypatch: pytest
     """Also where vectors, and examples, go through the network in several blocks."""
     target = replace(tiny_target(prior=PRIOR), likelihood_scale=3.0)
     monkeypatch.setattr(NetworkTarget, "rows_at_once", lambda self, *given: min(rows, self.num_examples))
-    monkeypatch.setattr("bnncli.inference.linear_draws.pairs_at_once", lambda *given: pairs)
+    monkeypatch.setattr("bnncli.inference.laplace.pairs_at_once", lambda *given: pairs)
     vectors = torch.randn(5, target.layout.num_params, generator=seeded(2), dtype=torch.float64)
     torch.testing.assert_close(precision_operator(target, target.layout.trained())(vectors), vectors @ dense(target))
 

@@ -10,14 +10,13 @@ from problems.tiny_networks import tiny_target
 from torch import Tensor
 
 from bnncli.covariances import num_varying
-from bnncli.inference.costs import NUM_DRAWS
-from bnncli.inference.linearised import linearised_losses, noise_size, shared_by
-from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.prior_precision import search
-from bnncli.numerics.sobol import quasi_normal
-from bnncli.targets.curvature_choice import CurvatureChoice
-from bnncli.targets.network import HeldOutInputs, NetworkTarget
-from bnncli.theta.prior import Prior
+from bnncli.inference.memory import NUM_DRAWS
+from bnncli.inference.mode import covariance_at
+from bnncli.inference.prior_criterion import linearised_losses, noise_size, shared_by
+from bnncli.inference.prior_search import search
+from bnncli.numerics.random import quasi_normal
+from bnncli.parameters.prior import Prior
+from bnncli.targets.network import CurvatureChoice, HeldOutInputs, NetworkTarget
 
 
 def held_out_of(target: NetworkTarget) -> HeldOutInputs:

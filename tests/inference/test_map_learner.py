@@ -10,14 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bnncli.data import Augmentation
+from bnncli.data._augment import Augmentation
 from bnncli.errors import NumericError
-from bnncli.inference.map_learner import Examples, MapLearner, MapSettings, Streams, evaluate
-from bnncli.inference.stacked_networks import StackedNetworks
+from bnncli.inference.map_training import Examples, MapLearner, MapSettings, StackedNetworks, Streams, evaluate
 from bnncli.likelihoods import likelihood_of
-from bnncli.training.course import Course
-from bnncli.training.learner import num_batches
-from bnncli.training.loop import train
+from bnncli.training.loop import Course, num_batches, train
 
 PLAIN = MapSettings("sgd", 0.1, 0.9, 1e-2, batch_size=8)
 EPOCHS = 3

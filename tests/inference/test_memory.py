@@ -10,16 +10,15 @@ from bnncli import registry
 from bnncli.errors import DeviceError
 from bnncli.flows._affine_sizes import num_elements
 from bnncli.inference import memory
-from bnncli.machine import devices
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.network import NetworkLayout
+from bnncli.parameters.layouts import HeadLayout, NetworkLayout
+from bnncli.system import devices
 
 
 @pytest.mark.parametrize("num_stored", [0, 1500])
 def test_the_advised_number_of_draws_fits_and_one_more_does_not(
     monkeypatch: pytest.MonkeyPatch, num_stored: int
 ) -> None:
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 30 << 30)
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: 30 << 30)
     sizes = {"num_stored": num_stored, "device": torch.device("cpu")}
     with pytest.raises(DeviceError, match="1500 draws with 2000000 parameters: needs about") as caught:
         memory.require_draws(2_000_000, num_used=1500, option="--samples", **sizes)
@@ -51,7 +50,7 @@ def test_no_content_depends_on_how_much_memory_is_free(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_stored_draws_that_cannot_be_read_are_to_be_made_anew(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(
-        "bnncli.machine.memory.available_memory", lambda device: (60 if str(device) == "cpu" else 900) << 30
+        "bnncli.system.memory.available_memory", lambda device: (60 if str(device) == "cpu" else 900) << 30
     )
     memory.require_draws(2_050_000, torch.device(device), num_used=10, num_stored=2560, option="--samples")
     with pytest.raises(DeviceError, match=r"6400 draws with 2050000 .* 42\.0 GiB are available on cpu") as caught:
@@ -60,7 +59,7 @@ def test_stored_draws_that_cannot_be_read_are_to_be_made_anew(monkeypatch: pytes
 
 
 def test_a_flow_too_large_to_train_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 2 << 30)
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: 2 << 30)
     layout, device = HeadLayout(10, 5000), torch.device("cpu")
     training = memory.training_bytes(layout, num_layer_params=2 * num_elements(layout, "kron"), num_draws=8)
     with pytest.raises(DeviceError, match=r"refining a diag Gaussian with 50010 .* needs about 1\.9 GiB") as caught:
@@ -74,7 +73,7 @@ def test_a_flow_too_large_to_train_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_repeats_that_do_not_fit_are_refused_with_the_number_that_does(
     monkeypatch: pytest.MonkeyPatch, at_once: int | None, least: int
 ) -> None:
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 1 << 30)
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: 1 << 30)
     layout, device = NetworkLayout((784, 400, 600, 10)), torch.device("cpu")
     sizes = {"batch_size": 100, "most_at_once": at_once}
     with pytest.raises(DeviceError, match=r"fit-lbbnn with 50 networks of 560610 parameters") as caught:
@@ -114,7 +113,7 @@ def test_the_automatic_structure_is_the_largest_that_is_sensible(
 
 
 def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 4 << 30)
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: 4 << 30)
     with pytest.raises(DeviceError, match=r"full covariance with 10000 .*needs about 3.0 GiB.* 2.8 GiB") as caught:
         memory.require_fit("full", HeadLayout(100, 99), torch.device("cpu"))
     assert caught.value.hint == "use \0structure\0 block, the largest that fits"
@@ -122,14 +121,14 @@ def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: py
 
 
 def test_a_million_classes_times_a_hundred_thousand_features_fit_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 64 << 30)
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: 64 << 30)
     with pytest.raises(DeviceError, match="diag covariance") as caught:
         memory.require_fit("diag", HeadLayout(1_000_000, 100_000), torch.device("cpu"))
     assert "no structure fits" in str(caught.value.hint)
 
 
 def test_a_base_too_large_to_refine_is_refused_with_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 2 << 30)
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: 2 << 30)
     with pytest.raises(DeviceError, match="refining a full Gaussian with 10000") as caught:
         memory.require_refinement("full", HeadLayout(100, 99), torch.device("cpu"), num_draws=256)
     assert caught.value.hint == "refine a base fitted with fit-laplace \0structure\0 block"
@@ -137,7 +136,7 @@ def test_a_base_too_large_to_refine_is_refused_with_one_that_is_not(monkeypatch:
 
 
 def test_the_advised_number_of_chains_fits_and_one_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 1 << 30)
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: 1 << 30)
     layout, device = HeadLayout(10, 84), torch.device("cpu")
     with pytest.raises(DeviceError, match="100000 chains") as caught:
         memory.require_sampling(layout, device, num_chains=100_000)

@@ -6,9 +6,8 @@ from peaks import named, peaks_of
 from bnncli.flows._affine_sizes import num_elements
 from bnncli.flows.affine import Affine
 from bnncli.inference import memory
-from bnncli.latent.multiplier import num_params
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.network import NetworkLayout
+from bnncli.latent.factors import num_params
+from bnncli.parameters.layouts import HeadLayout, NetworkLayout
 
 pytestmark = pytest.mark.long
 

@@ -16,12 +16,12 @@ from bnncli import registry
 from bnncli.curvature import ggn
 from bnncli.errors import NumericError
 from bnncli.inference import mode as mode_module
-from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.mode import Mode, find_mode
-from bnncli.targets import last_layer, products
+from bnncli.inference.mode import Mode, covariance_at, find_mode
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.targets import last_layer
+from bnncli.targets import last_layer as products
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 make_target = partial(head_target, num_examples=60, labels=by_noisy_sign, prior=0.3)
 

@@ -11,17 +11,18 @@ from problems.threads import in_threads
 
 from bnncli.inference import mode as mode_module
 from bnncli.inference.mode import find_mode
-from bnncli.machine.team import Team
-from bnncli.targets import last_layer, products
-from bnncli.targets.kept_probabilities import KeptProbabilities
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.system.workers import Team
+from bnncli.targets import last_layer
+from bnncli.targets import last_layer as products
+from bnncli.targets.last_layer import KeptProbabilities
 
 local = threading.local()
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_mode_is_that_of_one_worker(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("bnncli.targets.stream", "bnncli.inference.local_covariance"):
+    for place in ("bnncli.targets.blocks", "bnncli.inference.mode"):
         monkeypatch.setattr(f"{place}.team", lambda: getattr(local, "team", None))
     monkeypatch.setattr(last_layer, "rough_multiply", lambda device: products._multiply_and_round)
     monkeypatch.setattr(mode_module, "_MANY", 20)

@@ -13,17 +13,12 @@ from torch.nn.utils import parametrizations
 from bnncli.curvature import ggn
 from bnncli.errors import DeviceError
 from bnncli.inference import network_memory
-from bnncli.inference.climb import CLIMBING_VECTORS
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.network_blocks import gradient_bytes, prediction_bytes
-from bnncli.inference.network_draw_memory import NetworkDraws
-from bnncli.inference.network_memory import NetworkPlan
-from bnncli.targets.curvature_choice import CurvatureChoice
-from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
-from bnncli.theta.tensor_bytes import peak_bytes
+from bnncli.inference.mode import CLIMBING_VECTORS
+from bnncli.inference.network_memory import NetworkDraws, NetworkPlan, gradient_bytes, prediction_bytes
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork, peak_bytes
+from bnncli.parameters.prior import Prior
+from bnncli.targets.network import CurvatureChoice, NetworkTarget
 
 CPU = torch.device("cpu")
 STRUCTURES = ("full", "block", "ekfac", "kron", "low-rank", "diag")
@@ -119,7 +114,7 @@ def test_a_smaller_budget_makes_smaller_blocks_and_the_same_numbers(
     target = make_target(layout, 60)
     start = layout.trained()
     whole = fit_gaussian(target, start=start, structure=structure, center="checkpoint").gaussian
-    monkeypatch.setattr("bnncli.targets.activation_room.budget", lambda device: 4 * 12 * layout.working_bytes)
+    monkeypatch.setattr("bnncli.targets.network.budget", lambda device: 4 * 12 * layout.working_bytes)
     small = make_target(layout, 60)
     assert (target.rows_at_once(1, torch.float32), small.rows_at_once(1, torch.float32)) == (60, 12)
     found = fit_gaussian(small, start=start, structure=structure, center="checkpoint").gaussian

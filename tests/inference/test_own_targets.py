@@ -15,11 +15,11 @@ from torch.func import vmap
 
 from bnncli.errors import UsageError
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.memory import NUM_DRAWS
 from bnncli.inference.mode import find_mode
-from bnncli.inference.prior_precision import NUM_DRAWS, search
-from bnncli.inference.structure_choice import choose_structure
+from bnncli.inference.prior_search import choose_structure, search
 from bnncli.integrators import load_integrator
-from bnncli.theta.prior import Prior
+from bnncli.parameters.prior import Prior
 
 BOUNDS = (0.3, 3.0)
 jacobian = partial(torch.autograd.functional.jacobian, vectorize=True)

@@ -14,11 +14,11 @@ from torch import Tensor
 from bnncli.errors import NumericError
 from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.prior_climb import STEP, PriorTrial, climb_prior
+from bnncli.inference.prior_variants import STEP, PriorTrial, climb_prior
 from bnncli.inference.refine import fit_flow
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 
 def trials_of(

@@ -15,15 +15,13 @@ from problems.seeds import antithetic
 from bnncli import registry
 from bnncli.curvature import ggn
 from bnncli.errors import UsageError
-from bnncli.inference.costs import NUM_DRAWS
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.prior_candidates import lagrange_weights
-from bnncli.inference.prior_precision import TOLERANCES, PriorSearch, _parabola_vertex, search
-from bnncli.targets.held_out import HeldOutFeatures
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
+from bnncli.inference.memory import NUM_DRAWS
+from bnncli.inference.mode import covariance_at
+from bnncli.inference.prior_search import TOLERANCES, PriorSearch, _parabola_vertex, lagrange_weights, search
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.targets.last_layer import HeldOutFeatures, LastLayerTarget
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(1, 4, has_bias=False)]
 make_target = partial(head_target, num_examples=40, labels=by_noisy_sign)
@@ -163,7 +161,7 @@ def test_interpolation_saves_hessians(monkeypatch: pytest.MonkeyPatch) -> None:
             calls.append(1)
             return covariance_at(*words, **keywords)
 
-        monkeypatch.setattr("bnncli.inference.prior_candidates.covariance_at", counted)
+        monkeypatch.setattr("bnncli.inference.prior_search.covariance_at", counted)
         search_both("val", LAYOUTS[0], tolerance=tolerance)
         counts.append(len(calls))
     assert counts[0] > 12
@@ -180,7 +178,7 @@ def test_at_the_checkpoint_one_hessian_serves_the_whole_curve(structure: str, mo
         calls.extend([1] if before is None and torch.equal(words[1], start) else [])  # not the evidence's, at the mode
         return ggn(*words, before=before)
 
-    monkeypatch.setattr("bnncli.inference.local_covariance.ggn", counted)
+    monkeypatch.setattr("bnncli.inference.mode.ggn", counted)
     common = {"start": start, "structure": structure, "center": "checkpoint"}
     found = search(target, generator=seeded(), held_out=target.held_out(features, labels), **common)
     assert len(calls) == 1

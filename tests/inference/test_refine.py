@@ -14,13 +14,12 @@ from bnncli import registry
 from bnncli.errors import Interrupted, NumericError, UsageError
 from bnncli.flows import SPACES, build_layers
 from bnncli.inference.elbo import elbo, measure_gain
-from bnncli.inference.objective import Objective
-from bnncli.inference.refine import RefineFit, fit_flow
+from bnncli.inference.refine import Objective, RefineFit, fit_flow
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
-from bnncli.training.steps import Steps
+from bnncli.training.loop import Steps
 
 every_flow = pytest.mark.parametrize("kind", registry.names("flows"))
 every_flow_and_space = pytest.mark.parametrize(

@@ -14,15 +14,13 @@ from bnncli.covariances.diag import Diag
 from bnncli.covariances.full import Full
 from bnncli.flows import build_layers
 from bnncli.inference.elbo import elbo
-from bnncli.inference.objective import Objective
-from bnncli.inference.refine import fit_flow
+from bnncli.inference.refine import Objective, fit_flow
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 N = 30
 

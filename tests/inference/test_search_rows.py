@@ -10,15 +10,12 @@ import torch
 from problems.heads import at_random, by_noisy_sign, draw_examples, gaussian_at_mode, head_target
 from problems.seeds import normal, seeded
 
-from bnncli.inference.logit_losses import losses_by_logits
 from bnncli.inference.mode import default_tolerance, find_mode, tolerance_factor
-from bnncli.inference.prior_candidates import Candidates
-from bnncli.inference.prior_criterion import Criterion
-from bnncli.inference.prior_precision import search
-from bnncli.inference.search_rows import SearchRows, is_brief, search_rows, search_size
+from bnncli.inference.prior_criterion import Criterion, losses_by_logits
+from bnncli.inference.prior_search import Candidates, SearchRows, is_brief, search, search_rows, search_size
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -14,15 +14,13 @@ from torch import Tensor
 
 from bnncli.covariances.full import Full
 from bnncli.errors import Interrupted, NumericError
-from bnncli.inference.draw_stores import MemoryDraws
-from bnncli.inference.sghmc import SghmcPlan, inflation, preconditioner, sample_sghmc
-from bnncli.inference.stiffness import largest_curvature, mean_square
-from bnncli.inference.white_coordinates import WhiteCoordinates
+from bnncli.inference.dynamics import MemoryDraws, WhiteCoordinates
+from bnncli.inference.sghmc import SghmcPlan, inflation, largest_curvature, mean_square, preconditioner, sample_sghmc
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SilentProgress
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 N = 12
 ALL = 10**6

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from bnncli.inference.sghmc import SghmcPlan
-from bnncli.inference.sghmc_rate import num_apart
+from bnncli.inference.sghmc import SghmcPlan, num_apart
 
 N = 100
 PLAN = SghmcPlan(1000, 1, 700, 300, N, 17.0, 0.2, is_cyclical=False)

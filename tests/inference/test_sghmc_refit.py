@@ -10,18 +10,13 @@ from problems.heads import LAYOUTS, at_random, draw_examples
 from problems.seeds import seeded
 
 from bnncli.evaluation.rank_uniformity import RankLaw
-from bnncli.inference import sghmc_refit
-from bnncli.inference.draw_stores import SomeDraws
-from bnncli.inference.refits import GaussianRefit
-from bnncli.inference.sghmc import SghmcPlan, SghmcRun, sample_sghmc
-from bnncli.inference.sghmc_rate import planned
-from bnncli.inference.sghmc_refit import SghmcRefit
-from bnncli.inference.simulations import Problem, quantities, ranks_of
-from bnncli.inference.white_coordinates import WhiteCoordinates
+from bnncli.inference import simulation
+from bnncli.inference.dynamics import SomeDraws, WhiteCoordinates
+from bnncli.inference.sghmc import SghmcPlan, SghmcRun, planned, sample_sghmc
+from bnncli.inference.simulation import GaussianRefit, Problem, SghmcRefit, quantities, ranks_of
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior, initial_theta
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.initial import initial_theta
-from bnncli.theta.prior import Prior
 
 ALL = 10**9
 PLAN = SghmcPlan(20, 1, 1, 10, ALL, 1.0, 0.2, temperature=0.0, is_cyclical=False)
@@ -92,7 +87,7 @@ def test_there_are_as_many_chains_as_give_draws_that_are_apart(
         shapes.append(drawn.draws.shape[:2])
         return drawn
 
-    monkeypatch.setattr(sghmc_refit, "sample_sghmc", sampled)
+    monkeypatch.setattr(simulation, "sample_sghmc", sampled)
     plan = replace(PLAN, epochs=145, num_draws=27, temperature=1.0)
     targets = targets_of(LAYOUTS[0])
     draws = SghmcRefit(plan, 2, base=GaussianRefit(base))(targets, num_draws, seeded())
@@ -139,7 +134,7 @@ def test_chains_at_the_posteriors_temperature_pass(refit: SghmcRefit) -> None:
 def test_draws_are_kept_from_all_over_a_cycle() -> None:
     """As often early as late, where a cycle's draws are not all alike."""
     plan = SghmcPlan(100, 4, 10, 5, 100, 1.0, 0.2)
-    places = sghmc_refit._kept_places(plan, 500, 3, 2, seeded())
+    places = simulation._kept_places(plan, 500, 3, 2, seeded())
     assert places.shape == (6, 500)
     assert (places.diff(dim=0)[[0, 1, 3, 4]] >= 3).all()
     counts = torch.bincount(places.flatten(), minlength=40).view(4, 10)

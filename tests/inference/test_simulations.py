@@ -15,12 +15,21 @@ from torch import Tensor
 from bnncli.evaluation.rank_uniformity import RankLaw
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.refits import FlowRefit, GaussianRefit, HmcRefit, Refit
-from bnncli.inference.simulations import Problem, RankedNumber, quantities, ranks_of, simulated_labels
+from bnncli.inference.simulation import (
+    FlowRefit,
+    GaussianRefit,
+    HmcRefit,
+    Problem,
+    RankedNumber,
+    Refit,
+    quantities,
+    ranks_of,
+    simulated_labels,
+)
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 PRIOR = Prior(0.5)
 LAYOUT = HeadLayout(3, 2)
@@ -178,7 +187,7 @@ def test_draws_of_hmc_are_every_third_transition_of_each_chain(monkeypatch: pyte
         chain, step = torch.arange(num_chains).view(-1, 1, 1), torch.arange(num_draws).view(1, -1, 1)
         return SimpleNamespace(draws=(step + 100 * (chain // 2)).expand(-1, -1, LAYOUT.num_params).double())
 
-    monkeypatch.setattr("bnncli.inference.refits.sample_hmc", transitions)
+    monkeypatch.setattr("bnncli.inference.simulation.sample_hmc", transitions)
     draws = HmcRefit(num_chains=2)(targets, 7, seeded())
     gaussian = fit_gaussian(targets[0], start=torch.zeros(LAYOUT.num_params)).gaussian
     for one in draws:

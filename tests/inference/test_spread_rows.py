@@ -12,11 +12,11 @@ from problems.threads import in_threads
 
 from bnncli.covariances.full import Full
 from bnncli.inference import memory
-from bnncli.inference.local_covariance import LocalCovariance, covariance_at
-from bnncli.machine import panels
-from bnncli.machine.team import Team
+from bnncli.inference.mode import LocalCovariance, covariance_at
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.system import memory as panels
+from bnncli.system.workers import Team
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
 
 LAYOUT = HeadLayout(4, 6)
 local = threading.local()
@@ -27,9 +27,9 @@ def _each_thread_is_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "_WIDTH", {"cpu": 5})
     monkeypatch.setattr(panels, "_LARGE", 10)
     for place in (
-        "bnncli.inference.local_covariance",
+        "bnncli.inference.mode",
         "bnncli.covariances._roots",
-        "bnncli.targets.stream",
+        "bnncli.targets.blocks",
         "bnncli.inference.memory",
     ):
         monkeypatch.setattr(f"{place}.team", lambda: getattr(local, "team", None))

@@ -10,12 +10,12 @@ from scipy.optimize import minimize
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from bnncli.inference.cross_validation import stratified_folds
-from bnncli.inference.stacking import refit_head, stacking_weights
+from bnncli.inference.prior_variants import stratified_folds
+from bnncli.inference.temperature import refit_head, stacking_weights
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 
 def log_scores(rows: int, members: int, seed: int = 0) -> Tensor:

@@ -12,14 +12,13 @@ from problems.command_line import Cli, new_run
 from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.inference import memory
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.local_covariance import covariance_at
+from bnncli.inference.mode import covariance_at
 from bnncli.inference.prior_criterion import Criterion
-from bnncli.inference.prior_precision import search
-from bnncli.inference.structure_choice import choose_structure, first_near_the_best
-from bnncli.machine.memory import SHARE
+from bnncli.inference.prior_search import choose_structure, first_near_the_best, search
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.system.memory import SHARE
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 from tests.conftest import make_arrays
 
 LAYOUT = HeadLayout(3, 4)
@@ -163,7 +162,7 @@ def test_a_structure_that_does_not_fit_is_not_recommended(
     layout = HeadLayout(3, 5)
     between = memory.fit_bytes("block", layout, num_draws=128)
     assert between < memory.fit_bytes("full", layout, num_draws=128)
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: between / SHARE + 1)
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: between / SHARE + 1)
     done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
     (text,) = [text for text in done["warnings"] if "parameters (about" in text]
     assert text.startswith("using block for ")

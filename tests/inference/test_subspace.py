@@ -17,15 +17,14 @@ from bnncli.covariances._subspace import Subspace
 from bnncli.covariances.diag import Diag
 from bnncli.flows import build_layers
 from bnncli.inference.elbo import measure_gain
-from bnncli.inference.objective import Objective
-from bnncli.inference.refine import fit_flow
-from bnncli.inference.row_space_lift import RowLift, lift_gaussian
+from bnncli.inference.laplace import RowLift, lift_gaussian
+from bnncli.inference.refine import Objective, fit_flow
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(2, 3)
 make_target = partial(head_target, num_examples=24, labels=by_sign, prior=Prior(0.3, 0.1))

@@ -16,9 +16,9 @@ from bnncli.covariances.swag import Swag
 from bnncli.errors import NumericError
 from bnncli.inference.swag import LEAST_SHARE, SwagPlan, fit_swag, noise_trace, tamed
 from bnncli.logits._head import head_spread
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(3, 4)
 PLAN = SwagPlan(warmup=2, epochs=6, rank=4, batch_size=7, learning_rate=0.05)

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from scipy import optimize, special
 from torch import Tensor
 
+from bnncli.artifacts.features import read_features
 from bnncli.inference import temperature as module
 from bnncli.inference.temperature import (
     LARGEST,
@@ -23,7 +24,6 @@ from bnncli.inference.temperature import (
     held_out_losses,
 )
 from bnncli.likelihoods import likelihood_of
-from bnncli.storage.features import read_features
 
 
 def make_logits(num_classes: int, *, scale: float, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -16,19 +16,16 @@ from torch import Tensor, nn
 
 from bnncli.covariances.diag import Diag
 from bnncli.errors import NumericError, UsageError
-from bnncli.inference.elbo import elbo
-from bnncli.inference.importance import diagnose_importance
-from bnncli.inference.local_draws import logit_draws
-from bnncli.inference.stiffness import largest_curvature
-from bnncli.inference.vi import START_SHARE, ViPlan, _MeanField, fit_vi, shortfall
-from bnncli.numerics.seeds import stream
-from bnncli.options import FitViOptions
+from bnncli.inference.elbo import diagnose_importance, elbo
+from bnncli.inference.sghmc import largest_curvature
+from bnncli.inference.vi import START_SHARE, ViPlan, _MeanField, fit_vi, logit_draws, shortfall
+from bnncli.numerics.random import stream
+from bnncli.options.fit_vi import FitViOptions
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 ALL = 10**6
 

@@ -9,10 +9,9 @@ from problems.heads import by_sign, gaussian_at_mode, head_target
 from problems.seeds import seeded
 from torch import Tensor
 
-from bnncli.inference.dynamics import FALL, State, WhitenedPotential, trajectory, transition
-from bnncli.inference.pivot import mean_of_chains
-from bnncli.inference.walk import SamplerSettings, Walk, advance
-from bnncli.theta.head import HeadLayout
+from bnncli.inference.dynamics import FALL, State, WhitenedPotential, mean_of_chains, trajectory, transition
+from bnncli.inference.hmc import SamplerSettings, Walk, advance
+from bnncli.parameters.layouts import HeadLayout
 
 make_target = partial(head_target, num_examples=12, labels=by_sign, prior=0.3)
 LARGE = HeadLayout(5, 60)

@@ -18,11 +18,11 @@ from bnncli.integrators import Prediction, load_integrator
 from bnncli.integrators.bridge import condition_on_zero_sum, shrink
 from bnncli.integrators.probit import binary_probit_probs
 from bnncli.numerics import dirichlet
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
 from bnncli.registry import load_class
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 
 def predict_with(name: str, posterior: object, features: Tensor, **settings: object) -> Prediction:

@@ -17,15 +17,15 @@ from scipy import special
 from torch import Tensor
 
 from bnncli import integrators
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import UsageError
 from bnncli.flows import build_layers
-from bnncli.integrators import _averages, load_integrator
-from bnncli.integrators._intervals import central_interval, effective_draws, interval_level
+from bnncli.integrators import _draws, load_integrator
+from bnncli.integrators._partitions import central_interval, effective_draws, interval_level
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
-from bnncli.storage.predictions import read_predictions
-from bnncli.theta.head import HeadLayout
 
 LAYOUTS = [ONE, TWO, THREE]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -113,7 +113,7 @@ def test_mc_gives_the_predicted_classs_interval(
     layout: HeadLayout, budget: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", budget)
-    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 5)
+    monkeypatch.setattr(_draws, "_CHUNK_EXAMPLES", 5)
     # A few draws lie far out, so that the class at their mean is often not the predicted one.
     draws = torch.randn(1, 48, layout.num_params, generator=seeded())
     draws[:, :6] *= 60
@@ -131,9 +131,9 @@ def test_many_draws_narrow_the_block_of_examples(monkeypatch: pytest.MonkeyPatch
     layout, posterior = LAYOUTS[2], make_gaussian(LAYOUTS[2])
     features = torch.randn(40, 4, generator=seeded(1))
     whole = load_integrator("mc").predict(posterior, features, num_samples=30, generator=seeded())
-    monkeypatch.setitem(_averages._KEPT, "cpu", 90)
+    monkeypatch.setitem(_draws._KEPT, "cpu", 90)
     drawn = load_integrator("mc").prepare(posterior, num_samples=30, generator=seeded())
-    assert _averages.chunks(features, drawn._draws(features))[0][0] == slice(0, 3)  # type: ignore[attr-defined]
+    assert _draws.chunks(features, drawn._draws(features))[0][0] == slice(0, 3)  # type: ignore[attr-defined]
     assert layout == posterior.layout
     torch.testing.assert_close(drawn.predict(posterior, features).interval, whole.interval)  # type: ignore[call-arg]
 

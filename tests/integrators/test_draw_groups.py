@@ -15,19 +15,17 @@ from problems.seeds import seeded
 from scipy import special
 
 from bnncli import integrators
+from bnncli.artifacts.predictions import PredictionFile, read_predictions, write_predictions
 from bnncli.errors import DataError
-from bnncli.integrators import _averages, _groups, load_integrator
-from bnncli.integrators._groups import DrawPartition, group_ends, kept_rows, scramble_ends
+from bnncli.integrators import _draws, _partitions, load_integrator
+from bnncli.integrators._partitions import DrawPartition, group_ends, kept_rows, scramble_ends
 from bnncli.integrators.mc import FEWEST_DRAWS, DrawnMc, sample_in_runs
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.model import LatentModel
-from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.model import LatentModel, SpikeAndSlab
+from bnncli.parameters.layouts import HeadLayout, NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.samples import Samples
 from bnncli.registry import names
-from bnncli.storage.predictions import PredictionFile, read_predictions, write_predictions
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.network import NetworkLayout
 
 LAYOUT = HeadLayout(3, 4)
 SAMPLING = [name for name in names("integrators") if load_integrator(name).is_sampling]
@@ -80,7 +78,7 @@ def test_group_means_are_those_of_their_draws(
     layout: Any, budget: int, is_weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", budget)
-    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 5)
+    monkeypatch.setattr(_draws, "_CHUNK_EXAMPLES", 5)
     theta, features = torch.randn(47, layout.num_params, generator=seeded()), torch.randn(18, 4, generator=seeded(1))
     weights = torch.rand(47, generator=seeded(2), dtype=torch.float64).softmax(dim=0) if is_weighted else None
     groups, rows = DrawPartition.of(group_ends(47), weights), torch.tensor([0, 3, 4, 11, 17])
@@ -102,7 +100,7 @@ def test_group_means_are_those_of_their_draws(
 def test_rows_that_are_kept_are_evenly_spaced_and_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(kept_rows(10_000, 10, 10), torch.arange(10_000))
     rows = kept_rows(10_000, 1000, 10)
-    assert len(rows) == _groups.MOST_BYTES // 40_000
+    assert len(rows) == _partitions.MOST_BYTES // 40_000
     assert set((rows[1:] - rows[:-1]).tolist()) == {5, 6}
     assert (rows[0], rows[-1]) == (0, 9994)
     assert len(kept_rows(0, 3, 10)) == 0
@@ -114,7 +112,7 @@ def test_every_sampling_integrators_groups_make_its_prediction(
     posterior: str, is_cut: bool, cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_cut:
-        monkeypatch.setattr(_groups, "MOST_BYTES", 10 * 3 * 4 * 50)
+        monkeypatch.setattr(_partitions, "MOST_BYTES", 10 * 3 * 4 * 50)
     words = ("--posterior", posterior, "--integrator", "all", "--split", "test", "--force", "--json")
     done = cli("predict", small_run, *words)
     paths = {Path(output["path"]).parent.name.split(".")[1]: output["path"] for output in done.json["outputs"]}

@@ -17,13 +17,13 @@ from torch import Tensor
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import load_integrator
-from bnncli.integrators._groups import DrawPartition
+from bnncli.integrators._partitions import DrawPartition
 from bnncli.integrators.importance import WeightedMc, importance_weights
 from bnncli.integrators.mc import DrawnMc
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
 
 BINARY = HeadLayout(1, 1)  # theta = (slope, intercept): small enough for a grid
 LAYOUT = HeadLayout(3, 2)

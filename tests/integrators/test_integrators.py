@@ -18,15 +18,15 @@ from bnncli.integrators import (
     Integrator,
     Prediction,
     SamplingIntegrator,
-    _averages,
+    _draws,
     load_integrator,
     require_support,
     supports,
 )
 from bnncli.integrators.probit import binary_probit_probs, probit_probs
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.samples import Samples
 from bnncli.registry import names
-from bnncli.theta.head import HeadLayout
 
 LAYOUTS = [ONE, TWO, THREE]
 
@@ -87,7 +87,7 @@ def test_the_seed_decides_every_bit(name: str) -> None:
 @pytest.mark.parametrize("name", names("integrators"))
 def test_progress_ends_at_the_total_it_announced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 6)
-    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 2)
+    monkeypatch.setattr(_draws, "_CHUNK_EXAMPLES", 2)
     counter, generator = Counter(), torch.Generator().manual_seed(2)
     layout = layouts_for(name)[-1]
     posterior = gaussian(layout)
@@ -101,7 +101,7 @@ def test_chunks_do_not_change_a_prediction(name: str, layout: HeadLayout, monkey
     posterior, features = gaussian(layout), inputs(layout)
     whole = predict(name, posterior, features)
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 6)
-    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 2)
+    monkeypatch.setattr(_draws, "_CHUNK_EXAMPLES", 2)
     chunked = predict(name, posterior, features)
     torch.testing.assert_close(chunked.probs, whole.probs, atol=1e-6, rtol=0)
     torch.testing.assert_close(chunked.mutual_info, whole.mutual_info, atol=1e-6, rtol=0)
@@ -162,7 +162,7 @@ def test_mc_is_the_naive_mean_over_stored_draws(layout: HeadLayout) -> None:
 
 
 def test_mc_shares_its_draws_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 1)
+    monkeypatch.setattr(_draws, "_CHUNK_EXAMPLES", 1)
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 3)
     probs = predict("mc", gaussian(LAYOUTS[2]), inputs(LAYOUTS[2], count=1).expand(4, -1), num_samples=3).probs
     assert torch.equal(probs, probs[:1].expand_as(probs))

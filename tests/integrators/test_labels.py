@@ -17,13 +17,13 @@ from bnncli.detectors.dirichlet_variance import DETECTOR
 from bnncli.errors import UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import Prediction, entropy, load_integrator
-from bnncli.integrators._mean_logits import energy_and_max_logit
+from bnncli.integrators._moments import energy_and_max_logit
 from bnncli.likelihoods import MULTILABEL
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 NUM_LABELS = 3
 LAYOUT = HeadLayout(NUM_LABELS, 4, likelihood_name=MULTILABEL)

@@ -16,11 +16,11 @@ from bnncli import registry
 from bnncli.errors import NumericError, UsageError
 from bnncli.integrators import load_integrator
 from bnncli.logits import root_of_covariances
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
 from bnncli.posteriors.samples import Samples
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
 every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from bnncli.covariances.diag import Diag
 from bnncli.integrators import load_integrator
-from bnncli.integrators._mean_logits import energy_and_max_logit
+from bnncli.integrators._moments import energy_and_max_logit
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
 
 K, N, D = 3, 70, 4
 

@@ -14,11 +14,11 @@ from bnncli.errors import UsageError
 from bnncli.integrators import load_integrator, supports
 from bnncli.integrators.probit import binary_probit_probs
 from bnncli.integrators.quadrature import binary_prediction, binary_probs
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
 from bnncli.registry import load_class
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 
 def exact(mean: float, scale: float) -> tuple[float, float, float]:

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from bnncli.covariances.full import Full
 from bnncli.curvature import ggn
 from bnncli.integrators import load_integrator
-from bnncli.integrators._mean_logits import drawn_theta, energy_and_max_logit, mean_theta
+from bnncli.integrators._moments import drawn_theta, energy_and_max_logit, mean_theta
 from bnncli.logits import LogitRoot
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 STEP = 1e-5
 # Outputs, and the likelihood by name: classes, two classes by one logit and by two, several labels.

@@ -10,19 +10,24 @@ from problems.seeds import seeded
 from problems.threads import in_threads
 from torch import Tensor
 
-from bnncli.latent import apart
-from bnncli.latent.apart import fit_apart, fit_tensors, groups_of, joined, joined_history
-from bnncli.latent.factors import initial_factors
-from bnncli.latent.fit import Plan, fit_latent
-from bnncli.latent.history import History
-from bnncli.latent.model import LatentModel
-from bnncli.latent.multiplier import initial_model
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.steps import EstimatorSettings
-from bnncli.machine.team import Team
+from bnncli.latent import fit as apart
+from bnncli.latent.factors import initial_factors, initial_model
+from bnncli.latent.fit import (
+    EstimatorSettings,
+    History,
+    Plan,
+    fit_apart,
+    fit_latent,
+    fit_tensors,
+    groups_of,
+    joined,
+    joined_history,
+)
+from bnncli.latent.model import LatentModel, SpikeAndSlab
+from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.progress import SILENT
-from bnncli.theta.network import NetworkLayout
+from bnncli.system.workers import Team
 from bnncli.training.shared_out import Seat
 
 LAYOUT, NUM_REPEATS, CPU = NetworkLayout((4, 3, 2)), 5, torch.device("cpu")

@@ -18,33 +18,45 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from bnncli.latent import fit as latent_fit
-from bnncli.latent.activations import draw_activations
-from bnncli.latent.divergence import Multiplier, bias_divergence, factor_gradients, weight_divergence
-from bnncli.latent.factors import Factors, Moments, initial_factors, layer_moments, moments
-from bnncli.latent.fit import Plan, fit_latent
-from bnncli.latent.learnt_prior import learnt_prior
-from bnncli.latent.model import LatentModel
-from bnncli.latent.multiplier import Coupling, MultiplierModel, initial_model
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.scaling import Inputs
-from bnncli.latent.steps import (
+from bnncli.latent.factors import (
+    Coupling,
+    Factors,
+    Moments,
+    MultiplierModel,
+    initial_factors,
+    initial_model,
+    layer_moments,
+    moments,
+)
+from bnncli.latent.fit import (
     EstimatorSettings,
+    Inputs,
     Minibatch,
+    Plan,
     Step,
     differentiate,
+    draw_activations,
     draw_logits,
+    fit_latent,
     leaves,
     workspace_of,
 )
+from bnncli.latent.model import (
+    LatentModel,
+    Multiplier,
+    SpikeAndSlab,
+    bias_divergence,
+    factor_gradients,
+    learnt_prior,
+    weight_divergence,
+)
 from bnncli.likelihoods import likelihood_of
+from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.progress import SilentProgress
 from bnncli.stages.fit_lbbnn import report
-from bnncli.targets.stream import FeatureBlocks
-from bnncli.theta.network import NetworkLayout
-from bnncli.training.course import Course
-from bnncli.training.learner import num_batches
-from bnncli.training.loop import train
+from bnncli.targets.blocks import FeatureBlocks
+from bnncli.training.loop import Course, num_batches, train
 
 SMALL = NetworkLayout((4, 3, 2))
 

@@ -11,18 +11,20 @@ from problems.seeds import seeded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bnncli.latent.divergence import bias_divergence, bias_gradients, factor_gradients, weight_divergence
 from bnncli.latent.factors import Factors, Moments, initial_factors
-from bnncli.latent.fit import LatentLearner, Plan
-from bnncli.latent.model import LatentModel
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.scaling import Inputs
-from bnncli.latent.steps import EstimatorSettings, Minibatch, differentiate, workspace_of
-from bnncli.targets.stream import FeatureBlocks
-from bnncli.theta import network as layouts
-from bnncli.theta.network import NetworkLayout
-from bnncli.training.course import Course
-from bnncli.training.loop import State, train
+from bnncli.latent.fit import EstimatorSettings, Inputs, LatentLearner, Minibatch, Plan, differentiate, workspace_of
+from bnncli.latent.model import (
+    LatentModel,
+    SpikeAndSlab,
+    bias_divergence,
+    bias_gradients,
+    factor_gradients,
+    weight_divergence,
+)
+from bnncli.parameters import layouts
+from bnncli.parameters.layouts import NetworkLayout
+from bnncli.targets.blocks import FeatureBlocks
+from bnncli.training.loop import Course, State, train
 
 SMALL = NetworkLayout((4, 3, 5, 2))
 

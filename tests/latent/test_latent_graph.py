@@ -12,10 +12,9 @@ from problems.outputs import Told
 
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.fit import Plan, fit_latent
-from bnncli.latent.model import LatentModel
-from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.model import LatentModel, SpikeAndSlab
+from bnncli.parameters.layouts import NetworkLayout
 from bnncli.progress import SILENT, Progress
-from bnncli.theta.network import NetworkLayout
 from bnncli.training.loop import State
 
 LAYOUT = NetworkLayout((3, 2))

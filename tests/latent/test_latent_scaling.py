@@ -5,24 +5,20 @@ import pytest
 import torch
 from problems.seeds import seeded
 
-from bnncli.latent import scaling
-from bnncli.latent.factors import initial_factors
-from bnncli.latent.fit import Plan, fit_latent
-from bnncli.latent.model import LatentModel
-from bnncli.latent.multiplier import initial_model, num_params
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.scaling import Inputs, Scaling
-from bnncli.latent.search import nll_of_repeats
+from bnncli.latent import fit
+from bnncli.latent.factors import initial_factors, initial_model, num_params
+from bnncli.latent.fit import Inputs, Plan, Scaling, fit_latent, nll_of_repeats
+from bnncli.latent.model import LatentModel, SpikeAndSlab
+from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
-from bnncli.targets.stream import FeatureBlocks
-from bnncli.theta.network import NetworkLayout
+from bnncli.targets.blocks import FeatureBlocks
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("block_bytes", [8, 8 * 3 * 7, 2**26])
 def test_moments_are_those_of_numpy_however_large_the_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
-    monkeypatch.setattr(scaling, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(fit, "_BLOCK_BYTES", block_bytes)
     features = torch.randn(40, 3, generator=seeded(0)) * torch.tensor([1.0, 30.0, 0.01]) + 1000
     found = Scaling.of(features, CPU)
     doubled = features.double().numpy()
@@ -88,7 +84,7 @@ def test_the_nll_of_blocks_is_that_of_all_rows_at_once(monkeypatch: pytest.Monke
     features = torch.randn(50, 6, generator=seeded(2))
     labels = torch.randint(0, 3, (50,), generator=seeded(3))
     whole = nll_of_repeats(_start(), features, labels, seeded(5))
-    monkeypatch.setattr(scaling, "_ROWS", {"cpu": 7, "cuda": 7})
+    monkeypatch.setattr(fit, "_ROWS", {"cpu": 7, "cuda": 7})
     torch.testing.assert_close(nll_of_repeats(_start(), features, labels, seeded(5)), whole)
 
 

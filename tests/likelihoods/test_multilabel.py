@@ -12,11 +12,9 @@ from torch import Tensor
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.likelihoods import MULTILABEL, likelihood_of
 from bnncli.likelihoods.multilabel import Multilabel
-from bnncli.targets.held_out import HeldOutFeatures
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.network import NetworkLayout
-from bnncli.theta.prior import Prior
+from bnncli.parameters.layouts import HeadLayout, NetworkLayout
+from bnncli.parameters.prior import Prior
+from bnncli.targets.last_layer import HeldOutFeatures, LastLayerTarget
 
 NUM_LABELS, NUM_EXAMPLES = 4, 30
 LIKELIHOOD = Multilabel(NUM_LABELS)

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from bnncli import registry
 from bnncli.curvature import ggn
-from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.network_blocks import kept_bytes
+from bnncli.inference.mode import covariance_at
+from bnncli.inference.network_memory import kept_bytes
 from bnncli.logits._kept import keeping
 from bnncli.logits._network import covariances_together
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 K, N, D = 3, 12, 5
 PRECISIONS = 0.3, 2.0, 40.0

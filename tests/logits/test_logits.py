@@ -13,11 +13,11 @@ from bnncli.logits import LogitCovariance, LogitGaussian
 from bnncli.logits._asked import logit_gaussian
 from bnncli.logits._head import head_spread
 from bnncli.logits._pulled import Pulled, pulled
-from bnncli.targets import stream
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.targets import blocks
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
 every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))
@@ -51,7 +51,7 @@ def test_the_jacobian_of_a_head_is_autograds() -> None:
 def test_the_short_way_of_a_structure_is_that_of_any(
     structure: str, layout: HeadLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cpu", 2 * layout.num_outputs * layout.num_params)  # several blocks
+    monkeypatch.setitem(blocks.BLOCK_ELEMENTS, "cpu", 2 * layout.num_outputs * layout.num_params)  # several blocks
     covariance = make_covariance(structure, layout)
     short = head_spread(covariance, layout)
     assert not isinstance(short, Pulled)

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from bnncli import registry
 from bnncli.curvature import ggn
 from bnncli.logits import _by_layer
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 K, N = 3, 7
 STEP = 1e-5

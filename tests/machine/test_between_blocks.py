@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bnncli.machine import between_blocks as module
-from bnncli.machine.between_blocks import FEW_BLOCKS, MOST_HOLES, between_blocks
+from bnncli.system import signals as module
+from bnncli.system.signals import FEW_BLOCKS, MOST_HOLES, between_blocks
 
 START = 2**28
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bnncli.errors import DeviceError, UsageError
-from bnncli.machine import devices
+from bnncli.system import devices
 
 
 def test_products_and_convolutions_are_never_coarser_than_float32() -> None:

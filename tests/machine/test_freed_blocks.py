@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bnncli.machine import memory
+from bnncli.system import memory
 
 BLOCK, TIMES, PAGE = 2**23, 20, 2**12
 # Takes and frees a block of 8 MB, and prints how many pages that took anew after the first ones.
 PROGRAM = f"""
 import ctypes, resource, sys
 import torch
-from bnncli.machine import memory
+from bnncli.system import memory
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages are of 4 KiB
 for policy in sys.argv[1].split(","):
     getattr(memory, policy)()

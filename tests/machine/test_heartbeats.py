@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bnncli.machine.heartbeats import SILENCE, Heartbeats
+from bnncli.system.workers import SILENCE, Heartbeats
 
 
 class Marks(dict[str, str]):

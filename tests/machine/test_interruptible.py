@@ -22,12 +22,12 @@ from torch import Tensor
 from bnncli.covariances._roots import inverse_root
 from bnncli.covariances.kron import Kron
 from bnncli.errors import Interrupted, NumericError
-from bnncli.machine import interruptible as module
-from bnncli.machine import signals
-from bnncli.machine.interruptible import interruptible
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.system import signals
+from bnncli.system import signals as module
+from bnncli.system.signals import interruptible
 from bnncli.targets.row_space import RowSpace
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 CPU = torch.device("cpu")
 
@@ -136,7 +136,7 @@ def test_fit_laplace_ends_in_the_midst_of_a_factorisation_and_leaves_nothing(tmp
 
 LIBRARY = """
 import threading, time
-from bnncli.machine import signals
+from bnncli.system import signals
 thread = threading.Thread(target=lambda: (time.sleep(0.3), print("done")), daemon=True)
 thread.start()
 signals.abandon(thread)

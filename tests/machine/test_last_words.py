@@ -9,8 +9,8 @@ import time
 import pytest
 
 from bnncli.errors import DataError, DeviceError
-from bnncli.machine import last_words
-from bnncli.machine.last_words import LOST, LastWords
+from bnncli.system import workers
+from bnncli.system.workers import LOST, LastWords
 
 
 class Store(dict[str, bytes]):
@@ -63,7 +63,7 @@ def test_the_first_waits_until_the_others_have_heard_it(monkeypatch: pytest.Monk
         first.wait_until_heard()
         return time.monotonic() - before
 
-    monkeypatch.setattr(last_words, "ENDING", 0.3)
+    monkeypatch.setattr(workers, "ENDING", 0.3)
     assert waited() >= 0.3
     assert second.first_has_ended()
     assert waited() < 0.2
@@ -76,12 +76,12 @@ def test_the_first_waits_until_the_others_have_heard_it(monkeypatch: pytest.Monk
 def test_the_first_waits_for_none_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store()
     first, *_ = words(store, size=2)
-    monkeypatch.setattr(last_words, "ENDING", 30)
+    monkeypatch.setattr(workers, "ENDING", 30)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         store.set("process/1", store["process/1"].rpartition(b"/")[0] + f"/{ended.pid}".encode())
         first.wait_until_heard()  # 30 s otherwise
     store.set("process/1", f"another machine/{ended.pid}")
-    monkeypatch.setattr(last_words, "ENDING", 0.2)
+    monkeypatch.setattr(workers, "ENDING", 0.2)
     before = time.monotonic()
     first.wait_until_heard()
     assert time.monotonic() - before >= 0.2

@@ -7,7 +7,7 @@ import torch
 from bnncli.errors import DataError
 from bnncli.extraction.autocast import PrecisionLoss
 from bnncli.extraction.features import Extracted
-from bnncli.machine.messages import pack, unpack
+from bnncli.system.workers import pack, unpack
 
 
 def test_features_arrive_without_what_they_are_a_part_of() -> None:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from bnncli.machine import together
-from bnncli.machine.team import Team
-from bnncli.machine.together import Parts
+from bnncli.system import workers
+from bnncli.system.workers import Parts, Team
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def test_every_worker_has_all_results_in_their_order(
         shares: list[int] = []
         for rank in range(size):
             worker = Heard(rank, size, sent=sent)
-            monkeypatch.setattr(together, "team", lambda worker=worker: worker)
+            monkeypatch.setattr(workers, "team", lambda worker=worker: worker)
             found = results(parts, sizes)
             shares += parts.own
     assert (found.dtype, len(sent)) == (np.float32, size if len(sizes) >= size > 1 else 0)

@@ -14,7 +14,7 @@ from problems.command_line import Cli
 
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.data._labels import MAX_CLASSES
-from bnncli.machine.user_code import load_factory
+from bnncli.system.user_code import load_factory
 
 NETWORK = """
 import sys, torch

@@ -17,8 +17,8 @@ from torch import nn
 from torch.ao import quantization as ao
 
 import bnncli
+from bnncli.artifacts.features import read_features
 from bnncli.errors import DataError
-from bnncli.storage.features import read_features
 
 INPUTS = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 

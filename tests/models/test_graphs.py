@@ -18,12 +18,12 @@ import torch
 from problems.command_line import Cli
 from torch import Tensor, nn
 
+from bnncli.artifacts.files import read_header
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
 from bnncli.extraction.search import find_head
 from bnncli.models import Asked, _script_program
 from bnncli.models.export import open_model as open_exported
 from bnncli.models.jit import open_model as open_script
-from bnncli.storage.artifacts import read_header
 
 IMAGES = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(0))
 TOLERANCE = 1e-5
@@ -553,7 +553,7 @@ def test_a_signal_ends_a_program_that_loops(tmp_path: Path, net: type[nn.Module]
     words = ("extract-features", "net.pt", "--model", "jit:net.pt", "--data", "train=npz:x.npz")
     code = (  # the signal comes when the loop has begun
         "import os, signal, sys, threading\n"
-        "from bnncli.machine import interruptible, signals\n"
+        "from bnncli.system import interruptible, signals\n"
         "from bnncli.models import _script_program\n"
         "from bnncli.__main__ import main\n"
         "plain = signals.raise_if_interrupted\n"

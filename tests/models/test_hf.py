@@ -28,9 +28,9 @@ from problems.hf_folders import (
 from problems.optional_libraries import library
 from safetensors.torch import load_file, save_file
 
+from bnncli.artifacts.features import read_features
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
 from bnncli.models import Asked, SavedModel, open_model
-from bnncli.storage.features import read_features
 
 transformers = library("transformers")
 

@@ -16,14 +16,18 @@ from problems.optional_libraries import library
 from problems.sounds import clip, clips, encoded, write_clips
 
 import bnncli
-from bnncli.data import InputSplit, Preprocess, Sound, load_split, matched_to
+from bnncli.artifacts.features import read_features
+from bnncli.data._classes import matched_to
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._sound import Sound
+from bnncli.data._spec import load_split
+from bnncli.data._split import InputSplit
 from bnncli.errors import DataError, Interrupted
 from bnncli.extraction.features import Extracted, collect, extract
 from bnncli.extraction.padding import unpadded
 from bnncli.extraction.search import find_head
 from bnncli.models import Asked, SavedModel, open_model
 from bnncli.run.resumable_features import FeatureStore
-from bnncli.storage.features import read_features
 
 transformers = library("transformers")
 QUICK = ("Wav2Vec2", "AST", "Whisper")

@@ -15,8 +15,8 @@ from problems.hf_folders import TEXTS, audio_folder, decoder_folder, image_folde
 from problems.optional_libraries import library
 from problems.sounds import write_clips
 
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.predictions import read_predictions
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.predictions import read_predictions
 
 transformers = library("transformers")
 

@@ -13,7 +13,7 @@ from problems.command_line import Cli
 from problems.hf_folders import own_logits
 from problems.optional_libraries import library
 
-from bnncli.storage.features import read_features
+from bnncli.artifacts.features import read_features
 
 transformers = library("transformers")
 

@@ -12,9 +12,9 @@ from problems.command_line import Cli
 from problems.hf_folders import TEXTS, text_folder
 from problems.optional_libraries import library
 
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import read_features
-from bnncli.storage.predictions import read_predictions
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.predictions import read_predictions
 
 transformers = library("transformers")
 

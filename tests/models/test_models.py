@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from bnncli.artifacts.headers import odd_field
 from bnncli.errors import UsageError
 from bnncli.models import is_kind
 from bnncli.models._extra import part, require
 from bnncli.run.model_files import ModelFiles, own_files
-from bnncli.storage.header_types import odd_field
 
 
 @pytest.mark.parametrize("spec", ["mlp", "net.py:make", "package.module:make", "hf", "no-such-kind:x", ""])

@@ -13,11 +13,11 @@ import pytest
 import torch
 from problems.command_line import Cli
 
+from bnncli.artifacts.features import read_features
 from bnncli.errors import DataError, DeviceError, MissingInput, Untrusted, UsageError
 from bnncli.extraction.search import find_head
 from bnncli.models import Asked
 from bnncli.models.onnx import open_model
-from bnncli.storage.features import read_features
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -15,9 +15,9 @@ from problems.command_line import Cli
 from problems.image_networks import IMAGES, check_equal, images_in, logits_of_ours, settled, stored_logits
 from problems.optional_libraries import library
 
+from bnncli.artifacts.features import read_features
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.models import Asked, open_model
-from bnncli.storage.features import read_features
 
 SMALL = "shufflenet_v2_x0_5"
 

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from bnncli import registry
 from bnncli.curvature import ggn
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 curvlinops = pytest.importorskip("curvlinops")
 

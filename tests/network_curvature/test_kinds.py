@@ -15,14 +15,12 @@ from bnncli import registry
 from bnncli.curvature import ggn
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.local_covariance import covariance_at
+from bnncli.inference.mode import covariance_at
 from bnncli.network_curvature import _rows
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.targets.curvature_choice import CurvatureChoice
-from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
+from bnncli.targets.network import CurvatureChoice, NetworkTarget
 
 every_output = pytest.mark.parametrize("outputs", [3, 1])
 

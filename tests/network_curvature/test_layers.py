@@ -23,14 +23,11 @@ from bnncli.network_curvature import _columns, diag
 from bnncli.network_curvature._matrices import Matrix, matrices_of
 from bnncli.network_curvature._scales import scales_of
 from bnncli.network_curvature._uses import tried
-from bnncli.targets.curvature_choice import CurvatureChoice
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork, module_places
+from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.network import NetworkTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.modules import module_places
-from bnncli.theta.prior import Prior
+from bnncli.targets.network import CurvatureChoice, NetworkTarget
 
 K = 3
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -307,7 +304,7 @@ def test_norms_are_found_and_their_gradients_are_theirs() -> None:
 def test_the_diagonal_is_the_full_matrixs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(name)
     monkeypatch.setitem(diag._ELEMENTS, "cpu", 100)
-    monkeypatch.setattr("bnncli.targets.activation_room._MOST_BYTES", {"cpu": 8_000})
+    monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": 8_000})
     expected = hessian_of(target, "full")["hessian.full"].diagonal()
     torch.testing.assert_close(hessian_of(make_target(name), "diag")["hessian.diag"], expected)
 
@@ -458,7 +455,7 @@ def test_what_was_drawn_and_what_has_a_diagonal_is_told() -> None:
 def test_blocks_of_examples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("conv")
     whole = {structure: hessian_of(target, structure) for structure in LAYERED}
-    monkeypatch.setattr("bnncli.targets.activation_room._MOST_BYTES", {"cpu": 8_000})
+    monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": 8_000})
     monkeypatch.setattr("bnncli.network_curvature._matrices._PATCHES", 100)
     target = make_target("conv")
     assert target.rows_at_once(1, torch.float64) < 6

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from bnncli.curvature import ggn
 from bnncli.network_curvature import _columns
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 N = 60
 ROWS: Counter[str] = Counter()

@@ -14,12 +14,11 @@ from torch import Tensor
 from bnncli.covariances.subnetwork import Subnetwork
 from bnncli.curvature import ggn
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.inference.layer_precisions import choose_layer_precisions
-from bnncli.inference.prior_precision import search
+from bnncli.inference.prior_search import search
+from bnncli.inference.prior_variants import choose_layer_precisions
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.targets.curvature_choice import CurvatureChoice
-from bnncli.targets.network import NetworkTarget
-from bnncli.theta.prior import Prior
+from bnncli.targets.network import CurvatureChoice, NetworkTarget
 
 SIZE = 12
 PRIOR = Prior(2.0, 0.5)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from bnncli import registry
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.networks import fill_network, load_network
+from bnncli.networks._load import fill_network, load_network
 from bnncli.networks.wide_resnet import build as build_wide_resnet
 from bnncli.stages.demo.fixtures import fixture_path
 

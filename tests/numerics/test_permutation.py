@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bnncli.numerics import permutation as shuffled
-from bnncli.numerics.permutation import permutation
-from bnncli.numerics.seeds import stream_seed
+from bnncli.numerics import random as shuffled
+from bnncli.numerics.random import permutation, stream_seed
 
 SEEDS = (0, 1, 2**32 - 1, 2**32, 2**63 - 1, *(stream_seed(seed, "extract-features/hold-out") for seed in range(3)))
 

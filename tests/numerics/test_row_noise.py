@@ -8,8 +8,7 @@ from problems.seeds import normal, seeded
 from scipy import stats
 from torch import Tensor
 
-from bnncli.numerics.row_noise import row_shifts, shifted_normal, uniform_points
-from bnncli.numerics.sobol import quasi_normal
+from bnncli.numerics.random import quasi_normal, row_shifts, shifted_normal, uniform_points
 
 ROWS = normal(300, 5, seed=1)
 

@@ -10,9 +10,9 @@ import torch
 
 from bnncli.evaluation.feature_scores import Mahalanobis
 from bnncli.flows import build_layers
-from bnncli.integrators._intervals import central_interval
+from bnncli.integrators._partitions import central_interval
 from bnncli.numerics.running_sum import by_products, running_sum
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
 
 
 @pytest.fixture

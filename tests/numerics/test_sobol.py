@@ -9,7 +9,7 @@ import torch
 from problems.seeds import seeded
 
 from bnncli.errors import UsageError
-from bnncli.numerics.sobol import MOST_DIMENSIONS, balance_warning, quasi_normal
+from bnncli.numerics.random import MOST_DIMENSIONS, balance_warning, quasi_normal
 
 
 @pytest.mark.parametrize("dim", [1, 10, 2000])

@@ -9,7 +9,7 @@ from scipy import stats
 from torch import Tensor
 
 from bnncli.errors import UsageError
-from bnncli.numerics.top_k import cumulative_lengths, ranked_lengths
+from bnncli.numerics.dirichlet import cumulative_lengths, ranked_lengths
 
 
 def concentrations(count: int = 40, num_classes: int = 15) -> Tensor:

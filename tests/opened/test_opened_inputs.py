@@ -13,9 +13,9 @@ import torch
 from problems.command_line import Cli
 
 import bnncli
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import BnnWarning, DataError, Untrusted, UsageError
 from bnncli.networks.mlp import build
-from bnncli.storage.predictions import read_predictions
 
 NETWORK = """
 import pathlib

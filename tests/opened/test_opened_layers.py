@@ -10,8 +10,8 @@ import torch
 from problems.command_line import Cli
 
 import bnncli
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import DataError, Untrusted
-from bnncli.storage.predictions import read_predictions
 
 NETWORK = """
 from torch import nn

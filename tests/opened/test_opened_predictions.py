@@ -14,9 +14,9 @@ from problems.command_line import Cli
 from safetensors.numpy import load_file
 
 import bnncli
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import BnnError, BnnWarning, DataError, UsageError
-from bnncli.machine.devices import configure_torch, settings_kept
-from bnncli.storage.predictions import read_predictions
+from bnncli.system.devices import configure_torch, settings_kept
 
 ARRAYS = ("probs", "entropy", "mutual_info", "interval")
 

@@ -16,7 +16,8 @@ from problems.command_line import Cli
 
 import bnncli
 from bnncli.errors import BnnWarning, DataError, DeviceError, MissingInput, UsageError
-from bnncli.opened import OpenedPosterior, OpenedRun
+from bnncli.opened.posterior import OpenedPosterior
+from bnncli.opened.run import OpenedRun
 
 LIGHT = """
 import sys

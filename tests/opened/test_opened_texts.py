@@ -11,8 +11,8 @@ from problems.command_line import Cli
 from problems.hf_folders import TEXTS, image_folder, pictures, text_folder
 
 import bnncli
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import DataError, UsageError
-from bnncli.storage.predictions import read_predictions
 
 
 def test_texts_are_predicted_as_the_command_predicts_them(

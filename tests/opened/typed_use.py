@@ -7,7 +7,9 @@ import numpy.typing as npt
 import torch
 
 import bnncli
-from bnncli.opened import ClassProbabilities, OpenedPosterior, OpenedRun
+from bnncli.opened.posterior import OpenedPosterior
+from bnncli.opened.predictions import ClassProbabilities
+from bnncli.opened.run import OpenedRun
 
 run = bnncli.open("ckpt.pt", seed=1)
 assert_type(run, OpenedRun)

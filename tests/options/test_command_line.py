@@ -15,6 +15,8 @@ from problems.command_line import Cli
 from recorded_lines import LINES
 
 from bnncli import options as o
+from bnncli.artifacts.freshness import UNKNOWN_MAKER
+from bnncli.artifacts.resume import write_state
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.option_values import _from_text, option_fields
@@ -22,8 +24,6 @@ from bnncli.errors import Interrupted, UsageError
 from bnncli.options.command_line import CommandLine, own_command
 from bnncli.options.declaration import choices_of, flag_of, made
 from bnncli.run import resumable
-from bnncli.storage.freshness import UNKNOWN_MAKER
-from bnncli.storage.resume import write_state
 
 MAKERS = {one.name: one.groups for one in COMMANDS if o.RecordOptions in one.groups}
 LEFT_OUT = {spec.name for group in (o.CommonOptions, o.RunOptions) for spec in fields(group)} | {"force", "dry_run"}

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from bnncli.integrators.mc import Mc
+from bnncli.parameters.module import STATE, ModuleLayout, ModuleNetwork
 from bnncli.posteriors.ensemble import Ensemble
-from bnncli.theta.module import STATE, ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
 
 
 def network(seed: int) -> nn.Sequential:

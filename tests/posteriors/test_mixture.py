@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from bnncli.covariances.full import Full
 from bnncli.extraction.features import pass_to_head
 from bnncli.extraction.head import head_of
-from bnncli.integrators._mean_logits import energy_and_max_logit
+from bnncli.integrators._moments import energy_and_max_logit
 from bnncli.integrators.mc import Mc
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import STATE, ModuleLayout, ModuleNetwork
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.mixture import MemberLayout, Mixture
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import STATE, ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
 
 HEAD = HeadLayout(3, 5)
 

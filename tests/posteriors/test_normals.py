@@ -13,15 +13,13 @@ from bnncli import posteriors
 from bnncli.covariances.diag import Diag
 from bnncli.inference.elbo import elbo, log_weights
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.model import LatentModel
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.numerics import seeds
+from bnncli.latent.model import LatentModel, SpikeAndSlab
+from bnncli.numerics import random
+from bnncli.parameters.layouts import HeadLayout, NetworkLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors import noise_blocks, sample_from_noise, standard_normal
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.network import NetworkLayout
-from bnncli.theta.prior import Prior
 
 CPU = torch.device("cpu")
 
@@ -35,7 +33,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
         made.append(torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=generator))))
         return made[-1]
 
-    monkeypatch.setattr(seeds, "on_device", elsewhere)
+    monkeypatch.setattr(random, "on_device", elsewhere)
     return made
 
 
@@ -45,12 +43,12 @@ def gaussian(num_params: int) -> Gaussian:
 
 
 def test_short_draws_are_the_streams_own_in_double_precision() -> None:
-    expected = torch.randn(3, seeds.LARGE, generator=seeded(), dtype=torch.float64)
-    assert torch.equal(standard_normal(3, seeds.LARGE, seeded(), CPU), expected)
+    expected = torch.randn(3, random.LARGE, generator=seeded(), dtype=torch.float64)
+    assert torch.equal(standard_normal(3, random.LARGE, seeded(), CPU), expected)
 
 
 def test_long_draws_on_a_cpu_are_normal_in_single_precision() -> None:
-    size = seeds.LARGE + 1
+    size = random.LARGE + 1
     got = standard_normal(6, size, seeded(), CPU)
     assert got.dtype == torch.float64
     assert torch.equal(got, torch.randn(6, size, generator=seeded()).double())
@@ -63,7 +61,7 @@ def test_long_draws_on_a_cpu_are_normal_in_single_precision() -> None:
 def test_long_draws_where_a_device_has_generators_are_seeded_by_the_stream(
     as_on_a_gpu: list[torch.Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seeds, "LARGE", 10)
+    monkeypatch.setattr(random, "LARGE", 10)
     generator = seeded()
     first, second = (standard_normal(2, 11, generator, CPU) for _ in range(2))
     assert not torch.equal(first, second)
@@ -85,7 +83,7 @@ def test_parts_of_the_noise_are_together_what_one_call_makes(
 ) -> None:
     monkeypatch.setattr(posteriors, "_AT_ONCE", 600)
     if is_long:
-        monkeypatch.setattr(seeds, "LARGE", 0)
+        monkeypatch.setattr(random, "LARGE", 0)
     q = gaussian(num_params)
     whole, parts = q.noise(num_samples, seeded()), list(noise_blocks(q, num_samples, seeded()))
     assert torch.equal(torch.cat(parts), whole)
@@ -122,10 +120,10 @@ def test_networks_with_many_weights_are_drawn_where_they_are_needed(
 ) -> None:
     layout = NetworkLayout((6, 4, 3))
     model = LatentModel(layout, initial_factors(layout, 2, seeded()), SpikeAndSlab.constant(2))
-    monkeypatch.setattr(seeds, "LARGE", layout.num_weights)
+    monkeypatch.setattr(random, "LARGE", layout.num_weights)
     model.draw_weights(torch.arange(2), seeded())
     assert as_on_a_gpu == []
-    monkeypatch.setattr(seeds, "LARGE", layout.num_weights - 1)
+    monkeypatch.setattr(random, "LARGE", layout.num_weights - 1)
     weights, biases = model.draw_weights(torch.arange(2), seeded())
     assert len(as_on_a_gpu) == 1
     again = model.draw_weights(torch.arange(2), seeded())

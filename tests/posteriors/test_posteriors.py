@@ -13,12 +13,12 @@ from torch import Tensor
 
 from bnncli import registry
 from bnncli.flows import SPACES, build_layers
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow, is_idle
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
 from bnncli.posteriors.samples import Samples
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))
 every_space = pytest.mark.parametrize("space", SPACES)

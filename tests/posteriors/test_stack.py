@@ -7,8 +7,8 @@ import torch
 from problems.seeds import seeded
 
 from bnncli.integrators import load_integrator
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.stack import Stack
-from bnncli.theta.head import HeadLayout
 
 LAYOUT = HeadLayout(3, 4)
 WEIGHTS = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)

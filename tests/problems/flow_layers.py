@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bnncli.flows import build_layers
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
 from problems.seeds import seeded
 
 LAYOUTS = {

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 from problems.seeds import seeded
 
 # Several outputs and the single one of two classes, each with and without a bias.

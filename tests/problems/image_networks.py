@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from bnncli.artifacts.features import read_features
 from bnncli.models import Asked, open_model
-from bnncli.storage.features import read_features
 
 _RNG = np.random.default_rng(0)
 

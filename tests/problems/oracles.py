@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear
 
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
 
 
 def negative_log_likelihood(target: LastLayerTarget, theta: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from torch.nn.functional import one_hot
 
 from bnncli.errors import UsageError
 from bnncli.likelihoods import Likelihood, likelihood_of
+from bnncli.parameters.layouts import ParamPart, consecutive, parts_to_json
+from bnncli.parameters.prior import Prior
 from bnncli.targets.target import LogJoint
-from bnncli.theta.layout import ParamPart, consecutive, parts_to_json
-from bnncli.theta.prior import Prior
 
 NOISE_SD = 1.5
 STANDARD = Prior(1.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bnncli.integrators import Prediction, load_integrator
 from bnncli.logits import LogitRoot, root_of_covariances
-from bnncli.theta.head import HeadLayout
+from bnncli.parameters.layouts import HeadLayout
 
 
 @dataclass(frozen=True)

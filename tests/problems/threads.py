@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from bnncli.machine.team import Team
+from bnncli.system.workers import Team
 
 Given = TypeVar("Given")
 

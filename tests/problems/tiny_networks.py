@@ -6,11 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from bnncli.targets.curvature_choice import USUAL, CurvatureChoice
-from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.prior import Prior
+from bnncli.targets.network import USUAL, CurvatureChoice, NetworkTarget
 from problems.seeds import seeded
 
 

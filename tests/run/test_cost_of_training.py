@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
 from bnncli.run.cost import TotalCost, total_cost
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
 
 
 @pytest.fixture

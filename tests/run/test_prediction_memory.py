@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from bnncli.errors import DeviceError
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork, peak_bytes
 from bnncli.run.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.tensor_bytes import peak_bytes
 
 CPU = torch.device("cpu")
 

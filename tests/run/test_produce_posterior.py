@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bnncli import options as o
+from bnncli.artifacts.posteriors import read_posterior
 from bnncli.console import Console
 from bnncli.errors import CheckFailed, UsageError
 from bnncli.options.command_line import CommandLine
@@ -18,7 +19,6 @@ from bnncli.posteriors.point import Point
 from bnncli.run.inputs import load_split
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
-from bnncli.storage.posteriors import read_posterior
 
 STAGES = Path(__file__).parents[2] / "bnncli" / "stages"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bnncli.artifacts.predictions import PredictionFile
 from bnncli.errors import DataError
 from bnncli.run.given_predictions import GivenPredictions
 from bnncli.run.reference_predictions import MatchedForecasts, matching_rows
-from bnncli.storage.predictions import PredictionFile
 
 IDS = np.array([7, 2, 5])  # rows of its data that a split holds
 

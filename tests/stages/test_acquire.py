@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from problems.command_line import Cli, Invocation
 
-from bnncli.storage.predictions import read_predictions
+from bnncli.artifacts.predictions import read_predictions
 
 
 def acquire(cli: Cli, run: Path, *words: object, code: int = 0) -> Invocation:

@@ -15,15 +15,14 @@ from problems.pages import read_page
 from sklearn.metrics import roc_auc_score
 
 import bnncli
-from bnncli.machine import signals
-from bnncli.machine.signals import BudgetSpent
+from bnncli.artifacts.files import read_header, read_metrics
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.networks import mlp
 from bnncli.stages.auto import ladder, siblings_of
 from bnncli.stages.refine import work
 from bnncli.stages.stack import work as stack_work
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.metrics import read_metrics
-from bnncli.storage.predictions import read_predictions
+from bnncli.system import signals
+from bnncli.system.signals import BudgetSpent
 
 
 def separable(num_train: int, num_features: int, *, scale: float, seed: int = 0) -> dict[str, np.ndarray]:

@@ -15,15 +15,15 @@ from kills import kill_midway, state_of
 from problems.arrays import make_arrays
 from problems.command_line import Cli, new_run
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.samples import read_samples
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import open_posterior, open_samples
 from bnncli.run.target_fit import weaker_prior
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.samples import read_samples
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.passes import count_passes, counted_passes
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
+from bnncli.targets.target import count_passes, counted_passes
 
 CODE = "from torch import nn\n\ndef make():\n    return nn.Sequential({})\n"
 SGHMC = ("fit-sghmc", "--chains", 2, "--epochs", 40)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from problems.command_line import Cli, extended_run, file_of, new_run
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.posteriors import read_posterior
+from bnncli.artifacts.samples import read_samples
 from bnncli.inference.elbo import elbo
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import open_posterior, recorded_prior
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.posteriors import read_posterior
-from bnncli.storage.samples import read_samples
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.prior import Prior
 
 PRIOR = Prior(10.0, 0.1)
 STEPS = (

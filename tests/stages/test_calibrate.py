@@ -13,12 +13,11 @@ from problems.arrays import make_arrays
 from problems.command_line import Cli, new_run
 from problems.label_sets import label_arrays
 
+from bnncli.artifacts.files import read_header, read_metrics, write_metrics
+from bnncli.artifacts.posteriors import read_decision
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.decisions.shift import ShiftRule
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.decisions import read_decision
-from bnncli.storage.metrics import read_metrics, write_metrics
-from bnncli.storage.predictions import read_predictions
 
 LAPLACE = ("--posterior", "laplace", "--integrator", "mc")
 ALL = ("--sets", "lac", "--coverage", 0.8, "--risk", 0.2, "--false-alarm", 0.1, "--shift-level", 0.05)

@@ -10,14 +10,14 @@ import torch
 from problems.arrays import make_arrays
 from problems.command_line import Cli, new_run
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.posteriors import read_decision
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.decisions.outliers import OutlierRule
 from bnncli.evaluation.combined_score import Combined
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.run import predictor, revisions
 from bnncli.run.predictor import TrainData
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.decisions import read_decision
-from bnncli.storage.predictions import read_predictions
-from bnncli.theta.head import HeadLayout
 
 HEAD = ("--head-only", "--format", "torch")
 

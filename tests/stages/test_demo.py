@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from problems.pages import check_is_self_contained, read_page
 
+from bnncli.artifacts.files import read_header
 from bnncli.cli.execute import run_command_line
 from bnncli.stages import demo as demo_stage
 from bnncli.stages.demo.fixtures import fixture_path
-from bnncli.storage.artifacts import read_header
 
 pytestmark = pytest.mark.long  # in `.ci/run`
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from problems.command_line import Cli, new_run
 
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.evaluation import probabilities
 from bnncli.run.score_table import score_table
-from bnncli.storage.predictions import read_predictions
 
 
 def by_form(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -40,13 +40,11 @@ def test_rows_say_how_they_were_predicted(cli: Cli, small_run: Path) -> None:
 def test_each_input_of_the_inputs_is_read_once_until_something_is_written(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from bnncli.artifacts import files, freshness
     from bnncli.stages import evaluate
-    from bnncli.storage import artifacts, freshness
 
     read, known, produce = [], [], evaluate.produce
-    monkeypatch.setattr(
-        freshness, "read_header", lambda path: read.append(path.resolve()) or artifacts.read_header(path)
-    )
+    monkeypatch.setattr(freshness, "read_header", lambda path: read.append(path.resolve()) or files.read_header(path))
 
     def spied(run: Any, request: Any, *others: Any, **named: Any) -> Any:
         before, result = len(run.followed), produce(run, request, *others, **named)

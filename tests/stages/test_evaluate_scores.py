@@ -15,10 +15,10 @@ from problems.command_line import Cli, new_run
 from sklearn.metrics import roc_auc_score
 from sklearn.neighbors import NearestNeighbors
 
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.detectors import of_features, of_predictions
 from bnncli.options.evaluate import EvaluateOptions
 from bnncli.run.inputs import open_posterior
-from bnncli.storage.predictions import read_predictions
 
 Metrics = list[dict[str, Any]]
 

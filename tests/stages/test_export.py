@@ -19,14 +19,14 @@ from problems.words_model import write_weights
 from torch import Tensor
 
 from bnncli import registry
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.posteriors import read_decision
+from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.decisions.acceptance import AcceptanceRule
 from bnncli.decisions.outliers import OutlierRule
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.exported import steps
 from bnncli.stages.export import measures
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.decisions import read_decision
-from bnncli.storage.predictions import PredictionFile, read_predictions
 
 TORCH = ("--format", "torch", "--head-only")
 WHOLE = ("--draws", "100000")  # of predict

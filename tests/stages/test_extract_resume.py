@@ -11,11 +11,11 @@ import torch
 from problems.command_line import Cli, Invocation
 from torch import nn
 
+from bnncli.artifacts import resume
+from bnncli.artifacts.features import CHECK_ROWS, read_features
+from bnncli.artifacts.files import read_header
 from bnncli.errors import Interrupted, WriteError
 from bnncli.run.resumable_features import FeatureStore
-from bnncli.storage import record_file
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import CHECK_ROWS, read_features
 
 NETWORK = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))\n"
 DATA = """
@@ -99,12 +99,12 @@ def test_a_run_continues_to_the_same_bytes_wherever_it_was_interrupted(
 
 def test_what_is_many_goes_through_a_file_and_is_the_same(extract: Extract, monkeypatch: pytest.MonkeyPatch) -> None:
     assert extract("--run-dir", "whole.bnn").code == 0
-    init, taken = record_file.RecordFile.__init__, []
+    init, taken = resume.RecordFile.__init__, []
 
-    def small(self: record_file.RecordFile, *args: object, **options: object) -> None:
+    def small(self: resume.RecordFile, *args: object, **options: object) -> None:
         init(self, *args, **{**options, "buffer_bytes": 1000})  # type: ignore[arg-type]
 
-    monkeypatch.setattr(record_file.RecordFile, "__init__", small)
+    monkeypatch.setattr(resume.RecordFile, "__init__", small)
     collect = FeatureStore.collect
     monkeypatch.setattr(
         FeatureStore, "collect", lambda self, batches: taken.append(found := collect(self, batches)) or found

@@ -14,10 +14,11 @@ from problems.transforms import Halved, WordLengths
 from problems.words_model import CLASSES, MeanOfWords, write_weights
 
 from bnncli import registry
-from bnncli.data import Preprocess, load_split
+from bnncli.artifacts.features import FeatureFile, read_features
+from bnncli.artifacts.files import read_header
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._spec import load_split
 from bnncli.stages.extract_features.splits import input_notes
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import FeatureFile, read_features
 
 TEXTS = ["a bb ccc", "dddd", "eeeee f", "a b c d e", "one two three four five six"] * 3
 LABELS = ["short", "long", " odd"] * 5

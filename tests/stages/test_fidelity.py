@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from problems.command_line import Cli
 
-from bnncli.storage.predictions import read_predictions
+from bnncli.artifacts.predictions import read_predictions
 
 QUICK = ("--bootstrap", "0", "--force")
 LAPLACE = ("--posterior", "laplace")

@@ -11,9 +11,9 @@ from conftest import Cli
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
+from bnncli.artifacts.posteriors import read_posterior
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.networks import resnet20
-from bnncli.storage.posteriors import read_posterior
-from bnncli.storage.predictions import read_predictions
 
 NETWORK = """
 import torch

@@ -14,19 +14,17 @@ from problems.seeds import seeded
 from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.history import History
-from bnncli.latent.model import LatentModel
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.search import nll_of_repeats
-from bnncli.options import FitLbbnnOptions
+from bnncli.latent.fit import History, nll_of_repeats
+from bnncli.latent.model import LatentModel, SpikeAndSlab
+from bnncli.options.fit_lbbnn import FitLbbnnOptions
+from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.run.inputs import open_posterior
 from bnncli.stages.fit_lbbnn import work
 from bnncli.stages.fit_lbbnn.report import TrainingData, measure
-from bnncli.storage.features import read_features
-from bnncli.storage.predictions import read_predictions
-from bnncli.theta.network import NetworkLayout
 
 pytestmark = pytest.mark.gpu
 

@@ -14,16 +14,15 @@ from problems.command_line import Cli, new_run
 from problems.outputs import posterior_file
 from sklearn.metrics import log_loss
 
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.cli.execute import run_command_line
 from bnncli.errors import DataError
-from bnncli.latent.fit import Plan
-from bnncli.latent.history import History
-from bnncli.options import FitLbbnnOptions
+from bnncli.latent.fit import History, Plan
+from bnncli.options.fit_lbbnn import FitLbbnnOptions
 from bnncli.run.inputs import open_posterior
 from bnncli.stages.fit_lbbnn.underfitting import guessing, reach, rise, short_plan, still_rising
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import read_features
-from bnncli.storage.predictions import read_predictions
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])

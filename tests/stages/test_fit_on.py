@@ -18,20 +18,20 @@ from problems.command_line import Cli, new_run
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.posteriors import read_posterior, write_posterior
+from bnncli.artifacts.predictions import read_predictions
+from bnncli.artifacts.samples import read_samples
 from bnncli.cli.execute import run_command_line
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.integrators import load_integrator
-from bnncli.machine import memory
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.inputs import open_posterior
 from bnncli.run.out_of_fold import GaussianFolds
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.posteriors import read_posterior, write_posterior
-from bnncli.storage.predictions import read_predictions
-from bnncli.storage.samples import read_samples
+from bnncli.system import memory
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.prior import Prior
 
 FITS = {
     "val": ("--fit-on", "val"),

@@ -10,8 +10,8 @@ import pytest
 import torch
 from problems.command_line import Cli
 
+from bnncli.artifacts.files import read_header
 from bnncli.run.inputs import open_posterior
-from bnncli.storage.artifacts import read_header
 
 QUICK = ("--epochs", 1, "--length", 2, "--elbo-draws", 8)
 
@@ -56,7 +56,7 @@ def test_low_rank_takes_the_place_of_kron_where_that_does_not_fit(
     np.savez(tmp_path / "wide.npz", **arrays, head_weight=np.zeros((2, 300)), head_bias=np.zeros(2))
     assert cli("extract-features", run, "--from-npz", tmp_path / "wide.npz").code == 0
     assert cli("fit-laplace", run, "--structure", "diag", "--prior-precision", 1).code == 0
-    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: megabytes * 10**6)
+    monkeypatch.setattr("bnncli.system.memory.available_memory", lambda device: megabytes * 10**6)
     done = cli("refine", run, *QUICK, "--json")
     assert done.code == 0, done.stderr
     assert done.json["metrics"]["settings"]["scale"] == scale

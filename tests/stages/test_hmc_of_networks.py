@@ -12,14 +12,14 @@ import pytest
 import torch
 from problems.command_line import Cli
 
-from bnncli.machine import signals
-from bnncli.options import HmcOptions
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.predictions import read_predictions
+from bnncli.options.hmc import HmcOptions
 from bnncli.run.inputs import open_samples
 from bnncli.run.resumable import ResumableDraws
 from bnncli.stages.evaluate.reference import Reference
 from bnncli.stages.hmc.report import verdict
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.predictions import read_predictions
+from bnncli.system import signals
 
 LINEAR = "nn.Linear(3, 2)"
 TANH = "nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1, bias=False)"

@@ -9,9 +9,9 @@ import pytest
 from problems.arrays import make_arrays, make_wide_arrays
 from problems.command_line import Cli, new_run
 
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.evaluation.excess import score
 from bnncli.stages.hmc import work
-from bnncli.storage.predictions import read_predictions
 
 SMALL = ("--chains", 4, "--warmup", 30, "--draws", 30)
 

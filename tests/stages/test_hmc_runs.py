@@ -17,20 +17,20 @@ import torch
 from kills import kill_midway
 from problems.command_line import Cli
 
+from bnncli.artifacts import resume
+from bnncli.artifacts.samples import read_samples
 from bnncli.errors import WriteError
 from bnncli.evaluation.bfmi import bfmi
 from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.predictive_convergence import log_probabilities
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.machine import signals
-from bnncli.options import HmcOptions
+from bnncli.options.hmc import HmcOptions
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.run import chain_judges
 from bnncli.run.resumable import ResumableDraws
 from bnncli.stages.hmc import work as hmc
 from bnncli.stages.hmc.report import hmc_warnings
-from bnncli.storage import draw_file, record_file
-from bnncli.storage.samples import read_samples
-from bnncli.theta.head import HeadLayout
+from bnncli.system import signals
 
 pytestmark = pytest.mark.gpu
 
@@ -127,7 +127,7 @@ def test_a_killed_run_continues_to_the_same_bits(cli: Cli, small_run: Path) -> N
 def test_a_run_that_cannot_write_its_draws_continues_once_it_can(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, left = record_file._Writer._write, iter(range(12, -1, -1))
+    plain, left = resume._Writer._write, iter(range(12, -1, -1))
 
     def full(self: Any, batch: Any) -> None:
         if not next(left, 0):
@@ -135,7 +135,7 @@ def test_a_run_that_cannot_write_its_draws_continues_once_it_can(
         plain(self, batch)
 
     words = ("hmc", small_run, *SMALL, "--save-every", 0)
-    monkeypatch.setattr(record_file._Writer, "_write", full)
+    monkeypatch.setattr(resume._Writer, "_write", full)
     done = cli(*words, "--name", "cut")
     assert (done.code, ".cut.resume.draws failed: No space left" in done.stderr) == (74, True)
     told = f"free space on the file system of {posteriors(small_run)}, then continue with: bnncli hmc {small_run}"
@@ -175,15 +175,15 @@ def test_a_disk_that_is_full_when_the_draws_are_published_keeps_the_state_and_sa
 def test_whatever_ends_the_writer_of_draws_is_told_once(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, code: int, line: str
 ) -> None:
-    plain, left = record_file._Writer._write, iter(range(3, -1, -1))
+    plain, left = resume._Writer._write, iter(range(3, -1, -1))
 
     def fail_at_the_fourth(self: Any, batch: Any) -> None:
         if not next(left, 0):
             raise failure
         plain(self, batch)
 
-    monkeypatch.setattr(record_file._Writer, "_write", fail_at_the_fourth)
-    monkeypatch.setattr(hmc, "DrawFile", partial(draw_file.DrawFile, buffer_bytes=1))
+    monkeypatch.setattr(resume._Writer, "_write", fail_at_the_fourth)
+    monkeypatch.setattr(hmc, "DrawFile", partial(resume.DrawFile, buffer_bytes=1))
     done = cli("hmc", small_run, *SMALL, "--name", "cut")
     assert (done.code, done.stderr.count(line)) == (code, 1), done.stderr
     assert done.stderr.count("Traceback") == done.stderr.count("in fail_at_the_fourth") == (code == 1)

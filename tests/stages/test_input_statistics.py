@@ -11,12 +11,15 @@ import torch
 from PIL import Image
 from problems.command_line import Cli
 
-from bnncli.data import InputSplit, Preprocess, Shift, load_split
+from bnncli.artifacts.files import read_header
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._shift import Shift
+from bnncli.data._spec import load_split
+from bnncli.data._split import InputSplit
 from bnncli.extraction.input_sums import InputSums
 from bnncli.networks.mlp import build
 from bnncli.numerics.corruptions import CORRUPTIONS
 from bnncli.run.input_statistics import difference
-from bnncli.storage.artifacts import read_header
 
 DATA = Path(__file__).resolve().parents[3] / "shared/data"
 KINDS = ("fmnist-train", "fmnist-test", "mnist-test", "kmnist-test", "notmnist-test", "emnist-letters-test")

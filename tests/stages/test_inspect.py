@@ -17,7 +17,7 @@ from problems.command_line import Cli
 from safetensors.torch import save_file
 from torch import nn
 
-from bnncli.networks import load_network
+from bnncli.networks._load import load_network
 
 IMAGES = np.random.default_rng(0).normal(size=(12, 1, 28, 28)).astype(np.float32)
 

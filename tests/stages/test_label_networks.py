@@ -11,10 +11,10 @@ import torch
 from problems.command_line import Cli, new_run
 from problems.label_sets import label_arrays
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.run.inputs import open_posterior
 from bnncli.stages.fit_lbbnn.underfitting import guessing
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.predictions import read_predictions
 
 
 @pytest.mark.parametrize(

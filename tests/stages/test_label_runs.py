@@ -16,10 +16,10 @@ from problems.label_sets import NUM_LABELS, label_arrays
 from problems.outputs import table_rows
 
 import bnncli
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.run.class_table import class_table
 from bnncli.run.inputs import open_posterior
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.predictions import read_predictions
 
 STEPS: tuple[tuple[object, ...], ...] = (
     ("fit-laplace", "--prior-precision", "2"),
@@ -89,9 +89,9 @@ def test_hmc_draws_have_the_moments_of_each_labels_own_posterior(made: Path) -> 
     # A label by itself has four parameters more than features: a grid is out of reach, draws of its own chains are not.
     from bnncli.inference.hmc import sample_hmc
     from bnncli.inference.laplace import fit_gaussian
+    from bnncli.parameters.layouts import HeadLayout
+    from bnncli.parameters.prior import Prior
     from bnncli.targets.last_layer import LastLayerTarget
-    from bnncli.theta.head import HeadLayout
-    from bnncli.theta.prior import Prior
 
     arrays, layout = label_arrays(head_scale=1.5), HeadLayout(1, 5)
     whole = open_posterior(folder_of(made) / "posteriors/hmc.nc")[0]

@@ -10,8 +10,8 @@ import torch
 from problems.command_line import Cli, new_run
 from problems.label_sets import NUM_LABELS, label_arrays
 
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import read_features
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.files import read_header
 
 NETWORK = """
 import torch

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from problems.command_line import Cli
 
-from bnncli.storage.features import read_features
-from bnncli.storage.predictions import read_predictions
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.predictions import read_predictions
 
 Arrays = dict[str, np.ndarray]
 NAMES = ("cat", "dog", "owl")

@@ -14,9 +14,9 @@ from arviz_stats.base import array_stats
 from conftest import run_all
 from problems.command_line import Cli
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.samples import SampleFile, read_samples, write_samples
 from bnncli.evaluation.bfmi import bfmi
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.samples import SampleFile, read_samples, write_samples
 
 HMC = ("--chains", 4, "--warmup", 10, "--draws", 20)
 TWO = ("--posterior", "one", "--posterior", "two")

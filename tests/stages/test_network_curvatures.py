@@ -11,8 +11,8 @@ import torch
 from problems.command_line import Cli
 from safetensors.torch import load_file
 
+from bnncli.artifacts.files import read_header
 from bnncli.stages.fit_laplace import rounded
-from bnncli.storage.artifacts import read_header
 
 NETWORK = """
 from torch import nn
@@ -119,7 +119,7 @@ def test_a_posterior_far_from_its_network_is_told_by_a_first_look(
     cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bnncli.evaluation.mmd._MOST_VALUES", 23 * 70)
-    monkeypatch.setattr("bnncli.inference.importance._FAR_NATS", 13.0)
+    monkeypatch.setattr("bnncli.inference.elbo._FAR_NATS", 13.0)
     for name, precision in (("near", 10), ("far", 0.1)):
         words = ("--structure", "diag", "--prior-precision", precision, "--name", name)
         assert cli(*FIT, *words, "--trust-code").code == 0
@@ -145,10 +145,10 @@ def test_a_subnetwork_that_does_not_fit_is_refused_before_work(
     assert (more.code, "--size: expected 1 to 23" in more.stderr) == (2, True), more.stderr
     planned = cli(*FIT, *GIVEN, *SUBNETWORK, "--trust-code", "--dry-run", "--json")
     assert planned.json["outputs"][0]["estimated_bytes"] == 8 * 5**2 + 16 * 23
-    for module in ("bnncli.inference.network_memory", "bnncli.machine.memory"):
+    for module in ("bnncli.inference.network_memory", "bnncli.system.memory"):
         monkeypatch.setattr(f"{module}.budget", lambda device: 60_000)
     monkeypatch.setattr("bnncli.inference.network_memory._COPIES", 20)  # of so small a matrix the rest is as large
-    monkeypatch.setattr("bnncli.inference.network_blocks._FIRST_USE", 0)
+    monkeypatch.setattr("bnncli.inference.network_memory._FIRST_USE", 0)
     assert cli(*FIT, *GIVEN, *SUBNETWORK[:-1], 23, "--trust-code", "--dry-run").code == 69
     assert cli(*FIT, *GIVEN, *SUBNETWORK, "--trust-code", "--dry-run").code == 0
 
@@ -228,9 +228,9 @@ def test_a_dry_run_plans_without_reading_all_data(cli: Cli, checkpoint: Path) ->
 def test_what_does_not_fit_is_refused_with_what_does(
     cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("bnncli.inference.network_memory", "bnncli.machine.memory"):
+    for module in ("bnncli.inference.network_memory", "bnncli.system.memory"):
         monkeypatch.setattr(f"{module}.budget", lambda device: 28_000)
-    monkeypatch.setattr("bnncli.inference.network_blocks._FIRST_USE", 0)
+    monkeypatch.setattr("bnncli.inference.network_memory._FIRST_USE", 0)
     refused = cli(*FIT, *GIVEN, "--structure", "full", "--trust-code")
     assert (refused.code, "which fits" in refused.stderr) == (69, True), refused.stderr
     assert cli(*FIT, *GIVEN, "--trust-code").code == 0

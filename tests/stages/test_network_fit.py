@@ -11,10 +11,10 @@ from problems.command_line import Cli, new_run
 from problems.label_sets import label_arrays
 from sklearn.metrics import accuracy_score, log_loss
 
+from bnncli.artifacts.features import FeatureFile
+from bnncli.artifacts.files import read_header
 from bnncli.progress import SILENT
 from bnncli.run.network_fit import NetworkFit, fit_of, recorded_fit
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import FeatureFile
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 NUM_SIMULATIONS = 500

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from problems.command_line import Cli
 
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.cli.execute import run_command_line
 from bnncli.evaluation.excess import score
 from bnncli.run import val_report
-from bnncli.storage.predictions import read_predictions
 
 MODEL = ("--model", "mlp", "--model-arg", "inputs=6", "--model-arg", "hidden=8", "--model-arg", "classes=3")
 SIZES = {"train": 150, "val": 150}

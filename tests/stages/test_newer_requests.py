@@ -16,11 +16,11 @@ import pytest
 from kills import run_killed_at, start
 from problems.command_line import Cli
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import leave_note, note_path, request_digest
+from bnncli.artifacts.hdf5 import write_hdf5
+from bnncli.artifacts.provenance import Source, params_hash
 from bnncli.numerics.digests import canonical_json
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.hdf5 import write_hdf5
-from bnncli.storage.newer_request import leave_note, note_path, request_digest
-from bnncli.storage.provenance import Source, params_hash
 
 
 def features(run: Path, split: str = "new") -> Path:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from problems.command_line import Cli
 
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.run.inputs import open_posterior
-from bnncli.storage.predictions import read_predictions
 
 
 def write(folder: Path, num_classes: int) -> None:

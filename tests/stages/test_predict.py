@@ -12,20 +12,20 @@ import torch
 from problems.command_line import Cli
 from scipy import special
 
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.integrators import Ready, load_integrator, settings_of
-from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
+from bnncli.integrators._moments import energy_and_max_logit, mean_theta
 from bnncli.integrators.mc import Mc
 from bnncli.integrators.probit import Probit
-from bnncli.options import PredictOptions
 from bnncli.options.declaration import declared, help_of
 from bnncli.options.parts import declaration
+from bnncli.options.predict import PredictOptions
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.samples import Samples
 from bnncli.registry import load_class, names
 from bnncli.run import inputs as run_inputs
 from bnncli.run.inputs import open_posterior
-from bnncli.storage.features import read_features
-from bnncli.storage.predictions import PredictionFile, read_predictions
-from bnncli.theta.head import HeadLayout
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import pytest
 from problems.command_line import Cli, Invocation
 from problems.image_runs import draw, make_run, rows
 
-from bnncli.storage.artifacts import read_header
+from bnncli.artifacts.files import read_header
 
 NEW = Path("net.pt.bnn/features/new.h5")
 DATA = ("--data", "new=npz:test.npz")

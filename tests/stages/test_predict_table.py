@@ -11,11 +11,11 @@ from problems.command_line import Cli
 from problems.outputs import table_rows
 from scipy import stats
 
+from bnncli.artifacts.outputs import TableBlock, as_it_was, write_table
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import UsageError
 from bnncli.stages.predict import table as predict_table
 from bnncli.stages.predict.table import parse_merges
-from bnncli.storage.predictions import read_predictions
-from bnncli.storage.tables import TableBlock, as_it_was, write_table
 
 BRIDGE = ("--posterior", "laplace", "--integrator", "bridge", "--integrator", "mc")
 CLASSES = ["cat", "dog", "9", "car; red"]

@@ -11,9 +11,9 @@ from kills import kill_midway
 from problems.arrays import make_arrays, make_wide_arrays
 from problems.command_line import Cli, new_run
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.samples import read_samples
 from bnncli.run.prior_choice import prior_line
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.samples import read_samples
 
 HMC = ("hmc", "--chains", 8, "--warmup", 20, "--draws", 40)
 REFINE = ("refine", "--epochs", 400, "--elbo-draws", 16)

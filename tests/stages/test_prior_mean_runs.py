@@ -12,12 +12,12 @@ from problems.command_line import Cli, extended_run, file_of
 from scipy.optimize import minimize_scalar
 from torch.nn.functional import cross_entropy
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.posteriors import read_posterior, write_posterior
 from bnncli.inference.elbo import elbo
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import open_posterior, recorded_prior
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.posteriors import read_posterior, write_posterior
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.prior import Prior
 
 STEPS = (
     ("fit-laplace", "--prior-precision", "10", "--prior-mean", "checkpoint", "--name", "about"),
@@ -97,7 +97,7 @@ def test_refine_starts_at_the_elbo_of_the_base_and_draws_have_the_log_joint_of_t
     error = np.hypot(before["standard_error"], expected.standard_error)
     assert before["value"] == pytest.approx(expected.value, abs=4 * error)
     for name in ("hmc-about", "sghmc-about"):
-        from bnncli.storage.samples import read_samples
+        from bnncli.artifacts.samples import read_samples
 
         samples, posterior = read_samples(file_of(run_about, name)), open_posterior(file_of(run_about, name))[0]
         np.testing.assert_allclose(samples.stats["lp"][0], target.log_joint(posterior.draws[0]).numpy(), atol=1e-3)

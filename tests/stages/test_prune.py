@@ -18,19 +18,18 @@ from scipy import sparse as sparse_arrays
 from sklearn.metrics import accuracy_score, log_loss
 from torch import nn
 
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.cli.execute import run_command_line
 from bnncli.evaluation.density import density_rows, density_thresholds, inclusion_histogram
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.model import LatentModel
-from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.model import LatentModel, SpikeAndSlab
+from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.run.inputs import open_posterior
 from bnncli.stages.evaluate import density as evaluate_density
 from bnncli.stages.prune.work import chosen_weights
-from bnncli.storage.features import read_features
-from bnncli.storage.predictions import read_predictions
-from bnncli.theta.network import NetworkLayout
 
 pytestmark = pytest.mark.gpu
 

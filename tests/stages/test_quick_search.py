@@ -9,9 +9,9 @@ import pytest
 import torch
 from problems.command_line import Cli, new_run
 
-from bnncli.inference import memory, search_rows
-from bnncli.storage.posteriors import read_posterior
-from bnncli.theta.head import HeadLayout
+from bnncli.artifacts.posteriors import read_posterior
+from bnncli.inference import memory, prior_search
+from bnncli.parameters.layouts import HeadLayout
 
 
 def arrays() -> dict[str, np.ndarray]:
@@ -54,9 +54,9 @@ def test_a_search_of_a_part_says_so_and_the_fit_is_of_all(
     words = ("fit-laplace", run, "--structure", "full", "--center", center, "--json")
     whole = cli(*words, "--name", "whole").json["metrics"]
     assert "prior_precision_val_examples" not in whole
-    monkeypatch.setattr(search_rows, "_MODE_WORK", {"cpu": 18 * 50})
-    monkeypatch.setattr(search_rows, "_VAL_WORK", {"cpu": 18 * 128 * 100})
-    monkeypatch.setattr(search_rows, "_LEAST_VAL", 10)
+    monkeypatch.setattr(prior_search, "_MODE_WORK", {"cpu": 18 * 50})
+    monkeypatch.setattr(prior_search, "_VAL_WORK", {"cpu": 18 * 128 * 100})
+    monkeypatch.setattr(prior_search, "_LEAST_VAL", 10)
     done = cli(*words, "--name", "part")
     metrics = done.json["metrics"]
     assert metrics["prior_precision_val_examples"] == 100
@@ -110,7 +110,7 @@ def test_a_search_by_all_examples_leaves_out_what_is_far_from_the_checkpoints_ow
     run = new_run(cli, tmp_path / "run", arrays())
     words = ("fit-laplace", run, "--structure", "kron", "--json")
     whole = cli(*words, "--name", "whole").json["metrics"]
-    monkeypatch.setattr(search_rows, "_BRIEF_SHARE", 1e-9)
+    monkeypatch.setattr(prior_search, "_BRIEF_SHARE", 1e-9)
     done = cli(*words, "--name", "brief")
     assert "searching for the prior precision around the checkpoint's own" in done.stderr
     brief = done.json["metrics"]
@@ -124,9 +124,9 @@ def test_folds_of_a_part_are_searched_and_their_modes_are_of_all(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(cli, tmp_path / "run", arrays())
-    monkeypatch.setattr(search_rows, "_MODE_WORK", {"cpu": 18 * 150})
-    monkeypatch.setattr(search_rows, "_VAL_WORK", {"cpu": 18 * 128 * 100})
-    monkeypatch.setattr(search_rows, "_LEAST_VAL", 10)
+    monkeypatch.setattr(prior_search, "_MODE_WORK", {"cpu": 18 * 150})
+    monkeypatch.setattr(prior_search, "_VAL_WORK", {"cpu": 18 * 128 * 100})
+    monkeypatch.setattr(prior_search, "_LEAST_VAL", 10)
     words = ("fit-laplace", run, "--structure", "full", "--fit-on", "train+val", "--prior-mean", "checkpoint")
     done = cli(*words, "--name", "part", "--json")
     metrics = done.json["metrics"]

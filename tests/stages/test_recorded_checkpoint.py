@@ -10,9 +10,9 @@ import pytest
 import torch
 from problems.command_line import Cli
 
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.files import read_header
 from bnncli.checkpoints import load
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import read_features
 
 STATE = {"weight": torch.arange(12.0).reshape(3, 4) / 7, "bias": torch.zeros(3)}
 WORDS = ("net.pt", "--model", "net.py:make", "--data", "train=npz:data.npz")

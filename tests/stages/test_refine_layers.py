@@ -12,7 +12,7 @@ from conftest import run_all
 from kills import kill_midway
 from problems.command_line import Cli
 
-from bnncli.storage.artifacts import read_header
+from bnncli.artifacts.files import read_header
 
 NETWORK = """
 from torch import nn

@@ -9,9 +9,9 @@ import pytest
 from problems.arrays import make_arrays, make_wide_arrays
 from problems.command_line import Cli, new_run
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.evaluation.excess import score
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.predictions import read_predictions
 
 QUICK = ("--epochs", 30, "--elbo-draws", 16)
 

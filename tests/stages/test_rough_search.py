@@ -9,7 +9,7 @@ import pytest
 from problems.arrays import make_arrays
 from problems.command_line import Cli, new_run
 
-from bnncli.inference import prior_precision
+from bnncli.inference import prior_search
 from bnncli.stages.fit_laplace import structure
 
 
@@ -22,7 +22,7 @@ def test_the_choice_is_that_of_a_search_by_the_closest_structure(
     run = new_run(cli, tmp_path / "run", problem)
     plain = cli("fit-laplace", run, "--json").json["metrics"]
     searched: list[tuple[str, int]] = []
-    search = prior_precision.search
+    search = prior_search.search
 
     def counted(*given: Any, **named: Any) -> Any:
         found = search(*given, **named)

@@ -15,22 +15,21 @@ from problems.arrays import make_arrays
 from problems.command_line import Cli
 from torch import Tensor
 
+from bnncli.artifacts.predictions import read_predictions
+from bnncli.artifacts.samples import read_samples
 from bnncli.cli.execute import run_command_line
 from bnncli.covariances._row_space import WithinRows
 from bnncli.inference import memory
-from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.row_space_draws import complete
+from bnncli.inference.laplace import complete, fit_gaussian
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import has_attribute, names
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import open_posterior
-from bnncli.storage.predictions import read_predictions
-from bnncli.storage.samples import read_samples
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 pytestmark = pytest.mark.gpu
 
@@ -210,8 +209,8 @@ def test_draws_are_the_prior_outside_and_know_their_log_joint(cli: Cli, run: Pat
 
 
 def test_interrupted_chains_continue_to_the_same_draws(cli: Cli, run: Path) -> None:
-    from bnncli.machine import signals
     from bnncli.run.resumable import ResumableDraws
+    from bnncli.system import signals
 
     words = ("hmc", run, "--chains", 2, "--warmup", 4, "--draws", 8, "--save-every", 0)
     through = cli(*words, "--name", "through", "--json").json["outputs"][0]["content_digest"]

@@ -15,11 +15,11 @@ from problems.command_line import Cli, new_run
 from problems.outputs import table_rows
 
 from bnncli import data
+from bnncli.artifacts import hdf5
+from bnncli.artifacts.features import encoded_names, read_features
+from bnncli.artifacts.outputs import is_table
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import DataError
-from bnncli.storage import hdf5
-from bnncli.storage.features import encoded_names, read_features
-from bnncli.storage.predictions import read_predictions
-from bnncli.storage.tables import is_table
 
 Arrays = dict[str, np.ndarray]
 ODD = ['a, "b".png', "ü 猫.png", "two\nlines.png", os.fsdecode(b"not-utf8-\xff.png"), "=1+1;.png"]
@@ -104,7 +104,7 @@ def test_probabilities_need_a_table_and_their_columns_are_taken(cli: Cli, run: P
 def test_wide_tables_are_written_some_rows_at_a_time(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("predict", run, "--probabilities", "--table")
     assert cli(*words, run.with_name("a.csv")).code == 0
-    monkeypatch.setattr("bnncli.storage.tables._CELLS", 40)
+    monkeypatch.setattr("bnncli.artifacts.outputs._CELLS", 40)
     assert cli(*words, run.with_name("b.csv")).code == 0
     assert run.with_name("a.csv").read_bytes() == run.with_name("b.csv").read_bytes()
 

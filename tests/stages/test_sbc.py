@@ -12,15 +12,15 @@ import pytest
 from problems.command_line import Cli
 from problems.long_run import long_but
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, UsageError
-from bnncli.inference.refits import GaussianRefit
 from bnncli.inference.sghmc import SghmcPlan
-from bnncli.inference.sghmc_refit import SghmcRefit
-from bnncli.options import FitLbbnnOptions, SbcOptions
+from bnncli.inference.simulation import GaussianRefit, SghmcRefit
+from bnncli.options.fit_lbbnn import FitLbbnnOptions
+from bnncli.options.sbc import SbcOptions
 from bnncli.stages import sbc
 from bnncli.stages.sbc.judged import RankedQuantity, verdict_of
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
 
 FEW = ("--simulations", 50, "--draws", 19, "--examples", 40)
 
@@ -225,7 +225,7 @@ def test_a_fit_that_cannot_be_made_anew_is_refused_with_the_reason(meta: dict[st
 def test_a_fit_without_room_is_refused_before_it_begins(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bnncli.machine.memory.budget", lambda device: 1000)
+    monkeypatch.setattr("bnncli.system.memory.budget", lambda device: 1000)
     done = cli("sbc", small_run, "--posterior", "hmc", "--json")
     assert done.code == 69
     assert "a fit of 18 parameters with a full covariance" in done.json["error"]["message"]

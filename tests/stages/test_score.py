@@ -91,7 +91,7 @@ def test_the_numbers_are_those_of_evaluate_to_the_last_bit(
 
 
 def test_the_same_arrays_in_an_npz_file_give_the_same_bits(cli: Cli, small_run: Path, tmp_path: Path) -> None:
-    from bnncli.storage.predictions import read_predictions
+    from bnncli.artifacts.predictions import read_predictions
 
     path = Path(f"{small_run}.bnn/predictions/map.plug-in/test.h5")
     file = read_predictions(path)

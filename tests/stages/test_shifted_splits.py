@@ -9,9 +9,9 @@ import pytest
 import torch
 from problems.command_line import Cli, Invocation
 
-from bnncli.data import Shift
-from bnncli.numerics.seeds import stream_seed
-from bnncli.storage.features import read_features
+from bnncli.artifacts.features import read_features
+from bnncli.data._shift import Shift
+from bnncli.numerics.random import stream_seed
 
 SIZE = 6
 NETWORK = """

@@ -16,9 +16,9 @@ import torch
 from kills import run_killed_at, start
 from problems.command_line import Cli
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import note_path
 from bnncli.stages.extract_features import one_split
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.newer_request import note_path
 
 NETWORK = """
 import torch
@@ -71,7 +71,7 @@ def means(folder: Path) -> dict[str, Any]:
 def kill_after(folder: Path, count: int) -> None:
     """A command that makes all splits anew with another mean, killed after so many files have taken their names."""
     words = [*extraction(*SPLITS), "--mean", "0.5", "--force", "-q", "--threads", "1"]
-    process = start(run_killed_at, words, "bnncli.storage.atomic", "_take_name", count)
+    process = start(run_killed_at, words, "bnncli.artifacts.atomic", "_take_name", count)
     process.join(timeout=60)
     assert process.exitcode == -signal.SIGKILL
 

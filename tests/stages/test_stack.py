@@ -14,11 +14,11 @@ from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 from sklearn.linear_model import LogisticRegression
 
-from bnncli.inference.stacking import stacking_weights
-from bnncli.machine.signals import BudgetSpent
+from bnncli.artifacts.posteriors import read_posterior
+from bnncli.artifacts.predictions import read_predictions
+from bnncli.inference.temperature import stacking_weights
 from bnncli.stages.stack import work
-from bnncli.storage.posteriors import read_posterior
-from bnncli.storage.predictions import read_predictions
+from bnncli.system.signals import BudgetSpent
 
 
 def heads_of(run: Path, name: str = "stack") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

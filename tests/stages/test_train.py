@@ -12,10 +12,10 @@ import torch
 from conftest import Cli
 from safetensors.torch import load_file
 
+from bnncli.artifacts.posteriors import gradient_passes
 from bnncli.errors import Interrupted
-from bnncli.networks import load_network
+from bnncli.networks._load import load_network
 from bnncli.run import resumable
-from bnncli.storage.trained import gradient_passes
 
 NETWORK = """
 import torch

@@ -11,9 +11,9 @@ from problems.arrays import make_arrays, make_wide_arrays
 from problems.command_line import Cli, new_run
 from sklearn.linear_model import LogisticRegression
 
+from bnncli.artifacts.predictions import read_predictions
 from bnncli.evaluation.excess import score
 from bnncli.integrators import load_integrator, mc
-from bnncli.storage.predictions import read_predictions
 
 
 def predictions(run: Path, variant: str) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from problems.command_line import Cli
 
-from bnncli.storage.posteriors import read_posterior, write_posterior
+from bnncli.artifacts.posteriors import read_posterior, write_posterior
 
 
 @pytest.mark.parametrize("hidden", [(), ("--hidden", "4")], ids=["head", "hidden"])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from problems.command_line import Cli
 
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.predictions import read_predictions
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.predictions import read_predictions
 
 FIT = ("--layers", "all", "--trust-code", "--structure", "diag", "--prior-precision", "3")
 NETWORKS = """

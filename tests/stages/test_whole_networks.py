@@ -9,8 +9,8 @@ import pytest
 import torch
 from problems.command_line import Cli
 
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.predictions import read_predictions
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.predictions import read_predictions
 
 NETWORK = """
 from torch import nn
@@ -90,15 +90,15 @@ def test_the_mode_of_all_layers_is_found_and_told(
 
 def test_a_centre_beside_the_mode_is_told(cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*FIT, "--layers", "all", "--center", "mode", "--trust-code")
-    monkeypatch.setattr("bnncli.inference.climb.MOST_PASSES", 8)
-    monkeypatch.setattr("bnncli.inference.climb.NEAR", 100)
+    monkeypatch.setattr("bnncli.inference.mode.MOST_PASSES", 8)
+    monkeypatch.setattr("bnncli.inference.mode.NEAR", 100)
     done = cli(*words)
     assert done.code == 0, done.stderr
     assert "posterior standard deviations from the mode (all 23 parameters together; a draw is about 5 away): the limit of 8 passes was reached" in (
         done.stderr.replace("\n", " ")
     )  # fmt: skip
-    monkeypatch.setattr("bnncli.inference.climb.NEAR", 0)
-    monkeypatch.setattr("bnncli.inference.climb.MOST_PASSES", 6)
+    monkeypatch.setattr("bnncli.inference.mode.NEAR", 0)
+    monkeypatch.setattr("bnncli.inference.mode.MOST_PASSES", 6)
     refused = cli(*words, "--name", "other", "--seed", "3")
     assert (refused.code, "error: found no mode after" in refused.stderr) == (70, True)
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bnncli.errors import OutputExists, WriteError
-from bnncli.storage import atomic
-from bnncli.storage.atomic import (
+from bnncli.artifacts import atomic
+from bnncli.artifacts.atomic import (
     check_free_space,
     check_writable,
     publish,
@@ -24,6 +23,7 @@ from bnncli.storage.atomic import (
     temporaries,
     write_error,
 )
+from bnncli.errors import OutputExists, WriteError
 
 OLD, NEW = b"old content", b"new content"
 DEAD_PID = 2**22 + 7  # above the kernel's largest pid

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from bnncli.artifacts import resume
+from bnncli.artifacts.resume import DrawFile
 from bnncli.errors import DataError, OutputExists, WriteError
 from bnncli.numerics.digests import tensor_digest
-from bnncli.storage import record_file
-from bnncli.storage.draw_file import DrawFile
 
 
 def records(count: int) -> list[torch.Tensor]:
@@ -45,8 +45,8 @@ def test_draws_come_back_with_the_chain_axis_first(tmp_path: Path, buffer_bytes:
 
 def slow_writer(monkeypatch: pytest.MonkeyPatch, before: Any) -> None:
     """Have `before` called by the writer's thread ahead of each batch."""
-    plain = record_file._Writer._write
-    monkeypatch.setattr(record_file._Writer, "_write", lambda self, batch: (before(), plain(self, batch)))
+    plain = resume._Writer._write
+    monkeypatch.setattr(resume._Writer, "_write", lambda self, batch: (before(), plain(self, batch)))
 
 
 def test_memory_holds_no_more_than_a_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_memory_holds_no_more_than_a_few_buffers(tmp_path: Path, monkeypatch: py
     chains.start()
     for at_work in range(3):
         chains.join(timeout=0.1)
-        assert len(taken) == record_file.QUEUED + 1 + at_work  # one with the writer, the others wait
+        assert len(taken) == resume.QUEUED + 1 + at_work  # one with the writer, the others wait
         gate.release()
     gate.release(10)
     chains.join()
@@ -68,7 +68,7 @@ def test_memory_holds_no_more_than_a_few_buffers(tmp_path: Path, monkeypatch: py
 def test_after_a_flush_every_draw_is_on_disk_and_in_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[Path, int]] = []
     slow_writer(monkeypatch, lambda: time.sleep(0.005))
-    monkeypatch.setattr(record_file, "sync", lambda path: synced.append((path, path.stat().st_size)))
+    monkeypatch.setattr(resume, "sync", lambda path: synced.append((path, path.stat().st_size)))
     store, expected = open_file(tmp_path, buffer_bytes=1), records(8)
     for record in expected[:6]:
         store.append(record)
@@ -96,7 +96,7 @@ def test_the_writer_waits_for_a_copy_before_it_reads_it(tmp_path: Path) -> None:
 
     store = open_file(tmp_path)
     for place, record in enumerate(late):
-        store._send().put(record_file._Pending([record], Arrival(place)))
+        store._send().put(resume._Pending([record], Arrival(place)))
     store.flush()
     assert store.digest == digest_of(expected)
     store.remove()
@@ -196,7 +196,7 @@ def test_a_file_shorter_than_its_state_is_refused(tmp_path: Path) -> None:
 def test_draws_that_were_changed_are_refused_and_the_digest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_file, "BUFFER_BYTES", 70)  # read again in several pieces
+    monkeypatch.setattr(resume, "BUFFER_BYTES", 70)  # read again in several pieces
     first, expected = open_file(tmp_path), records(5)
     for record in expected[:4]:
         first.append(record)
@@ -220,7 +220,7 @@ def test_a_disk_that_is_full_when_it_is_synced_is_one_line(tmp_path: Path, monke
     def fail(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(record_file, "sync", fail)
+    monkeypatch.setattr(resume, "sync", fail)
     store = open_file(tmp_path)
     store.append(records(1)[0])
     with pytest.raises(WriteError, match="No space left on device"):

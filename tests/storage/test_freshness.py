@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
+from bnncli.artifacts.files import read_header, write_metrics
+from bnncli.artifacts.freshness import UNKNOWN_MAKER, Stale, check_fresh, decide, staleness
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.provenance import Source, build_provenance
 from bnncli.errors import DataError, OutputExists, UsageError
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.freshness import UNKNOWN_MAKER, Stale, check_fresh, decide, staleness
-from bnncli.storage.headers import Header
-from bnncli.storage.metrics import write_metrics
-from bnncli.storage.provenance import Source, build_provenance
 
 PARAMS = {"epochs": 3}
 

@@ -12,11 +12,11 @@ import h5py
 import numpy as np
 import pytest
 
+from bnncli.artifacts import hdf5
+from bnncli.artifacts import hdf5 as hdf5_objects
+from bnncli.artifacts.hdf5 import MARK, check_digest, header_of, make_seal, open_hdf5, read_contents, write_hdf5
+from bnncli.artifacts.provenance import build_provenance
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
-from bnncli.storage import hdf5, hdf5_objects
-from bnncli.storage.hdf5 import check_digest, header_of, open_hdf5, read_contents, write_hdf5
-from bnncli.storage.provenance import build_provenance
-from bnncli.storage.seal import MARK, make_seal
 
 ARRAYS = {"group/a": np.arange(30_000, dtype=np.float32).reshape(-1, 3), "b": np.array([1, 2], dtype=np.int64)}
 TEXTS: dict[str, str | list[str]] = {"names": ["null", "één"], "note": '{"a":1}'}

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
+from bnncli.artifacts import provenance as provenance_module
+from bnncli.artifacts.files import read_header, read_metrics, write_metrics
+from bnncli.artifacts.headers import check_header, parse_json
+from bnncli.artifacts.provenance import Source, build_provenance
 from bnncli.errors import DataError
 from bnncli.numerics import digests
 from bnncli.numerics.digests import canonical_json, json_sha256
-from bnncli.storage import provenance as provenance_module
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import check_header, parse_json
-from bnncli.storage.metrics import read_metrics, write_metrics
-from bnncli.storage.provenance import Source, build_provenance
 
 HERE = Path("here")
 

@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 from problems.command_line import Cli
 
+from bnncli.artifacts import caches, files, hdf5, headers, posteriors
+from bnncli.artifacts.caches import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.hdf5 import open_hdf5, write_hdf5
 from bnncli.cli import execute
 from bnncli.errors import BnnError, DataError, Untrusted
-from bnncli.storage import hdf5, headers, known_files, metrics, posteriors
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.hdf5 import open_hdf5, write_hdf5
-from bnncli.storage.known_files import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
 
 
 @pytest.fixture(autouse=True)
 def each_command_is_by_itself(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As a user's are: what the suite remembers from one to the next is forgotten."""
     monkeypatch.setattr(execute, "checks_remembered", checks_remembered)
-    token = known_files._KNOWN.set(None)
+    token = caches._KNOWN.set(None)
     yield
-    known_files._KNOWN.reset(token)
+    caches._KNOWN.reset(token)
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         check(path, file)
 
     monkeypatch.setattr(hdf5, "check_objects", count)
-    monkeypatch.setattr(known_files, "STEP_NS", -(1 << 62))
-    monkeypatch.setattr(known_files, "_SECOND_NS", 1 << 62)
+    monkeypatch.setattr(caches, "STEP_NS", -(1 << 62))
+    monkeypatch.setattr(caches, "_SECOND_NS", 1 << 62)
     return found
 
 
@@ -94,7 +94,7 @@ def test_a_command_reads_each_header_once(
         return check_header(path, *fields)
 
     check_header = headers.check_header
-    for module in (hdf5, metrics, posteriors):
+    for module in (hdf5, files, posteriors):
         monkeypatch.setattr(module, "check_header", count)
     assert cli(words[0], small_run).code == 0
     assert len(read) > 5
@@ -165,7 +165,7 @@ def test_a_file_that_failed_is_not_remembered(path: Path) -> None:
 def test_a_file_put_in_place_just_before_it_is_opened_is_checked(
     path: Path, monkeypatch: pytest.MonkeyPatch, has_seal: bool, error: type[BnnError]
 ) -> None:
-    from bnncli.storage.seal import make_seal
+    from bnncli.artifacts.hdf5 import make_seal
 
     look(path)
     opened = h5py.File
@@ -210,6 +210,6 @@ def test_what_is_remembered_ends_with_the_command(path: Path) -> None:
 
 @pytest.mark.usefixtures("command")
 def test_a_file_just_written_is_checked_every_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_files, "STEP_NS", 1 << 62)
+    monkeypatch.setattr(caches, "STEP_NS", 1 << 62)
     look(path)
     assert not is_checked(state_of(path.stat()))

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import Interrupted, Locked, OutputExists, WriteError
-from bnncli.storage.locks import artifact_lock
 
 HOLDER = """
 import sys
 from pathlib import Path
-from bnncli.storage.locks import artifact_lock
+from bnncli.artifacts.run_folder import artifact_lock
 with artifact_lock(Path(sys.argv[1]), wait=0, poll=lambda: None):
     print("held", flush=True)
     sys.stdin.read()

@@ -15,11 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from bnncli.artifacts.posteriors import read_posterior, tensor_shapes, write_posterior
+from bnncli.artifacts.provenance import build_provenance
 from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.numerics.digests import canonical_json, tensor_digest
-from bnncli.storage.posteriors import read_posterior, tensor_shapes, write_posterior
-from bnncli.storage.provenance import build_provenance
-from bnncli.theta.prior import Prior
+from bnncli.parameters.prior import Prior
 
 TENSORS = {"mean": torch.arange(6, dtype=torch.float64), "half": torch.ones(2, 3).half(), "n": torch.tensor([3])}
 META = {"type": "point", "note": "é"}

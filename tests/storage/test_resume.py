@@ -10,11 +10,11 @@ import pytest
 import torch
 from problems.command_line import Cli
 
+from bnncli.artifacts.provenance import Source
+from bnncli.artifacts.resume import SaveClock, identity_of, read_state, remove_state, state_path, write_state
+from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import BnnError, DataError
-from bnncli.machine import signals
-from bnncli.storage.locks import artifact_lock
-from bnncli.storage.provenance import Source
-from bnncli.storage.resume import SaveClock, identity_of, read_state, remove_state, state_path, write_state
+from bnncli.system import signals
 
 
 def identity(**changes: Any) -> dict[str, Any]:

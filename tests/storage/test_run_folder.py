@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bnncli.artifacts.run_folder import RunFolder
 from bnncli.errors import MissingInput, UsageError
-from bnncli.storage.run_folder import RunFolder
 
 
 def folder(path: Path | str, run_dir: str | None = None) -> RunFolder:

@@ -10,9 +10,9 @@ import h5py
 import numpy as np
 import pytest
 
+from bnncli.artifacts.provenance import build_provenance
+from bnncli.artifacts.samples import SampleFile, read_samples, write_samples
 from bnncli.errors import DataError
-from bnncli.storage.provenance import build_provenance
-from bnncli.storage.samples import SampleFile, read_samples, write_samples
 
 C, T, K, D = 3, 30, 3, 3  # equal sizes: only the dimension scales tell which axis is which
 

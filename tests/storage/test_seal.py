@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bnncli.artifacts.hdf5 import MARK, SKIP_BYTES, is_sealed, make_seal
 from bnncli.errors import DataError
-from bnncli.storage.seal import MARK, SKIP_BYTES, is_sealed, make_seal
 
 CONTENT = bytes(range(256)) * 1024
 BLOCK = (1000, SKIP_BYTES + 5)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.machine.devices import configure_torch
-from bnncli.targets import coarse_gradient, last_layer, products
-from bnncli.targets.coarse_gradient import CoarseGradient
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.products import multiply_halves, multiply_in, rough_multiply, round_to_tf32
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.system.devices import configure_torch
+from bnncli.targets import last_layer, variants
+from bnncli.targets import last_layer as products
+from bnncli.targets.last_layer import LastLayerTarget, multiply_halves, multiply_in, rough_multiply, round_to_tf32
+from bnncli.targets.variants import CoarseGradient
 
 DIGITS = {"tf32": 11, "bfloat16": 8}  # bits, the leading one included
 every_precision = pytest.mark.parametrize("precision", DIGITS)
@@ -136,7 +136,7 @@ def test_logits_that_are_not_kept_are_made_again(precision: str, monkeypatch: py
     target = make_target(LAYOUTS[0])
     way = 0.1 * torch.randn(3, target.layout.num_params, generator=seeded(3), dtype=torch.float64)
     kept = CoarseGradient.about(target, anchor_of(target), precision)
-    monkeypatch.setattr(coarse_gradient, "is_kept", lambda size, device: False)
+    monkeypatch.setattr(variants, "is_kept", lambda size, device: False)
     made = CoarseGradient.about(target, anchor_of(target), precision)
     assert kept.logits is not None
     assert made.logits is None

@@ -12,6 +12,8 @@ from torch import Tensor
 from bnncli.covariances.full import Full
 from bnncli.curvature import full, ggn
 from bnncli.logits._head import head_spread
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.targets import grams
 from bnncli.targets.grams import (
     is_packed,
@@ -24,8 +26,6 @@ from bnncli.targets.grams import (
     weighted_grams,
 )
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 every_route = pytest.mark.parametrize("packs", [True, False], ids=["packed", "square"])
 

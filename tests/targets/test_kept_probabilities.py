@@ -9,9 +9,9 @@ from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli.curvature import ggn
-from bnncli.targets import kept_probabilities
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.targets import last_layer
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
 
 LAYOUT = HeadLayout(4, 7)
 
@@ -82,7 +82,7 @@ def test_what_is_kept_is_of_one_theta_and_of_the_time_within(target: LastLayerTa
 
 
 def test_large_ones_are_made_again(target: LastLayerTarget, made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_probabilities, "_KEPT_BYTES", 4 * 4 * 50 - 1)
+    monkeypatch.setattr(last_layer, "_KEPT_BYTES", 4 * 4 * 50 - 1)
     theta = thetas(1)[0]
     with target.keeping():
         target.log_joint_and_grad(theta.unsqueeze(0))

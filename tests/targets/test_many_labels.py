@@ -6,10 +6,10 @@ import pytest
 import torch
 from problems.seeds import seeded
 
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.many_labels import ManyLabels
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
+from bnncli.targets.variants import ManyLabels
 
 LAYOUTS = [HeadLayout(3, 2), HeadLayout(1, 2), HeadLayout(2, 2, has_bias=False)]
 

@@ -16,17 +16,15 @@ from bnncli.curvature import ggn
 from bnncli.errors import Interrupted, UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators.mc import Mc
-from bnncli.machine import between_blocks, signals
 from bnncli.network_curvature._columns import Columns
 from bnncli.network_curvature._rest import diagonal_of
-from bnncli.targets.curvature_choice import FISHER, GGN, HESSIAN, CurvatureChoice
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork, activation_bytes, chosen_parameters
+from bnncli.parameters.prior import Prior
+from bnncli.system import signals
+from bnncli.system import signals as between_blocks
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.network import NetworkTarget
-from bnncli.theta.activations import activation_bytes
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout, chosen_parameters
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
+from bnncli.targets.network import FISHER, GGN, HESSIAN, CurvatureChoice, NetworkTarget
 
 K, N = 3, 40
 PRIOR = Prior(2.0, 0.5)
@@ -113,7 +111,7 @@ def test_blocks_of_examples_and_draws_change_nothing(bytes_at_once: int, monkeyp
     whole = make_target()
     theta = around(whole)
     expected = whole.log_joint_and_grad(theta), whole.hessian_operator(theta[0])(theta[1:3])
-    monkeypatch.setattr("bnncli.targets.activation_room._MOST_BYTES", {"cpu": bytes_at_once})
+    monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": bytes_at_once})
     blocks = make_target()
     assert blocks.rows_at_once(1, torch.float64) < N
     torch.testing.assert_close(blocks.log_joint_and_grad(theta), expected[0])

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from bnncli.machine.team import Team, shares
-from bnncli.targets.shards import gathered, node_places, row_slices, shard_rows, summed
-from bnncli.targets.stream import FeatureBlocks
+from bnncli.system.workers import Team, shares
+from bnncli.targets.blocks import FeatureBlocks, gathered, node_places, row_slices, shard_rows, summed
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def test_sums_of_features_are_those_of_one_process_but_for_rounding(
 
     alone = blocks.sum(work, columns=4, dtype=torch.float32)
     seen.clear()
-    monkeypatch.setattr("bnncli.machine.team._team", [Team(0, 1, 64)])
+    monkeypatch.setattr("bnncli.system.workers._team", [Team(0, 1, 64)])
     sharded = blocks.sum(work, columns=4, dtype=torch.float32)
     assert len(seen) == min(64, num_rows)
     torch.testing.assert_close(sharded[0], alone[0], rtol=0, atol=1e-12)

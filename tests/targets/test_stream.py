@@ -12,18 +12,19 @@ import torch
 from streaming import private_peaks
 from torch import Tensor
 
+from bnncli.artifacts import features as feature_files
+from bnncli.artifacts import hdf5
+from bnncli.artifacts.features import FeatureFile, read_features, write_features
 from bnncli.curvature import ggn
 from bnncli.errors import DataError, DeviceError
-from bnncli.machine import devices
-from bnncli.storage import features as feature_files
-from bnncli.storage import hdf5
-from bnncli.storage.features import FeatureFile, read_features, write_features
-from bnncli.targets import kept_probabilities, pinned_rows, stream
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.system import devices
+from bnncli.targets import blocks as pinned_rows
+from bnncli.targets import blocks as stream
+from bnncli.targets import last_layer
+from bnncli.targets.blocks import FeatureBlocks, PinnedRows
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.pinned_rows import PinnedRows
-from bnncli.targets.stream import FeatureBlocks
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(3, 40)
 N = 3000
@@ -103,7 +104,7 @@ def test_probabilities_that_do_not_fit_are_made_again(tmp_path: Path, monkeypatc
     target = stored(tmp_path / "train.h5", "float32")
     vectors = torch.randn(2, LAYOUT.num_params, generator=torch.Generator().manual_seed(1))
     kept = target.hessian_vector_product(vectors[0], vectors)
-    monkeypatch.setattr(kept_probabilities, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(last_layer, "_KEPT_BYTES", 0)
     torch.testing.assert_close(target.hessian_vector_product(vectors[0], vectors), kept, rtol=1e-5, atol=1e-4)
 
 

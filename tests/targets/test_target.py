@@ -10,10 +10,11 @@ from problems.oracles import negative_log_likelihood
 from torch import Tensor
 
 from bnncli.errors import DataError
-from bnncli.targets import logit_blocks, stream
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
+from bnncli.targets import blocks as stream
+from bnncli.targets import last_layer
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 make_target = partial(head_target, prior=0.7)
 
@@ -45,7 +46,7 @@ def test_label_sums_are_sums_of_the_features_of_each_class(has_bias: bool) -> No
     layout = HeadLayout(7, 5, has_bias=has_bias)
     features, labels = draw_theta(HeadLayout(1, 5, has_bias=False), 40), torch.arange(40) % 6  # none of the last
     expected = torch.stack([features[labels == k].sum(dim=0) for k in range(7)])
-    weight, bias = layout.split(logit_blocks.label_sums(features, labels, layout)[None])
+    weight, bias = layout.split(last_layer.label_sums(features, labels, layout)[None])
     torch.testing.assert_close(weight[0], expected)
     if has_bias:
         assert bias is not None
@@ -82,7 +83,7 @@ def test_small_blocks_give_the_same_as_one(layout: HeadLayout, monkeypatch: pyte
     target, theta = make_target(layout), draw_theta(layout, 5)
     whole = (*target.log_joint_and_grad(theta), target.hessian_vector_product(theta[0], theta))
     monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cpu", 40)
-    monkeypatch.setitem(logit_blocks._MAX_ROWS, "cpu", 6)
+    monkeypatch.setitem(last_layer._MAX_ROWS, "cpu", 6)
     blocks = (*target.log_joint_and_grad(theta), target.hessian_vector_product(theta[0], theta))
     torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-12)
 

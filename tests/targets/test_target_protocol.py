@@ -15,9 +15,8 @@ from torch import Tensor
 
 from bnncli.covariances.diag import Diag
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory
-from bnncli.inference.elbo import elbo, measure_gain
+from bnncli.inference.elbo import diagnose_importance, elbo, measure_gain
 from bnncli.inference.hmc import sample_hmc
-from bnncli.inference.importance import diagnose_importance
 from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.refine import fit_flow
 from bnncli.posteriors.gaussian import Gaussian
@@ -152,7 +151,7 @@ def test_refining_on_it_brings_the_elbo_near_the_evidence(batch_size: int) -> No
 def test_they_know_a_target_by_its_protocol_alone(name: str) -> None:
     tree = ast.parse((ROOM / f"{name}.py").read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    known = {module for module in modules if str(module).startswith(("bnncli.targets", "bnncli.theta"))}
+    known = {module for module in modules if str(module).startswith(("bnncli.targets", "bnncli.parameters"))}
     protocols = {f"bnncli.{name}" for name in ("targets.own_gradient", "targets.target", "theta.layout", "theta.prior")}
     assert known <= protocols
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "features"]
@@ -179,4 +178,4 @@ def test_what_knows_the_last_layer_is_named(room: str) -> None:
     }
     for path in (ROOM.parent / room).glob("*.py"):
         modules = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
-        assert path.stem in own or not modules & {"bnncli.targets.last_layer", "bnncli.theta.head"}, path
+        assert path.stem in own or not modules & {"bnncli.targets.last_layer", "bnncli.parameters.layouts"}, path

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.errors import DataError
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.run.network_checks import check_derivatives
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
 
 TEXTS = torch.tensor([[1, 2, 0, 0], [3, 0, 0, 4], [1, 1, 1, 2]]).double()
 

@@ -9,17 +9,14 @@ import torch
 from problems.seeds import seeded
 from torch import Tensor, nn
 
-from bnncli.inference.network_blocks import trying_bytes
+from bnncli.inference.network_memory import trying_bytes
 from bnncli.network_curvature._matrices import matrices_of
 from bnncli.network_curvature._uses import tried
 from bnncli.network_curvature.full import hessian_between
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork, _Live, peak_bytes
+from bnncli.parameters.prior import Prior
 from bnncli.run.network_checks import check_derivatives
-from bnncli.targets.curvature_choice import CurvatureChoice
-from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
-from bnncli.theta.tensor_bytes import _Live, peak_bytes
+from bnncli.targets.network import CurvatureChoice, NetworkTarget
 
 WIDTH = 500
 REST = WIDTH * WIDTH + 11 * WIDTH + 3  # numbers in all but the last layer

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.layout import ClassifierLayout
-from bnncli.theta.network import NetworkLayout
+from bnncli.parameters.layouts import ClassifierLayout, HeadLayout, NetworkLayout
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,13 @@ from bnncli.flows import build_layers
 from bnncli.inference import mode as mode_module
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.mode import find_mode
-from bnncli.inference.prior_precision import search
+from bnncli.inference.prior_search import search
 from bnncli.logits._head import head_spread
+from bnncli.parameters.layouts import HeadLayout, NetworkLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.network import NetworkLayout
-from bnncli.theta.prior import Prior
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(1, 4)]
 PRIOR = Prior(2.0, 0.05)

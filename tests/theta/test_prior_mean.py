@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear
 
 from bnncli import registry
+from bnncli.inference.elbo import diagnose_importance
 from bnncli.inference.hmc import sample_hmc
-from bnncli.inference.importance import diagnose_importance
 from bnncli.inference.laplace import fixed_log_prior
 from bnncli.inference.mode import find_mode
-from bnncli.inference.prior_precision import search
+from bnncli.inference.prior_search import search
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.targets.coarse_gradient import CoarseGradient
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
+from bnncli.targets.variants import CoarseGradient
 
 every_layout = pytest.mark.parametrize("layout", [THREE, ONE], ids=str)
 

@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from bnncli.theta.activations import activation_bytes, laid_out_bytes
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.tensor_bytes import _Live, growth, peak_bytes
+from bnncli.parameters.module import (
+    ModuleLayout,
+    ModuleNetwork,
+    _Live,
+    activation_bytes,
+    growth,
+    laid_out_bytes,
+    peak_bytes,
+)
 
 
 def test_the_peak_is_of_what_is_held_at_once() -> None:

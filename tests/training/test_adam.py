@@ -9,8 +9,7 @@ import torch
 from kills import run_python, start
 from torch import Tensor
 
-from bnncli.training.adam import Adam
-from bnncli.training.optimizer import load_optimizer, optimizer_tensors
+from bnncli.training.optimizers import Adam, load_optimizer, optimizer_tensors
 
 RATES = (0.1, 3e-4)
 

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from bnncli.errors import Interrupted, NumericError
 from bnncli.progress import SilentProgress
-from bnncli.training.adam import Adam
-from bnncli.training.course import Course
-from bnncli.training.learner import num_batches
-from bnncli.training.loop import train
+from bnncli.training.loop import Course, num_batches, train
+from bnncli.training.optimizers import Adam
 
 POINTS = torch.randn(23, 2, generator=torch.Generator().manual_seed(0))
 NOISE = 0.3

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bnncli.training.adam import Adam
-from bnncli.training.course import Course
-from bnncli.training.optimizer import Optimizer, load_optimizer, optimizer_tensors
-from bnncli.training.sgd import Sgd
+from bnncli.training.loop import Course
+from bnncli.training.optimizers import Adam, Optimizer, Sgd, load_optimizer, optimizer_tensors
 
 CPU = torch.device("cpu")
 DECAY = 0.3

@@ -2,7 +2,7 @@
 
 import torch
 
-from bnncli.training.shared_memory import join_memory
+from bnncli.training.optimizers import join_memory
 
 
 def test_a_step_on_the_whole_is_a_step_on_every_part() -> None:

@@ -13,8 +13,8 @@ from problems.threads import in_threads
 from torch import Tensor
 
 from bnncli.errors import BnnError, Exit, Interrupted, NumericError
-from bnncli.machine import signals
-from bnncli.machine.team import Team
+from bnncli.system import signals
+from bnncli.system.workers import Team
 from bnncli.training.shared_out import Seat, Stored, by_number, numbered, share_out
 
 NUM, EPOCHS = 5, 3

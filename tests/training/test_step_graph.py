@@ -15,12 +15,12 @@ from torch import Tensor
 
 from bnncli.covariances.diag import Diag
 from bnncli.inference.refine import RefineFit, fit_flow
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
-from bnncli.training.adam import Adam
-from bnncli.training.step_graph import StepGraph, num_updates
+from bnncli.training.loop import StepGraph, num_updates
+from bnncli.training.optimizers import Adam
 
 NUM_STEPS = 8
 

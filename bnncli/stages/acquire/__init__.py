@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bnncli.artifacts.atomic import publish_bytes
+from bnncli.artifacts.outputs import check_side_output
 from bnncli.errors import DataError, UsageError
 from bnncli.likelihoods import has_exclusive_classes
-from bnncli.machine.input_files import open_regular
 from bnncli.names import listed, quoted
-from bnncli.options import AcquireOptions, ComputeOptions, InputOptions, PredictOptions, WriteOptions
+from bnncli.options.acquire import AcquireOptions
 from bnncli.options.command import READ, Command
+from bnncli.options.common import ComputeOptions, InputOptions, WriteOptions
+from bnncli.options.predict import PredictOptions
 from bnncli.run.inputs import Split, load_split, posterior_source
 from bnncli.run.integrator_choice import AskedIntegrators, IntegratorChoice
 from bnncli.run.named_posterior import find_named
 from bnncli.run.predictor import Predictor, TrainData
 from bnncli.run.recommendation import recommended
 from bnncli.run.session import Result, Run
-from bnncli.storage.atomic import publish_bytes
-from bnncli.storage.side_outputs import check_side_output
+from bnncli.system.input_files import open_regular
 
 if TYPE_CHECKING:
     from bnncli.run.predicted_rows import Predicted
@@ -142,7 +144,8 @@ def _taken(
     """What is predicted of the pool, and the rows that are chosen."""
     import torch
 
-    from bnncli.acquisition import SCORES, batch_bald, highest
+    from bnncli.acquisition import batch_bald
+    from bnncli.acquisition.single import SCORES, highest
 
     seen = predictor.train.seen_by(predictor.header, pool)
     seen.check_fits(predictor.posterior.layout)

@@ -6,9 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.options import AutoOptions, InputOptions
+from bnncli.options.auto import AutoOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.common import InputOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.network_fit import check_network_fits
@@ -18,8 +21,6 @@ from bnncli.run.session import Result, Run, Table
 from bnncli.run.val_report import gain_table, has_labeled_val
 from bnncli.stages.auto.ladder import ENSEMBLE, Ladder, Rung
 from bnncli.stages.stack import FEWEST_ROWS
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
 
 _NUMBER = re.compile(r"(\d+)")
 _TIME = re.compile(

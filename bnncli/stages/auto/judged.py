@@ -8,6 +8,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from bnncli.artifacts.files import read_header, write_metrics
+from bnncli.artifacts.headers import Header
 from bnncli.decisions.outliers import fit_outliers
 from bnncli.detectors import DEFAULT_SCORE
 from bnncli.errors import CheckFailed
@@ -34,9 +36,6 @@ from bnncli.run.session import Run
 from bnncli.run.val_report import predicted_on, predictive_on_val, temperature_on_val
 from bnncli.scores import detection_forms
 from bnncli.stages.auto.ladder import ENSEMBLE, Rung
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
-from bnncli.storage.metrics import write_metrics
 
 _INTEGRATORS = ("mc", "probit", "mean-field", "plug-in")  # the first whose uncertainty says most
 _SHOWN = ("sentence", "pays", "qualities", "about", "detection", "outside")

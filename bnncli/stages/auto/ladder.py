@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from bnncli import options as o
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.provenance import Source
+from bnncli.artifacts.resume import state_path
 from bnncli.errors import DataError, DeviceError, MissingInput, NumericError, OutputExists, Untrusted, UsageError
 from bnncli.evaluation.excess import WORSE_SHARE
-from bnncli.machine import signals
-from bnncli.machine.signals import BudgetSpent
 from bnncli.options.command_line import CommandLine
 from bnncli.options.declaration import Checked
 from bnncli.options.fit_ensemble import TEMPERATURE
 from bnncli.options.target import INHERIT
 from bnncli.run.inputs import Split, posterior_source
 from bnncli.run.session import Result, Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.provenance import Source
-from bnncli.storage.resume import state_path
+from bnncli.system import signals
+from bnncli.system.signals import BudgetSpent
 
 ENSEMBLE = "fit-ensemble"
 _SURE = 2  # times an estimate that is right to a factor of three

@@ -9,11 +9,11 @@ from bnncli.errors import BnnError, Interrupted
 from bnncli.evaluation.excess import score
 from bnncli.lazy import no_grad, torch
 from bnncli.names import percent
+from bnncli.parameters.module import STATE
 from bnncli.run.inputs import Split
 from bnncli.run.network_splits import NetworkReader
 from bnncli.run.session import Run
 from bnncli.stages.fit_ensemble.work import open_member, read_theta
-from bnncli.theta.module import STATE
 
 if TYPE_CHECKING:
     from torch import Tensor

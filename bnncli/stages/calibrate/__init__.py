@@ -6,11 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.posteriors import RULE_KIND, write_decision
+from bnncli.artifacts.predictions import stored_arrays
+from bnncli.artifacts.provenance import Source
 from bnncli.decisions import OOD, RISK, SETS, SHIFT
 from bnncli.detectors import DEFAULT_SCORE, default_score
 from bnncli.errors import BnnError, CheckFailed, DataError, MissingInput, UsageError
-from bnncli.options import CalibrateOptions, InputOptions, NameOptions
+from bnncli.options.calibrate import CalibrateOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.common import InputOptions, NameOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.decisions import maker_of
 from bnncli.run.prediction_groups import PredictionGroup, open_groups
@@ -19,10 +24,6 @@ from bnncli.run.recommendation import recommended
 from bnncli.run.session import Result, Run
 from bnncli.run.split_uses import fresh_split, require_unused
 from bnncli.stages.calibrate.report import said
-from bnncli.storage.decisions import KIND, write_decision
-from bnncli.storage.headers import Header
-from bnncli.storage.predictions import stored_arrays
-from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Calibrate decisions with guarantees: prediction sets, acceptance, outliers, shift.",
@@ -128,8 +129,8 @@ def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: Prediction
         raise DataError(message, code="no_labels", path=header.path)
     request = Request(
         target,
-        KIND,
-        f"{KIND}.{group.name}.{target.stem}",
+        RULE_KIND,
+        f"{RULE_KIND}.{group.name}.{target.stem}",
         {"rule": kind, **settings},
         _revisions.CALIBRATE,
         [source],

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from bnncli.artifacts.headers import Header
 from bnncli.decisions import OOD, RISK, SETS
 from bnncli.decisions.acceptance import fit_acceptance, least_accepted
 from bnncli.decisions.levels import least_for_coverage, least_for_rate
@@ -16,11 +17,10 @@ from bnncli.decisions.rules import Rule
 from bnncli.decisions.set_scores import SetScore
 from bnncli.decisions.shift import ShiftRule
 from bnncli.errors import DataError
-from bnncli.numerics.seeds import stream_seed
+from bnncli.numerics.random import stream_seed
 from bnncli.options.calibrate import TUNING_SHARE
 from bnncli.run.decisions import scores_of
 from bnncli.run.score_rows import PredictedSplit
-from bnncli.storage.headers import Header
 
 Fit = tuple[Rule, dict[str, Any]]
 

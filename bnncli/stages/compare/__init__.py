@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.provenance import Source
 from bnncli.errors import DataError, UsageError
-from bnncli.options import CompareOptions, InputOptions, WriteOptions
 from bnncli.options.command import READ, Argument, Command
+from bnncli.options.common import InputOptions, WriteOptions
+from bnncli.options.compare import CompareOptions
 from bnncli.run.each_checkpoint import each_checkpoint
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.session import Result, Run, Table, source_json
@@ -15,8 +18,6 @@ from bnncli.stages.compare.comparing import compared, compared_groups
 from bnncli.stages.compare.plot import draw_plot, planned_plot, planned_result
 from bnncli.stages.compare.power import power_warnings
 from bnncli.stages.compare.tables import Comparison, as_csv, as_json, as_latex, as_markdown, as_table
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Compare the scores of posteriors, with standard errors and tests.",

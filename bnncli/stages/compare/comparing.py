@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.files import read_header
 from bnncli.detectors import of_predictions
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.evaluation.standings import standings
-from bnncli.options import CompareOptions
 from bnncli.options.assertions import Quantity
+from bnncli.options.compare import CompareOptions
 from bnncli.run.cost import TotalCost, total_cost
 from bnncli.run.prediction_groups import PredictionGroup, open_groups
 from bnncli.run.recommendation import recommended
@@ -19,7 +20,6 @@ from bnncli.run.score_rows import num_draws
 from bnncli.run.session import Run
 from bnncli.stages.compare.measure import OF_TWO_SPLITS, Column, measure
 from bnncli.stages.compare.tables import Comparison, Name
-from bnncli.storage.artifacts import read_header
 
 Groups = dict[str, list[PredictionGroup]]  # by name, one for each checkpoint
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from bnncli.artifacts.headers import Header
 from bnncli.detectors import example_scores, of_probabilities
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 from bnncli.evaluation.integration_error import DrawGroups, IntegrationError, integration_errors
@@ -16,7 +17,6 @@ from bnncli.options.assertions import Quantity
 from bnncli.run.paired_scores import Measured, measure_detection, measure_split
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.scores import split_scores
-from bnncli.storage.headers import Header
 
 Key = tuple[tuple[str, str], ...]
 # Of each score: its error, or the reason why it is not known.

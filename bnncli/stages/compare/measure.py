@@ -12,9 +12,9 @@ from bnncli.detectors import of_predictions
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.integration_error import IntegrationError
 from bnncli.evaluation.paired import Sample, integration
-from bnncli.numerics.seeds import stream_seed
-from bnncli.options import CompareOptions
+from bnncli.numerics.random import stream_seed
 from bnncli.options.assertions import Quantity
+from bnncli.options.compare import CompareOptions
 from bnncli.run.paired_scores import Measured, measure_detection, measure_split, needed_scores
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.score_assertions import find_metric, forms

@@ -6,12 +6,12 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import WriteError
 from bnncli.run.session import Result, Run
 from bnncli.scores import declared
 from bnncli.stages.compare.measure import Column
 from bnncli.stages.compare.tables import Comparison, score_titles
-from bnncli.storage.figures import check_figure_path, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bnncli.evaluation.paired import Sample
 from bnncli.evaluation.standings import Standing, fewest_replicates
-from bnncli.options import CompareOptions
+from bnncli.options.compare import CompareOptions
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.session import Run
 from bnncli.stages.compare.tables import Comparison

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from bnncli import options as o
+from bnncli.artifacts.atomic import check_writable, publish_bytes
 from bnncli.errors import OutputExists
-from bnncli.options import CommonOptions, ComputeOptions, DemoOptions
 from bnncli.options.command import Command
 from bnncli.options.command_line import CommandLine
+from bnncli.options.common import CommonOptions, ComputeOptions
+from bnncli.options.demo import DemoOptions
 from bnncli.run.session import Result, Run
 from bnncli.stages.demo.fixtures import fixture_path
-from bnncli.storage.atomic import check_writable, publish_bytes
 
 COMMAND = Command(
     "Run the whole pipeline on embedded data in ./bnncli-demo/.",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
 from bnncli.evaluation.verdict import Commands, Judged
-from bnncli.options import DiagnoseOptions, HmcOptions
+from bnncli.options.diagnose import DiagnoseOptions
+from bnncli.options.hmc import HmcOptions
 from bnncli.options.layers import LayersOptions
 from bnncli.options.target import INHERIT
 from bnncli.run.inputs import recorded_prior
 from bnncli.run.made_already import after_predictions
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
 
 if TYPE_CHECKING:
     from bnncli.stages.diagnose.diagnosis import Diagnosis

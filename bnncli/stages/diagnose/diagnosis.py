@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.samples import SampleFile
 from bnncli.errors import DataError
 from bnncli.evaluation.bfmi import lowest_bfmi
 from bnncli.evaluation.convergence import convergence, deciding
@@ -16,20 +19,17 @@ from bnncli.evaluation.draw_blocks import ThinnedDraws, thin_draws
 from bnncli.evaluation.excess import Scored, score
 from bnncli.evaluation.mmd import num_compared
 from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, Judged, doubts
-from bnncli.inference.importance import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagnose_importance, network_draws
+from bnncli.inference.elbo import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagnose_importance, network_draws
 from bnncli.integrators import load_integrator
-from bnncli.options import DiagnoseOptions
+from bnncli.options.diagnose import DiagnoseOptions
+from bnncli.parameters.module import ModuleNetwork
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
 from bnncli.run.integrator_choice import sampling_integrator
 from bnncli.run.out_of_fold import OutOfFold, fit_on
 from bnncli.run.predictor import TrainData
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
-from bnncli.storage.samples import SampleFile
 from bnncli.targets.target import CurvedTarget
-from bnncli.theta.module_network import ModuleNetwork
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

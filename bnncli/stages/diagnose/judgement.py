@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.provenance import Source
 from bnncli.errors import DataError, MissingInput, Untrusted
 from bnncli.evaluation.draw_blocks import compare_draws
 from bnncli.evaluation.excess import Scored, excesses
@@ -19,7 +21,9 @@ from bnncli.evaluation.recommendation import PLAIN, Predictive, recommend, sente
 from bnncli.evaluation.verdict import LINEAR_DRAWS, POINTS, Verdict, doubts, give_verdict
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
-from bnncli.options import DiagnoseOptions
+from bnncli.options.diagnose import DiagnoseOptions
+from bnncli.parameters.layouts import ClassifierLayout
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import Split, load_split, posterior_source, recorded_prior
 from bnncli.run.layers_selection import over_layers
 from bnncli.run.made_already import after_predictions
@@ -31,10 +35,6 @@ from bnncli.run.session import Run
 from bnncli.run.val_report import network_on_val
 from bnncli.stages.diagnose.commands import commands
 from bnncli.stages.diagnose.layers import SeenSplits, gains_of_layers
-from bnncli.storage.headers import Header
-from bnncli.storage.provenance import Source
-from bnncli.theta.layout import ClassifierLayout
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from bnncli.stages.diagnose.diagnosis import Diagnosis

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.headers import Header
 from bnncli.evaluation.layer_gain import LayerGain, layer_gains
 from bnncli.evaluation.verdict import POINTS
-from bnncli.options import DiagnoseOptions
+from bnncli.options.diagnose import DiagnoseOptions
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import Split
 from bnncli.run.out_of_fold import fit_on
 from bnncli.run.predictor import TrainData
 from bnncli.run.session import Run
-from bnncli.storage.headers import Header
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from bnncli.stages.diagnose.diagnosis import Diagnosis

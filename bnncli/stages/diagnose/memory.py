@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bnncli.artifacts.headers import Header
 from bnncli.evaluation.mmd import comparing_bytes, num_compared
 from bnncli.evaluation.verdict import DENSITIES, POINTS
-from bnncli.inference.importance import MOST_DRAWS
-from bnncli.inference.network_blocks import first_use_bytes
-from bnncli.inference.network_draw_memory import judging_bytes
+from bnncli.inference.elbo import MOST_DRAWS
+from bnncli.inference.network_memory import first_use_bytes, judging_bytes
 from bnncli.integrators import load_integrator
-from bnncli.machine.memory import require
-from bnncli.options import DiagnoseOptions
+from bnncli.options.diagnose import DiagnoseOptions
 from bnncli.run.inputs import Split
 from bnncli.run.integrator_choice import sampling_integrator
 from bnncli.run.prediction_memory import PosteriorMemory, PredictionSizes
 from bnncli.run.session import Run
 from bnncli.stages.diagnose.diagnosis import VAL_DRAWS
 from bnncli.stages.diagnose.layers import SeenSplits
-from bnncli.storage.headers import Header
-from bnncli.targets.activation_room import pairs_at_once
+from bnncli.system.memory import require
+from bnncli.targets.network import pairs_at_once
 
 _LIBRARIES = 135 * 2**20  # what arviz-stats, which fits Pareto k, and all that it imports take, as measured
 

@@ -8,13 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.files import read_header, write_metrics
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.predictions import stored_arrays
+from bnncli.artifacts.provenance import Source
 from bnncli.detectors import DEFAULT_SCORE, FALLBACK_SCORES, default_score
 from bnncli.errors import CheckFailed, MissingInput, OutputExists
-from bnncli.machine.team import is_leader
-from bnncli.options import EvaluateOptions, InputOptions
 from bnncli.options.assertions import Assertion
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.common import InputOptions
 from bnncli.options.declaration import spelled
+from bnncli.options.evaluate import EvaluateOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.class_table import class_table, with_classes, without_classes
 from bnncli.run.decisions import ScoredDecisions
@@ -32,11 +36,7 @@ from bnncli.stages.evaluate.features import evaluate_features, row_name
 from bnncli.stages.evaluate.fidelity import FidelityReference, draws_name, find_fidelity, why_anew
 from bnncli.stages.evaluate.reference import USUAL, Reference, References
 from bnncli.stages.evaluate.thinned import check_true_inputs, has_density, is_latent
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
-from bnncli.storage.metrics import write_metrics
-from bnncli.storage.predictions import stored_arrays
-from bnncli.storage.provenance import Source
+from bnncli.system.workers import is_leader
 
 COMMAND = Command(
     "Score predictions: accuracy, NLL, Brier, ECE, OOD detection.",

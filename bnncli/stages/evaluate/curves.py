@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import WriteError
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.names import posterior_title
@@ -16,7 +17,6 @@ from bnncli.run.score_assertions import find_metric
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.run.session import Result, Run
 from bnncli.stages.evaluate.thinned import is_latent
-from bnncli.storage.figures import check_figure_path, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.headers import Header
 from bnncli.evaluation.reference_distances import Row, WeightDraws, num_draws_for, reference_rows, undefined_rows
 from bnncli.lazy import torch
 from bnncli.run.inputs import open_posterior, recorded_prior
 from bnncli.run.session import Run
 from bnncli.scores import distances
 from bnncli.stages.evaluate.reference import Reference, effective_size
-from bnncli.storage.headers import Header
 
 if TYPE_CHECKING:
     from torch import Tensor

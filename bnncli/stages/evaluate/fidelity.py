@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from bnncli.data import divide_given
+from bnncli.artifacts.provenance import Source
+from bnncli.data._given_columns import divide
 from bnncli.errors import MissingInput, UsageError
-from bnncli.machine.input_files import open_regular
 from bnncli.numerics.digests import file_sha256
-from bnncli.options import EvaluateOptions
+from bnncli.options.evaluate import EvaluateOptions
 from bnncli.run.given_predictions import GivenPredictions, Said, open_given
 from bnncli.run.prediction_groups import PredictionGroup, open_groups
 from bnncli.run.reference_predictions import MatchedForecasts, check_against, rows_against
 from bnncli.run.score_rows import PredictedSplit, bootstrap_of
 from bnncli.run.session import Run
 from bnncli.scores import fidelities
-from bnncli.storage.provenance import Source
+from bnncli.system.input_files import open_regular
 
 Row = dict[str, Any]
 _USUAL_INTEGRATOR = "mc"
@@ -96,7 +96,7 @@ def find_fidelity(run: Run, options: EvaluateOptions, groups: Sequence[Predictio
     }
     if place in there:
         return _of_posterior(run, place)
-    path, _ = divide_given(place)
+    path, _ = divide(place)
     if not path.exists():
         raise MissingInput(
             f"--reference: {place!r} is neither a posterior of the run (have: {', '.join(sorted(there))}) nor a file",
@@ -157,7 +157,7 @@ def _of_file(place: str, path: Path, options: EvaluateOptions, groups: Sequence[
         digest = f"sha256:{file_sha256(stream)}"
     there = list(dict.fromkeys(name for group in groups for name in group.splits(is_ood=False)))
     splits = options.split or (["test"] if "test" in there else there[:1])
-    column = divide_given(place)[1].get("")
+    column = divide(place)[1].get("")
     name = path.name + ("" if column is None else f".{column}")
     source = Source("reference", path, digest, is_artifact=False)
     why = f"{name} is used as the reference for split {', '.join(splits)} (add \0split\0)"

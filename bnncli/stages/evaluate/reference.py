@@ -8,15 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, DeviceError, MissingInput
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, deciding
 from bnncli.options.layers import LayersOptions
+from bnncli.parameters.module import LAST, STATE
 from bnncli.run.inputs import open_posterior, require_draws
 from bnncli.run.layers_selection import layers_of
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
-from bnncli.theta.module import LAST, STATE
 
 USUAL = "hmc"
 

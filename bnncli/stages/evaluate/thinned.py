@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bnncli.artifacts.files import read_header
 from bnncli.errors import UsageError
 from bnncli.posteriors import LATENT_BINARY, SPARSE
 from bnncli.run.integrator_choice import type_of
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.scores.true_positive_rate import input_numbers
-from bnncli.storage.artifacts import read_header
 
 
 def is_latent(path: Path | None) -> bool:

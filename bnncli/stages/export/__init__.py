@@ -7,13 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.exports import KIND
+from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.provenance import Source
 from bnncli.detectors import DEFAULT_SCORE, default_score
 from bnncli.errors import MissingInput, UsageError
 from bnncli.exported.libraries import require_onnx
-from bnncli.options import ExportOptions, InputOptions, NameOptions, PredictOptions
 from bnncli.options.command import COMPUTE, Command
-from bnncli.options.export import FORMATS
+from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.export import FORMATS, ExportOptions
 from bnncli.options.extract_features import NO_NETWORK
+from bnncli.options.predict import PredictOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
 from bnncli.run.integrator_choice import AskedIntegrators, IntegratorChoice, num_stored, type_of
@@ -25,9 +29,6 @@ from bnncli.run.recommendation import recommended
 from bnncli.run.session import Result, Run
 from bnncli.stages.export import publishing
 from bnncli.stages.export.report import summary
-from bnncli.storage.exports import KIND
-from bnncli.storage.headers import Header, interpreting
-from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Export the network and posterior as one ONNX, pt2 or safetensors file.",

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.decisions.acceptance import AcceptanceRule
 from bnncli.decisions.outliers import OutlierRule
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.errors import DataError, UsageError
 from bnncli.exported.parts import HeadParts, with_sets
 from bnncli.lazy import torch
-from bnncli.options import ExportOptions
+from bnncli.options.export import ExportOptions
 from bnncli.run.decisions import open_decisions
 from bnncli.run.session import Run
-from bnncli.storage.decisions import DecisionFile
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli.data import Inputs
+from bnncli.data._split import Inputs
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.errors import NumericError
 from bnncli.evaluation.excess import score
 from bnncli.exported.steps import Values
 from bnncli.integrators import Prediction, Ready
 from bnncli.lazy import torch
-from bnncli.options import ExportOptions
+from bnncli.options.export import ExportOptions
 from bnncli.run.inputs import Split
 from bnncli.run.integrator_choice import IntegratorChoice
 from bnncli.run.predictor import Predictor

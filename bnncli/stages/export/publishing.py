@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.atomic import publish_bytes, published_together
+from bnncli.artifacts.exports import KIND, write_export
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.outputs import check_side_output
+from bnncli.artifacts.posteriors import write_tensors
 from bnncli.errors import UsageError
 from bnncli.exported import MARK
 from bnncli.options.export import FORMATS
-from bnncli.storage.atomic import publish_bytes, published_together
-from bnncli.storage.exports import KIND, write_export
-from bnncli.storage.headers import Header
-from bnncli.storage.posteriors import write_tensors
-from bnncli.storage.side_outputs import check_side_output
 
 if TYPE_CHECKING:
     from torch import Tensor

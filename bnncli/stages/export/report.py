@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bnncli.machine.memory import bytes_text
 from bnncli.names import percent
+from bnncli.system.memory import bytes_text
 
 SIZES = (1, 32, 1024)  # of batches that are timed
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bnncli.data import Inputs
+from bnncli.artifacts.posteriors import DecisionFile
+from bnncli.data._split import Inputs
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.detectors import DEFAULT_SCORE
 from bnncli.errors import UsageError
@@ -18,7 +19,7 @@ from bnncli.exported.steps import Values
 from bnncli.exported.thinning import thinned
 from bnncli.integrators import Ready
 from bnncli.lazy import torch
-from bnncli.options import ExportOptions
+from bnncli.options.export import ExportOptions
 from bnncli.run.inputs import Split
 from bnncli.run.integrator_choice import IntegratorChoice
 from bnncli.run.predictor import Predictor
@@ -29,7 +30,6 @@ from bnncli.stages.export.decided import thresholds_of, with_rule
 from bnncli.stages.export.inputs import GoesIn, features_in, inputs_in
 from bnncli.stages.export.measures import eager, expected_outputs, losses, outputs_of, parity_of, thresholds, times_of
 from bnncli.stages.export.report import summary
-from bnncli.storage.decisions import DecisionFile
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

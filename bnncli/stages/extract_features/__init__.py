@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from bnncli.machine.team import crew
+from bnncli.artifacts.features import FeatureFile
+from bnncli.artifacts.files import read_header
 from bnncli.models import SavedModel
-from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.command import COMPUTE, Argument, Command
-from bnncli.options.extract_features import NO_NETWORK
+from bnncli.options.extract_features import NO_NETWORK, ExtractFeaturesOptions
 from bnncli.run.model_files import own_files
 from bnncli.run.network_fit import MISREAD, recorded_fit
 from bnncli.run.session import Result, Run
@@ -25,8 +25,7 @@ from bnncli.stages.extract_features.no_model import own_model_told
 from bnncli.stages.extract_features.splits import saved_model
 from bnncli.stages.extract_features.trained_here import with_recorded
 from bnncli.stages.extract_features.trained_map import make_map
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import FeatureFile
+from bnncli.system.workers import crew
 
 COMMAND = Command(
     "Run the network over the data once and store its penultimate features.",

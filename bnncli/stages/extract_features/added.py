@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from bnncli.artifacts.headers import interpreting
 from bnncli.errors import OutputExists
-from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.command_line import CommandLine
+from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.run.recorded_network import RecordedNetwork
 from bnncli.run.session import Result, Run
 from bnncli.stages.extract_features.from_network import NetworkExtraction
 from bnncli.stages.extract_features.newer_requests import is_of_other_data
-from bnncli.storage.headers import interpreting
 
 _OF_A_SPLIT = {"hold_out", "rotate", "corrupt"}  # recorded of the split that they were given for, and of no other
 

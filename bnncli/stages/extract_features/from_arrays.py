@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from bnncli import data
+from bnncli.artifacts.features import CHECK_ROWS, FeatureFile, encoded_names
+from bnncli.artifacts.provenance import Source
 from bnncli.likelihoods import BINARY
 from bnncli.numerics.digests import json_sha256
-from bnncli.options import ExtractFeaturesOptions
+from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.run.produce import Computed
 from bnncli.run.produce_together import Work
 from bnncli.run.session import Result, Run
@@ -28,8 +30,6 @@ from bnncli.stages.extract_features.ready_splits import ReadyHead, head_of_run, 
 from bnncli.stages.extract_features.same_head import check_same_head
 from bnncli.stages.extract_features.splits import check_two_classes, likelihood_beside
 from bnncli.stages.extract_features.trained_map import make_map
-from bnncli.storage.features import CHECK_ROWS, FeatureFile, encoded_names
-from bnncli.storage.provenance import Source
 
 
 def from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:

@@ -8,11 +8,11 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from bnncli import data
+from bnncli.artifacts.caches import KnownData
+from bnncli.artifacts.features import FeatureFile
 from bnncli.errors import DataError
-from bnncli.machine.team import crew
 from bnncli.models import SavedModel
-from bnncli.options import ExtractFeaturesOptions
-from bnncli.options.extract_features import NO_NETWORK
+from bnncli.options.extract_features import NO_NETWORK, ExtractFeaturesOptions
 from bnncli.run.checkpoint_record import recorded_checkpoint
 from bnncli.run.input_statistics import unlike_inputs
 from bnncli.run.model_files import own_files
@@ -39,8 +39,7 @@ from bnncli.stages.extract_features.splits import (
     shared_params,
 )
 from bnncli.stages.extract_features.unfinished import unfinished_kept
-from bnncli.storage.features import FeatureFile
-from bnncli.storage.known_data import KnownData
+from bnncli.system.workers import crew
 
 if TYPE_CHECKING:
     from bnncli.run.network import Network

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from bnncli.machine.team import Team
+from bnncli.artifacts.caches import KnownData
 from bnncli.models import SavedModel
-from bnncli.options import ExtractFeaturesOptions
+from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.run.session import Result, Run
 from bnncli.run.user_splits import open_splits
 from bnncli.stages.extract_features.one_split import hold_out_seed, shift_asked
-from bnncli.storage.known_data import KnownData
+from bnncli.system.workers import Team
 
 
 def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None, crew: Team) -> Result:

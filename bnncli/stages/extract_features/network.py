@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli.data import InputSplit, Preprocess
+from bnncli.artifacts.features import FeatureFile, encoded_names
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._split import InputSplit
 from bnncli.errors import BnnError
-from bnncli.extraction.features import Extracted, Head, collect
-from bnncli.extraction.head import check_link
+from bnncli.extraction.features import Extracted, collect
+from bnncli.extraction.head import Head, check_link
 from bnncli.extraction.padding import padding_warning
 from bnncli.lazy import torch
 from bnncli.models import Published, SavedModel
 from bnncli.names import listed, percent
-from bnncli.options import ExtractFeaturesOptions
+from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.progress import SILENT
 from bnncli.run.network import Network
 from bnncli.run.network_fit import NetworkFit, fit_of
@@ -26,7 +28,6 @@ from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
 from bnncli.run.user_splits import check_outputs, shift_params
 from bnncli.stages.extract_features.splits import check_two_classes, class_names, transform_json
-from bnncli.storage.features import FeatureFile, encoded_names
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import UNFINISHED, leave_note, request_digest, take_note_away
 from bnncli.errors import NOT_OF_CONTENT, BnnError
 from bnncli.options.declaration import spelled
 from bnncli.run.produce import Request
 from bnncli.run.produce_together import Work, produce_together
 from bnncli.run.session import Result, Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.newer_request import UNFINISHED, leave_note, request_digest, take_note_away
 
 
 def note_changed(run: Run, requests: Sequence[Request]) -> None:

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from bnncli.data import Shift
-from bnncli.numerics.seeds import stream_seed
-from bnncli.options import ExtractFeaturesOptions
+from bnncli.artifacts.atomic import check_free_space
+from bnncli.artifacts.features import FeatureFile, check_split, read_features, write_features
+from bnncli.artifacts.provenance import Source
+from bnncli.data._shift import Shift
+from bnncli.numerics.random import stream_seed
+from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.network_fit import fit_of
 from bnncli.run.produce import Computed, Request
 from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
 from bnncli.run.user_splits import shift_of
-from bnncli.storage.atomic import check_free_space
-from bnncli.storage.features import FeatureFile, check_split, read_features, write_features
-from bnncli.storage.provenance import Source
 
 
 def hold_out_seed(run: Run) -> int:

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from bnncli import data
+from bnncli.artifacts.features import read_features
 from bnncli.errors import DataError, UsageError
 from bnncli.likelihoods import likelihood_of
 from bnncli.numerics.digests import tensor_digest
-from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.declaration import check_split_name
+from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.run.session import Run
-from bnncli.storage.features import read_features
 
 
 @dataclass(frozen=True)

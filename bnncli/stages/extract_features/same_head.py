@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from bnncli.artifacts.features import FeatureFile, head_digest
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import differing_names
 from bnncli.errors import DataError
 from bnncli.likelihoods import BINARY, MULTILABEL, recorded_name
 from bnncli.run.classes import run_classes
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.feature_set import differences
-from bnncli.storage.features import FeatureFile, head_digest
 
 _TOLD = {None: "one class per example", MULTILABEL: "several labels per example", BINARY: "two classes from one logit"}
 
@@ -38,7 +38,7 @@ def check_same_head(
         theirs = header.provenance.get("params", {})
         if header.weights_digest != weights_digest and theirs.get("state") == shared.get("state"):
             continue
-        for option in differences(theirs, shared):
+        for option in differing_names(theirs, shared):
             what = "model preprocessing" if option == "transform" else f"--{option.replace('_', '-')}"
             raise DataError(
                 f"split {name!r} of this run was extracted with another {what} (then {theirs.get(option)}, now "

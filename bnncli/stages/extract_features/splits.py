@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 
 from bnncli import data
+from bnncli.artifacts.features import FeatureFile
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import SHARED_PARAMS
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
 from bnncli.likelihoods import BINARY, MULTILABEL, recorded_name
 from bnncli.models import Published, SavedModel
-from bnncli.options import ExtractFeaturesOptions
-from bnncli.options.extract_features import NO_NETWORK
+from bnncli.options.extract_features import NO_NETWORK, ExtractFeaturesOptions
 from bnncli.run.model_files import opened_model
 from bnncli.run.session import Run
 from bnncli.stages.extract_features.no_model import no_model
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.feature_set import SHARED_PARAMS
-from bnncli.storage.features import FeatureFile
 
 _OF_SAVED_MODELS = ("base_model", "feature_node")
 # Options that change numbers, recorded where they are given.

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bnncli.options import ExtractFeaturesOptions
+from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.posteriors import PREPROCESSING, RECORDED_NETWORK, trained_header
 from bnncli.options.command_line import CommandLine
+from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.registry import own_names
 from bnncli.run.session import Run
-from bnncli.storage.headers import Header, interpreting
-from bnncli.storage.trained import PREPROCESSING, RECORDED_NETWORK, trained_header
 
 
 def with_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeaturesOptions:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.features import FeatureFile, head_digest
+from bnncli.artifacts.posteriors import gradient_passes, write_posterior
+from bnncli.artifacts.provenance import Source
 from bnncli.likelihoods import name_to_record
-from bnncli.options import ExtractFeaturesOptions
+from bnncli.options.extract_features import ExtractFeaturesOptions
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import head_theta
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.session import Result, Run
-from bnncli.storage.features import FeatureFile, head_digest
-from bnncli.storage.posteriors import write_posterior
-from bnncli.storage.provenance import Source
-from bnncli.storage.trained import gradient_passes
-from bnncli.theta.head import HeadLayout
 
 
 def make_map(

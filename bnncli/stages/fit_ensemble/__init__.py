@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.freshness import is_same_file
+from bnncli.artifacts.provenance import Source
 from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import UsageError
-from bnncli.machine.input_files import open_regular
-from bnncli.options import FitEnsembleOptions, InputOptions, NameOptions
 from bnncli.options.command import CKPT, COMPUTE, Argument, Command
-from bnncli.options.fit_ensemble import LAPLACE, TEMPERATURE
+from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.fit_ensemble import LAPLACE, TEMPERATURE, FitEnsembleOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split
 from bnncli.run.network_sources import network_sources
@@ -19,8 +20,7 @@ from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import labeled_val, require_labeled_val, val_lines, warn_if_worse
-from bnncli.storage.freshness import is_same_file
-from bnncli.storage.provenance import Source
+from bnncli.system.input_files import open_regular
 
 COMMAND = Command(
     "Combine networks that were trained separately into an ensemble.",

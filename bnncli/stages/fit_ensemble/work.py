@@ -7,17 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from bnncli.artifacts.posteriors import gradient_passes
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.excess import score
 from bnncli.extraction.head import Head
-from bnncli.inference.costs import MOST_LEFT_OUT, NUM_DRAWS
+from bnncli.inference.memory import MOST_LEFT_OUT, NUM_DRAWS
 from bnncli.inference.temperature import SHARED_RANGE, fit_shared_temperature
 from bnncli.lazy import no_grad, torch
-from bnncli.machine.memory import require
-from bnncli.options import FitEnsembleOptions, FitLaplaceOptions
-from bnncli.options.fit_ensemble import LAPLACE, TEMPERATURE
-from bnncli.options.fit_laplace import LOO
+from bnncli.options.fit_ensemble import LAPLACE, TEMPERATURE, FitEnsembleOptions
+from bnncli.options.fit_laplace import LOO, FitLaplaceOptions
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import STATE, ModuleLayout
 from bnncli.posteriors.ensemble import Ensemble
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.mixture import MemberLayout, Mixture
@@ -31,9 +32,7 @@ from bnncli.run.session import Run
 from bnncli.run.val_report import measure_probs_on_val, predicted_on
 from bnncli.stages.fit_laplace import work as laplace
 from bnncli.stages.fit_laplace.structure import structure_to_fit
-from bnncli.storage.trained import gradient_passes
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import STATE, ModuleLayout
+from bnncli.system.memory import require
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

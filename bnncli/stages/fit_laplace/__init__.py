@@ -7,14 +7,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import UsageError, WriteError
 from bnncli.inference import memory
-from bnncli.inference.costs import MOST_LEFT_OUT, NUM_DRAWS, NUM_FOLDS
-from bnncli.inference.search_rows import search_size
+from bnncli.inference.memory import MOST_LEFT_OUT, NUM_DRAWS, NUM_FOLDS
+from bnncli.inference.prior_search import search_size
 from bnncli.names import percent
-from bnncli.options import FitLaplaceOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
-from bnncli.options.fit_laplace import LOO
+from bnncli.options.common import NameOptions
+from bnncli.options.fit_laplace import LOO, FitLaplaceOptions
+from bnncli.parameters.layouts import MatrixLayout
 from bnncli.registry import declaring
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
@@ -27,9 +30,6 @@ from bnncli.run.val_report import has_labeled_val, val_lines
 from bnncli.stages.fit_laplace.structure import structure_to_fit
 from bnncli.stages.fit_laplace.warnings import warn_of_missing_classes, warn_of_val
 from bnncli.stages.fit_laplace.whole import prepare_network
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.figures import check_figure_path, write_figure
-from bnncli.theta.layout import MatrixLayout
 
 COMMAND = Command(
     "Fit a Gaussian (Laplace) posterior over the last layer, or over other layers.",

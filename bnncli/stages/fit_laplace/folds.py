@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from bnncli.errors import DataError
-from bnncli.inference.costs import NUM_FOLDS
-from bnncli.inference.cross_validation import Fold, FoldSearch, search_folds, stratified_folds
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.inference.modes import mode_of
-from bnncli.inference.prior_precision import PriorSearch, search
-from bnncli.inference.search_rows import SearchRows, is_brief, search_rows
+from bnncli.inference.memory import NUM_FOLDS
+from bnncli.inference.mode import mode_of
+from bnncli.inference.prior_search import PriorSearch, SearchRows, is_brief, search, search_rows
+from bnncli.inference.prior_variants import Fold, FoldSearch, search_folds, stratified_folds
 from bnncli.lazy import torch
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import Split
 from bnncli.run.out_of_fold import fitted_rows
 from bnncli.run.session import Run
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from bnncli.inference.search_rows import SearchRows, is_brief, search_rows
+from bnncli.inference.prior_search import SearchRows, is_brief, search_rows
 from bnncli.run.inputs import Split
 from bnncli.run.session import Run
-from bnncli.targets.held_out import HeldOutFeatures
-from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.last_layer import HeldOutFeatures, LastLayerTarget
 
 
 class Searched(NamedTuple):

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
 from bnncli.inference import memory
-from bnncli.inference.costs import NUM_DRAWS, QUICK_SECONDS, SEARCH_FITS, SEARCH_MODES, fit_seconds
-from bnncli.inference.search_rows import search_size
-from bnncli.machine.memory import budget, bytes_text
-from bnncli.machine.speed import speed_of
+from bnncli.inference.memory import NUM_DRAWS, QUICK_SECONDS, SEARCH_FITS, SEARCH_MODES, fit_seconds
+from bnncli.inference.prior_search import search_size
+from bnncli.parameters.layouts import MatrixLayout
 from bnncli.run.session import Run
-from bnncli.theta.layout import MatrixLayout
+from bnncli.system.devices import speed_of
+from bnncli.system.memory import budget, bytes_text
 
 if TYPE_CHECKING:
-    from bnncli.inference.prior_precision import PriorSearch
+    from bnncli.inference.prior_search import PriorSearch
     from bnncli.targets.target import CurvedTarget
 
 _DEARER = 8  # times, that a search by the structure to fit has to take longer than by a rougher one to be made around that one's result
@@ -105,7 +105,7 @@ def structure_by_val(
         closest: the structure that says most of the posterior.
         layout, whole: as for structure_to_fit.
     """
-    from bnncli.inference.structure_choice import choose_structure
+    from bnncli.inference.prior_search import choose_structure
 
     gaussian = found.fit.gaussian
     first = gaussian.covariance.structure

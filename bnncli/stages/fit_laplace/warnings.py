@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bnncli.artifacts.features import label_counts
 from bnncli.options.layers import LayersOptions
+from bnncli.parameters.module import LAST
 from bnncli.registry import declaring
 from bnncli.run.inputs import Split
 from bnncli.run.made_already import fresh_posterior, to_predict
 from bnncli.run.session import Run
 from bnncli.run.val_report import warn_if_worse
-from bnncli.storage.features import label_counts
-from bnncli.theta.module import LAST
 
 if TYPE_CHECKING:
-    from bnncli.inference.cross_validation import FoldSearch
     from bnncli.inference.mode import Mode
-    from bnncli.inference.prior_precision import PriorSearch
+    from bnncli.inference.prior_search import PriorSearch
+    from bnncli.inference.prior_variants import FoldSearch
     from bnncli.posteriors.gaussian import Gaussian
 
 JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal changes nothing below it

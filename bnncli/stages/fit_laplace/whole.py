@@ -7,8 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from bnncli.errors import UsageError
-from bnncli.options import FitLaplaceOptions
-from bnncli.options.fit_laplace import kinds_of, structures_of
+from bnncli.options.fit_laplace import FitLaplaceOptions, kinds_of, structures_of
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split
 from bnncli.run.network_sources import network_sources

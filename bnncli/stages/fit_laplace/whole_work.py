@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli import registry
 from bnncli.errors import NumericError, UsageError
-from bnncli.inference.effective_params import num_effective
-from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.inference.layer_precisions import choose_layer_precisions
-from bnncli.inference.linear_draws import linear_draws
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian, linear_draws, num_effective
 from bnncli.inference.network_memory import NetworkPlan
-from bnncli.inference.prior_precision import PriorSearch, search
+from bnncli.inference.prior_search import PriorSearch, search
+from bnncli.inference.prior_variants import choose_layer_precisions
 from bnncli.logits._kept import keeping
-from bnncli.options import FitLaplaceOptions
+from bnncli.options.fit_laplace import FitLaplaceOptions
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.linear_draws import LinearDraws
 from bnncli.run.cost import Cost
@@ -24,10 +23,8 @@ from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Run
 from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter, warn_of_shortfall
 from bnncli.stages.fit_laplace.work import fit_metrics
-from bnncli.targets.curvature_choice import HESSIAN
-from bnncli.targets.network import NetworkTarget
-from bnncli.targets.passes import counted_passes
-from bnncli.theta.prior import Prior
+from bnncli.targets.network import HESSIAN, NetworkTarget
+from bnncli.targets.target import counted_passes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,15 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bnncli.inference.cross_validation import FoldSearch
-from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.inference.leave_one_out import LeftOut
-from bnncli.inference.prior_precision import BOUNDS, PLUG_IN, SAMPLED, PlugInChoice, PriorSearch, search
-from bnncli.inference.row_space_lift import RowLift, lift_fit
-from bnncli.inference.structure_choice import first_near_the_best
+from bnncli.inference.laplace import LaplaceFit, RowLift, fit_gaussian, lift_fit
+from bnncli.inference.prior_criterion import LeftOut
+from bnncli.inference.prior_search import (
+    BOUNDS,
+    PLUG_IN,
+    SAMPLED,
+    PlugInChoice,
+    PriorSearch,
+    first_near_the_best,
+    search,
+)
+from bnncli.inference.prior_variants import FoldSearch
 from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.lazy import torch
-from bnncli.options import FitLaplaceOptions
+from bnncli.options.fit_laplace import FitLaplaceOptions
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.point import Point
 from bnncli.progress import Progress
 from bnncli.run.cost import Cost
@@ -29,10 +36,8 @@ from bnncli.stages.fit_laplace.folds import fit_with_folds, folds_of
 from bnncli.stages.fit_laplace.search import Searched, examples_to_search
 from bnncli.stages.fit_laplace.structure import rough_structure_to_search, structure_by_val, structure_to_search
 from bnncli.stages.fit_laplace.warnings import tell_of_memorised, warn_of_edge, warn_of_jitter
-from bnncli.targets.held_out import HeldOutFeatures
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.passes import counted_passes
-from bnncli.theta.prior import Prior
+from bnncli.targets.last_layer import HeldOutFeatures, LastLayerTarget
+from bnncli.targets.target import counted_passes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,19 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bnncli.inference import memory
-from bnncli.latent.apart import largest_group
-from bnncli.latent.factors import initial_factors
-from bnncli.latent.fit import Plan
-from bnncli.latent.model import LatentModel
-from bnncli.latent.multiplier import initial_model, num_params
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.search import CANDIDATES
-from bnncli.latent.steps import EstimatorSettings
+from bnncli.latent.factors import initial_factors, initial_model, num_params
+from bnncli.latent.fit import CANDIDATES, EstimatorSettings, Plan, largest_group
+from bnncli.latent.model import LatentModel, SpikeAndSlab
 from bnncli.lazy import torch
-from bnncli.machine.team import team
-from bnncli.options import FitLbbnnOptions
-from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES
-from bnncli.theta.network import NetworkLayout
+from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES, FitLbbnnOptions
+from bnncli.parameters.layouts import NetworkLayout
+from bnncli.system.workers import team
 
 
 def start_of(

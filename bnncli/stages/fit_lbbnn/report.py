@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bnncli.errors import NumericError
 from bnncli.evaluation.density import used_density
 from bnncli.evaluation.input_selection import MAX_INPUTS, input_inclusions
-from bnncli.latent.divergence import bias_divergence
-from bnncli.latent.fit import averaged_divergence
-from bnncli.latent.scaling import Inputs, Scaling
-from bnncli.latent.steps import draw_logits, leaves
+from bnncli.latent.fit import Inputs, Scaling, averaged_divergence, draw_logits, leaves
+from bnncli.latent.model import bias_divergence
 from bnncli.lazy import no_grad, torch
-from bnncli.numerics.seeds import on_device
+from bnncli.numerics.random import on_device
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.run.session import Run
-from bnncli.targets.stream import FeatureBlocks
+from bnncli.targets.blocks import FeatureBlocks
 
 if TYPE_CHECKING:
     from torch import Tensor

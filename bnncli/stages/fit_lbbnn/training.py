@@ -7,21 +7,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bnncli.latent.apart import fit_apart, fit_tensors, groups_of, joined, joined_history
-from bnncli.latent.fit import Plan, fit_latent
-from bnncli.latent.history import History
+from bnncli.latent.fit import (
+    CANDIDATES,
+    History,
+    Plan,
+    fit_apart,
+    fit_latent,
+    fit_tensors,
+    groups_of,
+    joined,
+    joined_history,
+    nll_of_repeats,
+    search_epochs,
+)
 from bnncli.latent.model import LatentModel
-from bnncli.latent.search import CANDIDATES, nll_of_repeats, search_epochs
 from bnncli.lazy import torch
-from bnncli.machine.team import Team, team
-from bnncli.options import FitLbbnnOptions
+from bnncli.options.fit_lbbnn import FitLbbnnOptions
+from bnncli.parameters.layouts import NetworkLayout
 from bnncli.run.inputs import Split
 from bnncli.run.resumable import Resumable
 from bnncli.run.session import Run
 from bnncli.run.shared_trainings import begun_before, say_who_works, stored_in
 from bnncli.stages.fit_lbbnn.plan import start_of
 from bnncli.stages.fit_lbbnn.report import TrainingData
-from bnncli.theta.network import NetworkLayout
+from bnncli.system.workers import Team, team
 from bnncli.training.loop import State
 from bnncli.training.shared_out import Seat
 

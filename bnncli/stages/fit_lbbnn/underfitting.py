@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from bnncli.latent.fit import Plan
-from bnncli.latent.history import History
-from bnncli.latent.scaling import Scaling
+from bnncli.latent.fit import History, Plan, Scaling
 from bnncli.lazy import torch
 from bnncli.names import percent
-from bnncli.options import FitLbbnnOptions
+from bnncli.options.fit_lbbnn import FitLbbnnOptions
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,14 +6,11 @@ import math
 from dataclasses import replace
 
 from bnncli.integrators.mc import Mc, affordable_draws
-from bnncli.latent.apart import groups_of
-from bnncli.latent.history import History
+from bnncli.latent.fit import CANDIDATES, History, Scaling, groups_of, search_epochs
 from bnncli.latent.model import LatentModel
-from bnncli.latent.scaling import Scaling
-from bnncli.latent.search import CANDIDATES, search_epochs
 from bnncli.lazy import torch
-from bnncli.machine.team import team
-from bnncli.options import FitLbbnnOptions
+from bnncli.options.fit_lbbnn import FitLbbnnOptions
+from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import DEFAULT_NETWORKS, LatentBinary
 from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split
@@ -25,7 +22,7 @@ from bnncli.stages.fit_lbbnn.plan import check_memory, epochs_of, plan_of
 from bnncli.stages.fit_lbbnn.report import TrainingData, measure
 from bnncli.stages.fit_lbbnn.training import LatentTraining
 from bnncli.stages.fit_lbbnn.underfitting import guessing, poor_fit, rise, short_plan, still_rising
-from bnncli.theta.network import NetworkLayout
+from bnncli.system.workers import team
 
 
 def fit(

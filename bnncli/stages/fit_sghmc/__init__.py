@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnncli.inference import memory
-from bnncli.inference.step_memory import Stepping
-from bnncli.options import FitSghmcOptions, InputOptions, NameOptions
+from bnncli.inference.network_memory import Stepping
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.fit_sghmc import FitSghmcOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report

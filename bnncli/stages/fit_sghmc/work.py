@@ -9,16 +9,17 @@ from functools import partial
 from typing import Any
 
 from bnncli import __version__
+from bnncli.artifacts.resume import DrawFile
+from bnncli.artifacts.samples import SampleFile, write_samples
 from bnncli.errors import UsageError
 from bnncli.evaluation.convergence import Convergence
-from bnncli.inference.sghmc import SghmcPlan, SghmcRun, sample_sghmc
-from bnncli.inference.sghmc_rate import Planned, planned
-from bnncli.inference.white_coordinates import WhiteCoordinates
+from bnncli.inference.dynamics import WhiteCoordinates
+from bnncli.inference.sghmc import Planned, SghmcPlan, SghmcRun, planned, sample_sghmc
 from bnncli.lazy import torch
 from bnncli.names import counted
-from bnncli.numerics.seeds import stream_seed
-from bnncli.options import FitSghmcOptions
-from bnncli.options.fit_sghmc import BASE, NONE, RMSPROP
+from bnncli.numerics.random import stream_seed
+from bnncli.options.fit_sghmc import BASE, NONE, RMSPROP, FitSghmcOptions
+from bnncli.parameters.prior import initial_theta
 from bnncli.posteriors.samples import Samples
 from bnncli.run.chain_judges import head_judges, network_judge, parameter_judge
 from bnncli.run.chain_report import parameter_metrics, prediction_metrics
@@ -30,9 +31,6 @@ from bnncli.run.resumable import ResumableDraws, resumable_training
 from bnncli.run.target_fit import Fitting
 from bnncli.run.val_report import measure_on_val
 from bnncli.stages.fit_sghmc.report import warnings
-from bnncli.storage.draw_file import DrawFile
-from bnncli.storage.samples import SampleFile, write_samples
-from bnncli.theta.initial import initial_theta
 
 MIN_SIZED_DRAWS = 20  # a chain: of fewer no effective sample size is told
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from bnncli.inference.stiffness import curvature_passes, largest_curvature
+from bnncli.inference.sghmc import curvature_passes, largest_curvature
 from bnncli.inference.swag import SwagFit, SwagPlan, fit_swag, noise_trace, tamed
 from bnncli.lazy import torch
-from bnncli.options import FitSwagOptions
+from bnncli.options.fit_swag import FitSwagOptions
 from bnncli.run.cost import Cost
 from bnncli.run.given_rate import chosen_instead
 from bnncli.run.produce_posterior import Fitted

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.headers import Header
 from bnncli.errors import UsageError
-from bnncli.options import FitTemperatureOptions, InputOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.fit_temperature import FitTemperatureOptions
 from bnncli.registry import has_attribute, names
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import posterior_source
@@ -17,7 +19,6 @@ from bnncli.run.named_posterior import find_named
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import require_labeled_val
-from bnncli.storage.headers import Header
 
 COMMAND = Command(
     "Scale the network's logits by one temperature, fitted on val.",

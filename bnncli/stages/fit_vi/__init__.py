@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bnncli.inference.step_memory import Stepping
+from bnncli.inference.network_memory import Stepping
 from bnncli.integrators.mc import Mc
-from bnncli.options import FitViOptions, InputOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.fit_vi import FitViOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report

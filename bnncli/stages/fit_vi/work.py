@@ -8,18 +8,18 @@ from typing import Any
 
 from bnncli.errors import NumericError
 from bnncli.inference.elbo import elbo
-from bnncli.inference.stiffness import curvature_passes, largest_curvature
+from bnncli.inference.sghmc import curvature_passes, largest_curvature
 from bnncli.inference.vi import ViFit, ViPlan, fit_vi, shortfall
 from bnncli.names import counted
-from bnncli.numerics.seeds import stream_seed
-from bnncli.options import FitViOptions
+from bnncli.numerics.random import stream_seed
+from bnncli.options.fit_vi import FitViOptions
+from bnncli.parameters.prior import initial_theta
 from bnncli.run.cost import Cost
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import resumable_training
 from bnncli.run.target_base import beside_base
 from bnncli.run.target_fit import Fitting
 from bnncli.run.val_report import measure_on_val
-from bnncli.theta.initial import initial_theta
 
 
 def fit(fitting: Fitting, options: FitViOptions) -> Fitted:

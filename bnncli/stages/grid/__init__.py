@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.atomic import check_writable, write_error
+from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import CheckFailed
 from bnncli.names import counted
-from bnncli.options import CommonOptions, GridOptions
 from bnncli.options.command import Argument, Command
+from bnncli.options.common import CommonOptions
+from bnncli.options.grid import GridOptions
 from bnncli.run.session import Result, Run, Table
 from bnncli.stages.grid.apart import check_apart
 from bnncli.stages.grid.journal import FAILED, SKIPPED, Ended, Journal
@@ -21,8 +24,6 @@ from bnncli.stages.grid.running import as_run, program
 from bnncli.stages.grid.schedule import Schedule
 from bnncli.stages.grid.seen import seen_by
 from bnncli.stages.grid.slurm import script
-from bnncli.storage.atomic import check_writable, write_error
-from bnncli.storage.locks import artifact_lock
 
 COMMAND = Command(
     "Run commands over many checkpoints and options in parallel.",

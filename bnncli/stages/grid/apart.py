@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
+from bnncli.artifacts.run_folder import RunFolder
 from bnncli.errors import ConfigError
-from bnncli.options import InputOptions, NameOptions
 from bnncli.options.command import COMPUTE
+from bnncli.options.common import InputOptions, NameOptions
 from bnncli.options.declaration import flag_of
 from bnncli.options.parts import settings_of
 from bnncli.stages.grid.plan import Job
 from bnncli.stages.grid.steps import JOB, GridFile
-from bnncli.storage.run_folder import RunFolder
 
 WRITTEN = ("plot", "table", "dense", "out")  # options of a file or folder, which no two lines may share
 # Of commands whose results are not named by --name: the options that say what is written.

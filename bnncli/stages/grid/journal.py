@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.atomic import publish_bytes
 from bnncli.errors import NOT_OF_CONTENT, BnnError
-from bnncli.machine.json_files import read_object
 from bnncli.run.session import Run
 from bnncli.stages.grid.apart import WRITTEN
 from bnncli.stages.grid.plan import Job
 from bnncli.stages.grid.seen import Seen
-from bnncli.storage.atomic import publish_bytes
+from bnncli.system.input_files import read_object
 
 SCHEMA = "bnncli.grid/1"
 DONE, UP_TO_DATE, FAILED, SKIPPED = "done", "up_to_date", "failed", "skipped"

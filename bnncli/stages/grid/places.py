@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from bnncli.errors import DeviceError, UsageError
 from bnncli.lazy import torch
-from bnncli.machine import team
-from bnncli.machine.devices import device_name
-from bnncli.options import GridOptions
-from bnncli.options.grid import CPU
+from bnncli.options.grid import CPU, GridOptions
 from bnncli.stages.grid.plan import Job
+from bnncli.system import workers as team
+from bnncli.system.devices import device_name
 
 _GPUS, _THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 _ANYWHERE = ("auto", CPU)  # devices of a line that is told where it runs

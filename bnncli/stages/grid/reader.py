@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from bnncli import registry
+from bnncli.artifacts.run_folder import RunFolder
 from bnncli.errors import ConfigError, MissingInput
-from bnncli.options import CommonOptions, GridOptions
 from bnncli.options.command import Command
+from bnncli.options.common import CommonOptions
 from bnncli.options.declaration import Checked, Declared, flag_of
+from bnncli.options.grid import GridOptions
 from bnncli.options.parts import declaration
 from bnncli.options.toml_values import base_type, closest, faults_of, line_of, option_value, read_toml
 from bnncli.stages.grid.steps import CHECKPOINT, JOB, REFERENCE, GridFile, GridStep, options_of, references, texts
-from bnncli.storage.run_folder import RunFolder
 
 _MAKES_ITS_CHECKPOINT = ("train", "extract-features")
 _KEYS = ("command", "name", "after")

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from bnncli.errors import BnnError, DataError, Exit, MissingInput
-from bnncli.machine.json_files import read_object
 from bnncli.names import printable
 from bnncli.options.command_line import CommandLine
 from bnncli.stages.grid.journal import DONE, FAILED, UP_TO_DATE, Ended, Journal
 from bnncli.stages.grid.places import LinePlace
 from bnncli.stages.grid.plan import Job
+from bnncli.system.input_files import read_object
 
 # What torchrun tells a process: a line of a grid is no worker of whoever started the grid.
 _OF_TORCHRUN = {

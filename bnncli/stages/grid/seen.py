@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.run_folder import RunFolder
 from bnncli.errors import NOT_OF_CONTENT, BnnError
 from bnncli.numerics.digests import json_sha256
 from bnncli.stages.grid.plan import Job
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ from typing import Any
 
 from bnncli.errors import UsageError
 from bnncli.inference import memory
-from bnncli.options import HmcOptions, InputOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.hmc import HmcOptions
 from bnncli.options.target import AUTO
+from bnncli.parameters.prior import Prior
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, require_features
@@ -24,7 +26,6 @@ from bnncli.run.target_fit import weaker_prior
 from bnncli.run.val_report import warn_if_worse
 from bnncli.stages.hmc.report import summary, verdict
 from bnncli.stages.hmc.whole import prepare_network
-from bnncli.theta.prior import Prior
 
 COMMAND = Command(
     "Sample the exact posterior by Hamiltonian Monte Carlo.",

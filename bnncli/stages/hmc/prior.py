@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from bnncli.inference.hmc import sample_hmc
-from bnncli.inference.prior_climb import PriorTrial, climb_prior
-from bnncli.options import HmcOptions
+from bnncli.inference.prior_variants import PriorTrial, climb_prior
+from bnncli.options.hmc import HmcOptions
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import Split
 from bnncli.run.prior_choice import prior_metrics
 from bnncli.run.session import Run
 from bnncli.stages.hmc.work import Space
-from bnncli.theta.prior import Prior
 
 _ACCEPT = 0.8  # that short runs aim at: the most draws a second
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bnncli.errors import UsageError
 from bnncli.inference import memory
-from bnncli.options import HmcOptions
+from bnncli.options.hmc import HmcOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split
 from bnncli.run.network_sources import network_sources

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.errors import DataError
-from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.network_draw_memory import NetworkDraws
+from bnncli.inference.mode import covariance_at
+from bnncli.inference.network_memory import NetworkDraws
 from bnncli.lazy import torch
 from bnncli.numerics.digests import tensor_digest
-from bnncli.options import HmcOptions
+from bnncli.options.hmc import HmcOptions
+from bnncli.parameters.module import ModuleLayout
+from bnncli.parameters.prior import Prior
 from bnncli.run.chain_judges import network_judge
 from bnncli.run.inputs import Split, open_posterior
 from bnncli.run.network_splits import NetworkReader, NetworkSplit
@@ -21,9 +23,7 @@ from bnncli.run.session import Run
 from bnncli.run.target_base import Base
 from bnncli.stages.hmc.work import Sampling, Space
 from bnncli.targets.network import NetworkTarget
-from bnncli.targets.passes import counted_passes
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.prior import Prior
+from bnncli.targets.target import counted_passes
 
 DISPERSION = (
     1.0  # chains of a network start as draws of the Gaussian: of twice that width they would take long to come back

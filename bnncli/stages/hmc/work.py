@@ -11,19 +11,19 @@ from importlib.metadata import version
 from typing import Any
 
 from bnncli import __version__
+from bnncli.artifacts.resume import DrawFile
+from bnncli.artifacts.samples import SampleFile, write_samples
 from bnncli.covariances import Covariance
 from bnncli.evaluation.convergence import Convergence
 from bnncli.inference import memory
-from bnncli.inference.chain_groups import Workers
-from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, sample_hmc
-from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.row_space_draws import complete
+from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, Workers, sample_hmc
+from bnncli.inference.laplace import complete, fit_gaussian
 from bnncli.lazy import torch
 from bnncli.likelihoods import name_to_record
-from bnncli.machine.memory import budget
-from bnncli.machine.team import team
-from bnncli.options import HmcOptions
+from bnncli.options.hmc import HmcOptions
 from bnncli.options.until import unmet
+from bnncli.parameters.layouts import MatrixLayout, ParamLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
 from bnncli.run.chain_judges import Judge, head_judges, parameter_judge
@@ -39,13 +39,10 @@ from bnncli.run.session import Run
 from bnncli.run.target_base import Base
 from bnncli.run.val_report import measure_on_val
 from bnncli.stages.hmc.report import condition_values, hmc_metrics, hmc_warnings
-from bnncli.storage.draw_file import DrawFile
-from bnncli.storage.samples import SampleFile, write_samples
-from bnncli.targets.coarse_gradient import choose_gradient
-from bnncli.targets.passes import counted_passes
-from bnncli.targets.target import Target
-from bnncli.theta.layout import MatrixLayout, ParamLayout
-from bnncli.theta.prior import Prior
+from bnncli.system.memory import budget
+from bnncli.system.workers import team
+from bnncli.targets.target import Target, counted_passes
+from bnncli.targets.variants import choose_gradient
 
 _SMALLEST_GROUP = 4  # chains a product; on two cores each of fewer costs a third more, of 16 a tenth less
 _MOST_PREDICTING = 2**26  # numbers of the draws that predict val: 256 MiB, and on two cores 15 s for 10,000 examples

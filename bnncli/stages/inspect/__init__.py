@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header, check_is_file
 from bnncli.checkpoints.shards import INDEX_SUFFIX
 from bnncli.checkpoints.sniff import sniff, sniff_zip
 from bnncli.errors import BnnError, DataError
-from bnncli.machine.input_files import open_regular, reading
 from bnncli.names import quoted
-from bnncli.options import CommonOptions
 from bnncli.options.command import Argument, Command
+from bnncli.options.common import CommonOptions
 from bnncli.options.export import FORMATS
 from bnncli.registry import has_name
 from bnncli.run.session import Result, Run, Table
@@ -19,8 +20,7 @@ from bnncli.stages.inspect.data_files import idx_found, npz_found, table_found
 from bnncli.stages.inspect.folders import folder_found
 from bnncli.stages.inspect.found import MAX_ROWS, Found, short
 from bnncli.stages.inspect.programs import PROGRAMS, program_found
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header, check_is_file
+from bnncli.system.input_files import open_regular, reading
 
 COMMAND = Command(
     "Show what is in a file: kind, shapes, parameters, provenance, digests.",
@@ -147,9 +147,9 @@ def _arrays(header: Header) -> dict[str, str]:
     if header.kind == "metrics" or (header.kind == "export" and not is_tensors):
         return {}
     if header.kind in ("posterior", "checkpoint", "decision", "export"):
-        from bnncli.storage.posteriors import tensor_shapes
+        from bnncli.artifacts.posteriors import tensor_shapes
 
         return tensor_shapes(header.path)
-    from bnncli.storage.hdf5 import array_shapes
+    from bnncli.artifacts.hdf5 import array_shapes
 
     return array_shapes(header.path)

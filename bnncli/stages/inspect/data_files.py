@@ -11,10 +11,10 @@ import numpy as np
 
 from bnncli import registry
 from bnncli.errors import DataError
-from bnncli.machine.input_files import is_failure
 from bnncli.names import quoted
 from bnncli.options.command_line import pasted
 from bnncli.stages.inspect.found import Found, data_line
+from bnncli.system.input_files import is_failure
 
 _TABLES = ("csv", "tsv", "jsonl", "parquet", "arrow")
 _TEXT = ("text", "sentence", "review", "content", "comment", "body", "message", "tweet", "title", "question")

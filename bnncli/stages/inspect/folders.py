@@ -10,13 +10,12 @@ from typing import Any
 from bnncli.checkpoints.shards import sharded_folder, shards_of
 from bnncli.data import _sound
 from bnncli.errors import BnnError, DataError, MissingInput
-from bnncli.machine.input_files import reading
-from bnncli.machine.json_files import read_object
 from bnncli.models._hf_folder import feature_extractor, weight_files
 from bnncli.names import listed, quoted
 from bnncli.options.command_line import pasted
 from bnncli.stages.inspect.data_files import can_be_read
 from bnncli.stages.inspect.found import CHECKPOINT, Found, data_line
+from bnncli.system.input_files import read_object, reading
 
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt", ".bin", ".onnx", ".pt2", ".skops")
 _OF_CLASSES = {

@@ -12,7 +12,7 @@ from bnncli.checkpoints.heads import possible_heads
 from bnncli.checkpoints.load import Checkpoint, load_whole
 from bnncli.checkpoints.state_dicts import states_in
 from bnncli.names import listed, prefixes_of, quoted
-from bnncli.networks import recognised
+from bnncli.networks._load import recognised
 from bnncli.options.declaration import spelled
 from bnncli.stages.inspect.found import Found
 

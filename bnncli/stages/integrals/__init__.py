@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.integrators._exact import Exact, exact_probs
 from bnncli.integrators.quadrature import binary_probs
 from bnncli.lazy import torch
-from bnncli.options import CommonOptions, ComputeOptions, IntegralsOptions
 from bnncli.options.command import Command
+from bnncli.options.common import CommonOptions, ComputeOptions
+from bnncli.options.integrals import IntegralsOptions
 from bnncli.run.session import Result, Run, Table
 from bnncli.stages.integrals.gaussians import (
     ConfiguredIntegrator,
@@ -23,7 +25,6 @@ from bnncli.stages.integrals.gaussians import (
     sigmoid_posterior,
     softmax_posterior,
 )
-from bnncli.storage.figures import check_figure_path, write_figure
 
 COMMAND = Command(
     "Measure each integrator's error against the exact integral.",

@@ -16,9 +16,9 @@ from bnncli.errors import UsageError
 from bnncli.integrators import Integrator, Prediction, load_integrator, supports, variant
 from bnncli.lazy import torch
 from bnncli.options.parts import declaration
+from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import names
-from bnncli.theta.head import HeadLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

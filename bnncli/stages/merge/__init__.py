@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnncli.inference import memory
-from bnncli.options import HmcOptions, InputOptions, MergeOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.hmc import HmcOptions
+from bnncli.options.merge import MergeOptions
+from bnncli.parameters.module import LAST
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split
 from bnncli.run.network_sources import network_sources
@@ -15,7 +18,7 @@ from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, require_fea
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.stages.hmc.report import summary, verdict
-from bnncli.stages.merge.together import LAST, find_parts, require_together
+from bnncli.stages.merge.together import find_parts, require_together
 
 COMMAND = Command(
     "Join the chains of separate hmc runs into one posterior.",

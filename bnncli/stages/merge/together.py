@@ -10,19 +10,19 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import is_same_file
+from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.provenance import Source
 from bnncli.errors import DataError, UsageError
 from bnncli.numerics.digests import json_sha256
-from bnncli.options import MergeOptions
+from bnncli.options.merge import MergeOptions
+from bnncli.parameters.module import LAST as LAST
 from bnncli.run.inputs import Split, posterior_source, recorded_prior
 from bnncli.run.named_posterior import find_named
 from bnncli.run.out_of_fold import fit_on
 from bnncli.run.revisions import is_another
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.freshness import is_same_file
-from bnncli.storage.headers import Header, interpreting
-from bnncli.storage.provenance import Source
-from bnncli.theta.module import LAST as LAST
 
 _METHODS = ("hmc", "merge")
 _OF_THE_FIT = ("base", "features.val")  # inputs that the target does not depend on but by its prior

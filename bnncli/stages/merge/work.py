@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 
 from bnncli import __version__
+from bnncli.artifacts.samples import SampleFile, write_samples
 from bnncli.inference.hmc import HmcRun
 from bnncli.lazy import torch
-from bnncli.options import HmcOptions, MergeOptions
+from bnncli.options.hmc import HmcOptions
+from bnncli.options.merge import MergeOptions
+from bnncli.parameters.module import LAST
+from bnncli.parameters.prior import Prior
 from bnncli.run.chain_judges import Judge, head_judges, network_judge, parameter_judge
 from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split, open_samples, posterior_prior
@@ -23,9 +27,7 @@ from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Run
 from bnncli.stages.hmc.report import hmc_metrics, hmc_warnings
 from bnncli.stages.hmc.work import sample_file
-from bnncli.stages.merge.together import LAST, MergedRun
-from bnncli.storage.samples import SampleFile, write_samples
-from bnncli.theta.prior import Prior
+from bnncli.stages.merge.together import MergedRun
 
 _OF_ONE_RUN = ("metrics", "method", "whitening", "joined")
 

@@ -8,12 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
-from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
+from bnncli.integrators._partitions import NUM_GROUPS, num_kept_rows
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
-from bnncli.machine.team import is_leader
-from bnncli.options import InputOptions, NameOptions, PredictOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.predict import PredictOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.classes import posterior_classes
 from bnncli.run.inputs import Split, load_split, posterior_source
@@ -29,9 +32,7 @@ from bnncli.stages.predict.decided import SplitDecisions, decide, rule_columns
 from bnncli.stages.predict.memory import planned_bytes
 from bnncli.stages.predict.stored import facts_of, params_of, predict_split
 from bnncli.stages.predict.table import check_table_path, few_draws_lines, make_table, parse_merges
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
-from bnncli.storage.provenance import Source
+from bnncli.system.workers import is_leader
 
 COMMAND = Command(
     "Compute class probabilities from posteriors.",

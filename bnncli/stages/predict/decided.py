@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.decisions import KINDS, OOD, RISK, SETS, SHIFT
 from bnncli.decisions.acceptance import AcceptanceRule
 from bnncli.decisions.outliers import OutlierRule
@@ -20,8 +22,6 @@ from bnncli.names import percent
 from bnncli.run.decisions import Decidable, open_decisions, scores_of, why_unfit
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.decisions import DecisionFile
 
 NONE = "none"  # of the rules
 _TITLES = {SETS: ("set", "set_size"), RISK: ("accept",), OOD: ("ood",), SHIFT: ()}

@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bnncli.artifacts.atomic import check_writable, publish_bytes, write_error
+from bnncli.artifacts.outputs import NAME, as_it_was, csv_bytes, is_table
+from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.data._pixels import SUFFIXES
 from bnncli.errors import DataError, MissingInput, OutputExists, ReadError, WriteError
-from bnncli.machine.input_files import reading
 from bnncli.names import in_table, quoted
 from bnncli.run.session import Result
 from bnncli.stages.predict.new_data import BLOCK, NewData
-from bnncli.storage.atomic import check_writable, publish_bytes, write_error
-from bnncli.storage.locks import artifact_lock
-from bnncli.storage.tables import NAME, as_it_was, csv_bytes, is_table
+from bnncli.system.input_files import reading
 
 _ENDINGS = tuple(SUFFIXES)
 SPLIT = "followed"  # what the table says of where its examples are from

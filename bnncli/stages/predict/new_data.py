@@ -17,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli import data
+from bnncli.artifacts.features import FeatureFile
+from bnncli.artifacts.outputs import TableBlock, csv_header
+from bnncli.artifacts.predictions import PredictionFile
 from bnncli.data.images import image_dataset
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.extraction.features import Extracted
@@ -34,9 +37,6 @@ from bnncli.run.session import Run
 from bnncli.stages.predict.new_data_rules import NewDataRules
 from bnncli.stages.predict.stored import predictions_of
 from bnncli.stages.predict.table import Origin, ShownColumns
-from bnncli.storage.features import FeatureFile
-from bnncli.storage.predictions import PredictionFile
-from bnncli.storage.tables import TableBlock, csv_header
 
 BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of extract-features by default: sums depend on it
 _OF_THE_RUN = {spec.name for spec in fields(ExtractFeaturesOptions)} - {spec.name for spec in fields(PredictOptions)}

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from bnncli import data
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.outputs import TableBlock, write_table
 from bnncli.errors import UsageError
-from bnncli.machine.team import team
-from bnncli.options import PredictOptions
+from bnncli.options.predict import PredictOptions
 from bnncli.run.classes import posterior_classes
 from bnncli.run.session import Result, Run
 from bnncli.stages.extract_features.added import AddedSplits
@@ -20,8 +21,7 @@ from bnncli.stages.predict.new_data import Maker, NewData, about_given_data
 from bnncli.stages.predict.new_data_rules import NewDataRules, columns_of_rules
 from bnncli.stages.predict.stored import params_of
 from bnncli.stages.predict.table import Merge, ShownColumns, check_table_path, few_draws_lines
-from bnncli.storage.features import read_features
-from bnncli.storage.tables import TableBlock, write_table
+from bnncli.system.workers import team
 
 
 def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merges: Sequence[Merge]) -> Result:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.predictions import PredictionFile, write_predictions
 from bnncli.lazy import torch
 from bnncli.likelihoods import name_to_record
-from bnncli.numerics.top_k import ranked_lengths
+from bnncli.numerics.dirichlet import ranked_lengths
 from bnncli.options.declaration import spelled
 from bnncli.run.inputs import Split
 from bnncli.run.integrator_choice import IntegratorChoice
@@ -16,7 +17,6 @@ from bnncli.run.predicted_rows import Predicted
 from bnncli.run.predictor import Predictor
 from bnncli.run.produce import Computed
 from bnncli.run.session import Run
-from bnncli.storage.predictions import PredictionFile, write_predictions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

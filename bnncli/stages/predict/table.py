@@ -10,28 +10,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.outputs import (
+    FIRST_COLUMNS,
+    NAME,
+    PROBABILITIES,
+    TOP_K,
+    TableBlock,
+    check_side_output,
+    is_table,
+    probability_columns,
+    write_table,
+)
+from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.errors import UsageError
 from bnncli.evaluation.label_statistics import THRESHOLD
-from bnncli.integrators._intervals import LEVEL
+from bnncli.integrators._partitions import LEVEL
 from bnncli.lazy import torch
 from bnncli.names import percent
 from bnncli.numerics import dirichlet
 from bnncli.options.declaration import spelled
 from bnncli.run.session import Result, Run
 from bnncli.stages.predict.decided import RuleColumns, SplitDecisions, columns_of
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.predictions import PredictionFile, read_predictions
-from bnncli.storage.side_outputs import check_side_output
-from bnncli.storage.tables import (
-    FIRST_COLUMNS,
-    NAME,
-    PROBABILITIES,
-    TOP_K,
-    TableBlock,
-    is_table,
-    probability_columns,
-    write_table,
-)
 
 BLOCK_PROBABILITIES = 1 << 22  # held at once
 _COLUMNS = (

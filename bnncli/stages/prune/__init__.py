@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.atomic import check_writable
+from bnncli.artifacts.freshness import carries_our_mark, is_same_file
+from bnncli.artifacts.provenance import Source
 from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import OutputExists, UsageError
-from bnncli.machine.input_files import open_regular
 from bnncli.names import percent
-from bnncli.options import InputOptions, NameOptions, PruneOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.prune import PruneOptions
 from bnncli.posteriors import LATENT_BINARY
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
@@ -19,9 +22,7 @@ from bnncli.run.integrator_choice import type_of
 from bnncli.run.named_posterior import find_named
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
-from bnncli.storage.atomic import check_writable
-from bnncli.storage.freshness import carries_our_mark, is_same_file
-from bnncli.storage.provenance import Source
+from bnncli.system.input_files import open_regular
 
 COMMAND = Command(
     "Write the network without the weights that a latent binary network excludes.",

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.atomic import publish_bytes
+from bnncli.artifacts.posteriors import read_posterior
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.lazy import torch
 from bnncli.names import percent
-from bnncli.options import PruneOptions
+from bnncli.options.prune import PruneOptions
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.run.inputs import Split, open_posterior
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Result, Run
-from bnncli.storage.atomic import publish_bytes
-from bnncli.storage.posteriors import read_posterior
 
 if TYPE_CHECKING:
     from torch import Tensor

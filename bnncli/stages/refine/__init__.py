@@ -10,11 +10,12 @@ from typing import Any
 
 from bnncli.integrators.mc import affordable_draws
 from bnncli.names import counted
-from bnncli.options import InputOptions, NameOptions, RefineOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.common import InputOptions, NameOptions
 from bnncli.options.layers import LayersOptions
-from bnncli.options.refine import TRIAL_DRAWS
+from bnncli.options.refine import TRIAL_DRAWS, RefineOptions
 from bnncli.options.target import AUTO, INHERIT
+from bnncli.parameters.module import LAST
 from bnncli.run import revisions as _revisions
 from bnncli.run.integrator_choice import default_integrator
 from bnncli.run.made_already import fresh_posterior, to_predict
@@ -28,7 +29,6 @@ from bnncli.stages.refine.inputs import StartInputs, open_inputs, prior_of
 from bnncli.stages.refine.plan import Sizes, resolve
 from bnncli.stages.refine.report import summary
 from bnncli.stages.refine.room import Room
-from bnncli.theta.module import LAST
 
 COMMAND = Command(
     "Refine a Gaussian posterior with a normalizing flow.",

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.provenance import Source
 from bnncli.errors import DataError, UsageError
-from bnncli.options import RefineOptions
-from bnncli.options.refine import BASE
+from bnncli.options.refine import BASE, RefineOptions
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import LAST, ModuleLayout, recorded_layout
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import Split, posterior_prior, posterior_source
 from bnncli.run.named_posterior import find_base
 from bnncli.run.network_sources import network_sources
@@ -15,13 +20,6 @@ from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, require_fea
 from bnncli.run.row_space import span_of
 from bnncli.run.session import Run
 from bnncli.run.val_report import labeled_val
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
-from bnncli.storage.provenance import Source
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import LAST, ModuleLayout
-from bnncli.theta.prior import Prior
-from bnncli.theta.recorded import recorded_layout
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from bnncli.artifacts.headers import Header
 from bnncli.errors import UsageError
 from bnncli.flows import Recipe, choose_recipe, choose_space, resolved_settings
 from bnncli.flows._affine_sizes import num_elements
 from bnncli.inference import memory
-from bnncli.machine.memory import budget, bytes_text
-from bnncli.options import RefineOptions
+from bnncli.options.refine import RefineOptions
+from bnncli.parameters.layouts import HeadLayout, MatrixLayout, vector_layout
+from bnncli.parameters.module import ModuleLayout
 from bnncli.registry import names
 from bnncli.run.inputs import Split
 from bnncli.run.session import Run
-from bnncli.storage.headers import Header
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.layout import MatrixLayout
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.vector import vector_layout
+from bnncli.system.memory import budget, bytes_text
 
 if TYPE_CHECKING:
     from bnncli.run.network_splits import NetworkReader
@@ -160,7 +158,7 @@ def require_network_room(
         splits: to train on, and to judge by.
         base_bytes: of the base's file; 0 for the prior.
     """
-    from bnncli.inference.network_draw_memory import NetworkDraws
+    from bnncli.inference.network_memory import NetworkDraws
     from bnncli.integrators.mc import Mc
 
     assert reader is not None

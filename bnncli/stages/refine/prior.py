@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bnncli.inference.prior_climb import PriorTrial, climb_prior
+from bnncli.inference.prior_variants import PriorTrial, climb_prior
 from bnncli.inference.refine import RefineFit
-from bnncli.options import RefineOptions
+from bnncli.options.refine import RefineOptions
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import Split
 from bnncli.run.prior_choice import prior_metrics
 from bnncli.run.session import Run
-from bnncli.theta.prior import Prior
 
 
 def choose_prior(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from bnncli.options import RefineOptions
+from bnncli.options.refine import RefineOptions
 from bnncli.run.session import Run
 from bnncli.stages.refine.inputs import StartInputs
 from bnncli.stages.refine.plan import Sizes, require_network_room, require_room

@@ -18,9 +18,10 @@ from bnncli.inference.elbo import measure_gain
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.integrators.mc import affordable_draws
 from bnncli.lazy import torch
-from bnncli.options import RefineOptions
-from bnncli.options.refine import TRIAL_DRAWS
+from bnncli.options.refine import TRIAL_DRAWS, RefineOptions
 from bnncli.options.target import AUTO
+from bnncli.parameters.layouts import ParamLayout
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import is_idle
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.cost import Cost
@@ -34,8 +35,6 @@ from bnncli.run.session import Run
 from bnncli.run.val_report import measure_on_val
 from bnncli.stages.refine.prior import choose_prior
 from bnncli.targets.target import Target
-from bnncli.theta.layout import ParamLayout
-from bnncli.theta.prior import Prior
 
 IDLE_DRAWS = 64
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import differences
+from bnncli.artifacts.headers import Header, interpreting
 from bnncli.stages.report.subject import Subject, tried
 from bnncli.stages.report.words import listed_in_words
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.freshness import differences
-from bnncli.storage.headers import Header, interpreting
 
 _MOST_NAMED = 12  # checkpoints
 _MOST_TOLD = 4  # posteriors whose options differ

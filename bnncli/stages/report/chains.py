@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.artifacts.headers import Header, interpreting
 from bnncli.evaluation.chain_figures import block_means, histogram, rank_band, rank_counts
 from bnncli.evaluation.convergence import GOOD_RHAT, parameter_statistics
 from bnncli.evaluation.rank_statistics import RankStatistics
@@ -21,7 +22,6 @@ from bnncli.run.chain_report import deciding_line
 from bnncli.run.inputs import open_samples, require_draws
 from bnncli.stages.report.parameters import parameter_name
 from bnncli.stages.report.subject import Subject, tried
-from bnncli.storage.headers import Header, interpreting
 
 _MOST_POSTERIORS = 2  # with chains, in one report
 _MOST_CHAINS = 8

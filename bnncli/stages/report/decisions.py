@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.decisions import KINDS, OOD, RISK, SETS
 from bnncli.names import percent
 from bnncli.pages.blocks import Block, DataTable, Missing, TableCell
@@ -11,7 +12,6 @@ from bnncli.run.decisions import open_decisions
 from bnncli.run.score_table import score_title
 from bnncli.scores import declared
 from bnncli.stages.report.subject import Subject
-from bnncli.storage.decisions import DecisionFile
 
 
 def decisions(subject: Subject) -> list[Block]:

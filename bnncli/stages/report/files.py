@@ -8,16 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.atomic import check_takes_files, check_writable
+from bnncli.artifacts.outputs import check_figure_path, check_page_path, write_figure, write_page
+from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import Interrupted, MissingInput, WriteError
 from bnncli.figures.shown import Shown, figure_file
-from bnncli.machine.input_files import reading
 from bnncli.numerics.digests import json_sha256
-from bnncli.options import ReportOptions
+from bnncli.options.report import ReportOptions
 from bnncli.run.session import Result, Run
-from bnncli.storage.atomic import check_takes_files, check_writable
-from bnncli.storage.figures import check_figure_path, write_figure
-from bnncli.storage.locks import artifact_lock
-from bnncli.storage.pages import check_page_path, write_page
+from bnncli.system.input_files import reading
 
 UNWRITTEN = "no report was written"  # where a signal has come before it was
 _FLAG = "--out"

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.posteriors import read_posterior
 from bnncli.figures.line_panels import LinePanel, LinePanels, Series
 from bnncli.figures.prior_precision import LABELS, PriorPrecisionCurve
 from bnncli.pages.blocks import Block, Missing
 from bnncli.stages.report.subject import MOST_DRAWN, Subject, tried
-from bnncli.storage.headers import Header, interpreting
-from bnncli.storage.posteriors import read_posterior
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ def _trace(name: str, header: Header) -> LinePanel | None:
         return None
     tensors, _ = read_posterior(header.path)
     if method == _LATENT:
-        from bnncli.latent.history import History
+        from bnncli.latent.fit import History
 
         history, what = History.from_tensors(tensors).bound(), "ELBO, nats"
     else:

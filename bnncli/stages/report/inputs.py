@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 
 from bnncli import data
-from bnncli.data import InputSplit, Preprocess
+from bnncli.artifacts.features import read_sample_ids
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.predictions import read_predictions
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._split import InputSplit
 from bnncli.errors import DataError
 from bnncli.evaluation.binned_confidence import PredictedRow
 from bnncli.names import quoted
@@ -20,10 +25,6 @@ from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.stages.report.parameters import class_name
 from bnncli.stages.report.subject import Subject, tried
 from bnncli.stages.report.thumbnails import png_of, text_of
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import read_sample_ids
-from bnncli.storage.headers import Header, interpreting
-from bnncli.storage.predictions import read_predictions
 
 _CODE = "py:"  # data that are read by the user's code
 _MODES = ("L", "RGB")

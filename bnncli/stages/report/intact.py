@@ -7,6 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from bnncli import registry
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import carries_our_mark
+from bnncli.artifacts.headers import Header
 from bnncli.errors import DAMAGED_HINT, NOT_OF_CONTENT, BnnError, DataError
 from bnncli.names import printable
 from bnncli.pages.blocks import Missing
@@ -15,9 +18,6 @@ from bnncli.run.named_posterior import maker_of
 from bnncli.run.session import Run
 from bnncli.stages.report.subject import Damaged, Subject, tried
 from bnncli.stages.verify import check_artifact
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.freshness import carries_our_mark
-from bnncli.storage.headers import Header
 
 _READ = ("train", "val")  # splits that posteriors are judged on; of the others the headers are enough
 

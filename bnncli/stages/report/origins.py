@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header, interpreting
 from bnncli.errors import MissingInput
-from bnncli.options import StatusOptions
+from bnncli.options.status import StatusOptions
 from bnncli.pages.blocks import Block, DataTable, Missing, TableCell
 from bnncli.pages.markup import commands, paragraph
 from bnncli.stages.report.subject import Subject, tried
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header, interpreting
 
 _MOST_ROWS = 120
 _SHORT = 16  # digits of a digest that are shown: enough to tell any two apart

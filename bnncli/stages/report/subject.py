@@ -10,23 +10,25 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
 from bnncli.detectors import usual_score
 from bnncli.errors import NOT_OF_CONTENT, BnnError, MissingInput
 from bnncli.evaluation.binned_confidence import BinnedConfidence, bin_confidence
 from bnncli.evaluation.verdict import POINTS
-from bnncli.machine.memory import require
 from bnncli.names import posterior_title
 from bnncli.opened.metrics import metrics_of
-from bnncli.options import DiagnoseOptions, EvaluateOptions, ReportOptions
 from bnncli.options.declaration import spelled
+from bnncli.options.diagnose import DiagnoseOptions
+from bnncli.options.evaluate import EvaluateOptions
+from bnncli.options.report import ReportOptions
 from bnncli.pages.blocks import Missing
 from bnncli.run.prediction_groups import PredictionGroup, open_groups
 from bnncli.run.recommendation import Recommended, recommended
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.run.session import Run
 from bnncli.stages.diagnose.judgement import Judgement, judge
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
+from bnncli.system.memory import require
 
 MOST_DRAWN = 8  # posteriors in one figure: more could not be told apart
 _OPTION = re.compile(r"^--[a-z][a-z-]*: ")  # that an error begins with, which is another command's

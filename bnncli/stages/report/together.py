@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from bnncli.figures.score_intervals import ScoreIntervals
 from bnncli.names import counted
-from bnncli.options import CompareOptions
+from bnncli.options.compare import CompareOptions
 from bnncli.pages.blocks import Block, Missing
 from bnncli.pages.markup import Markup, bullets, element, joined, paragraph, strong
 from bnncli.run.session import Run

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from bnncli.artifacts.files import read_header, read_metrics
 from bnncli.detectors import DEFAULT_SCORE
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.paired import holm
@@ -25,8 +26,6 @@ from bnncli.stages.report.calibration import score_metric, score_value
 from bnncli.stages.report.subject import Damaged, Subject, tried
 from bnncli.stages.report.terms import linked
 from bnncli.stages.report.words import listed_in_words
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.metrics import read_metrics
 
 _MOST_DOUBTED = 3  # posteriors whose doubts are told
 _MOST_NAMED = 12  # posteriors that are good, or files that are damaged

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bnncli import __version__
+from bnncli.artifacts.files import read_header
 from bnncli.names import counted
-from bnncli.options import ReportOptions
+from bnncli.options.report import ReportOptions
 from bnncli.pages.blocks import Block, Missing, Section
 from bnncli.pages.fitting import fitted
 from bnncli.pages.markup import Markup
@@ -30,7 +31,6 @@ from bnncli.stages.report.terms import SECTION, terms
 from bnncli.stages.report.together import together
 from bnncli.stages.report.verdict import summary_of, verdict
 from bnncli.stages.report.words import listed_in_words
-from bnncli.storage.artifacts import read_header
 
 
 class ReportPart(NamedTuple):

@@ -8,18 +8,19 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.atomic import check_writable
+from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import CheckFailed, Interrupted, UsageError
-from bnncli.machine import team
 from bnncli.names import counted
-from bnncli.options import CommonOptions, ComputeOptions, ReproduceOptions
 from bnncli.options.command import Argument, Command
 from bnncli.options.command_line import CommandLine
+from bnncli.options.common import CommonOptions, ComputeOptions
+from bnncli.options.reproduce import ReproduceOptions
 from bnncli.run.session import Result, Run, Table
 from bnncli.stages.grid.places import cores
 from bnncli.stages.reproduce.places import Places
 from bnncli.stages.reproduce.reader import read_recipe, recipe_names
-from bnncli.storage.atomic import check_writable
-from bnncli.storage.locks import artifact_lock
+from bnncli.system import workers as team
 
 if TYPE_CHECKING:
     from bnncli.stages.reproduce.parts import RecipePart, Workshop
@@ -101,9 +102,9 @@ def _reproduced(run: Run, options: ReproduceOptions, places: Places, names: list
     jobs = min(_jobs(run, options), len(ready))
     if jobs < 2:
         return _written(run, options, workshop, names, finished=_in_turn(workshop, recipes))
-    from bnncli.machine.devices import configure_torch, settings_kept
     from bnncli.stages.grid.places import shared_threads
     from bnncli.stages.reproduce.apart import crew
+    from bnncli.system.devices import configure_torch, settings_kept
 
     given = run.compute.threads
     threads = shared_threads(jobs) if given is None else {}

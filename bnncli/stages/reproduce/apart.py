@@ -13,18 +13,19 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
+from bnncli.artifacts.caches import checks_remembered
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError
-from bnncli.machine import signals
-from bnncli.machine.devices import configure_torch
 from bnncli.names import counted
-from bnncli.options import CommonOptions, ReproduceOptions
+from bnncli.options.common import CommonOptions
+from bnncli.options.reproduce import ReproduceOptions
 from bnncli.progress import Task
 from bnncli.run.session import Run
 from bnncli.stages.grid.running import GRACE, die_with
 from bnncli.stages.reproduce.parts import Made, RecipePart, Workshop
 from bnncli.stages.reproduce.places import Places
-from bnncli.storage.known_files import checks_remembered
+from bnncli.system import signals
+from bnncli.system.devices import configure_torch
 
 _POLL = 0.2  # seconds between looks whether a signal has come
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bnncli.options import CommonOptions
+from bnncli.options.common import CommonOptions
 from bnncli.options.declaration import spelled
 from bnncli.progress import Task
 from bnncli.run.session import Voice

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 import bnncli
+from bnncli.artifacts.atomic import publish_bytes
 from bnncli.evaluation.agreement import Estimate
 from bnncli.experiments import Measurements
 from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.progress import Progress
-from bnncli.storage.atomic import publish_bytes
 
 NAME = "measured.npz"  # in a recipe's folder
 _HEAD = "head"

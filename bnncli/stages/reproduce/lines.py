@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from bnncli import registry
+from bnncli.artifacts.atomic import publish_bytes
 from bnncli.errors import BnnError, Interrupted, ReadError, WriteError
-from bnncli.machine.json_files import read_object
-from bnncli.options import (
+from bnncli.options.command_line import CommandLine
+from bnncli.options.common import (
     CommonOptions,
     ComputeOptions,
     InputOptions,
@@ -21,14 +22,13 @@ from bnncli.options import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.command_line import CommandLine
 from bnncli.options.declaration import made, spelled
 from bnncli.options.parts import declaration
 from bnncli.run.session import Run
 from bnncli.stages.grid.plan import Job
 from bnncli.stages.grid.steps import options_of
 from bnncli.stages.reproduce.aside import Aside
-from bnncli.storage.atomic import publish_bytes
+from bnncli.system.input_files import read_object
 
 _WAIT = 60.0  # seconds for a lock: processes of a reproduction that was killed may still be saving their states
 _OF_RUNS = {

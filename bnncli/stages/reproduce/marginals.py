@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.marginal_density import apart, density, grid_of, spread_over
 from bnncli.figures.marginals import Marginal, Marginals
-from bnncli.numerics import seeds
+from bnncli.numerics import random
 from bnncli.run.inputs import open_posterior
 from bnncli.stages.reproduce.recipe import MarginalFigure
 
@@ -51,7 +51,7 @@ def _draws(path: Path, *, seed: int) -> NDArray[np.float64]:
     posterior, header = open_posterior(path)
     if header.kind == "samples":
         return np.asarray(posterior.draws.flatten(0, 1), dtype=np.float64)
-    return np.asarray(posterior.sample(_DRAWS, seeds.stream(seed, "reproduce/marginals")).detach(), dtype=np.float64)
+    return np.asarray(posterior.sample(_DRAWS, random.stream(seed, "reproduce/marginals")).detach(), dtype=np.float64)
 
 
 def _panel(index: int, distance: float, draws: Mapping[str, NDArray[np.float64]]) -> Marginal:

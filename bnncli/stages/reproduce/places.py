@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bnncli.errors import BnnError, MissingInput
 from bnncli.names import counted
-from bnncli.options import ReproduceOptions
+from bnncli.options.reproduce import ReproduceOptions
 from bnncli.stages.demo.fixtures import fixture_path
 from bnncli.stages.reproduce.reader import known_files
 from bnncli.stages.reproduce.recipe import Needs

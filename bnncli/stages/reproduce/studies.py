@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bnncli import registry
+from bnncli.artifacts.atomic import publish_bytes
 from bnncli.evaluation.agreement import Estimate
 from bnncli.run.session import Run
 from bnncli.stages.grid.apart import check_apart
@@ -22,7 +23,6 @@ from bnncli.stages.reproduce.lines import Done, run_lines
 from bnncli.stages.reproduce.paths import number_at, object_at
 from bnncli.stages.reproduce.places import Places
 from bnncli.stages.reproduce.recipe import Reading, Study
-from bnncli.storage.atomic import publish_bytes
 
 FOLDER = "folder"  # the name that steps have for that of the study
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.atomic import publish_bytes
+from bnncli.artifacts.outputs import write_figure
 from bnncli.evaluation.agreement import LEVEL, Estimate
 from bnncli.figures import render
 from bnncli.run.session import Run
@@ -14,8 +16,6 @@ from bnncli.stages.reproduce.drawn import file_name, lines_of
 from bnncli.stages.reproduce.judged import JudgedCell, JudgedClaim, Numbers, counts_said
 from bnncli.stages.reproduce.outcome import Outcome
 from bnncli.stages.reproduce.recipe import LineFigure
-from bnncli.storage.atomic import publish_bytes
-from bnncli.storage.figures import write_figure
 
 SCHEMA = "bnncli.reproduce/1"
 RULE = (

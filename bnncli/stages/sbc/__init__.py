@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import CheckFailed, UsageError
 from bnncli.inference import memory
 from bnncli.names import percent
-from bnncli.options import ComputeOptions, InputOptions, SbcOptions
 from bnncli.options.command import READ, Command
-from bnncli.options.sbc import PRIOR
+from bnncli.options.common import ComputeOptions, InputOptions
+from bnncli.options.sbc import PRIOR, SbcOptions
 from bnncli.options.target import INHERIT
 from bnncli.run.inputs import Split, load_split, posterior_source, recorded_prior
 from bnncli.run.named_posterior import find_named
 from bnncli.run.out_of_fold import TRAIN, fit_on, load_fitted, require_features
 from bnncli.run.session import Result, Run, Table, source_json
 from bnncli.stages.sbc.judged import RankedQuantity, p_text, verdict_of
-from bnncli.storage.figures import check_figure_path, write_figure
-from bnncli.storage.headers import Header, interpreting
 
 COMMAND = Command(
     "Check a fit by simulation-based calibration.",

@@ -6,18 +6,17 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError
-from bnncli.inference.refits import FlowRefit, GaussianRefit, HmcRefit, Refit, TrainedRefit
 from bnncli.inference.sghmc import SghmcPlan
-from bnncli.inference.sghmc_refit import SghmcRefit
+from bnncli.inference.simulation import FlowRefit, GaussianRefit, HmcRefit, Refit, SghmcRefit, TrainedRefit
 from bnncli.inference.swag import SwagPlan, fit_swag
 from bnncli.inference.vi import ViPlan, fit_vi
 from bnncli.lazy import torch
 from bnncli.options.fit_sghmc import BASE, CYCLICAL, RMSPROP
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import Progress
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.headers import Header
 from bnncli.targets.last_layer import LastLayerTarget
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.options import SbcOptions
+from bnncli.options.sbc import SbcOptions
 
 _LEAST = 1e-12  # of a p-value: below it the sum over paths is rounding
 _CLEAR = 3.0  # standard errors beyond which a shift or a spread is what is wrong

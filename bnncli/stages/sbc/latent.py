@@ -5,20 +5,18 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from bnncli.inference.latent_refit import LatentRefit, prior_draws
-from bnncli.inference.simulations import LOG_LIKELIHOOD, Problem
-from bnncli.latent.model import LatentModel
-from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.scaling import Scaling
+from bnncli.artifacts.headers import Header, interpreting
+from bnncli.inference.simulation import LOG_LIKELIHOOD, LatentRefit, Problem, prior_draws
+from bnncli.latent.fit import Scaling
+from bnncli.latent.model import LatentModel, SpikeAndSlab
 from bnncli.lazy import torch
-from bnncli.options import FitLbbnnOptions
+from bnncli.options.fit_lbbnn import FitLbbnnOptions
+from bnncli.parameters.layouts import NetworkLayout
+from bnncli.parameters.prior import Prior
 from bnncli.run.session import Run
 from bnncli.stages.fit_lbbnn.plan import check_memory, plan_of, start_of
 from bnncli.stages.fit_lbbnn.underfitting import short_plan
 from bnncli.stages.sbc.trial import Trial
-from bnncli.storage.headers import Header, interpreting
-from bnncli.theta.network import NetworkLayout
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

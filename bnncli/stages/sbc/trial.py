@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bnncli.inference.refits import Refit
-from bnncli.inference.simulations import LOG_JOINT, Problem
+from bnncli.inference.simulation import LOG_JOINT, Problem, Refit
 
 if TYPE_CHECKING:
     from torch import Tensor

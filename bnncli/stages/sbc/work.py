@@ -7,20 +7,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bnncli.artifacts.headers import Header
 from bnncli.errors import DeviceError, NumericError
 from bnncli.evaluation.rank_uniformity import RankLaw
-from bnncli.inference.simulations import Problem, quantities, ranks_of
+from bnncli.inference.simulation import Problem, quantities, ranks_of
 from bnncli.lazy import torch
-from bnncli.options import SbcOptions
+from bnncli.options.sbc import SbcOptions
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.prior import Prior
 from bnncli.run.inputs import Split, load_split, open_posterior, recorded_prior
 from bnncli.run.session import Run
 from bnncli.stages.sbc.fits import refit_of
 from bnncli.stages.sbc.judged import RankedQuantity
 from bnncli.stages.sbc.latent import latent_trial
 from bnncli.stages.sbc.trial import Trial
-from bnncli.storage.headers import Header
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from torch import Tensor

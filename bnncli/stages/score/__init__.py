@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli.data import divide_given, read_texts
+from bnncli.data._given import read_texts
+from bnncli.data._given_columns import divide
 from bnncli.detectors import default_score
 from bnncli.errors import CheckFailed, DataError, UsageError
 from bnncli.evaluation.weighted_scores import NO_LABELS
 from bnncli.likelihoods import name_to_record
 from bnncli.names import quoted
-from bnncli.options import CommonOptions, ScoreOptions
 from bnncli.options.command import Argument, Command
+from bnncli.options.common import CommonOptions
 from bnncli.options.declaration import check_split_name, spelled
+from bnncli.options.score import ScoreOptions
 from bnncli.run.class_table import class_facts, class_table, without_classes
 from bnncli.run.given_predictions import (
     LOGITS,
@@ -165,7 +167,7 @@ def _fidelity(
     check_together(given, reference)
     if reference.doubt is not None:
         run.console.warn(reference.doubt)
-    column = divide_given(place)[1].get("")
+    column = divide(place)[1].get("")
     name = reference.path.name + ("" if column is None else f".{column}")
     ids = None if given.file is None else given.file.sample_id
     info = given.arrays.get("mutual_info")
@@ -185,9 +187,9 @@ def _groups(given: GivenPredictions, place: str, options: ScoreOptions) -> dict[
     """
     if options.groups is None:
         return {}
-    path, named = divide_given(options.groups)
+    path, named = divide(options.groups)
     if not named:
-        path, named = divide_given(place)[0], {"": options.groups}
+        path, named = divide(place)[0], {"": options.groups}
     where = f"{quoted(path, limit=300)}: column {quoted(named[''])}" if "" in named else ""
     if not where:
         raise UsageError(f"--groups: expected COLUMN or FILE:COLUMN; got {options.groups!r}")

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bnncli.data import divide_given
+from bnncli.artifacts.outputs import check_figure_path, write_figure
+from bnncli.data._given_columns import divide
 from bnncli.errors import DataError, WriteError
 from bnncli.names import quoted
-from bnncli.options import ScoreOptions
 from bnncli.options.assertions import Quantity
+from bnncli.options.score import ScoreOptions
 from bnncli.run.given_predictions import GivenPredictions
 from bnncli.run.score_assertions import find_metric
-from bnncli.storage.figures import check_figure_path, write_figure
 
 _MOST_GROUPS = 11  # with all of them together three rows of panels
 
@@ -32,7 +32,7 @@ def check_plot(options: ScoreOptions, place: str) -> None:
         return
     ood = [part for text in options.ood for part in (text, text.partition("=")[2]) if part]
     texts = [place, *ood, *(one for one in (options.labels, options.groups, options.reference) if one is not None)]
-    files = [divide_given(text)[0] for text in texts]
+    files = [divide(text)[0] for text in texts]
     check_figure_path(Path(options.plot), "--plot", force=options.force, others=files)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from bnncli.errors import UsageError
 from bnncli.names import percent
-from bnncli.options import InputOptions, NameOptions, StackOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.stack import StackOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DeviceError
-from bnncli.inference.costs import NUM_FOLDS, fit_seconds
-from bnncli.inference.cross_validation import stratified_folds
-from bnncli.inference.stacking import RefittedHead, refit_head, stacking_weights
-from bnncli.inference.temperature import LabelledLogits, fit_temperature
+from bnncli.inference.memory import NUM_FOLDS, fit_seconds
+from bnncli.inference.prior_variants import stratified_folds
+from bnncli.inference.temperature import LabelledLogits, RefittedHead, fit_temperature, refit_head, stacking_weights
 from bnncli.lazy import torch
-from bnncli.machine.speed import speed_of
-from bnncli.options import StackOptions
+from bnncli.options.stack import StackOptions
+from bnncli.parameters.prior import Prior
 from bnncli.posteriors.stack import Stack
 from bnncli.run.inputs import Split
 from bnncli.run.produce import Request
@@ -19,9 +18,8 @@ from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import Resumable
 from bnncli.run.session import Run
 from bnncli.run.val_report import measure_probs_on_val
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.logit_blocks import block_logits
-from bnncli.theta.prior import Prior
+from bnncli.system.devices import speed_of
+from bnncli.targets.last_layer import LastLayerTarget, block_logits
 
 if TYPE_CHECKING:
     from torch import Tensor

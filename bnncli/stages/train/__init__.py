@@ -7,19 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli import data
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.posteriors import TRAINED_KIND, write_trained
 from bnncli.errors import UsageError
 from bnncli.likelihoods import name_to_record
-from bnncli.machine.team import is_leader
-from bnncli.numerics.seeds import stream_seed
-from bnncli.options import (
-    CommonOptions,
-    ComputeOptions,
-    LockOptions,
-    RecordOptions,
-    TrainOptions,
-    WriteOptions,
-)
+from bnncli.numerics.random import stream_seed
 from bnncli.options.command import Argument, Command
+from bnncli.options.common import CommonOptions, ComputeOptions, LockOptions, RecordOptions, WriteOptions
+from bnncli.options.train import TrainOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.artifact_states import artifact_states
 from bnncli.run.produce import Computed, Request
@@ -27,8 +22,7 @@ from bnncli.run.produce_together import Work, produce_together
 from bnncli.run.session import Result, Run
 from bnncli.run.user_splits import check_network_file, open_splits, user_sources
 from bnncli.stages.train.report import next_command, summary_of
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.trained import KIND, write_trained
+from bnncli.system.workers import is_leader
 
 if TYPE_CHECKING:
     from bnncli.stages.train.work import Training
@@ -133,7 +127,7 @@ def _request(
 
     return Request(
         target,
-        KIND,
+        TRAINED_KIND,
         "checkpoint",
         params,
         _revisions.TRAIN,

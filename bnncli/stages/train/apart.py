@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
-from bnncli.machine.team import shares
 from bnncli.stages.train.trained import Trained
+from bnncli.system.workers import shares
 
 if TYPE_CHECKING:
     from torch import Tensor

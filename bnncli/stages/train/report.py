@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bnncli.artifacts.posteriors import RECORDED_NETWORK
 from bnncli.names import counted, percent
-from bnncli.options import TrainOptions
 from bnncli.options.command_line import pasted
+from bnncli.options.train import TrainOptions
 from bnncli.registry import own_names
-from bnncli.storage.trained import RECORDED_NETWORK
 
 
 def summary_of(path: Path, meta: Mapping[str, Any]) -> list[str]:

@@ -9,20 +9,26 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bnncli.checkpoints.load import check_finite
-from bnncli.data import FROM_1, Augmentation, InputSplit
+from bnncli.data._augment import Augmentation
+from bnncli.data._labels import FROM_1
+from bnncli.data._split import InputSplit
 from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.extraction.autocast import AUTOCAST
 from bnncli.extraction.head import forward, logits_of
-from bnncli.inference.map_learner import EpochScores, Examples, MapLearner, MapSettings, Streams, evaluate
-from bnncli.inference.stacked_networks import StackedNetworks
+from bnncli.inference.map_training import (
+    EpochScores,
+    Examples,
+    MapLearner,
+    MapSettings,
+    StackedNetworks,
+    Streams,
+    evaluate,
+)
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood, likelihood_of
-from bnncli.machine.memory import return_large_blocks
-from bnncli.machine.team import Team, team
-from bnncli.machine.user_code import running
-from bnncli.networks import load_network, takes_argument
-from bnncli.numerics.seeds import stream, stream_seed
-from bnncli.options import TrainOptions
+from bnncli.networks._load import load_network, takes_argument
+from bnncli.numerics.random import stream, stream_seed
+from bnncli.options.train import TrainOptions
 from bnncli.run.labelled_inputs import labelled_inputs
 from bnncli.run.model_files import arguments_by_name
 from bnncli.run.produce import Request
@@ -32,9 +38,10 @@ from bnncli.run.shared_trainings import begun_before, say_who_works, stored_in
 from bnncli.run.user_splits import check_outputs
 from bnncli.stages.train.apart import groups_of_seeds, of_tensors, tensors_of
 from bnncli.stages.train.trained import Trained
-from bnncli.training.course import Course
-from bnncli.training.learner import num_batches
-from bnncli.training.loop import train
+from bnncli.system.memory import return_large_blocks
+from bnncli.system.user_code import running
+from bnncli.system.workers import Team, team
+from bnncli.training.loop import Course, num_batches, train
 from bnncli.training.shared_out import Seat, by_number, numbered, share_out
 
 if TYPE_CHECKING:

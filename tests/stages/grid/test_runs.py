@@ -17,8 +17,8 @@ import pytest
 from problems.command_line import Cli
 from problems.grids import write_grid
 
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.run_folder import RunFolder
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.run_folder import RunFolder
 
 FEW = """
 [[step]]

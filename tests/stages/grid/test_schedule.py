@@ -18,7 +18,7 @@ from problems.command_line import Cli
 from problems.grids import Stage, jobs_of, stage, write_grid
 
 from bnncli.errors import DeviceError, UsageError
-from bnncli.options import GridOptions
+from bnncli.options.grid import GridOptions
 from bnncli.stages import grid
 from bnncli.stages.grid.journal import Ended, Journal
 from bnncli.stages.grid.running import Running, stop

@@ -14,12 +14,12 @@ import pytest
 from problems.command_line import Cli, new_run
 from problems.pages import Node, check_is_self_contained, check_names, read_page
 
+from bnncli.artifacts.predictions import read_predictions
+from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.cli.execute import run_command_line
 from bnncli.names import percent
 from bnncli.pages.page import MOST_BYTES
 from bnncli.stages.report.subject import Damaged
-from bnncli.storage.locks import artifact_lock
-from bnncli.storage.predictions import read_predictions
 
 SECTIONS = (
     "verdict", "scores", "calibration", "confidence", "decisions", "posteriors", "chains", "fits", "fidelity", "inputs", "origins",

@@ -12,7 +12,7 @@ from problems.command_line import Cli
 from problems.recipes import RECIPE, STUDY
 
 from bnncli.errors import ConfigError
-from bnncli.numerics import seeds
+from bnncli.numerics import random
 from bnncli.run.inputs import open_posterior
 from bnncli.stages.reproduce.marginals import marginals
 from bnncli.stages.reproduce.reader import read_recipe
@@ -44,7 +44,7 @@ def test_curves_are_the_densities_of_the_posteriors(posteriors: Path) -> None:
     for panel in found.marginals:
         index = int(panel.title.split(",")[0].removeprefix("weight "))
         grid, curve = np.array(panel.grid), np.array(panel.densities["kron"])
-        step, sd = grid[1] - grid[0], float(gaussian.sample(4000, seeds.stream(1, "test"))[:, index].std())
+        step, sd = grid[1] - grid[0], float(gaussian.sample(4000, random.stream(1, "test"))[:, index].std())
         assert curve.sum() * step == pytest.approx(1, abs=0.02)
         mean = float((grid * curve).sum() * step)
         assert mean == pytest.approx(float(gaussian.center[index]), abs=5 * sd / 2000**0.5)

@@ -15,10 +15,10 @@ from problems.arrays import make_arrays
 from problems.command_line import Cli
 from problems.recipes import RECIPE, STUDY
 
+from bnncli.artifacts.atomic import write_error
 from bnncli.errors import Interrupted
 from bnncli.figures import MARK
 from bnncli.stages.reproduce import outcome, written
-from bnncli.storage.atomic import write_error
 
 Recipes = Callable[..., Path]
 TABLE = "test/table-1"
@@ -217,9 +217,9 @@ def test_under_torchrun_it_is_refused(recipes: Recipes, cli: Cli, monkeypatch: p
     recipes()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "x")):
         monkeypatch.setenv(name, value)
-    from bnncli.machine import team
+    from bnncli.system import workers
 
-    assert team.rank_and_size() == (0, 2)
+    assert workers.rank_and_size() == (0, 2)
     done = cli("reproduce", TABLE)
     assert (done.code, "start it without torchrun" in done.stderr) == (2, True)
 

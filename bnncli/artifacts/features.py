@@ -1,0 +1,259 @@
+"""Feature files: penultimate features of one split, with labels, class names and the head they belong to.
+
+A file checks itself: features times head must give the logits that the network gave for the first rows. That catches a
+wrong layer, a wrong checkpoint, permuted rows and damaged bytes in one test. Features are mapped, not read: they may be
+larger than memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bnncli.artifacts.hdf5 import Array, check_digest, header_of, open_hdf5, read_contents, read_texts, write_hdf5
+from bnncli.artifacts.headers import Header
+from bnncli.errors import DataError
+from bnncli.likelihoods import BINARY, MULTILABEL, has_exclusive_classes, name_to_record, recorded_name
+from bnncli.numerics.digests import canonical_json, tensor_digest
+
+CHECK_ROWS = 256
+CHECK_BYTES = 1 << 23
+CHECK_TOLERANCE = {"float32": 1e-3, "float16": 2e-2}
+
+
+@dataclass(frozen=True)
+class FeatureFile:
+    """What the file of a split's features holds.
+
+    Attributes:
+        features: (N, D) float32 or float16; of a file, its pages.
+        labels: (N,) int64, or (N, C) uint8, zeros and ones, of several labels an example; None without labels.
+        sample_id: (N,) int64, the row of each example in its source.
+        classes: names of the C classes; index = label.
+        head_weight, head_bias: (K, D) and (K,) float32; None where there is no head, or no bias.
+        check_logits: (min(N, 256), K) of the first rows; None without a head.
+        is_ood: True for a split given with --ood.
+        names: (N,) bytes of one length, the UTF-8 name of each example; None where the data name none. Of a file, its pages.
+        num_truncated: how many texts or clips of sound the model cut; None where the examples are neither.
+        head_notes: what is special about how the head was taken from the network.
+        likelihood: of the labels by name; None where an example has one class.
+    """
+
+    name: str
+    features: Array
+    labels: Array | None
+    sample_id: Array
+    classes: list[str]
+    head_weight: Array | None
+    head_bias: Array | None
+    check_logits: Array | None
+    is_ood: bool
+    header: Header | None = None
+    names: Array | None = None
+    num_truncated: int | None = None
+    head_notes: tuple[str, ...] = ()
+    likelihood: str | None = None
+
+
+def write_features(
+    target: Path,
+    split: FeatureFile,
+    *,
+    preprocess: Mapping[str, Any],
+    layer: str | None,
+    order_digest: str,
+    source: str,
+    provenance: Mapping[str, Any],
+    may_replace: bool,
+    network_fit: Mapping[str, Any] | None = None,
+    input_statistics: Mapping[str, Any] | None = None,
+) -> str:
+    """Publish a feature file and return its content digest."""
+    arrays = {"features": split.features, "sample_id": split.sample_id}
+    optional = {
+        "labels": split.labels,
+        "head/weight": split.head_weight,
+        "head/bias": split.head_bias,
+        "check_logits": split.check_logits,
+        "sample_name": split.names,
+    }
+    arrays |= {name: value for name, value in optional.items() if value is not None}
+    counts = None
+    if split.labels is not None:
+        counts = label_counts(split.labels, len(split.classes)).tolist()
+    meta = {
+        "split": split.name,
+        "num_examples": len(split.features),
+        "num_features": split.features.shape[1],
+        "is_labeled": split.labels is not None,
+        "is_ood": split.is_ood,
+        "layer": layer,
+        "class_counts": counts,
+        "order_digest": order_digest,
+        "head_digest": head_digest(split),
+        **({} if split.num_truncated is None else {"num_truncated": split.num_truncated}),
+        **({"head_notes": [*split.head_notes]} if split.head_notes else {}),
+        **name_to_record(split.likelihood),
+    }
+    texts: dict[str, str | list[str]] = {"classes": split.classes, "preprocess": canonical_json(preprocess)}
+    made_from = {**provenance, "source": source}  # where the data lay is no part of the content
+    found = {"network_fit": network_fit, "input_statistics": input_statistics}  # nor is what follows from it
+    made_from |= {name: value for name, value in found.items() if value is not None}
+    return write_hdf5(target, arrays, texts, kind="features", meta=meta, provenance=made_from, may_replace=may_replace)
+
+
+def read_features(path: Path, *, is_full_check: bool = False) -> FeatureFile:
+    """The features of a split, after the self-check (and the digest, with is_full_check).
+
+    Raises:
+        MissingInput: no such file.
+        DataError: truncated, not finite, labels out of range, features that do not give the logits.
+    """
+    with open_hdf5(path) as file:
+        header = header_of(path, file)
+        if header.kind != "features":
+            raise DataError(f"{path}: expected features, got {header.kind}", code="wrong_kind", path=path)
+        arrays, texts = read_contents(path, file, mapped=("features", "sample_name"))
+    if is_full_check:
+        check_digest(path, header, arrays, texts)
+    for name in ("features", "sample_id"):
+        if name not in arrays:
+            raise DataError(f"{path}: has no {name}", code="damaged", path=path)
+    classes = texts.get("classes", [])
+    split = FeatureFile(
+        name=str(header.meta.get("split", path.stem)),
+        features=arrays["features"],
+        labels=arrays.get("labels"),
+        sample_id=arrays["sample_id"],
+        classes=classes if isinstance(classes, list) else [classes],
+        head_weight=arrays.get("head/weight"),
+        head_bias=arrays.get("head/bias"),
+        check_logits=arrays.get("check_logits"),
+        is_ood=bool(header.meta.get("is_ood")),
+        header=header,
+        names=arrays.get("sample_name"),
+        num_truncated=header.meta.get("num_truncated"),
+        head_notes=tuple(header.meta.get("head_notes", ())),
+        likelihood=recorded_name(header.meta),
+    )
+    check_split(path, split)
+    return split
+
+
+def check_split(path: Path, split: FeatureFile) -> None:
+    """Raise DataError unless shapes agree, values are finite, labels are classes, and features give the logits."""
+    rows, labels = len(split.features) if split.features.ndim == 2 else 0, split.labels
+    if rows == 0 or split.sample_id.shape != (rows,):
+        raise DataError(
+            f"{path}: expected features (N, D) with N > 0, got {split.features.shape}",
+            code="bad_shape",
+            path=path,
+        )
+    if str(split.features.dtype) not in CHECK_TOLERANCE:
+        raise DataError(f"{path}: expected features in float32 or float16, got {split.features.dtype}", path=path)
+    if split.names is not None and (split.names.shape != (rows,) or split.names.dtype.kind != "S"):
+        raise DataError(f"{path}: expected one name for each of {rows} rows", code="bad_shape", path=path)
+    if split.likelihood not in (None, MULTILABEL, *([BINARY] if split.head_weight is None else [])):
+        raise DataError(f"{path}: unknown likelihood {split.likelihood!r}", code="damaged", path=path)
+    bad = _rows_not_finite(split.features)
+    if len(bad):
+        raise DataError(
+            f"{path}: {len(bad)} rows are not finite; the first is row {bad[0]}", code="not_finite", path=path
+        )
+    if labels is not None and not has_exclusive_classes(split.likelihood):
+        if labels.shape != (rows, len(split.classes)) or labels.dtype != np.uint8 or labels.max() > 1:
+            message = f"{path}: expected labels of zeros and ones, shape ({rows}, {len(split.classes)}), type uint8"
+            raise DataError(f"{message}; got {labels.dtype} {labels.shape}", code="bad_labels", path=path)
+    elif labels is not None and labels.ndim != 1:
+        raise DataError(f"{path}: expected one label per row, got shape {labels.shape}", code="bad_labels", path=path)
+    elif labels is not None:
+        wrong = np.flatnonzero((labels < 0) | (labels >= len(split.classes)))
+        if labels.shape != (rows,) or len(wrong):
+            first = f"; row {wrong[0]} has {labels[wrong[0]]}" if len(wrong) else ""
+            message = f"{path}: expected one label per row from 0 to {len(split.classes) - 1}{first}"
+            raise DataError(message, code="bad_labels", path=path)
+    if split.head_weight is None:
+        return
+    if (
+        split.head_weight.ndim != 2
+        or split.head_weight.shape[1] != split.features.shape[1]
+        or split.check_logits is None
+        or split.check_logits.shape != (min(rows, CHECK_ROWS), len(split.head_weight))
+        or (split.head_bias is not None and split.head_bias.shape != (len(split.head_weight),))
+    ):
+        raise DataError(
+            f"{path}: head {split.head_weight.shape} does not match features {split.features.shape}",
+            code="bad_shape",
+            path=path,
+        )
+    first_rows = split.features[: len(split.check_logits)].astype(np.float64)
+    logits = first_rows @ split.head_weight.T.astype(np.float64)
+    logits = logits if split.head_bias is None else logits + split.head_bias
+    error = np.abs(logits - split.check_logits).max()
+    tolerance = CHECK_TOLERANCE[str(split.features.dtype)] * (1 + np.abs(split.check_logits).max())
+    if not error <= tolerance:
+        raise DataError(
+            f"{path}: features times head weights differ from the network's logits by {error:.3g} (tolerance "
+            f"{tolerance:.3g})",
+            code="self_check",
+            hint="the file is damaged or inconsistent: run extract-features \0force\0",
+            path=path,
+        )
+
+
+def _rows_not_finite(features: Array) -> Array:
+    """The rows (n,) that hold a NaN or an infinity, found block by block."""
+    size = max(1, CHECK_BYTES // max(1, features[:1].nbytes))
+    found = [np.empty(0, np.int64)]
+    for start in range(0, len(features), size):
+        is_finite = np.isfinite(features[start : start + size])
+        if not is_finite.all():
+            found.append(start + np.flatnonzero(~is_finite.all(axis=1)))
+    return np.concatenate(found)
+
+
+def label_counts(labels: Array, num_classes: int) -> Array:
+    """How many examples (C,) are of each class, or have each label, of labels (N,) or (N, C)."""
+    return np.bincount(labels, minlength=num_classes) if labels.ndim == 1 else labels.sum(axis=0, dtype=np.int64)
+
+
+def encoded_names(names: Sequence[str] | None) -> Array | None:
+    """Names (N,) as feature files have them: UTF-8, bytes of a file name that are not UTF-8 as escapes."""
+    return None if names is None else np.array([name.encode("utf-8", "backslashreplace") for name in names], dtype="S")
+
+
+def head_digest(split: FeatureFile) -> str:
+    """Identity of the head that a split's features belong to."""
+    parts = {"weight": split.head_weight, "bias": split.head_bias}
+    return tensor_digest({name: part for name, part in parts.items() if part is not None})
+
+
+class SplitClasses(NamedTuple):
+    """Names of the classes as a feature file has them, and whether its labels are of them."""
+
+    names: list[str]
+    is_labeled: bool
+
+    @property
+    def is_numbered(self) -> bool:
+        """True for 0, 1, 2, ...: the data named no classes."""
+        return self.names == [str(index) for index in range(len(self.names))]
+
+
+def read_classes(path: Path) -> tuple[Header, SplitClasses]:
+    """The classes of a feature file, without reading the features. Raises as read_features does."""
+    with open_hdf5(path) as file:
+        header = header_of(path, file)
+        names = read_texts(file, "classes")
+    return header, SplitClasses(names, bool(header.meta.get("is_labeled")) and not header.meta.get("is_ood"))
+
+
+def read_sample_ids(path: Path) -> Array:
+    """The row of each example in its source, (N,), without reading the features."""
+    with open_hdf5(path) as file:
+        ids: Array = file["sample_id"][()]
+    return ids

@@ -1,0 +1,361 @@
+"""Publish files for people: figures, HTML pages, and tables of predictions as .csv or .npz.
+
+An existing file is replaced only when bnncli wrote it."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import html
+import io
+import json
+import math
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from bnncli.artifacts.atomic import check_writable, publish, publish_bytes
+from bnncli.artifacts.freshness import differences, is_same_file
+from bnncli.errors import OutputExists, UsageError
+from bnncli.figures import MARK as FIGURE_MARK
+from bnncli.numerics.digests import file_sha256
+from bnncli.pages.page import MARK, OPTIONS
+
+
+def check_side_output(
+    target: Path, flag: str, kind: str, *, is_ours: Callable[[Path], bool], force: bool, others: Iterable[Path]
+) -> None:
+    """Raise before any work when a file for people may not be written to `target`.
+
+    Args:
+        flag: the option that named it.
+        kind: what is written, for messages: figure, table.
+        is_ours: whether an existing file was made by this very option, and may be made anew.
+        force: whether any other file may be replaced.
+        others: files of this command, which are never replaced.
+
+    Raises:
+        UsageError: target is one of the others.
+        OutputExists: the folder cannot be written, or a foreign file is there.
+    """
+    if any(is_same_file(target, other) or target.absolute() == other.absolute() for other in others):
+        raise UsageError(f"{flag}: {target} is an input or another output of this command; choose another name")
+    check_writable(target.parent, hint=f"choose another place with {flag}")
+    if target.is_dir() or (target.exists() and not force and not (target.is_file() and is_ours(target))):
+        what = "is a folder" if target.is_dir() else f"exists and is not a {kind} created by bnncli"
+        hint = f"give another name to {flag}" + ("" if target.is_dir() else ", or add \0force\0 to replace it")
+        raise OutputExists(f"{target} {what}", hint=hint, path=target)
+
+
+_MAX_BYTES = 1 << 24  # of ours; what is larger is somebody else's
+
+
+def check_figure_path(target: Path, flag: str, *, force: bool, others: Iterable[Path]) -> None:
+    """Raise before any work when a figure may not be written to `target`.
+
+    Args:
+        flag: the option that named it.
+        force: whether a file that is not a figure of ours may be replaced.
+        others: files of this command, which are never replaced by a figure.
+
+    Raises:
+        UsageError: target is one of the others.
+        OutputExists: the folder cannot be written, or a foreign file is there.
+    """
+    check_side_output(target, flag, "figure", is_ours=_is_our_figure, force=force, others=others)
+
+
+def write_figure(target: Path, content: bytes) -> str:
+    """Publish a figure, whose path has been checked; the digest of its bytes."""
+    publish_bytes(target, content, may_replace=True)
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def _is_our_figure(path: Path) -> bool:
+    return path.stat().st_size <= _MAX_BYTES and FIGURE_MARK.encode() in path.read_bytes()
+
+
+_LOOKED_AT = 1 << 16  # bytes: the mark and the options stand in the head
+_OPTIONS = re.compile(rf'<meta name="{OPTIONS}" content="([^"]*)">')
+
+
+def check_page_path(
+    target: Path, flag: str, options: Mapping[str, Any], *, force: bool, others: Iterable[Path]
+) -> None:
+    """Raise before any work when a page may not be written to `target`.
+
+    Args:
+        flag: the option that named it.
+        options: that it is to be made with.
+        force: whether a file that is no page of ours, or was made with other options, may be replaced.
+        others: files of this command, which are never replaced.
+
+    Raises:
+        UsageError: target is one of the others.
+        OutputExists: there is no such folder, it cannot be written, or a foreign file or a page of other options is there.
+    """
+    folder = target.parent
+    if not folder.exists():
+        hint = f"create the folder, or choose another place with {flag}"
+        raise OutputExists(f"{flag}: no folder {folder}", hint=hint, code="not_writable", path=folder)
+    check_side_output(target, flag, "report", is_ours=_is_our_page, force=force, others=others)
+    recorded = _recorded(target)
+    if recorded is not None and recorded != options and not force:
+        raise OutputExists(
+            f"{target} already exists with other options ({differences(recorded, options)})",
+            hint=f"add \0force\0 to replace it, or {flag} FILE to keep both",
+            path=target,
+        )
+
+
+def _recorded(path: Path) -> dict[str, Any] | None:
+    """The options that a page was made with; None where there is none, or it does not say."""
+    if not path.is_file():
+        return None
+    with open(path, "rb") as stream:
+        found = _OPTIONS.search(stream.read(_LOOKED_AT).decode(errors="replace"))
+    try:
+        told = json.loads(html.unescape(found[1])) if found is not None else None
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def write_page(target: Path, content: bytes) -> str:
+    """Publish a page, whose path has been checked; the digest of its bytes."""
+    publish_bytes(target, content, may_replace=True)
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def _is_our_page(path: Path) -> bool:
+    with open(path, "rb") as stream:
+        return MARK.encode() in stream.read(_LOOKED_AT)
+
+
+Array = np.ndarray[Any, Any]
+ORIGIN = ("split", "posterior", "variant")
+FIRST_COLUMNS = ("sample_id", *ORIGIN, "predicted", "probability")  # of several labels but the last
+PREDICTED = "predicted"
+CLASS_COLUMNS = (PREDICTED, "label")
+TOP_K = "top_k"
+JOINED = (PREDICTED, TOP_K)  # where a row has several, in one cell
+NAME = "name"
+PROBABILITIES = "probabilities"
+_MARK = "bnncli_table"
+_ROWS = 1 << 16  # of a text column made at once
+_CELLS = 1 << 18  # of a CSV file made at once
+
+
+@dataclass(frozen=True)
+class TableBlock:
+    """Some rows of a table.
+
+    Attributes:
+        origin: split, posterior and variant of all these rows.
+        columns: name to (n,): whole numbers, of which class columns are class indices, or real numbers; top_k is
+            (n, k), class indices by rank and -1 behind the last; name is (n,) UTF-8 bytes. Others are (n, K), in a CSV file a
+            column for each class: probabilities, and of several labels an example what each of them has; but predicted is
+            then zeros and ones, in a CSV file the names of the ones.
+        sets: the names of columns that are sets of classes: (n, K) ones and zeros, or -1 where there is none; in a CSV file names.
+        is_raw: whether texts stand in a CSV file as they are, also those that a spreadsheet would take for formulas.
+    """
+
+    origin: tuple[str, str, str]
+    columns: dict[str, Array]
+    sets: frozenset[str] = frozenset()
+    is_raw: bool = False
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file is a table that was written here."""
+    if path.suffix.lower() == ".npz":
+        try:
+            with zipfile.ZipFile(path) as archive:
+                return f"{_MARK}.npy" in archive.namelist()
+        except (zipfile.BadZipFile, OSError):
+            return False
+    with open(path, "rb") as stream:
+        return stream.read(1024).startswith(",".join(FIRST_COLUMNS[:-1]).encode() + b",")  # what tells a table of ours
+
+
+def write_table(target: Path, blocks: Iterable[TableBlock], classes: Sequence[str]) -> str:
+    """Publish a table, in the form that its suffix names; the digest of its bytes."""
+    write = _write_npz if target.suffix.lower() == ".npz" else _write_csv
+    publish(target, lambda path: write(path, blocks, classes), may_replace=True)
+    return f"sha256:{file_sha256(target)}"
+
+
+def csv_header(block: TableBlock, classes: Sequence[str]) -> bytes:
+    """The line of titles of a CSV file with these rows."""
+    text = io.StringIO(newline="")
+    _write_titles(text, block, classes)
+    return text.getvalue().encode()
+
+
+def csv_bytes(block: TableBlock, classes: Sequence[str]) -> bytes:
+    """The rows as lines of a CSV file."""
+    text = io.StringIO(newline="")
+    _writer(text).writerows(_text_rows(block, classes))
+    return text.getvalue().encode()
+
+
+def _write_csv(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as stream:
+        for number, block in enumerate(blocks):
+            if number == 0:
+                _write_titles(stream, block, classes)
+            _writer(stream).writerows(_text_rows(block, classes))
+
+
+def _write_titles(stream: TextIO, block: TableBlock, classes: Sequence[str]) -> None:
+    titles = [title for name in _order(block) for title in _titles(block, name, classes)]
+    _writer(stream).writerow(titles if block.is_raw else map(no_formula, titles))
+
+
+def _writer(stream: TextIO) -> Any:
+    return csv.writer(stream, lineterminator="\r\n")
+
+
+def _order(block: TableBlock) -> list[str]:
+    """The names of all columns: what tells a table first, then the names of the examples; probabilities at the end."""
+    first, *others = [name for name in block.columns if name not in (NAME, PROBABILITIES)]
+    ordered = [first, *ORIGIN, *others]
+    count = sum(name in FIRST_COLUMNS for name in ordered)
+    return [*ordered[:count], *({NAME} & {*block.columns}), *ordered[count:], *({PROBABILITIES} & {*block.columns})]
+
+
+def probability_columns(classes: Sequence[str]) -> list[str]:
+    """What a CSV file calls the probability of each class."""
+    return [f"p_{name}" for name in classes]
+
+
+def _titles(block: TableBlock, name: str, classes: Sequence[str]) -> list[str]:
+    """The titles of a column in a CSV file; of what each class has, one a class."""
+    if name == PROBABILITIES:
+        return probability_columns(classes)
+    is_of_each = name not in (*ORIGIN, *JOINED, *block.sets) and block.columns[name].ndim == 2
+    return [f"{name}_{one}" for one in classes] if is_of_each else [name]
+
+
+def _text_rows(block: TableBlock, classes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The rows as cells, some rows at a time."""
+    origin = dict(zip(ORIGIN, block.origin, strict=True))
+    count = len(next(iter(block.columns.values())))
+    size = max(1, _CELLS // (len(block.columns) + len(classes)))
+    for start in range(0, count, size):
+        cells: list[list[str]] = []
+        for name in _order(block):
+            if name in origin:
+                cells.append([origin[name]] * min(size, count - start))
+            else:
+                cells += _texts(block, name, block.columns[name][start : start + size], classes)
+        yield from zip(*cells, strict=True)
+
+
+def _texts(block: TableBlock, name: str, values: Array, classes: Sequence[str]) -> list[list[str]]:
+    """The cells of a column, and of one that has several in a CSV file of each."""
+    if values.ndim == 2 and name not in JOINED and name not in block.sets:
+        return [_numbers(column) for column in values.T]
+    cells = _joined(values, classes) if name in block.sets else _cells(name, values, classes)
+    is_text = name in (NAME, *JOINED, *CLASS_COLUMNS) or name in block.sets
+    return [list(map(no_formula, cells)) if is_text and not block.is_raw else cells]
+
+
+def no_formula(text: str) -> str:
+    """A text as a cell that no spreadsheet takes for a formula: with a ' before it where it begins as one and is no number.
+
+    If `as_it_was` would take a ' from a text, the text gets one more.
+    """
+    if not text.lstrip("'").startswith(_FORMULA):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
+
+
+def as_it_was(cell: str) -> str:
+    """The text that `no_formula` was given."""
+    return cell[1:] if cell.startswith("'") and cell.lstrip("'").startswith(_FORMULA) else cell
+
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def _cells(name: str, values: Array, classes: Sequence[str]) -> list[str]:
+    if name == NAME:
+        return [value.decode() for value in values.tolist()]
+    if name == TOP_K:
+        return [";".join(_escaped(classes[k]) for k in row if k >= 0) for row in values.tolist()]
+    if name == PREDICTED and values.ndim == 2:
+        return _joined(values, classes)
+    if name in CLASS_COLUMNS:
+        return [classes[k] if k >= 0 else "" for k in values.tolist()]
+    return _numbers(values)
+
+
+def _joined(values: Array, classes: Sequence[str]) -> list[str]:
+    """The names of the classes that each row has a one of, in one cell."""
+    escaped = [_escaped(one) for one in classes]
+    return [";".join(escaped[k] for k in np.flatnonzero(row > 0)) for row in values]
+
+
+def _numbers(values: Array) -> list[str]:
+    """Numbers as cells, empty where there is none."""
+    if values.dtype.kind == "f":
+        return ["" if math.isnan(value) else format(value, ".9g") for value in values.tolist()]
+    return ["" if value == -1 else str(value) for value in values.tolist()]
+
+
+def _escaped(name: str) -> str:
+    """A class name in a list of them: a backslash keeps its own semicolons apart."""
+    return name.replace("\\", "\\\\").replace(";", "\\;")
+
+
+def _write_npz(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str]) -> None:
+    """Numbers are held for all rows, a few dozen bytes each; texts are made as they are written."""
+    origins: list[tuple[str, str, str]] = []
+    counts: list[int] = []
+    columns: dict[str, list[Array]] = {}
+    for block in blocks:
+        origins.append(block.origin)
+        counts.append(len(next(iter(block.columns.values()))))
+        for name, values in block.columns.items():
+            columns.setdefault(name, []).append(values)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        _write_texts(archive, _MARK, ["bnncli.table/1"], [1])
+        _write_texts(archive, "classes", classes, [1] * len(classes))
+        for axis, name in enumerate(ORIGIN):
+            _write_texts(archive, name, [origin[axis] for origin in origins], counts)
+        for name, parts in columns.items():
+            with _member(archive, name) as stream:
+                joined = np.concatenate(_padded(parts) if name == TOP_K else parts)
+                joined = np.char.decode(joined, "utf-8") if name == NAME else joined
+                np.lib.format.write_array(stream, joined, allow_pickle=False)
+
+
+def _padded(parts: list[Array]) -> list[Array]:
+    width = max(part.shape[1] for part in parts)
+    return [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=-1) for part in parts]
+
+
+def _write_texts(archive: zipfile.ZipFile, name: str, values: Sequence[str], counts: Sequence[int]) -> None:
+    """A text array in which each value is repeated, never held whole."""
+    kind = np.array(list(values) or [""]).dtype
+    with _member(archive, name) as stream:
+        description = {"descr": kind.str, "fortran_order": False, "shape": (sum(counts),)}
+        np.lib.format.write_array_header_1_0(stream, description)
+        for value, count in zip(values, counts, strict=True):
+            for start in range(0, count, _ROWS):
+                stream.write(np.full(min(_ROWS, count - start), value, dtype=kind).tobytes())
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> Any:
+    """A file in the archive, with the same date always: the same numbers give the same bytes."""
+    return archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True)

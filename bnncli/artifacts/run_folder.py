@@ -1,0 +1,311 @@
+"""The run folder `CHECKPOINT.bnn/`: where each artifact lies, and one writer per artifact by flock."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bnncli.artifacts.atomic import write_error
+from bnncli.checkpoints.shards import sharded_folder, shards_of
+from bnncli.errors import Locked, MissingInput, OutputExists, UsageError, WriteError
+from bnncli.names import near_miss
+from bnncli.options.declaration import check_artifact_name, check_split_name
+from bnncli.options.evaluate import FEATURES_NAME
+from bnncli.options.export import FORMATS
+from bnncli.system.workers import is_leader
+
+POSTERIOR_SUFFIXES = (".safetensors", ".nc")
+FEATURES_SUFFIX = ".h5"
+RECOMMENDED = "recommended.json"
+MAX_NAME_BYTES = 255
+_LOCKS = ".locks"
+# How a folder with this file is named.
+_MODELS = {
+    "adapter_config.json": "pass it as the model: \0model\0 peft:DIR \0base_model\0 BASE",
+    "config.json": "pass it as the model: \0model\0 hf:DIR (timm:DIR if timm wrote it)",
+}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of a run. Nothing is made or read when this is built."""
+
+    checkpoint: Path
+    root: Path
+
+    @classmethod
+    def of(cls, checkpoint: Path, run_dir: str | None, *, is_name: bool = False) -> RunFolder:
+        """The run folder of a checkpoint, or of a run without one, whose name may be that of any folder too.
+
+        Args:
+            is_name: whether a run without a checkpoint is being made.
+
+        Raises:
+            MissingInput: when the checkpoint is a folder that has no run, or an artifact of a run.
+        """
+        if checkpoint.is_dir() and not (_can_be_name(checkpoint) and (is_name or shards_of(checkpoint) is not None)):
+            if not _can_be_name(checkpoint):
+                raise _is_folder(checkpoint)
+            beside = Path(run_dir) if run_dir is not None else checkpoint.with_name(f"{checkpoint.name}.bnn")
+            if not beside.is_dir():
+                raise _is_folder(checkpoint)
+        if any(part.endswith(".bnn") for part in checkpoint.parts[:-1]):
+            raise MissingInput(
+                f"expected a checkpoint, but {checkpoint} is inside a run folder",
+                path=checkpoint,
+                hint="give the checkpoint first, and the artifact by name (\0base\0, \0posterior\0)",
+            )
+        if run_dir is not None:
+            return cls(checkpoint, Path(run_dir))
+        name = checkpoint.name + ".bnn"
+        if len(os.fsencode(name)) > MAX_NAME_BYTES:
+            name = hashlib.sha256(os.fsencode(checkpoint.name)).hexdigest()[:16] + ".bnn"
+        return cls(checkpoint, checkpoint.with_name(name))
+
+    def features(self, split: str) -> Path:
+        """features/<split>.h5"""
+        name = check_split_name(split, "\0split\0")
+        return self.root / "features" / f"{name}{FEATURES_SUFFIX}"
+
+    def posterior(self, name: str, *, suffix: str = ".safetensors") -> Path:
+        """posteriors/<name>.safetensors, or .nc for draws."""
+        return self.root / "posteriors" / f"{name}{suffix}"
+
+    def check_name_is_free(self, target: Path) -> None:
+        """Raise when draws and another posterior would share a name, by which predictions go, or it is the network's.
+
+        Raises:
+            UsageError: target is posteriors/map.safetensors, which extract-features alone writes, or has the name under
+                which evaluate lists the scores of features.
+            OutputExists: a posterior of another type has the name.
+        """
+        network = self.posterior("map")
+        if target.with_suffix(network.suffix).absolute() == network.absolute():
+            raise UsageError(
+                f"{network} is reserved for the trained network, which later commands need; choose another \0name\0"
+            )
+        if target.with_suffix("").absolute() == self.posterior(FEATURES_NAME, suffix="").absolute():
+            raise UsageError(
+                f"the name {FEATURES_NAME!r} is reserved for scores that need no posterior; choose another \0name\0"
+            )
+        for suffix in POSTERIOR_SUFFIXES:
+            other = target.with_suffix(suffix)
+            if suffix != target.suffix and other.exists():
+                raise OutputExists(
+                    f"{other} has the same name as {target.name}", hint="choose another \0name\0", path=other
+                )
+
+    def predictions(self, name: str, split: str) -> Path:
+        """predictions/<posterior>.<integrator>/<split>.h5; `name` is <posterior>.<integrator>."""
+        return self.root / "predictions" / name / f"{split}.h5"
+
+    def metrics(self, name: str) -> Path:
+        """metrics/<posterior>.<integrator>.json"""
+        return self.root / "metrics" / f"{name}.json"
+
+    def export(self, name: str, suffix: str) -> Path:
+        """exports/<posterior>.<integrator>.onnx, or another suffix; `name` is <posterior>.<integrator>."""
+        return self.root / "exports" / f"{name}{suffix}"
+
+    def decision(self, name: str, rule: str) -> Path:
+        """decisions/<posterior>.<integrator>/<rule>.safetensors; `name` is <posterior>.<integrator>."""
+        return self.root / "decisions" / name / f"{rule}.safetensors"
+
+    def _check_no_link(self, target: Path) -> None:
+        """Raise OutputExists where a folder between the run folder and a file in it is a symbolic link: who made the run may write there."""
+        if not target.is_relative_to(self.root):
+            return
+        for folder in [one for one in target.parents if one != self.root and one.is_relative_to(self.root)]:
+            if folder.is_symlink():
+                raise OutputExists(
+                    f"{folder} is a symbolic link, and bnncli does not write through links", code="not_writable", path=folder,
+                    hint="replace the link with a folder, or link the whole run folder",
+                )  # fmt: skip
+
+    def lock(self, target: Path) -> Path:
+        """The lock file of an artifact: in .locks/, named after its place in the run folder; else beside it.
+
+        Raises:
+            OutputExists: a folder of the run that the artifact lies in is a symbolic link.
+        """
+        self._check_no_link(target)
+        try:
+            name = "-".join(target.resolve().relative_to(self.root.resolve()).parts)
+        except ValueError:  # --out: somewhere else
+            return lock_beside(target.resolve())
+        return self.root / _LOCKS / name
+
+    def splits(self) -> list[str]:
+        """Names of the splits whose features are there, sorted, train first."""
+        found = [path.stem for path in (self.root / "features").glob("[!.]*.h5")]
+        return sorted(found, key=lambda name: (name != "train", name))
+
+    def posteriors(self) -> list[Path]:
+        """Files of the posteriors that are there: map, temperature, laplace, refine, hmc, then the others by name."""
+        order = {name: rank for rank, name in enumerate(("map", "temperature", "laplace", "refine", "hmc"))}
+        found = [path for path in (self.root / "posteriors").glob("[!.]*") if path.suffix in POSTERIOR_SUFFIXES]
+        return sorted(found, key=lambda path: (order.get(path.stem, len(order)), path.name))
+
+    def prediction_files(self) -> list[Path]:
+        """Every prediction file of the run."""
+        return sorted((self.root / "predictions").glob("[!.]*/[!.]*.h5"))
+
+    def export_files(self) -> list[Path]:
+        """Every exported model of the run."""
+        found = (self.root / "exports").glob("[!.]*")
+        return sorted(path for path in found if path.suffix in FORMATS.values())
+
+    def decision_files(self, name: str = "[!.]*") -> list[Path]:
+        """Every decision file of the run, or of the predictions of this name."""
+        return sorted((self.root / "decisions").glob(f"{name}/[!.]*.safetensors"))
+
+    @property
+    def recommended(self) -> Path:
+        """recommended.json: which posterior to predict with, by which integrator."""
+        return self.root / RECOMMENDED
+
+    def metrics_files(self) -> list[Path]:
+        """Every metrics file of the run."""
+        return sorted((self.root / "metrics").glob("[!.]*.json"))
+
+    def find_posterior(self, name_or_file: str, *, flag: str, maker: str, is_meant: bool = False) -> Path:
+        """The file of the posterior called `name_or_file`, or that file itself.
+
+        Args:
+            flag: the option it came by, for messages.
+            maker: the command that would make it, for the hint.
+            is_meant: whether the name is surely no other one misspelt.
+
+        Raises:
+            MissingInput: when there is neither, with the command that would make it.
+        """
+        is_path = "/" in name_or_file or name_or_file.endswith(POSTERIOR_SUFFIXES)
+        if is_path:
+            if Path(name_or_file).is_file():
+                return Path(name_or_file)
+            came = f"{name_or_file} is a folder" if Path(name_or_file).is_dir() else f"no file {name_or_file}"
+            raise MissingInput(f"{flag}: expected the name or file of a posterior; {came}", path=name_or_file)
+        check_artifact_name(name_or_file, flag)
+        places = [self.posterior(name_or_file, suffix=suffix) for suffix in POSTERIOR_SUFFIXES]
+        for path in places:
+            if path.is_file():
+                return path
+        names = [path.stem for path in self.posteriors()]
+        there, maker = ", ".join(names) or "none", (None if is_meant else near_miss(name_or_file, names)) or maker
+        raise MissingInput(
+            f"no posterior {name_or_file!r} for {self.checkpoint} (looked for {places[0]}; available: {there})",
+            hint=maker,
+            path=places[0],
+        )
+
+
+def _can_be_name(folder: Path) -> bool:
+    """Whether a folder's path could be meant as the name of a run: not a run folder, and not . or .."""
+    return folder.suffix != ".bnn" and folder.name not in ("", "..")
+
+
+def _is_folder(folder: Path) -> MissingInput:
+    """What to do with a folder that was given for a checkpoint."""
+    sharded = sharded_folder(folder)
+    if sharded is not None:
+        return MissingInput(f"expected one file; {sharded.what}", hint=sharded.hint, path=folder, code="sharded")
+    for name, way in _MODELS.items():
+        if (folder / name).is_file():
+            message = f"expected a checkpoint file; {folder} is the folder of a saved model"
+            return MissingInput(message, hint=way.replace("DIR", str(folder)), path=folder)
+    own = folder.with_suffix("") if folder.suffix == ".bnn" else None
+    hint = f"give the checkpoint itself: {own}" if own else "give the checkpoint file inside it"
+    return MissingInput(f"expected a checkpoint file; {folder} is a folder", hint=hint, path=folder)
+
+
+def lock_beside(target: Path) -> Path:
+    """The lock file of what lies outside a run folder."""
+    return target.parent / _LOCKS / target.name
+
+
+POLL_SECONDS = 0.1
+WRITING = ("another bnncli is writing this artifact", "wait for it, or use \0wait\0 SECONDS")
+
+
+@contextmanager
+def artifact_lock(
+    path: Path, *, wait: float, poll: Callable[[], None], held: tuple[str, str] = WRITING
+) -> Iterator[None]:
+    """Hold the lock file `path` exclusively; of workers that share a command the first does so for all.
+
+    Args:
+        path: the lock file, made when missing.
+        wait: seconds to wait for another holder; 0 fails at once.
+        poll: called while waiting; raises to stop.
+        held: what is said where another process holds it, and what to do.
+
+    Raises:
+        Locked: another process holds it; the message names it.
+        OutputExists: the lock file cannot be written.
+        WriteError: the file system has no locks, or is full.
+    """
+    if not is_leader():
+        yield
+        return
+    if path.parent.is_symlink():
+        raise OutputExists(
+            f"{path.parent} is a symbolic link, and bnncli does not write through links",
+            hint="remove it",
+            code="not_writable",
+            path=path,
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise write_error(error, path) from None
+    try:
+        _acquire(descriptor, path, wait, poll, held)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": sys.argv[:6]}
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        except OSError as error:
+            raise write_error(error, path) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, path: Path, wait: float, poll: Callable[[], None], held: tuple[str, str]) -> None:
+    message, hint = held
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                without = f"the file system of {path} does not support file locks"
+                raise WriteError(without, hint="choose another place with \0run_dir\0", path=path) from None
+            if error.errno in (errno.EACCES, errno.EPERM):
+                raise OutputExists(f"cannot lock {path}: {os.strerror(error.errno)}", path=path) from None
+            if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
+                raise
+        poll()
+        if time.monotonic() >= deadline:
+            raise Locked(f"{message} ({_holder(descriptor)})", hint=hint, path=path)
+        time.sleep(POLL_SECONDS)
+
+
+def _holder(descriptor: int) -> str:
+    try:
+        holder = json.loads(os.pread(descriptor, 65536, 0))
+        return f"pid {holder['pid']} on {holder['host']}: {' '.join(holder['command'])[:200]}"
+    except (ValueError, KeyError, TypeError):
+        return "holder unknown"

@@ -1,0 +1,553 @@
+"""Simulation-based calibration: draw parameters, simulate labels, fit, and rank the truth among the draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from bnncli.covariances.diag import Diag
+from bnncli.inference.dynamics import SomeDraws, WhiteCoordinates
+from bnncli.inference.hmc import sample_hmc
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.mode import mode_of
+from bnncli.inference.refine import fit_flow
+from bnncli.inference.sghmc import Planned, SghmcPlan, num_apart, planned, preconditioner, sample_sghmc
+from bnncli.latent.fit import Plan, Scaling, fit_latent
+from bnncli.latent.model import LatentModel, SpikeAndSlab
+from bnncli.lazy import torch
+from bnncli.likelihoods import Likelihood
+from bnncli.parameters.layouts import HeadLayout, NetworkLayout
+from bnncli.parameters.prior import Prior, initial_theta
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.posteriors.latent_binary import LatentBinary
+from bnncli.progress import SILENT, Progress, Task
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.variants import ManyLabels
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+NUM_CHAINS = 4  # of each target
+_THINNING = 3  # transitions for each draw that is kept: what is left of their correlation must not show in ranks
+_WARMUP = 60
+_ACCEPTANCE = 0.9
+
+Refit: TypeAlias = "Callable[[Sequence[LastLayerTarget], int, torch.Generator, Progress], Tensor]"
+
+
+@dataclass(frozen=True)
+class GaussianRefit:
+    """Draws of the Gaussian at each target's mode.
+
+    Args:
+        structure: of its covariance.
+    """
+
+    structure: str = "full"
+
+    def __call__(
+        self,
+        targets: Sequence[LastLayerTarget],
+        num_draws: int,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Tensor:
+        """(M, L, P) float64 for M targets and L draws."""
+        fitted = self.gaussians(targets, generator, progress)
+        return torch.stack([one.sample(num_draws, generator).double() for one in fitted])
+
+    def gaussians(
+        self, targets: Sequence[LastLayerTarget], generator: torch.Generator, progress: Progress = SILENT
+    ) -> list[Gaussian]:
+        """At the mode of each; nothing is drawn."""
+        start = torch.zeros(targets[0].layout.num_params, dtype=torch.float64)
+        task = progress.task("modes", len(targets))
+        found = []
+        for target in targets:
+            found.append(fit_gaussian(target, start=start, structure=self.structure).gaussian)
+            task.advance()
+        return found
+
+
+@dataclass(frozen=True)
+class HmcRefit:
+    """Draws of each target by Hamiltonian Monte Carlo, the chains of all targets as one batch.
+
+    Args:
+        num_chains: of each target.
+        num_warmup: transitions before the first draw.
+        dynamics: split or leapfrog.
+    """
+
+    num_chains: int = NUM_CHAINS
+    num_warmup: int = _WARMUP
+    dynamics: str = "split"
+
+    def __call__(
+        self,
+        targets: Sequence[LastLayerTarget],
+        num_draws: int,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Tensor:
+        """(M, L, P) float64 for M targets and L draws, thinned."""
+        gaussians = GaussianRefit().gaussians(targets, generator, progress)
+        num_params = targets[0].layout.num_params
+        identity = torch.eye(num_params, dtype=torch.float64, device=targets[0].device)
+        roots = torch.stack([one.covariance.unwhiten(identity).mT for one in gaussians])
+        many = ManyLabels(targets, torch.stack([one.mean for one in gaussians]), roots.to(targets[0].dtype))
+        each = -(-num_draws // self.num_chains)
+        z = sample_hmc(
+            many,
+            mode=torch.zeros(num_params, dtype=torch.float64),
+            covariance=Diag(torch.ones(num_params, dtype=torch.float64)),
+            generator=generator,
+            num_chains=self.num_chains * len(targets),
+            num_warmup=self.num_warmup,
+            num_draws=_THINNING * each,
+            target_accept=_ACCEPTANCE,
+            dynamics=self.dynamics,
+            progress=progress,
+        ).draws[:, _THINNING - 1 :: _THINNING]
+        return many.by_target(z)[:, :num_draws]
+
+
+@dataclass(frozen=True)
+class FlowRefit:
+    """Draws of a flow that starts at the Gaussian at each target's mode.
+
+    Args:
+        structure: of the Gaussian.
+        options: of fit_flow, by their names there.
+    """
+
+    structure: str = "full"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        targets: Sequence[LastLayerTarget],
+        num_draws: int,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Tensor:
+        """(M, L, P) float64 for M targets and L draws."""
+        gaussians = GaussianRefit(self.structure).gaussians(targets, generator, progress)
+        found = []
+        for target, base in zip(targets, gaussians, strict=True):
+            flow = fit_flow(target, base, generator=generator, progress=progress, **self.options).posterior
+            found.append(flow.sample(num_draws, generator).double())
+        return torch.stack(found)
+
+
+@dataclass(frozen=True)
+class TrainedRefit:
+    """Draws of Gaussians that are trained from zero, one after the other.
+
+    Args:
+        fit: makes one, of a target, a start (P,), a generator and what it reports to.
+    """
+
+    fit: Callable[[LastLayerTarget, Tensor, torch.Generator, Progress], Gaussian]
+
+    def __call__(
+        self,
+        targets: Sequence[LastLayerTarget],
+        num_draws: int,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Tensor:
+        """(M, L, P) float64 for M targets and L draws."""
+        fitted = self._gaussians(targets, generator, progress)
+        return torch.stack([one.sample(num_draws, generator).double() for one in fitted])
+
+    def gaussians(
+        self, targets: Sequence[LastLayerTarget], generator: torch.Generator, progress: Progress = SILENT
+    ) -> list[Gaussian]:
+        """As trained on each."""
+        return list(self._gaussians(targets, generator, progress))
+
+    def _gaussians(
+        self, targets: Sequence[LastLayerTarget], generator: torch.Generator, progress: Progress
+    ) -> Iterator[Gaussian]:
+        """One after the other: its draws may be made before the next is trained."""
+        start = torch.zeros(targets[0].layout.num_params, dtype=torch.float64, device=targets[0].device)
+        for target in targets:
+            yield self.fit(target, start, generator, progress)
+
+
+@dataclass(frozen=True)
+class LatentRefit:
+    """Draws of a latent binary network that is trained on each target's examples; their priors do not count.
+
+    Args:
+        start: makes the networks that a fit of so many targets starts from, as many of each, on their device.
+        plan: how it goes on; its batches hold no more examples than a target.
+        scaling: of the features, None where they are taken as they are.
+    """
+
+    start: Callable[[int, torch.Generator], LatentModel]
+    plan: Plan
+    scaling: Scaling | None = None
+
+    def __call__(
+        self,
+        targets: Sequence[LastLayerTarget],
+        num_draws: int,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Tensor:
+        """(M, L, P) float64 for M targets and L draws, for features as they are; weights that are out are 0. The networks of a target take turns.
+
+        Raises:
+            NumericError: when the bound of an epoch is not finite.
+        """
+        count, labels = len(targets), torch.stack([one.labels for one in targets], dim=1)
+        start = self.start(count, generator)
+        model, _ = fit_latent(
+            start,
+            targets[0].features,
+            labels.repeat(1, start.num_repeats // count, *[1] * (labels.ndim - 2)),
+            self.plan,
+            generator=generator,
+            scaling=self.scaling,
+            progress=progress,
+        )
+        return (
+            _draws(model, count * num_draws, generator, self.scaling).unflatten(0, (num_draws, count)).transpose(0, 1)
+        )
+
+
+def prior_draws(
+    layout: NetworkLayout, prior: SpikeAndSlab, num: int, generator: torch.Generator, scaling: Scaling | None = None
+) -> Tensor:
+    """theta (S, P) float64 from the prior of scaled features, for features as they are; weights that are out are 0."""
+    exact = None if scaling is None else Scaling(*(part.double() for part in scaling))  # as the prior's factors are
+    return _draws(LatentModel.of_prior(layout, prior), num, generator, exact)
+
+
+def _draws(model: LatentModel, num: int, generator: torch.Generator, scaling: Scaling | None) -> Tensor:
+    shift, scale = (None, None) if scaling is None else scaling
+    return LatentBinary(model, shift=shift, scale=scale).sample(num, generator).double()
+
+
+_MAX_SEED = 2**31
+
+
+@dataclass(frozen=True)
+class SghmcRefit:
+    """Draws of each target by chains as long, as hot and with as many examples a step as a fit's.
+
+    Chains start at the target's mode, where a network that was trained on its labels is, or from initialisation. Of each chain no more
+    draws are kept than forget one another (num_apart), spread over those that the fit keeps; where the fit's number
+    of chains gives fewer than are asked for, there are more chains. Minibatches are the same for all of them.
+
+    Args:
+        plan: the fit's; its learning rate counts only where that was given, its batches where the targets have more examples.
+        num_chains: the fit's.
+        is_given: whether the learning rate was given; else it is chosen anew for each target, as for the fit.
+        from_initialisation: where chains start.
+        base: makes the Gaussian of each target whose covariance preconditions; None where none does.
+    """
+
+    plan: SghmcPlan
+    num_chains: int
+    is_given: bool = False
+    from_initialisation: bool = False
+    base: GaussianRefit | TrainedRefit | None = None
+
+    def __call__(
+        self,
+        targets: Sequence[LastLayerTarget],
+        num_draws: int,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Tensor:
+        """(M, L, P) float64 for M targets and L draws. Raises NumericError where chains leave all bounds."""
+        bases = None if self.base is None else self.base.gaussians(targets, generator, progress)
+        most = max(self.num_chains, num_draws)
+        starts = self._starts(targets, bases, most, generator)
+        chosen = [
+            self._planned(target, start[0], None if bases is None else bases[index], generator)
+            for index, (target, start) in enumerate(zip(targets, starts, strict=True))
+        ]
+        plan, (num_chains, each, in_turn) = chosen[0].plan, self._enough(targets, chosen, num_draws)
+        rates = torch.tensor([one.plan.learning_rate for one in chosen], dtype=torch.float64, device=starts.device)
+        scales = (rates / rates[0]).sqrt()
+        roots = scales.view(-1, 1, 1) * _roots(starts, bases)
+        many = ManyLabels(targets, starts[:, 0], roots.to(targets[0].dtype))
+        z = torch.linalg.solve(roots, (starts[:, :num_chains] - starts[:, :1]).mT).mT.transpose(0, 1).flatten(0, 1)
+        square = None
+        if plan.is_preconditioned:
+            squares = [one.square for one in chosen if one.square is not None]
+            square = (torch.stack(squares) * scales.square().unsqueeze(1)).repeat(num_chains, 1)
+        store = SomeDraws(_kept_places(plan, len(z), each, in_turn, generator))
+        drawn = sample_sghmc(many, plan, start=z, generator=generator, square=square, store=store, progress=progress)
+        return many.by_target(drawn.draws)[:, :num_draws]
+
+    def _starts(
+        self, targets: Sequence[LastLayerTarget], bases: list[Gaussian] | None, most: int, generator: torch.Generator
+    ) -> Tensor:
+        """Where the chains of each target start, (M, C, P) float64, as many of them as there may be."""
+        layout, device = targets[0].layout, targets[0].device
+        if self.from_initialisation:
+            seed = int(torch.randint(_MAX_SEED, (1,), generator=generator))
+            found = initial_theta(layout, most * len(targets), seed).to(device)
+            return found.unflatten(0, (len(targets), most))
+        if bases is not None and isinstance(self.base, GaussianRefit):
+            modes = [one.mean for one in bases]
+        else:
+            zeros = torch.zeros(layout.num_params, dtype=torch.float64, device=device)
+            modes = [mode_of(one, zeros).theta for one in targets]
+        return torch.stack(modes).unsqueeze(1).expand(-1, most, -1)
+
+    def _planned(
+        self, target: LastLayerTarget, start: Tensor, base: Gaussian | None, generator: torch.Generator
+    ) -> Planned:
+        """How the chains of one target move."""
+        batch_size = min(self.plan.batch_size, target.num_examples)
+        return planned(
+            target,
+            lambda rate: replace(self.plan, learning_rate=rate, batch_size=batch_size),
+            places=[start] if base is None else [start, base.mean],
+            learning_rate=self.plan.learning_rate if self.is_given else None,
+            whitening=None if base is None else WhiteCoordinates.of(base, target.device, target.dtype),
+            squares=generator,
+            generator=generator,
+        )
+
+    def _enough(
+        self, targets: Sequence[LastLayerTarget], chosen: Sequence[Planned], num_draws: int
+    ) -> tuple[int, int, int]:
+        """The number of chains, of draws that are kept of a cycle, and of how many cycles in turn one is used."""
+        apart = [
+            num_apart(one.plan, self._softest(target, one), target.num_examples)
+            for target, one in zip(targets, chosen, strict=True)
+        ]
+        in_turn = max(one for _, one in apart)
+        used, most = self.plan.num_cycles // in_turn, min(self.plan.num_draws, *(one for one, _ in apart))
+        num_chains = max(self.num_chains, -(-num_draws // (used * most)))
+        return num_chains, -(-num_draws // (used * num_chains)), in_turn
+
+    def _softest(self, target: LastLayerTarget, chosen: Planned) -> float:
+        """What no curvature of -log joint under G is below, near the mode: 0 where nothing better is known.
+
+        1 in the coordinates of the Gaussian with the full curvature; the prior's in those of theta, which the likelihood only adds to.
+        """
+        if self.base is not None:
+            return float(isinstance(self.base, GaussianRefit) and self.base.structure == "full")
+        precision = target.prior.diagonal(target.layout, device=target.device)
+        return float((precision if chosen.square is None else precision * preconditioner(chosen.square)).min())
+
+
+def _roots(starts: Tensor, bases: list[Gaussian] | None) -> Tensor:
+    """L of each target's coordinates, (M, P, P) float64, or (1, P, P) where they are those of theta, for starts (M, C, P)."""
+    identity = torch.eye(starts.shape[2], dtype=torch.float64, device=starts.device)
+    return (
+        identity.unsqueeze(0) if bases is None else torch.stack([one.covariance.unwhiten(identity).mT for one in bases])
+    )
+
+
+def _kept_places(plan: SghmcPlan, num_chains: int, each: int, in_turn: int, generator: torch.Generator) -> Tensor:
+    """Which of the plan's draws are kept of each chain, (T', C): evenly many of every cycle that is used, from a start at random.
+
+    So each is as any of the plan's draws is, which in cycles differ by where they come.
+    """
+    used = plan.num_cycles // in_turn
+    start = torch.rand(used, 1, num_chains, generator=generator, dtype=torch.float64)
+    within = ((start + torch.arange(each).view(1, -1, 1)) * (plan.num_draws / each)).long()
+    cycles = torch.arange(1, used + 1) * in_turn - 1
+    return (within.clamp(max=plan.num_draws - 1) + plan.num_draws * cycles.view(-1, 1, 1)).flatten(0, 1)
+
+
+LOG_JOINT, LOG_LIKELIHOOD = "log joint", "log likelihood"
+_OF_LABELS = {LOG_JOINT: LastLayerTarget.log_joint, LOG_LIKELIHOOD: LastLayerTarget.log_likelihood}
+_DRAWN_BYTES = 2**27  # of draws, and of factors, of all that are fitted together
+_FLOAT = 8
+_MOST_AT_ONCE = 100  # simulations: how often people are told how far it is
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What labels are simulated for, and what is known besides them.
+
+    Args:
+        features: (N, D) on the device.
+        layout: of the head.
+        prior: of the target that is fitted; it does not count where the refit has a prior of its own and no log joint is ranked.
+        observed: features (M, D) and labels (M,) or (M, C) that every fit sees too; None where theta comes from the prior.
+    """
+
+    features: Tensor
+    layout: HeadLayout
+    prior: Prior
+    observed: tuple[Tensor, Tensor] | None = None
+
+    @cached_property
+    def _every(self) -> Tensor:
+        """Features of all that a fit sees."""
+        return self.features if self.observed is None else torch.cat([self.observed[0], self.features])
+
+    def targets(self, theta: Tensor, generator: torch.Generator) -> list[LastLayerTarget]:
+        """Targets of labels simulated under each theta (M, P)."""
+        found = []
+        for one in theta:
+            labels = simulated_labels(self.layout, self.features, one, generator)
+            if self.observed is not None:
+                labels = torch.cat([self.observed[1].to(labels), labels])
+            found.append(LastLayerTarget(self._every, labels, self.layout, self.prior))
+        return found
+
+
+@dataclass(frozen=True)
+class RankedNumber:
+    """What is ranked: a number of theta, or the log joint or the log likelihood of theta and the labels.
+
+    Args:
+        name: for people; LOG_JOINT or LOG_LIKELIHOOD without a direction.
+        direction: (P,), the number is theta . direction; None for what the labels have a part in.
+    """
+
+    name: str
+    direction: Tensor | None = None
+
+
+def quantities(
+    layout: HeadLayout,
+    held_out: Tensor,
+    generator: torch.Generator,
+    *,
+    of_labels: str = LOG_JOINT,
+    num_params: int = 4,
+    num_logits: int = 4,
+) -> list[RankedNumber]:
+    """The log joint or the log likelihood, held-out logits, and a few weights and biases, chosen at random.
+
+    Args:
+        held_out: (R, D), inputs whose logits are ranked; of several classes those less their mean.
+        of_labels: LOG_JOINT, or LOG_LIKELIHOOD, which needs no density of the prior.
+        num_params: weights and biases.
+        num_logits: of inputs taken from held_out, each of one output.
+    """
+    found = [RankedNumber(of_labels)]
+    order = torch.randperm(layout.num_params, generator=generator).tolist()
+    chosen = order[: max(0, num_params - int(layout.has_bias))]
+    if layout.has_bias:
+        first = layout.num_params - layout.num_outputs
+        chosen.append(first + int(torch.randint(layout.num_outputs, (1,), generator=generator)))
+    for place in dict.fromkeys(chosen):
+        direction = torch.zeros(layout.num_params, dtype=torch.float64)
+        direction[place] = 1.0
+        found.append(RankedNumber(_name_of(place, layout), direction))
+    for row in torch.randperm(len(held_out), generator=generator)[:num_logits].tolist():
+        output = int(torch.randint(layout.num_outputs, (1,), generator=generator))
+        found.append(RankedNumber(f"logit {output} of held-out input {row}", _logit(layout, held_out[row], output)))
+    return found
+
+
+def ranks_of(
+    problem: Problem,
+    thetas: Tensor,
+    refit: Refit,
+    *,
+    ranked: Sequence[RankedNumber],
+    num_draws: int,
+    generator: torch.Generator,
+    progress: Progress = SILENT,
+) -> Tensor:
+    """Ranks (Q, M), 0..L, of each quantity at theta (M, P), that labels are simulated by, among L draws of the fit to these.
+
+    Equal numbers are put in an order at random.
+    """
+    ranks = torch.empty(len(ranked), len(thetas), dtype=torch.int64)
+    task = progress.task("simulations", len(thetas))
+    for rows in _blocks(len(thetas), problem.layout.num_params, num_draws):
+        theta = thetas[rows].double().to(problem.features.device)
+        targets = problem.targets(theta, generator)
+        draws = refit(targets, num_draws, generator, _Within(task, progress)).to(theta)
+        every = torch.cat([theta.unsqueeze(1), draws], dim=1)  # (m, 1 + L, P)
+        for place, quantity in enumerate(ranked):
+            values = _values(quantity, every, targets).cpu()
+            below = (values[:, 1:] < values[:, :1]).sum(dim=1)
+            equal = (values[:, 1:] == values[:, :1]).sum(dim=1)
+            share = torch.rand(len(equal), generator=generator, dtype=torch.float64)
+            ranks[place, rows] = below + (share * (equal + 1)).long()
+        task.advance(len(targets))
+    return ranks
+
+
+@dataclass(frozen=True)
+class _Within:
+    """Where the fits of some simulations report: as what the task of all simulations is at."""
+
+    outer: Task
+    progress: Progress
+
+    def task(self, name: str, total: int) -> _Step:
+        return _Step(self.outer, name, total)
+
+    def warn(self, text: str) -> None:
+        self.progress.warn(text)
+
+
+@dataclass
+class _Step:
+    outer: Task
+    name: str
+    total: int
+    done: int = 0
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        self.done += amount
+        self.outer.advance(0, f"{self.name} {self.done}/{self.total or '?'}")
+
+
+def simulated_labels(layout: HeadLayout, features: Tensor, theta: Tensor, generator: torch.Generator) -> Tensor:
+    """Labels (N,) int64, or (N, C) uint8 where classes do not exclude each other, drawn given theta (P,) at features (N, D)."""
+    likelihood: Likelihood = layout.likelihood
+    logits = layout.logits(features.double(), theta.double().unsqueeze(0))[0]
+    probabilities = likelihood.class_probabilities(logits, dim=1)
+    if not likelihood.is_exclusive:
+        unit = torch.rand(probabilities.shape, generator=generator, dtype=torch.float64)
+        return (unit.to(probabilities.device) < probabilities).to(torch.uint8)
+    unit = torch.rand(probabilities.shape, generator=generator, dtype=torch.float64)
+    gumbel = -torch.log(-torch.log(unit)).to(probabilities.device)
+    return (likelihood.log_class_probabilities(logits, dim=1) + gumbel).argmax(dim=1)
+
+
+def _name_of(place: int, layout: HeadLayout) -> str:
+    """What people call a place of theta."""
+    size = layout.num_outputs * layout.num_features
+    if place >= size:
+        return f"bias {place - size}"
+    return f"weight {place // layout.num_features}, {place % layout.num_features}"
+
+
+def _values(quantity: RankedNumber, theta: Tensor, targets: Sequence[LastLayerTarget]) -> Tensor:
+    """A quantity at theta (m, S, P) of each target, (m, S) float64."""
+    if quantity.direction is not None:
+        return theta @ quantity.direction.to(theta)
+    of_labels = _OF_LABELS[quantity.name]
+    return torch.stack([of_labels(target, one) for target, one in zip(targets, theta, strict=True)])
+
+
+def _logit(layout: HeadLayout, features: Tensor, output: int) -> Tensor:
+    """The direction (P,) of one output's logit at features (D,), less the mean over the outputs where only differences matter."""
+    likelihood = layout.likelihood
+    weights = torch.zeros(layout.num_outputs, dtype=torch.float64)
+    weights[output] = 1.0
+    if likelihood.is_shift_invariant:
+        weights -= 1 / layout.num_outputs
+    weight = weights.unsqueeze(1) * features.double().cpu()
+    return layout.join(weight, weights if layout.has_bias else None)
+
+
+def _blocks(num: int, num_params: int, num_draws: int) -> Iterator[slice]:
+    """Simulations that are fitted together: their draws and their factors have room."""
+    each = _FLOAT * num_params * (num_params + 4 * num_draws)
+    size = max(1, min(_MOST_AT_ONCE, _DRAWN_BYTES // each))
+    for start in range(0, num, size):
+        yield slice(start, min(start + size, num))

@@ -1,0 +1,701 @@
+"""Chosen parameters of a torch module as theta: its logits under many theta, and the memory that its activations take."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from bnncli.errors import UsageError
+from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
+from bnncli.names import listed
+from bnncli.parameters.layouts import HeadLayout, LogitMaker, ParamLayout, ParamPart, consecutive, parts_to_json
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most that tensors made by the work hold together, on whichever devices."""
+    return sum(_watched(work).at_peak)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Bytes as a function of examples.
+
+    Args:
+        fixed: whatever their number.
+        each: of one.
+        storages: bytes of each at the peak of `num_examples`.
+        num_examples: that they are of.
+        small_fixed, small_each: of the most that storages below a size held together at any time, at the peak or not.
+    """
+
+    fixed: int
+    each: int
+    storages: tuple[int, ...]
+    num_examples: int
+    small_fixed: int = 0
+    small_each: int = 0
+
+    def of(self, count: int) -> int:
+        """Bytes of so many."""
+        return self.fixed + count * self.each
+
+    def holes(self, count: int, least: int) -> int:
+        """Bytes in holes between storages that with so many examples are smaller than `least` bytes, beside all that are in use.
+
+        As much as those hold at the peak, or all that they held together at another time, of which these fill a part again.
+        """
+        small = sum(size for size in self.storages if size * count < least * self.num_examples)
+        at_peak = self.of(count) * small // max(1, sum(self.storages))
+        return max(at_peak, self.small_fixed + count * self.small_each - at_peak)
+
+    def times(self, factor: int) -> Growth:
+        """Of work in another precision."""
+        storages = tuple(size * factor for size in self.storages)
+        fixed, each, small_fixed, small_each = (
+            factor * size for size in (self.fixed, self.each, self.small_fixed, self.small_each)
+        )
+        return Growth(fixed, each, storages, self.num_examples, small_fixed, small_each)
+
+
+def growth(work: Callable[[int], object], few: int, more: int, *, small: float = 0.0) -> Growth:
+    """What work on so many examples takes at its peak, as measured on few and on more.
+
+    Args:
+        small: bytes an example, of a storage, below which it counts as small.
+    """
+    low, high = (_watched(lambda count=count: work(count), int(small * count)) for count in (few, more))  # type: ignore[misc]
+    fixed, each = _line(few, sum(low.at_peak), more, sum(high.at_peak))
+    return Growth(fixed, each, high.at_peak, more, *_line(few, low.small_peak, more, high.small_peak))
+
+
+def _line(few: int, low: int, more: int, high: int) -> tuple[int, int]:
+    """What is fixed and what each adds, neither below 0."""
+    each = max(0, (high - low) // (more - few))
+    return max(0, low - few * each), each
+
+
+def _watched(work: Callable[[], object], small: int = 0) -> _Live:
+    with _Live(small) as live:
+        work()
+    return live
+
+
+class _Live(TorchDispatchMode):
+    """Sees every tensor that a kernel returns; its storage is counted until that is freed, but for views of what was there."""
+
+    def __init__(self, small: int = 0) -> None:
+        super().__init__()
+        self.small, self.small_now, self.small_peak = small, 0, 0
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+        self.at_peak: tuple[int, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = _copied_bytes(func, args, kwargs or {})
+        if inside and self.now + inside > self.peak:
+            self.peak, self.at_peak = self.now + inside, (*self.sizes.values(), inside)
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        returned = func(*args, **(kwargs or {}))
+        for storage in _storages(returned):
+            if storage._cdata not in given:
+                self._note(storage)
+        return returned
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if size and key not in self.sizes:
+            self.sizes[key] = size
+            self.now += size
+            if size < self.small:
+                self.small_now += size
+                self.small_peak = max(self.small_peak, self.small_now)
+            if self.now > self.peak:
+                self.peak, self.at_peak = self.now, tuple(self.sizes.values())
+            weakref.finalize(storage, self._forget, key).atexit = False
+
+    def _forget(self, key: int) -> None:
+        size = self.sizes.pop(key, 0)
+        self.now -= size
+        if size < self.small:
+            self.small_now -= size
+
+
+def _storages(found: object) -> list[torch.UntypedStorage]:
+    """Of all dense tensors in what was found; sparse ones have none of their own."""
+    tensors = [tensor for tensor in tree_iter(found) if isinstance(tensor, torch.Tensor)]
+    return [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
+
+
+def _copied_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of the copy that a sum makes of its input."""
+    dtype = kwargs.get("dtype")
+    if dtype is None or func.overloadpacket is not torch.ops.aten.sum:
+        return 0
+    summed: torch.Tensor = args[0]
+    is_copied = summed.device.type == "cpu" and summed.dtype != dtype
+    return summed.numel() * dtype.itemsize if is_copied else 0
+
+
+@contextmanager
+def differentiable(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
+    """Inside, attention is plain products, and these embeddings have the gradients that they have mathematically.
+
+    Fused kernels of attention have neither forward derivatives nor a rule for vmap.
+
+    Args:
+        embeddings: `uneven_embeddings` of the module.
+    """
+    from torch.nn import attention
+
+    backends = torch.backends.mha
+    was_enabled = backends.get_fastpath_enabled()
+    backends.set_fastpath_enabled(False)
+    for one in embeddings:
+        one.forward = partial(_embedded, one)  # type: ignore[method-assign]
+    try:
+        with attention.sdpa_kernel(attention.SDPBackend.MATH):
+            yield
+    finally:
+        backends.set_fastpath_enabled(was_enabled)
+        for one in embeddings:
+            del one.forward
+
+
+def is_of_transform(tensor: Tensor) -> bool:
+    """Whether a tensor was made within a transform of torch.func, with whose end it ends."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def uneven_embeddings(module: nn.Module) -> list[nn.Embedding]:
+    """Embeddings in a module whose backward pass leaves out a row, or weighs rows, where logits depend on all of them alike.
+
+    The row for padding has no gradient in torch's backward pass, but in its forward mode; so that products with the
+    Gauss-Newton matrix would not be symmetric, and its gradient not the log posterior's.
+    """
+    embedding = torch.nn.Embedding
+    return [
+        one
+        for one in module.modules()
+        if isinstance(one, embedding)
+        and type(one).forward is embedding.forward
+        and (one.padding_idx is not None or one.scale_grad_by_freq or one.sparse)
+    ]
+
+
+def _embedded(module: nn.Embedding, indices: Tensor) -> Tensor:
+    """What the module makes of indices, without what it does to gradients alone."""
+    return torch.nn.functional.embedding(indices, module.weight, max_norm=module.max_norm, norm_type=module.norm_type)
+
+
+_PAIRS = 256  # of a draw and an example that convolutions take together on a CPU: thousands leave its caches
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleNetwork:
+    """A module as a function of inputs and parameters.
+
+    Args:
+        module: in evaluation mode, on the device; never changed.
+        logits_of: the logits (n, K), given a call that runs the module and returns what it returns.
+        names: of the arguments that packed inputs (n, arguments, ...) are; empty for inputs that are one tensor.
+        takes_tokens: whether inputs are whole numbers, such as token ids; they are given as real ones, exact below 2^24.
+            Packed ones (n, arguments, length) may have any length.
+        features_of: what its last layer takes, (n, D), given the module, the same call and that layer's weight (K, D) and bias (K,); None where
+            that is not known.
+        kept: of logits linearised at one theta, while `logits._kept.keeping` asks for that.
+    """
+
+    module: nn.Module
+    logits_of: Callable[[Callable[[], Any]], Tensor] = lambda run: run()
+    names: tuple[str, ...] = ()
+    takes_tokens: bool = False
+    features_of: Callable[[nn.Module, Callable[[], Any], Tensor, Tensor | None], Tensor] | None = None
+    kept: dict[str, Any] = field(default_factory=dict, repr=False)
+    _states: dict[Any, dict[str, Tensor]] = field(default_factory=dict, repr=False)
+
+    def __call__(self, inputs: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        """Logits (n, K) of inputs (n, ...) under these parameters, in their precision; autograd and vmap pass through."""
+        with differentiable(self._embeddings):
+            return self.logits_of(self._pass(inputs, params))
+
+    def features(self, inputs: Tensor, params: Mapping[str, Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What the last layer takes, (n, D), of inputs (n, ...) under these parameters.
+
+        Args:
+            weight, bias: that layer's own among them, (K, D) and (K,).
+        """
+        assert self.features_of is not None
+        return self.features_of(self.module, self._pass(inputs, params), weight, bias)
+
+    def _pass(self, inputs: Tensor, params: Mapping[str, Tensor]) -> Callable[[], Any]:
+        """A call of the module on inputs (n, ...) under these parameters."""
+        dtype = next(iter(params.values())).dtype
+        state = {**self._frozen(dtype, params), **params}
+        inputs = inputs.long() if self.takes_tokens else inputs.to(dtype)
+        named = dict(zip(self.names, inputs.unbind(1), strict=True)) if self.names else {}
+        return partial(torch.func.functional_call, self.module, state, () if named else (inputs,), named)
+
+    def draws_at_once(self, num_examples: int, device: torch.device) -> int | None:
+        """Draws of the parameters that go through the network together with so many examples; None for all."""
+        if device.type != "cpu" or not self._convolves:
+            return None
+        return max(1, _PAIRS // max(1, num_examples))
+
+    @cached_property
+    def _convolves(self) -> bool:
+        """Whether it has convolutions, which many weights at once make slow on a CPU."""
+        kinds = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+        return any(isinstance(module, kinds) for module in self.module.modules())
+
+    def shaped(self, features: Tensor, input_shape: Sequence[int]) -> Tensor:
+        """Inputs (N, D), flat, or (N, ...), in the shape that the network takes; packed token ids may be of any length."""
+        return features.reshape(
+            len(features), *((len(self.names), -1) if self.names and self.takes_tokens else input_shape)
+        )
+
+    @contextmanager
+    def briefly(self, dtype: torch.dtype, varying: Collection[str]) -> Iterator[None]:
+        """What of the network does not vary is held in this precision no longer than within, where it was not before."""
+        is_new = dtype not in self._states
+        try:
+            self._frozen(dtype, varying)
+            yield
+        finally:
+            if is_new:
+                self._states.pop(dtype, None)
+
+    def _frozen(self, dtype: torch.dtype, varying: Collection[str]) -> dict[str, Tensor]:
+        """All other parameters and buffers, those that are real numbers in this precision; made once for each."""
+        state = self._states.setdefault(dtype, {})
+        missing = [name for name in self._every if name not in varying and name not in state]
+        found = {name: self._every[name].detach() for name in missing}
+        found = {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
+        if any(map(is_of_transform, found.values())):  # it ends with the transform of torch.func that it was made in
+            return {**state, **found}
+        state.update(found)
+        return state
+
+    @cached_property
+    def _every(self) -> dict[str, Tensor]:
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    @cached_property
+    def _embeddings(self) -> list[nn.Embedding]:
+        return uneven_embeddings(self.module)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return next(self.module.parameters()).device
+
+
+_CHANNELS = {"AVX512": 16}  # that a CPU's convolutions work on at once, float32; 8 on all others
+_FEW, _MORE = 2, 6  # examples that are measured: what does not grow with them is not counted
+
+
+def activation_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
+    """Bytes that a forward pass of one example keeps for its gradient, measured on examples of zeros, float32."""
+    more, few = (_kept_bytes(network, input_shape, count) for count in (_MORE, _FEW))
+    return max(0, (more - few) // (_MORE - _FEW))
+
+
+def gradient_growth(network: ModuleNetwork, names: Collection[str], input_shape: Sequence[int]) -> Growth:
+    """What a gradient by the parameters of these names takes at its peak, float32: what is kept and what comes back."""
+    params = {name: value.detach().float() for name, value in network.module.named_parameters() if name in names}
+
+    def gradient(count: int) -> None:
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        with torch.enable_grad():
+            logits = network(torch.zeros(count, *input_shape, device=network.device), leaves)
+            torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True)
+
+    return _growth(gradient)
+
+
+def forward_growth(network: ModuleNetwork, input_shape: Sequence[int]) -> Growth:
+    """What a forward pass without gradients takes at its peak, the inputs among it, float32."""
+    params = {name: value.detach().float() for name, value in network.module.named_parameters()}
+
+    def forward(count: int) -> None:
+        with torch.no_grad():
+            network(torch.zeros(count, *input_shape, device=network.device), params)
+
+    return _growth(forward)
+
+
+def laid_out_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
+    """Bytes of the largest output of a convolution that an example has, its channels filled up to eights or sixteens, float32.
+
+    So a CPU's kernels lay it out anew, beside what the tensors take.
+    """
+    together = _CHANNELS.get(torch.backends.cpu.get_cpu_capability(), 8)
+    convolutions = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+    modules = {name: one for name, one in network.module.named_modules() if isinstance(one, convolutions)}
+    shapes = _output_shapes(network, modules, input_shape)[1]
+    return max((4 * -(-shape[0] // together) * together * math.prod(shape[1:]) for shape in shapes), default=0)
+
+
+def output_numbers(network: ModuleNetwork, owners: Collection[str], input_shape: Sequence[int]) -> dict[str, int]:
+    """Numbers that each module of these names gives of one example, all its calls together."""
+    modules = {name: module for name, module in network.module.named_modules() if name in owners}
+    found = dict.fromkeys(modules, 0)
+    for name, shape in zip(*_output_shapes(network, modules, input_shape), strict=True):
+        found[name] += math.prod(shape)
+    return found
+
+
+def _growth(work: Callable[[int], object]) -> Growth:
+
+    work(1)  # what a network keeps from its first call on is no part of it
+    return growth(work, _FEW, _MORE)
+
+
+def _output_shapes(
+    network: ModuleNetwork, modules: Mapping[str, Any], input_shape: Sequence[int]
+) -> tuple[list[str], list[tuple[int, ...]]]:
+    """What the modules give of one example: a name and a shape for each call."""
+    names: list[str] = []
+    shapes: list[tuple[int, ...]] = []
+
+    def note(name: str, module: Any, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            names.append(name)
+            shapes.append(tuple(output.shape[1:]))
+
+    handles = [module.register_forward_hook(partial(note, name)) for name, module in modules.items()]
+    try:
+        with torch.no_grad():
+            params = {name: value.detach().float() for name, value in network.module.named_parameters()}
+            network(torch.zeros(1, *input_shape, device=network.device), params)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return names, shapes
+
+
+def _kept_bytes(network: ModuleNetwork, input_shape: Sequence[int], count: int) -> int:
+    device = network.device
+    inputs = torch.zeros(count, *input_shape, device=device)
+    kept: dict[tuple[int, int], int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
+        return tensor.detach()  # an output that its own node kept as it is would never be freed
+
+    params = {name: value.detach().float().requires_grad_() for name, value in network.module.named_parameters()}
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        logits = network(inputs, params)
+    return sum(kept.values()) + logits.nbytes
+
+
+ALL, LAST = "all", "last"
+STATE = "all+buffers"  # of networks that were trained apart: buffers of real numbers beside all parameters
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """Where the chosen parameters of a module lie in theta.
+
+    Args:
+        parts: a name, shape and place each; the names are the module's own.
+        num_outputs: K.
+        input_shape: of one example.
+        likelihood_name: of the outputs' likelihood, None where their number says it.
+        network: what turns inputs into logits; None for a posterior as it is read, until `bound_to`.
+    """
+
+    parts: tuple[ParamPart, ...]
+    num_outputs: int
+    input_shape: tuple[int, ...]
+    likelihood_name: str | None = None
+    network: ModuleNetwork | None = field(default=None, compare=False, repr=False)
+    head: None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _ = self.likelihood  # an unknown name is told here
+
+    def __str__(self) -> str:
+        return f"{self.num_params:,} parameters of a network in {len(self.parts)} tensors"
+
+    @classmethod
+    def of(
+        cls,
+        network: ModuleNetwork,
+        pattern: str = ALL,
+        *,
+        num_outputs: int,
+        input_shape: Sequence[int],
+        likelihood_name: str | None = None,
+    ) -> ModuleLayout:
+        """The layout of the parameters that a pattern names.
+
+        Args:
+            pattern: all, STATE, or shell patterns of parameter names with + between them (`fc2.*+*.bias`); a module's name stands
+                for all parameters in it.
+
+        Raises:
+            UsageError: it names none.
+        """
+        chosen = chosen_parameters(network.module, pattern)
+        parts = consecutive([(name, tuple(value.shape), is_bias(name)) for name, value in chosen.items()])
+        return cls(parts, num_outputs, tuple(input_shape), likelihood_name, network)
+
+    @property
+    def num_params(self) -> int:
+        """P."""
+        return self.parts[-1].place.stop
+
+    @property
+    def num_features(self) -> int:
+        """Numbers in one input."""
+        return math.prod(self.input_shape)
+
+    @property
+    def takes_any_length(self) -> bool:
+        """Whether an input may have more or fewer numbers: texts."""
+        return self.network is not None and self.network.takes_tokens and bool(self.network.names)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the K logits say of a label."""
+        return likelihood_of(self.num_outputs, self.likelihood_name)
+
+    @property
+    def num_classes(self) -> int:
+        """Classes that the likelihood tells apart."""
+        return self.likelihood.num_classes
+
+    @cached_property
+    def working(self) -> Growth:
+        """What a gradient by theta takes at its peak, float32, as measured on few examples."""
+        return gradient_growth(self._bound, [part.name for part in self.parts], self.input_shape)
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of it that an example takes."""
+        return max(4 * self.widest, self.working.each)
+
+    @cached_property
+    def laid_out_bytes(self) -> int:
+        """Bytes of the largest output of a convolution, as a CPU's kernels lay it out anew; 0 without one."""
+        return laid_out_bytes(self._bound, self.input_shape)
+
+    @cached_property
+    def outputs_of_owners(self) -> dict[str, int]:
+        """Numbers that each module which has some of the chosen parameters gives of an example, as measured on one."""
+        owners = {part.name.rpartition(".")[0] for part in self.parts}
+        return output_numbers(self._bound, owners, self.input_shape)
+
+    @property
+    def own_outputs(self) -> int:
+        """Those of all of them."""
+        return sum(self.outputs_of_owners.values())
+
+    @cached_property
+    def widest(self) -> int:
+        """Numbers that an example leaves in a forward pass, as measured on one; its classes at least."""
+        return max(self.num_classes, activation_bytes(self._bound, self.input_shape) // 4)
+
+    def to_json(self) -> list[dict[str, object]]:
+        """The layout as posterior files state it: name, shape and offset of each part."""
+        return parts_to_json(self.parts)
+
+    def to_meta(self) -> dict[str, Any]:
+        """Names, shapes and sizes as JSON."""
+        return {
+            "network_params": [[part.name, list(part.shape)] for part in self.parts],
+            "num_outputs": self.num_outputs,
+            "input_shape": list(self.input_shape),
+            **name_to_record(self.likelihood_name),
+        }
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> ModuleLayout:
+        """The inverse of to_meta, not bound to a network."""
+        entries = [(str(name), tuple(int(size) for size in shape)) for name, shape in meta["network_params"]]
+        parts = consecutive([(name, shape, is_bias(name)) for name, shape in entries])
+        shape = tuple(int(size) for size in meta["input_shape"])
+        return cls(parts, int(meta["num_outputs"]), shape, recorded_name(meta))
+
+    def bound_to(self, network: ModuleNetwork) -> ModuleLayout:
+        """The same with a network to compute logits by. Raises ValueError where the network has not these parameters, or buffers."""
+        there = {name: tuple(value.shape) for name, value in _named_tensors(network.module).items()}
+        odd = [part.name for part in self.parts if there.get(part.name) != part.shape]
+        if odd:
+            raise ValueError(f"the network has no parameters {listed(odd)} with these shapes")
+        return replace(self, network=network)
+
+    def split(self, theta: Tensor) -> dict[str, Tensor]:
+        """Each parameter (..., *shape) by its name, views of theta (..., P)."""
+        flat = theta.split([math.prod(part.shape) for part in self.parts], dim=-1)
+        lead = theta.shape[:-1]
+        return {part.name: one.reshape((*lead, *part.shape)) for part, one in zip(self.parts, flat, strict=True)}
+
+    def join(self, params: Mapping[str, Tensor]) -> Tensor:
+        """theta (..., P) of parameters (..., *shape) by their names: the inverse of split."""
+        flat = []
+        for part in self.parts:
+            lead = params[part.name].shape[: params[part.name].ndim - len(part.shape)]
+            flat.append(params[part.name].reshape(*lead, math.prod(part.shape)))
+        return torch.cat(flat, dim=-1)
+
+    def briefly(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Within, what theta does not have is held in this precision too; it is not held longer than that."""
+        return self._bound.briefly(dtype, {part.name for part in self.parts})
+
+    def trained(self) -> Tensor:
+        """theta (P,) float64 of the network as it is."""
+        found = _named_tensors(self._bound.module)
+        return self.join({part.name: found[part.name].detach().double() for part in self.parts})
+
+    def logits(self, features: Tensor, theta: Tensor) -> Tensor:
+        """Logits (S, N, K) of inputs (N, D), flat, or (N, ...), under theta (S, P)."""
+        network = self._bound
+        features = network.shaped(features, self.input_shape)
+        if len(theta) == 1:
+            return network(features, self.split(theta[0])).unsqueeze(0)
+        at_once = network.draws_at_once(len(features), theta.device)
+        one = torch.func.vmap(lambda draw: network(features, self.split(draw)), chunk_size=at_once)
+        return one(theta)
+
+    def features(self, inputs: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What the last layer takes, (n, D), of inputs (n, ...) under one theta (P,); weight and bias are that layer's."""
+        network = self._bound
+        return network.features(network.shaped(inputs, self.input_shape), self.split(theta), weight, bias)
+
+    def jacobian(self, features: Tensor, theta: Tensor, *, parts: Sequence[ParamPart] | None = None) -> Tensor:
+        """The logits' derivatives by theta, (N, K, P), at inputs (N, D) or (N, ...), and one theta (P,).
+
+        Args:
+            parts: by these alone, one behind the other; None for all.
+        """
+        network, every = self._bound, self.split(theta)
+        features = network.shaped(features, self.input_shape)
+        parts = self.parts if parts is None else parts
+        chosen = {part.name: every.pop(part.name) for part in parts}
+
+        def logits(some: dict[str, Tensor], example: Tensor) -> Tensor:
+            return network(example.unsqueeze(0), {**every, **some})[0]
+
+        rows = torch.func.vmap(torch.func.jacrev(logits), in_dims=(None, 0))(chosen, features)
+        return torch.cat([rows[part.name].flatten(2) for part in parts], dim=2)
+
+    def push(self, features: Tensor, theta: Tensor, directions: Tensor) -> Tensor:
+        """J v, (S, N, K), of directions v (S, P) at one theta (P,), in forward mode: without J."""
+
+        def logits(draw: Tensor) -> Tensor:
+            return self.logits(features, draw.unsqueeze(0))[0]
+
+        def along(direction: Tensor) -> Tensor:
+            pushed: Tensor = torch.func.jvp(logits, (theta,), (direction,))[1]
+            return pushed
+
+        return torch.func.vmap(along)(directions)
+
+    def logit_draws(self, theta: Tensor, weights: Tensor | None = None) -> LogitMaker:
+        """The logits under each of theta (S, P); the center is the first draw's, whatever the weights."""
+
+        def at(features: Tensor) -> tuple[Tensor, Callable[[slice], Tensor]]:
+            def logits(some: slice) -> Tensor:
+                return self.logits(features, theta[some]).transpose(1, 2)
+
+            return logits(slice(0, 1))[0], logits
+
+        return at
+
+    def can_replace(self, head: HeadLayout) -> bool:
+        """Whether a theta of this layout can stand where a network has such a head: it brings its own layers."""
+        return True
+
+    @property
+    def _bound(self) -> ModuleNetwork:
+        if self.network is None:
+            raise ValueError("the layout is not bound to a network")
+        return self.network
+
+
+def bound(layout: Any, network: ModuleNetwork) -> Any:
+    """A layout of a network's parameters, which its posterior does not know to be one, bound to that network.
+
+    Raises:
+        ValueError: it is another network's.
+    """
+    return cast(ModuleLayout, layout).bound_to(network)
+
+
+def is_bias(name: str) -> bool:
+    """Whether a parameter of this name has the prior of the biases."""
+    return name.rpartition(".")[2].endswith("bias")
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def chosen_parameters(module: nn.Module, pattern: str) -> Mapping[str, Tensor]:
+    """The parameters that a pattern names, in the module's order; see ModuleLayout.of. Raises UsageError for none.
+
+    One that several modules share goes by the first of its names, and any of them names it.
+    """
+    every = {name: value for name, value in module.named_parameters() if value.is_floating_point()}
+    shared: dict[int, list[str]] = {}
+    for name, value in module.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(value), []).append(name)
+
+    def is_named(first: str, pattern: str) -> bool:
+        return any(_matches(name, pattern) for name in shared[id(every[first])])
+
+    chosen: dict[str, Tensor]
+    if pattern in (ALL, STATE):
+        stored = {*module.state_dict()} if pattern == STATE else {*every}
+        chosen = {
+            name: value
+            for name, value in _named_tensors(module).items()
+            if name in stored and value.is_floating_point()
+        }
+    else:
+        wanted = pattern.split("+")
+        for one in wanted:
+            if not any(is_named(name, one) for name in every):
+                raise UsageError(
+                    f"\0layers\0: expected {LAST}, {ALL} or patterns of parameter names; {one!r} matches none of "
+                    f"{listed(every, limit=20)}"
+                )
+        chosen = {name: value for name, value in every.items() if any(is_named(name, one) for one in wanted)}
+    if not chosen:
+        raise UsageError("\0layers\0: the network has no parameters")
+    return chosen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+
+
+def module_places(layout: ParamLayout) -> dict[str, slice]:
+    """Where each module's own parameters lie in theta; a module's name is what is before the last dot of theirs."""
+    places = {}
+    for module, group in groupby(layout.parts, key=lambda part: part.name.rpartition(".")[0]):
+        parts = list(group)
+        places[module] = slice(parts[0].place.start, parts[-1].place.stop)
+    return places
+
+
+def recorded_layout(meta: Mapping[str, Any]) -> HeadLayout | ModuleLayout:
+    """Of a head, or of a network's parameters."""
+    return ModuleLayout.from_meta(meta) if "network_params" in meta else HeadLayout.from_meta(meta)

@@ -1,0 +1,260 @@
+"""Choose the device that a command computes on, and estimate its speed from its specification."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bnncli.errors import DeviceError, UsageError
+from bnncli.lazy import torch
+from bnncli.names import printable
+
+_ONE_AT_A_TIME = threading.RLock()
+DEVICE_FILES = Path("/dev")
+_GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")  # of every driver that PyTorch computes with
+
+
+def device_name(name: str) -> str:
+    """What resolve_device gives, as text; PyTorch is not imported to tell that a machine has no GPU.
+
+    Raises:
+        UsageError, DeviceError: as resolve_device.
+    """
+    is_told = "torch" in sys.modules or any(any(DEVICE_FILES.glob(pattern)) for pattern in _GPU_FILES)
+    return "cpu" if name == "cpu" or (name == "auto" and not is_told) else str(resolve_device(name))
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device called `name`: auto (a GPU where there is one), cpu, cuda or cuda:N.
+
+    Raises:
+        UsageError: for any other name.
+        DeviceError: when a GPU was asked for by name and is not there; an explicit device never falls back.
+    """
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    if re.fullmatch(r"cuda(:[0-9]{1,4})?", name) is None:
+        raise UsageError(f"\0device\0: expected auto, cpu, cuda or cuda:N; got {name!r}")
+    index = int(name.partition(":")[2] or 0)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        found = (
+            f"this machine has {count} CUDA devices, numbered from cuda:0"
+            if count
+            else f"no CUDA device: {_why_no_gpu()}"
+        )
+        raise DeviceError(f"\0device\0 {name}: {found}", hint="use \0device\0 auto or \0device\0 cpu")
+    return torch.device("cuda", index)
+
+
+def _why_no_gpu() -> str:
+    """What keeps PyTorch from a CUDA device, as far as can be told without one."""
+    if torch.version.cuda is None:
+        return f"this PyTorch ({torch.__version__}) was built without CUDA"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return f"CUDA_VISIBLE_DEVICES is {printable(visible)!r}"
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        return "the system has no NVIDIA GPU, or its driver is not loaded"
+    return f"the driver does not support CUDA {torch.version.cuda}, which PyTorch was built for; see nvidia-smi"
+
+
+def select_device(device: torch.device) -> None:
+    """Make a GPU the current one of this process: streams and graphs that name none belong to it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def configure_torch(*, threads: int | None, deterministic: bool) -> None:
+    """Set the number of CPU threads and, when asked, deterministic kernels, for this process.
+
+    Products and convolutions of float32 are float32 on every device: TF32 has three digits, and energies of 10,000 nats
+    need seven.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """What is set of torch inside the block is afterwards as it was: a process that is not ours has its own settings.
+
+    Inside, numbers are float32 unless they say otherwise, autocast or not, on the CPU unless they say otherwise, and nothing
+    is recorded for gradients. Settings belong to the process: one thread is inside at a time.
+    """
+    with _ONE_AT_A_TIME, ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(_set_current_gpu, torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+        stack.enter_context(_precision_kept())
+        torch.set_default_dtype(torch.float32)
+        if torch.get_default_device().type != "cpu":  # not always: each operation takes longer in such a block
+            stack.enter_context(torch.device("cpu"))
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """What torch draws inside the block is not missing after it."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(gpus):
+        yield
+
+
+def _set_current_gpu(index: int) -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.set_device(index)
+
+
+@contextmanager
+def _precision_kept() -> Iterator[None]:
+    """How coarse float32 products may be is afterwards as it was, set by PyTorch's older calls or by the newer attributes.
+
+    Inside, the newer ones allow nothing by themselves: what a whole backend allows would hold where a part has no setting.
+    """
+    older: list[tuple[Callable[[Any], None], Any]] = []
+    with suppress(RuntimeError):  # where the newer attributes were set, the older calls cannot tell
+        older.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    with suppress(RuntimeError):
+        older.append((partial(setattr, torch.backends.cudnn, "allow_tf32"), torch.backends.cudnn.allow_tf32))
+    newer = []
+    for place in _with_precision():  # the wider first: a part without a setting says that of the wider
+        newer.append((place, place.fp32_precision))
+        place.fp32_precision = "none"
+    try:
+        yield
+    finally:
+        for restore, value in older:
+            restore(value)
+        for place, value in newer:
+            place.fp32_precision = value
+
+
+def _with_precision() -> list[Any]:
+    """What of PyTorch has a `fp32_precision`, the wider before its parts; nothing in the PyTorch that has none.
+
+    That of all of mkldnn is missing: what sets it sets that of torch.backends.
+    """
+    backends: list[Any] = [torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn]
+    parts = [getattr(place, name, None) for place in backends for name in ("matmul", "conv", "rnn")]
+    return [place for place in [torch.backends, torch.backends.cudnn, *parts] if hasattr(place, "fp32_precision")]
+
+
+def has_bfloat16_products(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 numbers faster than float32's: such GPUs, and CPUs with instructions for it."""
+    if device.type != "cpu":
+        return has_coarse_products(device)
+    return any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+
+
+def has_coarse_products(device: torch.device) -> bool:
+    """Whether the device multiplies TF32 and bfloat16 numbers itself: GPUs from NVIDIA's Ampere on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """Float32 matrix products on a GPU are in TF32 inside the block, and what they were after it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """CPU work on one thread inside the block: small operations lose more by waiting for threads than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def available_memory(device: torch.device | str) -> int:
+    """Bytes that can be claimed on the device: free GPU memory, or what the system and its container leave."""
+    if str(device).startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(_system_memory(), _container_memory(Path("/sys/fs/cgroup")))
+
+
+def _system_memory() -> int:
+    """Bytes that the system says are available."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as stream:
+            for line in stream:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _container_memory(folder: Path) -> int:
+    """Bytes that the control group (version 2) has left, its file cache counted as free; huge without a limit."""
+    try:
+        limit = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
+        statistics = (folder / "memory.stat").read_text().splitlines()
+        cache = sum(int(line.split()[1]) for line in statistics if line.startswith(("inactive_file ", "active_file ")))
+    except (OSError, ValueError, IndexError):  # no such group, or a limit of "max"
+        return 1 << 62
+    return max(0, limit - max(0, used - cache))
+
+
+# Of one CPU core, measured: products of float32, factors of float64, one number at a time.
+_CORE = (3e10, 1.2e10, 3e9)
+# Of a GPU: operations of a multiprocessor in a cycle, float32 and float64, by its compute capability (CUDA C++ Programming
+# Guide, arithmetic instructions; a multiply-add is two). Where float64 is an eighth or less of that, it is a games card.
+_PER_CYCLE = {(6, 0): (128, 64), (7, 0): (128, 64), (8, 0): (128, 64), (9, 0): (256, 128), (10, 0): (256, 128)}
+_PER_CYCLE_OF_OTHERS = (256, 4)
+_CYCLES = 1.4e9  # a second, sustained
+_SHARE_OF_PRODUCTS, _SHARE_OF_FACTORS = 0.5, 0.3  # of its peak that large products and factors reach
+
+
+class Speed(NamedTuple):
+    """Operations a second.
+
+    Args:
+        products: of matrix products over the examples, float32.
+        factors: of factors in float64.
+        elementwise: one number at a time.
+    """
+
+    products: float
+    factors: float
+    elementwise: float
+
+
+def speed_of(device: torch.device | str, *, threads: int | None = None) -> Speed:
+    """What the device does in a second, right to a factor of about three.
+
+    Args:
+        threads: of the CPU; those that this process has by default.
+    """
+    chosen = torch.device(device)
+    if chosen.type != "cuda":
+        return Speed(*((threads or torch.get_num_threads()) * one for one in _CORE))
+    single, double = _PER_CYCLE.get(torch.cuda.get_device_capability(chosen), _PER_CYCLE_OF_OTHERS)
+    cycles = _CYCLES * torch.cuda.get_device_properties(chosen).multi_processor_count
+    products = _SHARE_OF_PRODUCTS * single * cycles
+    return Speed(products, _SHARE_OF_FACTORS * double * cycles, products / 20)
