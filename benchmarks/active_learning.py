@@ -24,7 +24,7 @@ import numpy as np
 os.environ.setdefault("BNNCLI_THREADS", "1")
 
 from bnncli.cli.execute import run_command_line
-from bnncli.figures.measured_lines import MeasuredLine, draw
+from bnncli.figures.fits import MeasuredLine, draw_measured_lines
 
 RULES = ("random", "entropy", "bald", "batchbald")
 SCHEMA = "bnncli.benchmark.active-learning/1"
@@ -166,7 +166,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 def _figure(rows: list[dict[str, Any]], form: str) -> bytes:
-    figure = draw(_curves(rows), title="Active learning", x_label="labels", y_label="test accuracy")
+    figure = draw_measured_lines(_curves(rows), title="Active learning", x_label="labels", y_label="test accuracy")
     stream = io.BytesIO()
     figure.savefig(stream, format=form, dpi=150)
     return stream.getvalue()

@@ -76,7 +76,7 @@ class Network(NamedTuple):
 
 def _mlp(hidden: str, activation: str) -> Network:
     words = ("--model", "mlp", "--model-arg", f"activation={activation}", "--model-arg", f"hidden={hidden}")
-    built = f"__import__('bnncli.networks.mlp').networks.mlp.build(hidden=({hidden},), activation={activation!r})"
+    built = f"__import__('bnncli.models.architectures.mlp').networks.mlp.build(hidden=({hidden},), activation={activation!r})"
     return Network(words, built, (28, 28), 5_000, 500)
 
 
@@ -84,15 +84,15 @@ NETWORKS = {
     "mlp": _mlp("50", "relu"),
     "tanh": _mlp("200,200", "tanh"),
     "few": _mlp("200,200", "tanh")._replace(train=100, val=50),  # for chains, which take many passes
-    "lenet5": Network(("--model", "lenet5"), "__import__('bnncli.networks.lenet5').networks.lenet5.build()", (28, 28), 5_000, 500),
+    "lenet5": Network(("--model", "lenet5"), "__import__('bnncli.models.architectures.lenet5').networks.lenet5.build()", (28, 28), 5_000, 500),
     "resnet20": Network(
-        ("--model", "resnet20"), "__import__('bnncli.networks.resnet20').networks.resnet20.build()", (32, 32, 3), 500, 200
+        ("--model", "resnet20"), "__import__('bnncli.models.architectures.resnet20').networks.resnet20.build()", (32, 32, 3), 500, 200
     ),
     "transformer": Network(("--model", "net.py:make"), "make()", (28, 28), 5_000, 500),
     "part": Network(("--model", "net.py:large"), "large()", (28, 28), 200, 100),  # 17 million parameters, few of which vary
     "small": Network(
         ("--model", "mlp", "--model-arg", "hidden=20", "--model-arg", "inputs=100"),
-        "__import__('bnncli.networks.mlp').networks.mlp.build(hidden=(20,), inputs=100)", (10, 10), 5_000, 500,
+        "__import__('bnncli.models.architectures.mlp').networks.mlp.build(hidden=(20,), inputs=100)", (10, 10), 5_000, 500,
     ),
 }  # fmt: skip
 NUMBER = ("--prior-precision", "50")

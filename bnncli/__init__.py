@@ -17,7 +17,7 @@ from bnncli import errors
 if TYPE_CHECKING:
     from os import PathLike
 
-    from bnncli.opened.run import OpenedRun
+    from bnncli.api.run import OpenedRun
 
 __all__ = ["errors"]  # not `open`: Python's own is not to be hidden by an import of all
 __version__ = "0.1.0"
@@ -46,6 +46,6 @@ def open(
         bnncli.errors.BnnError: as the commands, with keyword arguments in place of options: MissingInput if there is no such
             run, UsageError for a bad value.
     """
-    from bnncli.opened.run import open_run
+    from bnncli.api.run import open_run
 
     return open_run(ckpt, run_dir=run_dir, device=device, seed=seed, model=model)

@@ -27,7 +27,12 @@ from bnncli.names import not_one_of
 
 _PACKAGE = Path(__file__).parent
 _PLAIN_BASES = ("Generic[", "nn.")  # of classes: nothing that a command decides by is inherited from these
-_GROUPS = {"stages": "bnncli.commands"}  # of the others: bnncli. and the folder
+_GROUPS = {"stages": "bnncli.commands"}  # entry points of the other families: bnncli. and the family
+_FOLDERS = {
+    "data": "data/kinds",
+    "models": "models/kinds",
+    "networks": "models/architectures",
+}  # of the others: the family
 # What a part must have, of its module or, with a dot, of the class that has its name.
 _NEEDS = {
     "curvature": (".fixed", ".is_exact", ".hessian", ".num_elements", ".operations", ".most_elements"),
@@ -146,7 +151,7 @@ def load_module(family: str, name: str) -> ModuleType:
     """The module of one part, imported now. Raises UsageError when it is installed and no good, naming the distribution."""
     check_name(family, name, option=family)
     if name in _own(family):
-        module = importlib.import_module(f"bnncli.{family}.{_file_stem(name)}")
+        module = importlib.import_module(f"bnncli.{_folder(family).replace('/', '.')}.{_file_stem(name)}")
     else:
         try:
             module = importlib.import_module(_installed(family)[name].module)
@@ -168,7 +173,7 @@ def load_class(family: str, name: str) -> Any:
 def source_of(family: str, name: str) -> Path:
     """The file of a part, found without importing it. Raises UsageError when an installed one has none."""
     if name in _own(family):
-        stem = _PACKAGE / family / _file_stem(name)
+        stem = _PACKAGE / _folder(family) / _file_stem(name)
         return stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
     # Below the first package finders would import it: its folders are looked through instead.
     first, *rest = _installed(family)[name].module.split(".")
@@ -201,7 +206,7 @@ def _refusal(family: str, name: str, distribution: str, why: str) -> UsageError:
 @cache
 def _own(family: str) -> tuple[str, ...]:
     """The names in the folder, read once: commands look names up thousands of times."""
-    found = [path for path in (_PACKAGE / family).iterdir() if not path.name.startswith("_")]
+    found = [path for path in (_PACKAGE / _folder(family)).iterdir() if not path.name.startswith("_")]
     parts = [path for path in found if path.suffix == ".py" or (path / "__init__.py").is_file()]
     return tuple(sorted(path.stem.replace("_", "-") for path in parts))
 
@@ -248,6 +253,10 @@ def _has_parts(folder: str) -> bool:
                     if b"[bnncli." in file.read():
                         return True
     return False
+
+
+def _folder(family: str) -> str:
+    return _FOLDERS.get(family, family)
 
 
 def _group(family: str) -> str:

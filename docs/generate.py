@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import bnncli
-from bnncli import errors, opened, registry
+from bnncli import api, errors, registry
+from bnncli.api.predictions import LoadedPredictor
 from bnncli.cli.commands import all_commands
-from bnncli.cli.option_values import default_of, option_fields
+from bnncli.cli.options import default_of, option_fields
 from bnncli.cli.topics import ADVICE, ENVIRONMENT
-from bnncli.opened.loaded import LoadedPredictor
 from bnncli.options.command import COMPUTE, SECTIONS, Command
 from bnncli.options.declaration import choices_of, flag_of, help_of
 from bnncli.options.parts import Setting, declarations
@@ -247,11 +247,11 @@ def python_page() -> str:
     lines = ["# Python API\n", "See [Python](../how-to/python.md) for an example.\n"]
     lines += [f"## `bnncli.open{signature(bnncli.open)}`\n", *docstring(bnncli.open), ""]
     for kind in (
-        opened.OpenedRun,
-        opened.OpenedPosterior,
-        opened.ClassProbabilities,
+        api.OpenedRun,
+        api.OpenedPosterior,
+        api.ClassProbabilities,
         LoadedPredictor,
-        opened.SplitArrays,
+        api.SplitArrays,
     ):
         lines += [f"## `{kind.__name__}`\n", *docstring(kind), ""]
         for name, member in vars(kind).items():

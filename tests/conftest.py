@@ -197,9 +197,9 @@ def arrays() -> dict[str, np.ndarray]:
 @pytest.fixture
 def pictures_are_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """In pages: to draw them takes longer than the rest, and what is looked at is around them."""
-    from bnncli.pages import sections
+    from bnncli.figures import pages
 
-    monkeypatch.setattr(sections, "inline_svg", lambda shown: f"<svg><title>{shown.name}</title></svg>")
+    monkeypatch.setattr(pages, "inline_svg", lambda shown: f"<svg><title>{shown.name}</title></svg>")
 
 
 def make_scores_rough(patch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bnncli.data._arrays import array_dataset
+from bnncli.data.arrays import array_dataset
 from bnncli.options.parts import Form
 
 FORM = Form("NAME:FILE")

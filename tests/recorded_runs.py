@@ -74,11 +74,11 @@ def _plain_environment() -> Iterator[None]:
 @contextlib.contextmanager
 def _names_for_pictures() -> Iterator[None]:
     """Of the pictures of a report a record that is not strict has the places alone, and they took a third of its time."""
-    from bnncli.pages import sections
+    from bnncli.figures import pages
     from bnncli.stages.report import files
 
     with (
-        mock.patch.object(sections, "inline_svg", lambda shown: f"<svg><title>{shown.name}</title></svg>"),
+        mock.patch.object(pages, "inline_svg", lambda shown: f"<svg><title>{shown.name}</title></svg>"),
         mock.patch.object(files, "figure_file", lambda shown, form: f"{MARK} {shown.name} {form}".encode()),
     ):
         yield

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bnncli.cli.commands import COMMANDS
-from bnncli.cli.option_values import option_fields
+from bnncli.cli.options import option_fields
 from bnncli.options.declaration import flag_of
 
 PACKAGE = Path(__file__).parents[1] / "bnncli"

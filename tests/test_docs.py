@@ -18,7 +18,7 @@ from problems.documented import DOCS, ROOT, Block, blocks_of, run_block, shorten
 
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS, all_commands
-from bnncli.cli.option_values import option_fields
+from bnncli.cli.options import option_fields
 from bnncli.options.declaration import flag_of
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]

@@ -28,11 +28,11 @@ from bnncli.artifacts.samples import read_samples
 from bnncli.curvature import ggn
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.integrators.probit import probit_probs
+from bnncli.models.architectures.mlp import build as mlp
+from bnncli.models.architectures.resnet20 import build as resnet20
+from bnncli.models.architectures.wide_resnet import build as wide_resnet
 from bnncli.network_curvature._matrices import matrices_of
 from bnncli.network_curvature.kron import LayerFactors, in_parts
-from bnncli.networks.mlp import build as mlp
-from bnncli.networks.resnet20 import build as resnet20
-from bnncli.networks.wide_resnet import build as wide_resnet
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.targets.network import NetworkTarget

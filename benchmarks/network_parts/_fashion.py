@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bnncli.networks.mlp import build
+from bnncli.models.architectures.mlp import build
 from network_parts._bench import Bench, Folder
 from network_parts._training import train
 

@@ -26,7 +26,7 @@ from bnncli.curvature import ggn
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_search import search
 from bnncli.integrators.probit import probit_probs
-from bnncli.networks.lenet5 import build as lenet5
+from bnncli.models.architectures.lenet5 import build as lenet5
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior

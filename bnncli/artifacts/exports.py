@@ -20,7 +20,7 @@ from bnncli.artifacts.atomic import publish_bytes
 from bnncli.artifacts.headers import MAX_JSON_BYTES, SCHEMA, Header, check_header, parse_document, with_digest
 from bnncli.artifacts.posteriors import METADATA_KEY, read_tensors
 from bnncli.errors import DAMAGED_HINT, DataError
-from bnncli.models._onnx_files import fields_of
+from bnncli.models.onnx_files import fields_of
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.system.input_files import open_regular
 

@@ -23,8 +23,8 @@ from bnncli.artifacts.atomic import check_writable, publish, publish_bytes
 from bnncli.artifacts.freshness import differences, is_same_file
 from bnncli.errors import OutputExists, UsageError
 from bnncli.figures import MARK as FIGURE_MARK
+from bnncli.figures.pages import MARK, OPTIONS
 from bnncli.numerics.digests import file_sha256
-from bnncli.pages.page import MARK, OPTIONS
 
 
 def check_side_output(

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bnncli.artifacts.atomic import write_error
-from bnncli.checkpoints.shards import sharded_folder, shards_of
 from bnncli.errors import Locked, MissingInput, OutputExists, UsageError, WriteError
+from bnncli.models.sharded import sharded_folder, shards_of
 from bnncli.names import near_miss
 from bnncli.options.declaration import check_artifact_name, check_split_name
 from bnncli.options.evaluate import FEATURES_NAME

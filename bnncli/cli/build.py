@@ -15,7 +15,7 @@ from bnncli import __version__
 from bnncli.cli.commands import all_commands
 from bnncli.cli.completion import completes, completes_argument
 from bnncli.cli.help import EVERYTHING, MAX_WIDTH, HelpCommand, HelpGroup, print_everything
-from bnncli.cli.option_values import default_of, option_fields
+from bnncli.cli.options import default_of, option_fields
 from bnncli.options.command import Argument, Command
 from bnncli.options.declaration import choices_of, flag_of, help_of
 

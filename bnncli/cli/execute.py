@@ -1,4 +1,4 @@
-"""Runs one command: options in, stage, result out; every error becomes a line, a code and, with --json, a document."""
+"""Run one command: options in, result out; every error becomes a line, an exit code and, with --json, a document."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 import time
@@ -15,10 +16,10 @@ from typing import Any, TextIO
 from bnncli import registry
 from bnncli.artifacts.caches import checks_remembered
 from bnncli.cli import spread
+from bnncli.cli.advice import memory_advice
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS, find_command
-from bnncli.cli.memory_advice import memory_advice
-from bnncli.cli.option_values import (
+from bnncli.cli.options import (
     OptionValue,
     config_path,
     option_fields,
@@ -27,11 +28,9 @@ from bnncli.cli.option_values import (
     resolve_named,
     unknown_variables,
 )
-from bnncli.cli.tables import print_table
-from bnncli.cli.usage_words import usage_words
 from bnncli.console import Console
 from bnncli.errors import ELSEWHERE, BnnError, Exit, UsageError, WriteError, bug, left_by, machine_error
-from bnncli.names import printable
+from bnncli.names import counted, printable
 from bnncli.options.command import Command
 from bnncli.options.command_line import CommandLine
 from bnncli.options.common import (
@@ -47,6 +46,79 @@ from bnncli.options.common import (
 from bnncli.options.declaration import flag_of, made, spelled
 from bnncli.system import signals
 from bnncli.system.workers import LOST
+
+_EXTRA = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)", re.DOTALL)
+_EXPECTED = {
+    "float": "a number",
+    "int": "a whole number",
+    "bool": "true or false",
+}  # by how pydantic's kinds of faults begin
+
+
+def usage_words(error: Any) -> str:
+    """The line for a usage error of Typer; its own where it is clear already."""
+    said = str(error.format_message())
+    context = getattr(error, "ctx", None)
+    if (extra := _EXTRA.fullmatch(said)) and context is not None:
+        taken = [str(one.name).upper() for one in context.command.params if one.param_type_name == "argument"]
+        return f"expected {counted(len(taken), 'argument')}{''.join(f', {one}' for one in taken)}; got {extra[1]!r} as well"
+    faults = getattr(error.__cause__, "errors", None)
+    param = getattr(error, "param", None)
+    if faults is None or param is None:
+        return said
+    first = faults()[0]
+    expected = _EXPECTED.get(first["type"].partition("_")[0])
+    name = param.opts[-1] if param.param_type_name == "argument" else max(param.opts, key=len)
+    return said if expected is None else f"{name}: expected {expected}; got {str(first['input'])!r}"
+
+
+WIDE = 100_000
+_EMPTY = ("", "-")  # a column of nothing else is not shown
+
+
+def print_table(table: Any, stream: TextIO) -> None:
+    """Print a Table (bnncli.run.session.Table): title, header, rows, notes."""
+    from rich.console import Console
+
+    console = Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False, emoji=False, markup=False)
+    console.begin_capture()  # rich itself would answer a broken pipe by leaving the program
+    is_narrow = stream.isatty() and bool(table.narrow) and _width(table) > console.width
+    for part in table.narrow if is_narrow else [table]:
+        _draw(part, console, is_terminal=stream.isatty())
+    for note in table.notes:
+        console.print(printable(spelled(note)), soft_wrap=True)
+    stream.write(console.end_capture())
+
+
+def _draw(table: Any, console: Any, *, is_terminal: bool) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    if table.title:
+        console.print(printable(spelled(table.title)), soft_wrap=True)
+    drawn = Table(box=box.SIMPLE_HEAD if is_terminal else box.ASCII2, show_edge=is_terminal, pad_edge=False)
+    shown = [
+        i
+        for i in range(len(table.columns))
+        if i == 0 or not table.rows or any(row[i].strip() not in _EMPTY for row in table.rows)
+    ]
+    for i in shown:
+        is_number = i > 0 and all(_is_number(row[i]) for row in table.rows)
+        drawn.add_column(Text(printable(table.columns[i])), justify="right" if is_number else "left", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(printable(spelled(row[i]))) for i in shown))
+    console.print(drawn)
+
+
+def _width(table: Any) -> int:
+    """Characters that the table takes when nothing is folded."""
+    widths = [max(len(row[i]) for row in [table.columns, *table.rows]) for i in range(len(table.columns))]
+    return sum(widths) + 2 * len(widths) + 2
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or cell[0] in "-+.0123456789"
 
 
 def run_command_line(argv: list[str], results: TextIO) -> int:
@@ -153,7 +225,7 @@ class _Invocation:
         self.is_json = common.json
         self.line = self._line(command)
         if any(os.path.isfile(value) for _, value in self.line.parts):
-            from bnncli.cli.place_advice import check_outputs  # here, for what knows run folders
+            from bnncli.cli.advice import check_outputs  # here, for what knows run folders
 
             check_outputs(command, self.line, config_path(common.config, os.environ))
         self.console = Console(command.name, common)
@@ -248,7 +320,7 @@ class _Invocation:
             elif is_gpu and command is not None and "device" in option_fields(command):
                 error.hint = f"{error.hint}, or --device cpu"
         if error.hint == ELSEWHERE:
-            from bnncli.cli.place_advice import place_advice  # here, for what knows run folders
+            from bnncli.cli.advice import place_advice  # here, for what knows run folders
 
             error.hint = place_advice(self._named_command(), self.line, error.path)
 

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 import typer
 
-from bnncli.cli.option_values import option_fields
-from bnncli.cli.quick_values import QuickCommand, QuickGroup
+from bnncli.cli.options import QuickCommand, QuickGroup, option_fields
 from bnncli.options.command import COMPUTE, Command
 
 MAX_WIDTH = 110

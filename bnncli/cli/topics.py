@@ -8,7 +8,7 @@ from shutil import get_terminal_size
 
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.help import MAX_WIDTH
-from bnncli.cli.option_values import option_fields
+from bnncli.cli.options import option_fields
 from bnncli.errors import Exit
 from bnncli.names import not_one_of
 from bnncli.options.command import COMPUTE, Command

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from bnncli.data._augment import Augmentation
-from bnncli.data._classes import check_same_classes, columns_of_classes, matched_to, numbered_by_name
-from bnncli.data._feature_arrays import FeatureArrays, read_feature_arrays
-from bnncli.data._given import HDF5_MAGIC, GivenFile, magic_of, read_given, read_labels, read_texts
-from bnncli.data._given_columns import divide as divide_given
-from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
-from bnncli.data._known import Memory
-from bnncli.data._labels import FROM_1, common_task, shows_several
-from bnncli.data._preprocess import ImageCounts, Preprocess
-from bnncli.data._shift import Shift
-from bnncli.data._sound import Sound, at_rate, clip_of, is_clip
-from bnncli.data._spec import load_split, open_stored, parse_split
-from bnncli.data._split import Batch, Inputs, InputSplit
-from bnncli.data._transform import Transform, Transformed
+from bnncli.data.arrays import FeatureArrays, read_feature_arrays
+from bnncli.data.labels import (
+    FROM_1,
+    check_same_classes,
+    columns_of_classes,
+    common_task,
+    matched_to,
+    numbered_by_name,
+    shows_several,
+)
+from bnncli.data.pixels import Augmentation, ImageCounts, Preprocess
+from bnncli.data.prediction_files import HDF5_MAGIC, GivenFile, magic_of, read_given, read_labels, read_texts
+from bnncli.data.prediction_files import divide as divide_given
+from bnncli.data.shift import Shift
+from bnncli.data.sound import Sound, at_rate, clip_of, is_clip
+from bnncli.data.splits import (
+    Batch,
+    Inputs,
+    InputSplit,
+    Memory,
+    hold_out,
+    hold_out_rows,
+    load_split,
+    open_stored,
+    parse_hold_out,
+    parse_split,
+)
+from bnncli.data.transform import Transform, Transformed
 
 __all__ = [
     "FROM_1",

@@ -74,8 +74,8 @@ def measure(settings: Settings, inputs: Inputs, *, generator: torch.Generator, p
 
 def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Figure 5.1 as a line over the digits, and the densities of figure 5.2."""
-    from bnncli.figures.measured_lines import MeasuredLine
-    from bnncli.figures.measured_lines import draw as draw_lines
+    from bnncli.figures.fits import MeasuredLine
+    from bnncli.figures.fits import draw_measured_lines as draw_lines
     from bnncli.figures.simplex import draw as draw_triangles
 
     lines = {}

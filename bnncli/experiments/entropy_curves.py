@@ -22,7 +22,7 @@ from bnncli.progress import Progress
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from bnncli.figures.line_panels import Series
+    from bnncli.figures.fits import Series
 
 _SIDES = {"test": "in distribution", "other": "out of distribution"}  # splits
 _BINS = 30
@@ -52,7 +52,7 @@ def measure(settings: Settings, inputs: Inputs, *, generator: torch.Generator, p
 
 def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """The distribution functions of both splits, and histograms of the other one's."""
-    from bnncli.figures.line_panels import LinePanel, LinePanels
+    from bnncli.figures.fits import LinePanel, LinePanels
 
     sets = list(dict.fromkeys(name.split(" ")[0] for name in measured.arrays))
     figures = {}
@@ -72,7 +72,7 @@ def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
 
 def _curves(measured: Measurements, data_set: str, split: str, settings: Settings) -> list[Series]:
     """Steps of each method."""
-    from bnncli.figures.line_panels import Series
+    from bnncli.figures.fits import Series
 
     found = {method: measured.arrays[f"{data_set} {split} {method}"] for method in settings["methods"]}
     return [
@@ -83,7 +83,7 @@ def _curves(measured: Measurements, data_set: str, split: str, settings: Setting
 
 def _histograms(measured: Measurements, data_set: str, split: str, settings: Settings) -> list[Series]:
     """Densities over bins up to the largest entropy that ten classes have."""
-    from bnncli.figures.line_panels import Series
+    from bnncli.figures.fits import Series
 
     series = []
     for method in settings["methods"]:

@@ -66,8 +66,8 @@ def measure(settings: Settings, inputs: Inputs, *, generator: torch.Generator, p
 
 def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Time against length."""
-    from bnncli.figures.measured_lines import MeasuredLine
-    from bnncli.figures.measured_lines import draw as draw_lines
+    from bnncli.figures.fits import MeasuredLine
+    from bnncli.figures.fits import draw_measured_lines as draw_lines
 
     lengths = list(settings["lengths"])
     times = [measured.values[f"seconds_{length}"] for length in lengths]

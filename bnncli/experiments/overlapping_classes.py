@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bnncli.checkpoints.load import load_checkpoint
 from bnncli.evaluation.agreement import Estimate
 from bnncli.experiments import Inputs, Measurements, Settings
 from bnncli.experiments.refinement_gain import last_features
 from bnncli.lazy import torch
+from bnncli.models.checkpoints import load_checkpoint
 from bnncli.numerics import dirichlet
 from bnncli.numerics.dirichlet import RULES, cumulative_lengths, ranked_lengths
 from bnncli.progress import Progress
@@ -92,7 +92,7 @@ def of_lengths(alpha: Tensor, logits: Tensor, lengths: Tensor, labels: Tensor) -
 
 def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """How many images keep how many classes, as figure 5.6."""
-    from bnncli.figures.line_panels import LinePanel, LinePanels, Series
+    from bnncli.figures.fits import LinePanel, LinePanels, Series
 
     lengths = list(range(1, _CAP + 1))
     panels = []

@@ -75,8 +75,8 @@ def _by_strategy(examples: ExampleStatistics, num_bins: int) -> dict[str, float]
 
 def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """The three against the share of confidences above 0.99."""
-    from bnncli.figures.measured_lines import MeasuredLine
-    from bnncli.figures.measured_lines import draw as draw_lines
+    from bnncli.figures.fits import MeasuredLine
+    from bnncli.figures.fits import draw_measured_lines as draw_lines
 
     lines = {}
     for name, label in _NAMED.items():

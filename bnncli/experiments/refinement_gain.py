@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bnncli import registry
-from bnncli.checkpoints.load import load_checkpoint
 from bnncli.evaluation.agreement import Estimate
 from bnncli.experiments import Inputs, Measurements, Settings
 from bnncli.inference.elbo import diagnose_importance, measure_gain
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
 from bnncli.lazy import torch
+from bnncli.models.checkpoints import load_checkpoint
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.progress import Progress
@@ -93,8 +93,8 @@ def last_features(inputs: Inputs, count: int) -> tuple[Tensor, Tensor]:
 
 def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """Gain of each flow, and Pareto k, against the prior precision: a line for each size and structure."""
-    from bnncli.figures.measured_lines import MeasuredLine
-    from bnncli.figures.measured_lines import draw as draw_lines
+    from bnncli.figures.fits import MeasuredLine
+    from bnncli.figures.fits import draw_measured_lines as draw_lines
 
     gains = {f"gain_{flow}": (f"ELBO gain of {flow} layers", "ELBO gain, nats") for flow in settings["flows"]}
     figures = {}

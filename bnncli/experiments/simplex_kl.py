@@ -65,8 +65,8 @@ def measure(settings: Settings, inputs: Inputs, *, generator: torch.Generator, p
 
 def draw(measured: Measurements, settings: Settings) -> Mapping[str, Figure]:
     """KL divergence against samples, of each Gaussian with the level of its bridge."""
-    from bnncli.figures.measured_lines import MeasuredLine
-    from bnncli.figures.measured_lines import draw as draw_lines
+    from bnncli.figures.fits import MeasuredLine
+    from bnncli.figures.fits import draw_measured_lines as draw_lines
 
     sizes, lines = measured.arrays["sizes"].tolist(), {}
     for number in range(1, len(GAUSSIANS) + 1):

@@ -18,7 +18,7 @@ from bnncli.inference.laplace import fit_gaussian
 from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
 from bnncli.logits import root_of_covariances
-from bnncli.networks.mlp import build
+from bnncli.models.architectures.mlp import build
 from bnncli.numerics import dirichlet
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior

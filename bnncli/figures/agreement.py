@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from bnncli.figures._lines import plain_axes
-from bnncli.figures.inks import GREY, PALE
+from bnncli.figures.style import GREY, PALE, plain_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

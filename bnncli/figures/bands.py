@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.figures._lines import plain_axes
+from bnncli.figures.style import plain_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

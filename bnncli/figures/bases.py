@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bnncli.figures._lines import line_style, plain_axes
+from bnncli.figures.style import line_style, plain_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from bnncli.figures._lines import plain_axes
+from bnncli.figures.style import plain_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bnncli.data._augment import Augmentation
+from bnncli.data.pixels import Augmentation
 from bnncli.errors import NumericError
 from bnncli.lazy import no_grad, torch
 from bnncli.likelihoods import Likelihood

@@ -19,7 +19,7 @@ from bnncli.options.parts import declaration, declarations
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from bnncli.data._transform import Transform
+    from bnncli.data.transform import Transform
 
 __all__ = ["Asked", "Composed", "Published", "SavedModel", "is_kind", "open_model"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bnncli.artifacts.files import read_header
-from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import BnnError
+from bnncli.models.sharded import checkpoint_sha256
 from bnncli.run.model_files import ModelFiles
 from bnncli.run.revisions import is_another
 from bnncli.run.session import Run
 from bnncli.system.input_files import open_regular
 
 if TYPE_CHECKING:
-    from bnncli.checkpoints.load import Checkpoint
+    from bnncli.models.checkpoints import Checkpoint
 
 _READ = ("file_sha256", "weights_digest", "format", "selected_key", "stripped_prefixes", "size")
 

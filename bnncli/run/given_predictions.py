@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
-from bnncli.data._given import HDF5_MAGIC, GivenFile, magic_of, read_given, read_labels
-from bnncli.data._given_columns import divide
-from bnncli.data._labels import FROM_1, common_task
+from bnncli.data.labels import FROM_1, common_task
+from bnncli.data.prediction_files import HDF5_MAGIC, GivenFile, divide, magic_of, read_given, read_labels
 from bnncli.detectors import example_scores
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bnncli.data._split import InputSplit
+from bnncli.data.splits import InputSplit
 from bnncli.errors import DataError
 from bnncli.inference.map_training import Examples
 from bnncli.lazy import torch

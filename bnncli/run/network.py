@@ -11,15 +11,14 @@ import numpy as np
 
 from bnncli import data
 from bnncli.artifacts.features import CHECK_ROWS
-from bnncli.checkpoints.load import Checkpoint, load_checkpoint
 from bnncli.errors import DataError, UsageError
-from bnncli.extraction.features import Extracted, collect, counted, extract
-from bnncli.extraction.head import Head
-from bnncli.extraction.search import find_head
 from bnncli.lazy import torch
 from bnncli.models import SavedModel
-from bnncli.networks._load import load_network
-from bnncli.networks._names import notes_on_names
+from bnncli.models.build import load_network, notes_on_names
+from bnncli.models.checkpoints import Checkpoint, load_checkpoint
+from bnncli.models.features import Extracted, collect, counted, extract
+from bnncli.models.head import Head
+from bnncli.models.head_search import find_head
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run.checkpoint_record import record_of, record_of_files
@@ -42,7 +41,7 @@ class Network:
         checkpoint: None where inputs are the features, and where a model has weights of its own.
         saved: the model of KIND:PLACE.
         output: of the network's outputs, the one that are the logits; None for the one that is found.
-        autocast: what it computes in, of bnncli.extraction.autocast.AUTOCAST; None for float32.
+        autocast: what it computes in, of bnncli.models.features.AUTOCAST; None for float32.
     """
 
     run: Run

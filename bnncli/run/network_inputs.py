@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from bnncli import data
 from bnncli.errors import DataError
-from bnncli.extraction.padding import MASK
 from bnncli.lazy import torch
+from bnncli.models.features import MASK
 from bnncli.progress import SILENT, Progress
 from bnncli.run.inputs import RESIDENT_SHARE
 from bnncli.system.devices import available_memory

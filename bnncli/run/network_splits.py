@@ -18,12 +18,11 @@ from bnncli import data
 from bnncli.artifacts.features import CHECK_ROWS
 from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
-from bnncli.extraction.features import pass_to_head
-from bnncli.extraction.head import Head, chosen_output, logits_of
-from bnncli.extraction.links import BeforeLinks, logits_before
 from bnncli.lazy import torch
 from bnncli.models import Composed
-from bnncli.models._hf_attention import with_plain_attention
+from bnncli.models.features import pass_to_head
+from bnncli.models.head import BeforeLinks, Head, chosen_output, logits_before, logits_of
+from bnncli.models.huggingface import with_plain_attention
 from bnncli.options.layers import LayersOptions
 from bnncli.parameters.module import STATE, ModuleLayout, ModuleNetwork, chosen_parameters
 from bnncli.parameters.prior import Prior

@@ -7,12 +7,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from bnncli.artifacts.resume import BUFFER_BYTES, RecordFile, remove_state, rows_path
-from bnncli.data._preprocess import ImageCounts
+from bnncli.data.pixels import ImageCounts
 from bnncli.errors import Interrupted
-from bnncli.extraction.autocast import PrecisionLoss
-from bnncli.extraction.features import Extracted
-from bnncli.extraction.input_sums import InputSums
 from bnncli.lazy import torch
+from bnncli.models.features import Extracted, InputSums, PrecisionLoss
 from bnncli.run.produce import Request
 from bnncli.run.resumable import Resumable, State
 from bnncli.run.session import Run

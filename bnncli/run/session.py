@@ -14,9 +14,9 @@ from bnncli.artifacts.freshness import UNKNOWN_MAKER, Followed, check_fresh
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.run_folder import RunFolder
-from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.lazy import torch
+from bnncli.models.sharded import checkpoint_sha256
 from bnncli.numerics import random
 from bnncli.options.command_line import CommandLine, Groups, own_command, pasted
 from bnncli.options.common import (
@@ -282,7 +282,7 @@ class Run:
             if checkpoint_sha256(path) == recorded["file_sha256"]:
                 self._weights = str(recorded["weights_digest"])
             else:
-                from bnncli.checkpoints.load import load_checkpoint
+                from bnncli.models.checkpoints import load_checkpoint
 
                 try:
                     found = load_checkpoint(path, wanted=recorded.get("selected_key"))

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from bnncli.data._split import InputSplit
+from bnncli.data.splits import InputSplit
 from bnncli.errors import BnnError, DataError, Exit, machine_error
-from bnncli.extraction.features import Extracted
+from bnncli.models.features import Extracted
 from bnncli.system.workers import Sending, Team, of_worker
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from bnncli.artifacts.atomic import check_writable, publish_bytes, remove_dead_temporaries
 from bnncli.artifacts.freshness import carries_our_mark
-from bnncli.checkpoints.shards import sharded_folder, shards_of
-from bnncli.checkpoints.sniff import sniff, sniff_zip
-from bnncli.data._arrays import npz_names
+from bnncli.data.arrays import npz_names
 from bnncli.errors import OutputExists, UsageError
+from bnncli.models.checkpoint_files import sniff, sniff_zip
+from bnncli.models.sharded import sharded_folder, shards_of
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options.command import Argument, Command
 from bnncli.options.common import CommonOptions, WriteOptions
@@ -67,7 +67,7 @@ def run(run: Run, options: ConvertOptions) -> Result:
         return _write_classifier(run, options, source, target)
     from safetensors.torch import save
 
-    from bnncli.checkpoints.load import convert_checkpoint
+    from bnncli.models.checkpoints import convert_checkpoint
 
     state = convert_checkpoint(source, trust_pickle=options.trust_pickle, wanted=options.state, say=run.console.info)
     size = sum(tensor.nbytes for tensor in state.values())
@@ -103,7 +103,7 @@ def _write_classifier(run: Run, options: ConvertOptions, source: Path, target: P
     """Write the arrays of a classifier of scikit-learn."""
     import numpy as np
 
-    from bnncli.models._sklearn_convert import convert_classifier
+    from bnncli.models.sklearn_arrays import convert_classifier
 
     if options.state is not None:
         raise UsageError("--state chooses among a checkpoint's weights, but a classifier has only one set")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from bnncli.networks.lenet5 import build
+from bnncli.models.architectures.lenet5 import build
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

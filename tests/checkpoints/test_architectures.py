@@ -6,8 +6,7 @@ import pytest
 import torch
 from problems.optional_libraries import library
 
-from bnncli.checkpoints.architectures import guess
-from bnncli.checkpoints.heads import possible_heads
+from bnncli.models.recognition import guess, possible_heads
 
 OF_TORCHVISION = [
     "alexnet", "convnext_tiny", "densenet121", "densenet161", "efficientnet_b0", "efficientnet_b2", "efficientnet_v2_s",

@@ -17,8 +17,8 @@ import torch
 from problems.command_line import Cli
 from torch import Tensor, nn
 
-from bnncli.checkpoints.load import convert_checkpoint, load_checkpoint
 from bnncli.errors import DataError, MissingInput, Untrusted
+from bnncli.models.checkpoints import convert_checkpoint, load_checkpoint
 
 NETWORK = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
 STATE = NETWORK.state_dict()

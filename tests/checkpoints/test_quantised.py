@@ -13,8 +13,8 @@ from problems.command_line import Cli
 from torch import nn
 
 from bnncli.artifacts.features import read_features
-from bnncli.checkpoints.load import load_checkpoint
 from bnncli.errors import DataError
+from bnncli.models.checkpoints import load_checkpoint
 
 
 @pytest.fixture

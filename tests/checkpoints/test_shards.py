@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bnncli.artifacts.files import read_header
-from bnncli.checkpoints.load import load_checkpoint
-from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import DataError, MissingInput, Untrusted
-from bnncli.networks._load import load_network
+from bnncli.models.build import load_network
+from bnncli.models.checkpoints import load_checkpoint
+from bnncli.models.sharded import checkpoint_sha256
 from bnncli.numerics.digests import tensor_digest
 
 STATE = {"0.weight": torch.arange(6.0).reshape(2, 3), "0.bias": torch.ones(2)}
@@ -125,7 +125,7 @@ def test_a_run_of_shards_is_extracted_fitted_and_known_again(cli: Cli, tmp_path:
 
 
 def test_a_run_opened_in_python_sees_that_a_shard_changed(tmp_path: Path) -> None:
-    from bnncli.opened.session import _state_of
+    from bnncli.api.session import _state_of
 
     save_shards(tmp_path / "net", STATE)
     before = _state_of(tmp_path / "net")

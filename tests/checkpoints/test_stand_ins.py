@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from bnncli.checkpoints.load import load_checkpoint, load_whole
-from bnncli.checkpoints.stand_ins import STAND_INS, Array, NumberType, number
 from bnncli.errors import DataError
+from bnncli.models.checkpoint_files import STAND_INS, Array, NumberType, number
+from bnncli.models.checkpoints import load_checkpoint, load_whole
 
 STATE = {"fc.weight": torch.ones(2, 3)}
 NUMBERS = (

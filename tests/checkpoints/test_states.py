@@ -12,10 +12,9 @@ from problems.command_line import Cli
 from torch import Tensor, nn
 
 from bnncli.artifacts.files import read_header
-from bnncli.checkpoints.load import load_checkpoint
-from bnncli.checkpoints.state_dicts import states_in
 from bnncli.errors import DataError, UsageError
-from bnncli.networks._load import load_network
+from bnncli.models.build import load_network
+from bnncli.models.checkpoints import load_checkpoint, states_in
 from bnncli.numerics.digests import tensor_digest
 
 RAW = {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.tensor([0.5, -0.5])}

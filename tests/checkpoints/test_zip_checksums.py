@@ -12,10 +12,10 @@ import pytest
 import torch
 from problems.command_line import Cli
 
-from bnncli.checkpoints.load import convert_checkpoint, load_checkpoint
-from bnncli.checkpoints.zip_checksums import UNCHECKED, check_checksums
-from bnncli.data._arrays import read_npz
+from bnncli.data.arrays import read_npz
 from bnncli.errors import BnnError, DataError, Untrusted
+from bnncli.models.checkpoint_files import UNCHECKED, check_checksums
+from bnncli.models.checkpoints import convert_checkpoint, load_checkpoint
 from bnncli.numerics.digests import tensor_digest
 
 STATE = {"fc.weight": torch.linspace(-1, 1, 600).reshape(20, 30), "fc.bias": torch.arange(20.0)}

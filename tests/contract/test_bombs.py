@@ -15,7 +15,7 @@ import pytest
 import torch
 from problems.command_line import Cli
 
-from bnncli.data import _arrays
+from bnncli.data import arrays
 
 ZEROS = 1 << 25  # of which gzip makes 33 kB
 MOST = 1 << 22  # that refusing may take
@@ -104,7 +104,7 @@ def test_an_npz_file_with_an_absurd_header_is_refused(cli: Cli, tmp_path: Path, 
 def test_an_array_beyond_the_free_memory_is_69_before_it_is_read(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    monkeypatch.setattr(_arrays, "available_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(arrays, "available_memory", lambda device: 1 << 20)
     if form == "npz":
         npz(tmp_path / "a", npy((1 << 20, 4)) + bytes(1 << 24))
     else:

@@ -20,9 +20,9 @@ import torch
 from kills import run_to_files, start
 from problems.command_line import SCRIPT, Cli
 
+from bnncli.cli.advice import memory_advice
 from bnncli.cli.commands import COMMANDS
-from bnncli.cli.memory_advice import memory_advice
-from bnncli.cli.option_values import option_fields
+from bnncli.cli.options import option_fields
 from bnncli.errors import DeviceError
 from bnncli.inference import memory
 from bnncli.inference.memory import NUM_DRAWS

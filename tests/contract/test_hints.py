@@ -14,10 +14,10 @@ from problems.command_line import Cli
 
 from bnncli import data
 from bnncli import options as o
-from bnncli.checkpoints.load import load_checkpoint
 from bnncli.cli.commands import COMMANDS
-from bnncli.cli.option_values import option_fields
+from bnncli.cli.options import option_fields
 from bnncli.errors import DataError
+from bnncli.models.checkpoints import load_checkpoint
 from bnncli.registry import load_module
 
 Arrays = dict[str, np.ndarray]

@@ -15,7 +15,7 @@ from problems.command_line import Cli
 from bnncli import options as o
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS
-from bnncli.cli.option_values import option_fields, read_config
+from bnncli.cli.options import option_fields, read_config
 from bnncli.errors import ConfigError
 from bnncli.options.command import SECTIONS, Command
 from bnncli.options.declaration import flag_of, help_of, made

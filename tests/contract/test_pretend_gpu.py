@@ -26,7 +26,7 @@ from bnncli.cli.commands import COMMANDS
 from bnncli.cli.execute import run_command_line
 from bnncli.inference import refine, sghmc, swag, vi
 from bnncli.latent import fit as latent_fit
-from bnncli.networks import mlp
+from bnncli.models.architectures import mlp
 from bnncli.numerics import random
 from bnncli.options.command import Command
 from bnncli.options.common import CommonOptions, ComputeOptions

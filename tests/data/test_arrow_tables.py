@@ -16,13 +16,10 @@ import pytest
 from PIL import Image
 from problems.transforms import Halved, WordLengths
 
-from bnncli.data._arrow_tables import BlockTable, ParquetBlocks
-from bnncli.data._arrow_types import names_of_features
-from bnncli.data._label_values import zeros_and_ones
-from bnncli.data._number_cells import numbers_of
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._spec import load_split
-from bnncli.data._split import InputSplit
+from bnncli.data.arrow_files import BlockTable, ParquetBlocks, names_of_features
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import InputSplit, load_split
+from bnncli.data.tables import numbers_of, zeros_and_ones
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 pa = pytest.importorskip("pyarrow")

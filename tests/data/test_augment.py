@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bnncli.data._augment import Augmentation
+from bnncli.data.pixels import Augmentation
 
 FILL = torch.tensor([-1.0, 2.0])
 

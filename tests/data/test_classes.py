@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bnncli.data._classes import matched_to
-from bnncli.data._spec import load_split
-from bnncli.data._split import InputSplit
+from bnncli.data.labels import matched_to
+from bnncli.data.splits import InputSplit, load_split
 from bnncli.errors import DataError
 
 

@@ -17,11 +17,9 @@ import pytest
 import torch
 from PIL import Image
 
-from bnncli.data._feature_arrays import read_feature_arrays
-from bnncli.data._hold_out import hold_out, hold_out_rows
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._spec import load_split, parse_split
-from bnncli.data._split import InputSplit
+from bnncli.data.arrays import read_feature_arrays
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import InputSplit, hold_out, hold_out_rows, load_split, parse_split
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 
 RANDOM = np.random.default_rng(0)

@@ -17,9 +17,9 @@ from PIL import Image
 from problems.command_line import Cli
 from problems.transforms import Halved
 
-from bnncli.data._preprocess import ImageCounts, Preprocess
-from bnncli.data._spec import load_split
-from bnncli.networks.mlp import build
+from bnncli.data.pixels import ImageCounts, Preprocess
+from bnncli.data.splits import load_split
+from bnncli.models.architectures.mlp import build
 
 PIXELS = np.random.default_rng(0).integers(256, size=(4, 4, 3), dtype=np.uint8)
 STORED_TURN = {

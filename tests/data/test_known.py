@@ -14,11 +14,9 @@ import pytest
 from problems.transforms import WordLengths
 
 from bnncli.artifacts.caches import KnownData
-from bnncli.data import csv, jsonl, webdataset
-from bnncli.data._hold_out import hold_out
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._spec import load_split
-from bnncli.data._split import InputSplit
+from bnncli.data.kinds import csv, jsonl, webdataset
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import InputSplit, hold_out, load_split
 
 TEXTS = ["a b", "c", "d e f", "g"]
 LABELS = ["no", "yes", "maybe", "no"]

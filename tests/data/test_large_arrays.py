@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from bnncli import data
-from bnncli.data import _arrays
-from bnncli.data._arrays import read_npz
+from bnncli.data import arrays
+from bnncli.data.arrays import read_npz
 from bnncli.errors import DataError
 
 ROWS = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -19,7 +19,7 @@ ROWS = np.arange(24, dtype=np.float32).reshape(6, 4)
 
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_arrays, "MAPPED_BYTES", 1)
+    monkeypatch.setattr(arrays, "MAPPED_BYTES", 1)
     monkeypatch.chdir(tmp_path)
 
 

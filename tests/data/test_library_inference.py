@@ -16,12 +16,11 @@ import torch
 from problems import hf_folders
 from problems.optional_libraries import library
 
-from bnncli.data._classes import matched_to
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._spec import load_split
-from bnncli.data._split import InputSplit
-from bnncli.extraction.head import run_network
+from bnncli.data.labels import matched_to
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import InputSplit, load_split
 from bnncli.models import Asked, open_model
+from bnncli.models.head import run_network
 
 pytestmark = pytest.mark.long
 transformers = library("transformers")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from bnncli.data._spec import load_split
+from bnncli.data.splits import load_split
 from bnncli.errors import DeviceError
 
 PARENT = os.getpid()
@@ -31,7 +31,7 @@ class Deadly:
 
 
 def test_a_killed_process_is_told_of_and_no_other_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bnncli.data.py.user_code.load_factory", lambda *_, **__: Deadly)
+    monkeypatch.setattr("bnncli.data.kinds.py.user_code.load_factory", lambda *_, **__: Deadly)
     split = load_split("py:deadly.py:make")
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))  # seconds; else 5
     batches = split.batches(2, num_workers=2)
@@ -60,7 +60,7 @@ def test_batches_need_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def overdue(*_: object) -> None:
         raise TimeoutError("the batch never came")
 
-    monkeypatch.setattr("bnncli.data.py.user_code.load_factory", lambda *_, **__: Numbers)
+    monkeypatch.setattr("bnncli.data.kinds.py.user_code.load_factory", lambda *_, **__: Numbers)
     monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", full)
     monkeypatch.setattr(torch.UntypedStorage, "_share_filename_cpu_", full)
     split = load_split("py:numbers.py:make")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.io import loadmat, savemat
 
-from bnncli.data._matlab import read_mat
+from bnncli.data.arrays import read_mat
 from bnncli.errors import BnnError, DataError
 
 RNG = np.random.default_rng(0)

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bnncli.data import _lines
-from bnncli.data._delimited import DelimitedTable
-from bnncli.data._number_cells import numbers_of
-from bnncli.data._plain_text import plain_text
+from bnncli.data import delimited
+from bnncli.data.delimited import DelimitedTable, plain_text
+from bnncli.data.tables import numbers_of
 from bnncli.errors import DataError
 
 PARSERS = ("pyarrow", "numpy")
@@ -32,7 +31,7 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture(params=[9, 1 << 22])
 def small_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of lines ends in almost every one of them, or nowhere."""
-    monkeypatch.setattr(_lines, "_RUN", request.param)
+    monkeypatch.setattr(delimited, "_RUN", request.param)
 
 
 def table_of(path: Path, text: str | bytes) -> DelimitedTable:

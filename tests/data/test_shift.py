@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bnncli.data._shift import Shift
-from bnncli.data._spec import load_split
-from bnncli.data._split import InputSplit
+from bnncli.data.shift import Shift
+from bnncli.data.splits import InputSplit, load_split
 from bnncli.errors import DataError, UsageError
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from problems.sounds import clip, clips, encoded, write_clips
 
-from bnncli.data import _sound as sound
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._sound import Sound, at_rate
-from bnncli.data._spec import load_split
-from bnncli.data._transform import Transformed
+from bnncli.data import sound
+from bnncli.data.pixels import Preprocess
+from bnncli.data.sound import Sound, at_rate
+from bnncli.data.splits import load_split
+from bnncli.data.transform import Transformed
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 LONG = clip(0.2)

@@ -15,12 +15,10 @@ import pytest
 from PIL import Image
 from problems.transforms import Halved, WordLengths
 
-from bnncli.data._classes import matched_to
-from bnncli.data._hold_out import hold_out
-from bnncli.data._label_values import labels_of as numbers_of_labels
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._spec import load_split
-from bnncli.data._split import InputSplit
+from bnncli.data.labels import matched_to
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import InputSplit, hold_out, load_split
+from bnncli.data.tables import labels_of as numbers_of_labels
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 # What breaks readers: quotation marks, delimiters, line ends of all kinds, other scripts, spaces, long texts.

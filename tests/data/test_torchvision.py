@@ -17,9 +17,9 @@ from PIL import Image
 from problems.optional_libraries import library
 from scipy.io import savemat
 
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._spec import load_split
-from bnncli.data.torchvision import _SETS
+from bnncli.data.kinds.torchvision import _SETS
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import load_split
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 
 N = 6

@@ -11,9 +11,8 @@ import torch
 from PIL import Image
 from problems.transforms import Halved, WordLengths
 
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._spec import load_split
-from bnncli.data._split import Batch, InputSplit
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import Batch, InputSplit, load_split
 from bnncli.errors import BnnError, DataError, UsageError
 
 RANDOM = np.random.default_rng(0)

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from problems.transforms import Halved, WordLengths
 
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._spec import load_split
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import load_split
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 
 RNG = np.random.default_rng(5)

@@ -24,10 +24,10 @@ from bnncli.artifacts.exports import check_export, write_export
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import DataError
-from bnncli.exported.graphs import FEATURES, INPUTS, ExportedModel, to_onnx, to_program
-from bnncli.exported.network import Halved, WholeNetwork
-from bnncli.exported.parts import head_parts, with_ood_score, with_sets
-from bnncli.exported.steps import PortableHead
+from bnncli.export.graphs import FEATURES, INPUTS, ExportedModel, to_onnx, to_program
+from bnncli.export.network import Halved, WholeNetwork
+from bnncli.export.parts import head_parts, with_ood_score, with_sets
+from bnncli.export.steps import PortableHead
 from bnncli.integrators import load_integrator
 
 Writer = Callable[..., ExportedModel]
@@ -81,7 +81,7 @@ def test_the_same_module_gives_the_same_bytes_and_nothing_of_the_machine(form: s
     for place in (str(Path(__file__).parents[2]), str(Path.cwd()), sys.prefix):
         assert place.encode() not in content
     assert b"steps.py" not in content
-    assert b"bnncli.exported" not in content
+    assert b"bnncli.export" not in content
     assert b"pkg.torch.onnx" not in content
 
 
@@ -120,7 +120,7 @@ def test_a_network_that_no_graph_can_have_is_refused_in_one_line(form: str) -> N
 
 def test_a_graph_too_large_for_one_file_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     write = written_by("onnx")
-    monkeypatch.setattr("bnncli.exported.graphs.MOST_ONNX_BYTES", 300)
+    monkeypatch.setattr("bnncli.export.graphs.MOST_ONNX_BYTES", 300)
     with pytest.raises(DataError, match=r"the graph has \d+ KiB, but one ONNX file holds at most 0 KiB"):
         write(head("mc"), inputs(2), input_name=FEATURES)
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from bnncli.covariances.diag import Diag
 from bnncli.errors import UsageError
 from bnncli.evaluation.combined_score import Combined
-from bnncli.exported import parts as exported_parts
-from bnncli.exported import spreads
-from bnncli.exported.parts import HeadParts, head_parts, with_combined_score, with_ood_score, with_sets
-from bnncli.exported.thinning import thinned
+from bnncli.export import parts as exported_parts
+from bnncli.export import parts as spreads
+from bnncli.export.parts import HeadParts, head_parts, thinned, with_combined_score, with_ood_score, with_sets
 from bnncli.integrators import Integrator, Prediction, load_integrator
 from bnncli.integrators._moments import energy_and_max_logit
 from bnncli.options.export import EXPORTED_SCORES

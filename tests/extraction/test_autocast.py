@@ -12,7 +12,7 @@ from torch import nn
 
 import bnncli
 from bnncli.artifacts.features import read_features
-from bnncli.extraction.autocast import PrecisionLoss
+from bnncli.models.features import PrecisionLoss
 
 NETWORK = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, {k}))\n"
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bnncli.checkpoints.load import load_checkpoint
-from bnncli.data._spec import load_split
-from bnncli.data._split import InputSplit
+from bnncli.data.splits import InputSplit, load_split
 from bnncli.errors import DataError, NumericError, UsageError
-from bnncli.extraction.features import collect, counted, extract
-from bnncli.extraction.head import Head, head_of, prove_head
-from bnncli.extraction.search import find_head
-from bnncli.networks._load import load_network
+from bnncli.models.build import load_network
+from bnncli.models.checkpoints import load_checkpoint
+from bnncli.models.features import collect, counted, extract
+from bnncli.models.head import Head, head_of, prove_head
+from bnncli.models.head_search import find_head
 from bnncli.progress import Task
 from bnncli.stages.demo.fixtures import fixture_path
 

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from bnncli.data._spec import load_split
-from bnncli.data._split import InputSplit
+from bnncli.data.splits import InputSplit, load_split
 from bnncli.errors import DataError, UsageError
-from bnncli.extraction.features import Extracted, collect, extract
-from bnncli.extraction.head import Head, check_link
-from bnncli.extraction.search import find_head
+from bnncli.models.features import Extracted, collect, extract
+from bnncli.models.head import Head, check_link
+from bnncli.models.head_search import find_head
 
 IMAGES = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 

@@ -11,9 +11,9 @@ from problems.optional_libraries import library
 from torch import Tensor, nn
 
 from bnncli.errors import DataError
-from bnncli.extraction.features import _reader
-from bnncli.extraction.head import prove_head
-from bnncli.extraction.search import find_head
+from bnncli.models.features import _reader
+from bnncli.models.head import prove_head
+from bnncli.models.head_search import find_head
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "num_labels": 3}
 WORDS = torch.tensor([[5, 6, 7, 8], [9, 3, 0, 0], [4, 0, 0, 0], [2, 3, 4, 0]])

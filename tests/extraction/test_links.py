@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bnncli.extraction.links import BeforeLinks, logits_before
+from bnncli.models.head import BeforeLinks, logits_before
 
 CONFIDENT = 50.0  # logits: a float64 of the probability is 1
 ENDS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {

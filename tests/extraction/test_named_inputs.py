@@ -10,13 +10,12 @@ import torch
 from problems.transforms import WordLengths
 from problems.words_model import MeanOfWords
 
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._spec import load_split
-from bnncli.data._split import InputSplit
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import InputSplit, load_split
 from bnncli.errors import DataError
-from bnncli.extraction import padding
-from bnncli.extraction.features import collect, extract
-from bnncli.extraction.search import find_head
+from bnncli.models import features
+from bnncli.models.features import collect, extract
+from bnncli.models.head_search import find_head
 
 TEXTS = ["a bb ccc", "dddd", "eeeee f", "a b c d e", "one two three four five six"]
 
@@ -76,6 +75,6 @@ def test_what_padding_changes_is_measured_on_the_most_padded_text(
         alone = model.pooled(inputs["input_ids"][1:2, :1], torch.ones(1, 1))[0]  # "dddd", one word of at most three
     expected = float((found.features[1] - alone).abs().max() / alone.abs().max())
     assert found.padding == pytest.approx(expected, abs=1e-6)
-    assert (found.padding > padding.MUCH) == is_much
+    assert (found.padding > features.MUCH) == is_much
     whole = collect(extract(model, head, split.take(np.array([3])), batch_size=1), 1)
     assert whole.padding is None  # there is nothing to pad

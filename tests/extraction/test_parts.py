@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bnncli.data._split import Inputs
+from bnncli.data.splits import Inputs
 from bnncli.errors import DataError
-from bnncli.extraction import parts
-from bnncli.extraction.parts import InParts
+from bnncli.models import features as parts
+from bnncli.models.features import InParts
 from bnncli.parameters.module import peak_bytes
 
 CPU = torch.device("cpu")

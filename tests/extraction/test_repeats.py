@@ -11,12 +11,10 @@ from problems.command_line import Cli
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
-from bnncli.data._spec import load_split
-from bnncli.data._split import Batch, InputSplit
+from bnncli.data.splits import Batch, InputSplit, load_split
 from bnncli.errors import DataError
-from bnncli.extraction.features import collect, extract
-from bnncli.extraction.repeats import check_repeats
-from bnncli.extraction.search import find_head
+from bnncli.models.features import check_repeats, collect, extract
+from bnncli.models.head_search import find_head
 
 CODE = """import pathlib
 from torch import nn

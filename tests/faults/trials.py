@@ -25,8 +25,7 @@ from bnncli.artifacts.atomic import temporaries
 from bnncli.artifacts.files import read_header
 from bnncli.cli.execute import run_command_line
 from bnncli.errors import BnnError
-from bnncli.figures import shown
-from bnncli.pages import sections
+from bnncli.figures import pages, style
 from bnncli.stages.export import measures as export
 from faults.forked_lines import fork_lines
 from faults.lines import LINES, Line, copy_tree, leave_leftovers, leave_stale
@@ -244,8 +243,8 @@ def _draw_and_time_nothing() -> None:
         module = importlib.import_module(f"bnncli.figures.{found.name}")
         if hasattr(module, "draw"):
             module.draw = lambda *words, **names: None
-    shown.figure_file = lambda figure, form: f"{figures.MARK} {figure.name} {form}".encode()
-    sections.inline_svg = lambda figure: f"<svg><title>{figure.name}</title></svg>"
+    style.figure_file = lambda figure, form: f"{figures.MARK} {figure.name} {form}".encode()
+    pages.inline_svg = lambda figure: f"<svg><title>{figure.name}</title></svg>"
     export._SECONDS = export._MOST_SECONDS = 0.0
 
 

@@ -17,7 +17,7 @@ from problems.outputs import figure_texts
 
 from bnncli.errors import WriteError
 from bnncli.figures import render
-from bnncli.figures.prior_precision import EDGE_TEXT, LABELS, draw
+from bnncli.figures.fits import EDGE_TEXT, LABELS, draw_prior_precision
 from bnncli.stages import fit_laplace
 
 CURVE = [(0.1, 0.9), (1.0, 0.5), (4.0, 0.31), (10.0, 0.3), (30.0, 0.32), (100.0, 0.6)]
@@ -31,7 +31,7 @@ def name(small_run: Path) -> Path:
 
 
 def test_every_candidate_is_drawn_and_the_lowest_is_marked() -> None:
-    figure = draw(CURVE, criterion="val", at_edge=False, network=0.4)
+    figure = draw_prior_precision(CURVE, criterion="val", at_edge=False, network=0.4)
     whole, near = figure.axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in whole.lines}
     assert lines["candidates"] == [list(point) for point in CURVE]
@@ -44,7 +44,7 @@ def test_every_candidate_is_drawn_and_the_lowest_is_marked() -> None:
 @pytest.mark.parametrize("criterion", LABELS)
 @pytest.mark.parametrize("at_edge", [False, True])
 def test_the_axes_say_criterion_and_unit_and_the_warning_stands_when_due(criterion: str, at_edge: bool) -> None:
-    figure = draw(CURVE, criterion=criterion, at_edge=at_edge)
+    figure = draw_prior_precision(CURVE, criterion=criterion, at_edge=at_edge)
     assert LABELS[criterion] in figure_texts(figure)
     assert "nats" in LABELS[criterion]
     assert "network" not in figure_texts(figure)
@@ -52,12 +52,12 @@ def test_the_axes_say_criterion_and_unit_and_the_warning_stands_when_due(criteri
 
 
 def test_a_single_candidate_can_be_drawn() -> None:
-    assert len(draw(CURVE[:1], criterion="val", at_edge=True).axes) == 1
+    assert len(draw_prior_precision(CURVE[:1], criterion="val", at_edge=True).axes) == 1
 
 
 @pytest.mark.parametrize("form", long_but(["png", "svg", "pdf"], "svg"))
 def test_the_same_numbers_give_the_same_bytes(form: str) -> None:
-    first, second = (render(draw(CURVE[:1], criterion="val", at_edge=False), form) for _ in range(2))
+    first, second = (render(draw_prior_precision(CURVE[:1], criterion="val", at_edge=False), form) for _ in range(2))
     assert first == second
 
 
@@ -151,7 +151,7 @@ def test_a_plot_that_cannot_be_written_says_that_the_fit_is_complete(
 
 
 def test_inclusions_of_several_networks_are_pooled_over_layers_in_their_own_colours() -> None:
-    from bnncli.figures import density
+    from bnncli.figures import posteriors
 
     edges = [0.0, 0.5, 1.0]
     layers = [
@@ -159,10 +159,10 @@ def test_inclusions_of_several_networks_are_pooled_over_layers_in_their_own_colo
         {"layer": "1", "edges": edges, "counts": [1, 5]},
     ]
     scores = {"density": [1.0, 0.1, 0.0], "accuracy": [0.9, 0.8, 0.1], "nll": [0.3, 0.4, 2.0], "ece": [0.1, 0.1, 0.0]}
-    one = density.draw({"a": scores}, {"a": layers}, medians={"a": 0.1}, split="test").axes
+    one = posteriors.draw_density({"a": scores}, {"a": layers}, medians={"a": 0.1}, split="test").axes
     assert [patch.get_label() for patch in one[3].patches] == ["layer 0", "layer 1"]
     np.testing.assert_allclose(one[3].patches[0].get_data().values, [3 / 4, 1 / 4])
-    several = density.draw(
+    several = posteriors.draw_density(
         {"a": scores, "b": scores}, {"a": layers, "b": layers}, medians={"a": 0.1, "b": 0}, split="test"
     ).axes
     np.testing.assert_allclose(several[3].patches[1].get_data().values, [4 / 10, 6 / 10])

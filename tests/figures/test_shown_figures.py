@@ -18,13 +18,12 @@ from problems.long_run import long_but
 from problems.shown_figures import shown_figures
 
 import bnncli.figures as room
-from bnncli.figures import inline
+from bnncli.figures import svg as inline
 from bnncli.figures.chains import ChainTraces, Trace
-from bnncli.figures.importance import Weights, WeightSpread
-from bnncli.figures.inks import DARK
-from bnncli.figures.inline import inline_svg
-from bnncli.figures.reliability import ReliabilityDiagrams
-from bnncli.figures.shown import Shown, figure_file
+from bnncli.figures.posteriors import Weights, WeightSpread
+from bnncli.figures.predictions import ReliabilityDiagrams
+from bnncli.figures.style import DARK, Shown, figure_file
+from bnncli.figures.svg import inline_svg
 from bnncli.options.report import FIGURE_FORMATS
 
 FIGURES = {figure.name: figure for figure in shown_figures()}
@@ -80,7 +79,7 @@ def test_a_name_with_a_control_character_is_written_out() -> None:
 def test_every_figure_as_data_is_among_these() -> None:
     folder = Path(room.__file__).parent
     files = {f"bnncli.figures.{path.stem}" for path in folder.glob("[!_]*.py") if "def numbers" in path.read_text()}
-    assert files - {"bnncli.figures.shown"} == FILES
+    assert files - {"bnncli.figures.style"} == FILES
 
 
 def test_an_own_style_of_matplotlib_changes_nothing() -> None:
@@ -113,7 +112,7 @@ def test_letters_have_the_font_of_the_page_whatever_release_of_matplotlib_drew_t
 
 
 def test_numbers_of_lines_have_the_ends_of_their_bands_where_there_are_any() -> None:
-    from bnncli.figures.line_panels import LinePanel, LinePanels, Series
+    from bnncli.figures.fits import LinePanel, LinePanels, Series
 
     lines = [Series("a", [1.0], [2.0], ([1.5], [2.5])), Series("b", [1.0], [3.0])]
     numbers = LinePanels("x", "X", "What.", [LinePanel("p", "epoch", "loss", lines)]).numbers

@@ -9,10 +9,10 @@ from problems.seeds import seeded
 from torch import nn
 
 from bnncli.covariances._roots import inverse_root
-from bnncli.extraction import parts
-from bnncli.extraction.parts import InParts
 from bnncli.inference.hmc import Workers, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.models import features as parts
+from bnncli.models.features import InParts
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.system import memory

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bnncli.data._augment import Augmentation
+from bnncli.data.pixels import Augmentation
 from bnncli.errors import NumericError
 from bnncli.inference.map_training import Examples, MapLearner, MapSettings, StackedNetworks, Streams, evaluate
 from bnncli.likelihoods import likelihood_of

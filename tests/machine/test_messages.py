@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from bnncli.errors import DataError
-from bnncli.extraction.autocast import PrecisionLoss
-from bnncli.extraction.features import Extracted
+from bnncli.models.features import Extracted, PrecisionLoss
 from bnncli.system.workers import pack, unpack
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from problems.command_line import Cli
 
-from bnncli.checkpoints.load import load_checkpoint
-from bnncli.data._labels import MAX_CLASSES
+from bnncli.data.labels import MAX_CLASSES
+from bnncli.models.checkpoints import load_checkpoint
 from bnncli.system.user_code import load_factory
 
 NETWORK = """

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from bnncli.artifacts.files import read_header
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
-from bnncli.extraction.search import find_head
-from bnncli.models import Asked, _script_program
-from bnncli.models.export import open_model as open_exported
-from bnncli.models.jit import open_model as open_script
+from bnncli.models import Asked
+from bnncli.models.head_search import find_head
+from bnncli.models.kinds import jit
+from bnncli.models.kinds.export import open_model as open_exported
+from bnncli.models.kinds.jit import open_model as open_script
 
 IMAGES = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(0))
 TOLERANCE = 1e-5
@@ -409,7 +410,7 @@ def test_a_script_is_read_as_torch_reads_it(tmp_path: Path, monkeypatch: pytest.
     restored(path, write, rename=lambda name: name.replace(".py", ".PY"))
     with pytest.raises(Untrusted, match=r"torch\.save"):
         open_script(str(path), Asked()).build(None)
-    monkeypatch.setattr(_script_program, "_MAX_UNPACKED", -(1 << 20))
+    monkeypatch.setattr(jit, "_MAX_UNPACKED", -(1 << 20))
     with pytest.raises(DataError, match="MB more than the archive"):
         open_script(str(restored(path)), Asked()).build(None)
     assert not Path("mark").exists()
@@ -435,7 +436,7 @@ def test_the_graphs_decide_what_a_script_calls(tmp_path: Path, monkeypatch: pyte
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.script(nn.Sequential(Aside())).save(str(tmp_path / "net.pt"))
-    monkeypatch.setattr(_script_program, "_checked_archive", lambda stream: stream.seek(0) or stream)
+    monkeypatch.setattr(jit, "_checked_archive", lambda stream: stream.seek(0) or stream)
     with pytest.raises(Untrusted, match="calls 'aten::save'"):
         open_script(str(tmp_path / "net.pt"), Asked()).build(None)
 
@@ -538,11 +539,11 @@ class LoopsForEver(nn.Module):
 
 def test_a_program_whose_loading_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.jit.script(LoopsWhenLoaded()).save(str(tmp_path / "net.pt"))
-    monkeypatch.setattr(_script_program, "_LOAD_SECONDS", 0.3)
+    monkeypatch.setattr(jit, "_LOAD_SECONDS", 0.3)
     with pytest.raises(
         DataError, match=r"loading the program did not finish in 0.3 s: its __setstate__ contains a loop"
     ):
-        _script_program.read_program(tmp_path / "net.pt")
+        jit.read_program(tmp_path / "net.pt")
 
 
 @pytest.mark.long

@@ -17,16 +17,14 @@ from problems.sounds import clip, clips, encoded, write_clips
 
 import bnncli
 from bnncli.artifacts.features import read_features
-from bnncli.data._classes import matched_to
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._sound import Sound
-from bnncli.data._spec import load_split
-from bnncli.data._split import InputSplit
+from bnncli.data.labels import matched_to
+from bnncli.data.pixels import Preprocess
+from bnncli.data.sound import Sound
+from bnncli.data.splits import InputSplit, load_split
 from bnncli.errors import DataError, Interrupted
-from bnncli.extraction.features import Extracted, collect, extract
-from bnncli.extraction.padding import unpadded
-from bnncli.extraction.search import find_head
 from bnncli.models import Asked, SavedModel, open_model
+from bnncli.models.features import Extracted, collect, extract, unpadded
+from bnncli.models.head_search import find_head
 from bnncli.run.resumable_features import FeatureStore
 
 transformers = library("transformers")
@@ -86,7 +84,7 @@ def test_padding_would_have_changed_the_logits(tmp_path: Path) -> None:
 
 
 def test_long_clips_go_through_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bnncli.extraction.padding.AT_ONCE", 8)
+    monkeypatch.setattr("bnncli.models.features.AT_ONCE", 8)
     passes: list[tuple[int, ...]] = []
 
     def read(inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

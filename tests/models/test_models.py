@@ -11,7 +11,7 @@ import pytest
 from bnncli.artifacts.headers import odd_field
 from bnncli.errors import UsageError
 from bnncli.models import is_kind
-from bnncli.models._extra import part, require
+from bnncli.models.libraries import part, require
 from bnncli.run.model_files import ModelFiles, own_files
 
 

@@ -15,9 +15,9 @@ from problems.command_line import Cli
 
 from bnncli.artifacts.features import read_features
 from bnncli.errors import DataError, DeviceError, MissingInput, Untrusted, UsageError
-from bnncli.extraction.search import find_head
 from bnncli.models import Asked
-from bnncli.models.onnx import open_model
+from bnncli.models.head_search import find_head
+from bnncli.models.kinds.onnx import open_model
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -20,8 +20,8 @@ from sklearn.svm import LinearSVC
 
 from bnncli.errors import BnnError, DataError, Untrusted
 from bnncli.models import Asked
-from bnncli.models._sklearn_arrays import Estimator, arrays_of
-from bnncli.models.sklearn import open_model
+from bnncli.models.kinds.sklearn import open_model
+from bnncli.models.sklearn_arrays import Estimator, arrays_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(3, 2, size=(90, 4))

@@ -86,7 +86,7 @@ def test_classes_are_counted_where_a_builder_looks_at_its_tensors(models: Any) -
 
 def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
     """Their builders set it, and no state dict tells: only the shape of a transformer's images could be seen."""
-    from bnncli.models.torchvision import _of_weights
+    from bnncli.models.kinds.torchvision import _of_weights
 
     assert _of_weights("vit_b_16", models.get_model_weights("vit_b_16")["IMAGENET1K_SWAG_E2E_V1"]) == {
         "image_size": 384
@@ -137,14 +137,14 @@ def test_what_cannot_be_built_is_told(spec: str, arguments: dict[str, str], kind
 
 
 def test_a_torchvision_for_another_torch_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnncli.models import _torchvision_library
+    from bnncli.models import libraries
 
     def broken(name: str, **told: Any) -> Any:
         raise UsageError("cannot import it", code="missing_library") from RuntimeError("operator")
 
-    monkeypatch.setattr(_torchvision_library, "require", broken)
+    monkeypatch.setattr(libraries, "require", broken)
     with pytest.raises(UsageError, match="cannot import it") as error:
-        _torchvision_library.require_torchvision("timm")
+        libraries.require_torchvision("timm")
     assert f"matches torch {torch.__version__}" in str(error.value.hint)
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.errors import DataError
-from bnncli.networks._load import fill_network, load_network
-from bnncli.networks._names import fitted, notes_on_names
+from bnncli.models.build import fill_network, fitted, load_network, notes_on_names
 
 WEIGHTS = {"0.weight": torch.rand(5, 4), "0.bias": torch.rand(5), "2.weight": torch.rand(3, 5), "2.bias": torch.rand(3)}
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bnncli import registry
-from bnncli.checkpoints.load import load_checkpoint
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.networks._load import fill_network, load_network
-from bnncli.networks.wide_resnet import build as build_wide_resnet
+from bnncli.models.architectures.wide_resnet import build as build_wide_resnet
+from bnncli.models.build import fill_network, load_network
+from bnncli.models.checkpoints import load_checkpoint
 from bnncli.stages.demo.fixtures import fixture_path
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"

@@ -13,8 +13,8 @@ from problems.arrays import make_arrays
 from problems.command_line import Cli
 
 import bnncli
+from bnncli.api.session import open_session
 from bnncli.errors import BnnError, BnnWarning, DataError, DeviceError, WriteError
-from bnncli.opened.session import open_session
 from bnncli.run.inputs import open_posterior
 
 

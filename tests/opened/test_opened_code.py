@@ -62,7 +62,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return found
 
 
-def opened(folder: Path) -> bnncli.opened.OpenedRun:
+def opened(folder: Path) -> bnncli.api.OpenedRun:
     return bnncli.open(folder / "ckpt.pt", model=f"{folder}/net.py:make")
 
 

@@ -15,7 +15,7 @@ from problems.command_line import Cli
 import bnncli
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import BnnWarning, DataError, Untrusted, UsageError
-from bnncli.networks.mlp import build
+from bnncli.models.architectures.mlp import build
 
 NETWORK = """
 import pathlib
@@ -321,7 +321,7 @@ def test_a_call_makes_no_loader_and_moves_no_network_that_is_in_place(
     run, x = bnncli.open("ckpt.pt"), make_images()["test"]["x"]
     loaded = run.predictor(integrator="mc")
     first = loaded(x)
-    monkeypatch.setattr("bnncli.data._loader._loader", None)
+    monkeypatch.setattr("bnncli.data.loader._loader", None)
     monkeypatch.setattr(torch.nn.Module, "to", None)
     assert np.array_equal(loaded(x).probs, first.probs)
 

@@ -15,9 +15,9 @@ from problems.arrays import make_arrays
 from problems.command_line import Cli
 
 import bnncli
+from bnncli.api.predictions import OpenedPosterior
+from bnncli.api.run import OpenedRun
 from bnncli.errors import BnnWarning, DataError, DeviceError, MissingInput, UsageError
-from bnncli.opened.posterior import OpenedPosterior
-from bnncli.opened.run import OpenedRun
 
 LIGHT = """
 import sys

@@ -7,9 +7,8 @@ import numpy.typing as npt
 import torch
 
 import bnncli
-from bnncli.opened.posterior import OpenedPosterior
-from bnncli.opened.predictions import ClassProbabilities
-from bnncli.opened.run import OpenedRun
+from bnncli.api.predictions import ClassProbabilities, OpenedPosterior
+from bnncli.api.run import OpenedRun
 
 run = bnncli.open("ckpt.pt", seed=1)
 assert_type(run, OpenedRun)

@@ -19,7 +19,7 @@ from bnncli.artifacts.freshness import UNKNOWN_MAKER
 from bnncli.artifacts.resume import write_state
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS
-from bnncli.cli.option_values import _from_text, option_fields
+from bnncli.cli.options import _from_text, option_fields
 from bnncli.errors import Interrupted, UsageError
 from bnncli.options.command_line import CommandLine, own_command
 from bnncli.options.declaration import choices_of, flag_of, made

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
-from bnncli.cli.quick_values import QuickCommand
+from bnncli.cli.options import QuickCommand
 
 INTEGERS = ["0", "7", "-3", "007", "1_000", "+4", " 5", "1.0", "1e3", "x", "", "9" * 18, "9" * 40, "٣"]
 FLOATS = [

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.covariances.full import Full
-from bnncli.extraction.features import pass_to_head
-from bnncli.extraction.head import head_of
 from bnncli.integrators._moments import energy_and_max_logit
 from bnncli.integrators.mc import Mc
+from bnncli.models.features import pass_to_head
+from bnncli.models.head import head_of
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import STATE, ModuleLayout, ModuleNetwork
 from bnncli.posteriors.gaussian import Gaussian

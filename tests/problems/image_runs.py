@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from bnncli.networks.mlp import build
+from bnncli.models.architectures.mlp import build
 from problems.command_line import Cli
 
 SPLITS = ("--model", "mlp", "--data", "train=npz:train.npz", "--data", "test=npz:test.npz")

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import math
 
-from bnncli.figures.chains import ChainTraces, Trace
-from bnncli.figures.comparison import Line, ScorePanel
-from bnncli.figures.confidence import ConfidenceHistograms
-from bnncli.figures.distances import DistanceMatrix
-from bnncli.figures.importance import Weights, WeightSpread
-from bnncli.figures.line_panels import LinePanel, LinePanels, Series
-from bnncli.figures.marginals import Marginal, Marginals
-from bnncli.figures.mixing import Histogram, Mixing
-from bnncli.figures.prior_precision import PriorPrecisionCurve
-from bnncli.figures.rank_histograms import RankHistograms
-from bnncli.figures.reliability import ReliabilityDiagrams
-from bnncli.figures.risk_coverage import RiskCoverage
-from bnncli.figures.roc import Roc
-from bnncli.figures.score_intervals import ScoreIntervals
-from bnncli.figures.shown import Shown
+from bnncli.figures.chains import ChainTraces, Histogram, Mixing, RankHistograms, Trace
+from bnncli.figures.fits import LinePanel, LinePanels, PriorPrecisionCurve, Series
+from bnncli.figures.posteriors import DistanceMatrix, Marginal, Marginals, Weights, WeightSpread
+from bnncli.figures.predictions import ConfidenceHistograms, ReliabilityDiagrams, RiskCoverage, Roc
+from bnncli.figures.scores import Line, ScoreIntervals, ScorePanel
+from bnncli.figures.style import Shown
 
 _EDGES = [0.0, 0.25, 0.5, 0.75, 1.0]
 _BINS = {

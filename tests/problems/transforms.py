@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from bnncli.data._transform import Transformed
+from bnncli.data.transform import Transformed
 
 
 @dataclass(frozen=True)

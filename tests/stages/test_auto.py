@@ -17,7 +17,7 @@ from sklearn.metrics import roc_auc_score
 import bnncli
 from bnncli.artifacts.files import read_header, read_metrics
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.networks import mlp
+from bnncli.models.architectures import mlp
 from bnncli.stages.auto import ladder, siblings_of
 from bnncli.stages.refine import work
 from bnncli.stages.stack import work as stack_work

@@ -13,7 +13,7 @@ from scipy import stats
 
 from bnncli.errors import WriteError
 from bnncli.evaluation.paired import Sample, integration
-from bnncli.figures.comparison import Line, ScorePanel, draw
+from bnncli.figures.scores import Line, ScorePanel, draw_comparison
 
 LINES = [
     Line((0.30, 0.32), 0.31, (0.28, 0.34), False),
@@ -25,7 +25,7 @@ LINES = [
 def figure_of(panels: int = 1, zero: str | None = None) -> Any:
     names = ["map", "laplace", "hmc"]
     shown = [ScorePanel(f"score {place}", LINES) for place in range(panels)]
-    return draw(shown, names, title="t", marked="best", plain="worse", tests="tests", zero=zero)
+    return draw_comparison(shown, names, title="t", marked="best", plain="worse", tests="tests", zero=zero)
 
 
 def test_every_seed_is_a_dot_and_means_stand_on_their_intervals() -> None:

@@ -18,7 +18,7 @@ from bnncli.evaluation import curves
 from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.curves import MAX_POINTS, reliability_curve, risk_coverage_curve, roc_curve
 from bnncli.evaluation.example_statistics import examples_of
-from bnncli.figures import reliability, render, risk_coverage, roc
+from bnncli.figures import predictions, render
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ BINS = {"edges": [0, 0.25, 0.5, 0.75, 1], "count": [0, 3, 40, 500], "confidence"
 def test_a_reliability_diagram_has_two_axes_for_each_posterior_and_its_ece(count: int) -> None:
     names = [f"posterior-{place}" for place in range(count)]
     errors = {name: 0.01 * place for place, name in enumerate(names)}
-    figure = reliability.draw(dict.fromkeys(names, BINS), split="test", errors=errors)
+    figure = predictions.draw_reliability(dict.fromkeys(names, BINS), split="test", errors=errors)
     assert len(figure.axes) == 2 * count
     assert all(f"{name}\nECE {errors[name]:.4f}" in figure_texts(figure) for name in names)
     upper, lower = figure.axes[:2]
@@ -117,8 +117,8 @@ def test_overlaid_curves_are_all_drawn_and_named_and_told_apart_without_colour(c
     line = {"coverage": [0.1, 1.0], "risk": [0.0, 0.2], "fpr": [0.0, 1.0], "tpr": [0.0, 1.0]}
     areas = dict.fromkeys(names, 0.75)
     for figure in (
-        risk_coverage.draw(dict.fromkeys(names, line), split="test", areas=areas),
-        roc.draw(dict.fromkeys(names, line), areas, split="test", ood="far", score="combined"),
+        predictions.draw_risk_coverage(dict.fromkeys(names, line), split="test", areas=areas),
+        predictions.draw_roc(dict.fromkeys(names, line), areas, split="test", ood="far", score="combined"),
     ):
         drawn = [one for one in figure.axes[0].lines if str(one.get_label()).startswith("posterior")]
         assert [str(one.get_label()).split()[0] for one in drawn] == names
@@ -135,8 +135,8 @@ def test_nothing_is_cut_off_by_the_edge_of_a_figure(count: int) -> None:
     line = {"coverage": [0.1, 1.0], "risk": [0.0, 0.2], "fpr": [0.0, 1.0], "tpr": [0.0, 1.0]}
     areas = dict.fromkeys(names, 0.75)
     for figure in (
-        risk_coverage.draw(dict.fromkeys(names, line), split="test", areas=areas),
-        roc.draw(dict.fromkeys(names, line), areas, split="test", ood="far", score="combined"),
+        predictions.draw_risk_coverage(dict.fromkeys(names, line), split="test", areas=areas),
+        predictions.draw_roc(dict.fromkeys(names, line), areas, split="test", ood="far", score="combined"),
     ):
         with Image.open(io.BytesIO(render(figure, "png"))) as image:
             pixels = np.asarray(image.convert("L"))
@@ -173,7 +173,7 @@ KINDS = ("reliability", "risk_coverage", "roc")
 def draw_blanks(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """Lets figures be blank sheets, which take no time; what each would show is in the dictionary, by its module."""
     drawn: dict[str, dict[str, Any]] = {}
-    for name, module in zip(KINDS, (reliability, risk_coverage, roc), strict=True):
+    for name, module in zip(KINDS, (predictions, predictions, predictions), strict=True):
 
         def draw(curves: dict[str, Any], *_: Any, name: str = name, **__: Any) -> Figure:
             drawn[name] = curves

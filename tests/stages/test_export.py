@@ -25,7 +25,7 @@ from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.decisions.acceptance import AcceptanceRule
 from bnncli.decisions.outliers import OutlierRule
 from bnncli.decisions.prediction_sets import SetRule
-from bnncli.exported import steps
+from bnncli.export import steps
 from bnncli.stages.export import measures
 
 TORCH = ("--format", "torch", "--head-only")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bnncli.artifacts.posteriors import read_posterior
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.networks import resnet20
+from bnncli.models.architectures import resnet20
 
 NETWORK = """
 import torch
@@ -178,7 +178,7 @@ def test_what_is_no_member_is_told_in_a_line(cli: Cli, member: str, code: int, s
 
 
 def test_a_built_in_network_of_other_sizes_is_no_member(cli: Cli) -> None:
-    from bnncli.networks import mlp
+    from bnncli.models.architectures import mlp
 
     save("m.pt", mlp.build(inputs=36, hidden=(3,), classes=3))
     save("n.pt", mlp.build(inputs=36, hidden=(4,), classes=3))

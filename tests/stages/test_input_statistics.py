@@ -12,12 +12,11 @@ from PIL import Image
 from problems.command_line import Cli
 
 from bnncli.artifacts.files import read_header
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._shift import Shift
-from bnncli.data._spec import load_split
-from bnncli.data._split import InputSplit
-from bnncli.extraction.input_sums import InputSums
-from bnncli.networks.mlp import build
+from bnncli.data.pixels import Preprocess
+from bnncli.data.shift import Shift
+from bnncli.data.splits import InputSplit, load_split
+from bnncli.models.architectures.mlp import build
+from bnncli.models.features import InputSums
 from bnncli.numerics.corruptions import CORRUPTIONS
 from bnncli.run.input_statistics import difference
 

@@ -17,7 +17,7 @@ from problems.command_line import Cli
 from safetensors.torch import save_file
 from torch import nn
 
-from bnncli.networks._load import load_network
+from bnncli.models.build import load_network
 
 IMAGES = np.random.default_rng(0).normal(size=(12, 1, 28, 28)).astype(np.float32)
 
@@ -266,7 +266,7 @@ def test_idx_files_are_told_with_their_labels(cli: Cli) -> None:
 
 
 def test_a_table_of_texts_names_its_columns(cli: Cli) -> None:
-    pytest.importorskip("bnncli.data.csv")
+    pytest.importorskip("bnncli.data.kinds.csv")
     Path("a.csv").write_text("id,review,sentiment\n1,good,pos\n")
     document = seen(cli, "a.csv")
     assert document["columns"] == "id, review, sentiment"

@@ -12,7 +12,7 @@ from problems.command_line import Cli
 
 from bnncli.artifacts.features import read_features
 from bnncli.artifacts.files import read_header
-from bnncli.checkpoints import load
+from bnncli.models import checkpoints
 
 STATE = {"weight": torch.arange(12.0).reshape(3, 4) / 7, "bias": torch.zeros(3)}
 WORDS = ("net.pt", "--model", "net.py:make", "--data", "train=npz:data.npz")
@@ -32,8 +32,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The checkpoints that are parsed from now on."""
     found: list[Path] = []
-    whole = load.select_state
-    monkeypatch.setattr(load, "select_state", lambda *given: found.append(Path()) or whole(*given))
+    whole = checkpoints.select_state
+    monkeypatch.setattr(checkpoints, "select_state", lambda *given: found.append(Path()) or whole(*given))
     return found
 
 
@@ -84,9 +84,9 @@ def test_features_of_another_revision_do_not_speak_for_the_checkpoint(
 def test_a_checkpoint_that_is_replaced_meanwhile_is_an_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli("extract-features", *WORDS).code == 0
     before = read_features(TRAIN).head_weight
-    whole = load.load_checkpoint
+    whole = checkpoints.load_checkpoint
 
-    def replaced(path: Path, **options: object) -> load.Checkpoint:
+    def replaced(path: Path, **options: object) -> checkpoints.Checkpoint:
         torch.save({name: value + 1 for name, value in STATE.items()}, path)
         return whole(path)
 

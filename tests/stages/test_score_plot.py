@@ -12,7 +12,7 @@ from PIL import Image
 from problems.command_line import Cli
 
 from bnncli.errors import WriteError
-from bnncli.figures import reliability, render
+from bnncli.figures import predictions, render
 
 QUICK = ("--bootstrap", "0")
 
@@ -32,13 +32,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What is given to the figure."""
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    draw = reliability.draw
+    draw = predictions.draw_reliability
 
     def kept(panels: Any, **named: Any) -> Any:
         found.append((dict(panels), named))
         return draw(panels, **named)
 
-    monkeypatch.setattr(reliability, "draw", kept)
+    monkeypatch.setattr(predictions, "draw", kept)
     return found
 
 
@@ -98,7 +98,7 @@ def test_a_group_may_be_called_as_the_file_is(
 def test_names_in_titles_may_be_anything(recwarn: pytest.WarningsRecorder) -> None:
     curve = {"edges": [0, 0.5, 1], "count": [0, 4], "confidence": [None, 0.75], "accuracy": [None, 0.5]}
     names = ["北京", "$\\frac{x$", "x" * 60, "a\tb"]
-    figure = reliability.draw(dict.fromkeys(names, curve), split="test", errors=dict.fromkeys(names, 0.25))
+    figure = predictions.draw_reliability(dict.fromkeys(names, curve), split="test", errors=dict.fromkeys(names, 0.25))
     texts = set(re.findall("<!-- (.*?) -->", render(figure, "svg").decode(), re.DOTALL))
     assert {"$\\frac{x$", f"{'x' * 31}…", "a\\tb", "ECE 0.2500"} <= {
         line for text in texts for line in text.split("\n")

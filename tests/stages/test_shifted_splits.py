@@ -10,7 +10,7 @@ import torch
 from problems.command_line import Cli, Invocation
 
 from bnncli.artifacts.features import read_features
-from bnncli.data._shift import Shift
+from bnncli.data.shift import Shift
 from bnncli.numerics.random import stream_seed
 
 SIZE = 6

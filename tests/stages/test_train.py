@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from bnncli.artifacts.posteriors import gradient_passes
 from bnncli.errors import Interrupted
-from bnncli.networks._load import load_network
+from bnncli.models.build import load_network
 from bnncli.run import resumable
 
 NETWORK = """

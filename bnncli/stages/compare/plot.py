@@ -16,7 +16,7 @@ from bnncli.stages.compare.tables import Comparison, score_titles
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from bnncli.figures.comparison import Line, ScorePanel
+    from bnncli.figures.scores import Line, ScorePanel
 
 _SIZE = 1 << 17  # of a figure, about
 _BETTER = {True: ", higher is better", False: ", lower is better", None: ""}
@@ -61,7 +61,7 @@ def _output(path: Path) -> dict[str, Any]:
 
 
 def _draw(comparison: Comparison) -> Figure:
-    from bnncli.figures import comparison as figure
+    from bnncli.figures import scores as figure
 
     many, level = comparison.num_checkpoints > 1, 100 * (1 - comparison.alpha)
     what = f"{comparison.num_checkpoints} checkpoints" if many else f"{comparison.num_examples} examples"
@@ -78,14 +78,14 @@ def _draw(comparison: Comparison) -> Figure:
     tests = (
         f"marks by paired tests at level {comparison.alpha:g}, jointly over each panel; each interval holds on its own"
     )
-    return figure.draw(
+    return figure.draw_comparison(
         score_panels(comparison), labels(comparison), title=title, marked=marked, plain=plain, tests=tests, zero=zero
     )
 
 
 def score_panels(comparison: Comparison) -> list[ScorePanel]:
     """A panel for each score, a line for each posterior."""
-    from bnncli.figures.comparison import ScorePanel
+    from bnncli.figures.scores import ScorePanel
 
     return [
         ScorePanel(
@@ -106,7 +106,7 @@ def labels(comparison: Comparison) -> list[str]:
 
 def _line(comparison: Comparison, column: Column, place: int, row: int) -> Line:
     """One posterior of one panel: its score, or its difference from the baseline."""
-    from bnncli.figures.comparison import Line
+    from bnncli.figures.scores import Line
 
     sample, standing = column.entries[row].samples, comparison.standings[place][row]
     base = None if comparison.baseline is None else column.entries[comparison.baseline].samples

@@ -134,20 +134,20 @@ def _draw(plot: Plot, rows: Iterable[Row], score: str) -> Figure:
             title = posterior_title(row["posterior"], row["variant"], row.get("name"))
             shown[f"{title} ({row['variant']})" if title == row["posterior"] else title] = row
     if plot.kind == "roc":
-        from bnncli.figures import roc
+        from bnncli.figures import predictions
 
         assert plot.ood is not None
         curves = {
             name: row["curves"]["roc"][plot.ood] for name, row in shown.items() if plot.ood in row["curves"]["roc"]
         }
         areas = {name: _value(shown[name], Quantity("auroc", (plot.ood, score))) for name in curves}
-        return roc.draw(*roc.merged(curves, areas), split=plot.split, ood=plot.ood, score=score)
+        return predictions.draw_roc(*predictions.merged(curves, areas), split=plot.split, ood=plot.ood, score=score)
     if plot.kind == "density":
-        from bnncli.figures import density
+        from bnncli.figures import posteriors
 
         # One curve a posterior, whatever the integrator.
         own = {row["posterior"]: row for row in shown.values() if row.get("curves", {}).get("density")}
-        return density.draw(
+        return posteriors.draw_density(
             {name: row["curves"]["density"] for name, row in own.items()},
             {name: row["inclusion"] for name, row in own.items()},
             medians={name: _value(row, Quantity("density", ("median",))) for name, row in own.items()},
@@ -156,15 +156,15 @@ def _draw(plot: Plot, rows: Iterable[Row], score: str) -> Figure:
     key = plot.kind.replace("-", "_")
     curves = {name: row["curves"][key] for name, row in shown.items() if row["curves"][key] is not None}
     if plot.kind == "reliability":
-        from bnncli.figures import reliability
+        from bnncli.figures import predictions
 
-        return reliability.draw(
+        return predictions.draw_reliability(
             curves, split=plot.split, errors={name: _value(shown[name], Quantity("ece")) for name in curves}
         )
-    from bnncli.figures import risk_coverage
+    from bnncli.figures import predictions
 
     areas = {name: _value(shown[name], Quantity("aurc")) for name in curves}
-    return risk_coverage.draw(curves, split=plot.split, areas=areas)
+    return predictions.draw_risk_coverage(curves, split=plot.split, areas=areas)
 
 
 def _value(row: Row, wanted: Quantity) -> float:

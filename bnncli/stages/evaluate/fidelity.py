@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bnncli.artifacts.provenance import Source
-from bnncli.data._given_columns import divide
+from bnncli.data.prediction_files import divide
 from bnncli.errors import MissingInput, UsageError
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.evaluate import EvaluateOptions

@@ -12,7 +12,7 @@ from bnncli.artifacts.headers import Header, interpreting
 from bnncli.artifacts.provenance import Source
 from bnncli.detectors import DEFAULT_SCORE, default_score
 from bnncli.errors import MissingInput, UsageError
-from bnncli.exported.libraries import require_onnx
+from bnncli.export.graphs import require_onnx
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.common import InputOptions, NameOptions
 from bnncli.options.export import FORMATS, ExportOptions

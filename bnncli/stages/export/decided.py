@@ -11,7 +11,7 @@ from bnncli.decisions.acceptance import AcceptanceRule
 from bnncli.decisions.outliers import OutlierRule
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.errors import DataError, UsageError
-from bnncli.exported.parts import HeadParts, with_sets
+from bnncli.export.parts import HeadParts, with_sets
 from bnncli.lazy import torch
 from bnncli.options.export import ExportOptions
 from bnncli.run.decisions import open_decisions

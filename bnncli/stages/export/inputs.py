@@ -10,10 +10,10 @@ import numpy as np
 
 from bnncli import data
 from bnncli.errors import DataError
-from bnncli.exported.graphs import FEATURES, INPUTS, has_length
-from bnncli.exported.network import FeatureNetwork, Halved
+from bnncli.export.graphs import FEATURES, INPUTS, has_length
+from bnncli.export.network import FeatureNetwork, Halved
 from bnncli.lazy import torch
-from bnncli.models._hf_attention import with_plain_attention
+from bnncli.models.huggingface import with_plain_attention
 from bnncli.run.inputs import Split
 from bnncli.run.network_splits import NetworkReader
 from bnncli.run.session import Run

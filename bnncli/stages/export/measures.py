@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli.data._split import Inputs
+from bnncli.data.splits import Inputs
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.errors import NumericError
 from bnncli.evaluation.excess import score
-from bnncli.exported.steps import Values
+from bnncli.export.steps import Values
 from bnncli.integrators import Prediction, Ready
 from bnncli.lazy import torch
 from bnncli.options.export import ExportOptions

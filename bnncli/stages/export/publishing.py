@@ -12,7 +12,7 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.outputs import check_side_output
 from bnncli.artifacts.posteriors import write_tensors
 from bnncli.errors import UsageError
-from bnncli.exported import MARK
+from bnncli.export import MARK
 from bnncli.options.export import FORMATS
 
 if TYPE_CHECKING:

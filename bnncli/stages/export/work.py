@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bnncli.artifacts.posteriors import DecisionFile
-from bnncli.data._split import Inputs
+from bnncli.data.splits import Inputs
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.detectors import DEFAULT_SCORE
 from bnncli.errors import UsageError
-from bnncli.exported import graphs
-from bnncli.exported.network import WholeNetwork
-from bnncli.exported.parts import HeadParts, head_parts, with_combined_score, with_ood_score
-from bnncli.exported.source import source_of
-from bnncli.exported.steps import Values
-from bnncli.exported.thinning import thinned
+from bnncli.export import graphs
+from bnncli.export.network import WholeNetwork
+from bnncli.export.parts import HeadParts, head_parts, thinned, with_combined_score, with_ood_score
+from bnncli.export.source import source_of
+from bnncli.export.steps import Values
 from bnncli.integrators import Ready
 from bnncli.lazy import torch
 from bnncli.options.export import ExportOptions

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bnncli.artifacts.features import FeatureFile, encoded_names
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._split import InputSplit
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import InputSplit
 from bnncli.errors import BnnError
-from bnncli.extraction.features import Extracted, collect
-from bnncli.extraction.head import Head, check_link
-from bnncli.extraction.padding import padding_warning
 from bnncli.lazy import torch
 from bnncli.models import Published, SavedModel
+from bnncli.models.features import Extracted, collect, padding_warning
+from bnncli.models.head import Head, check_link
 from bnncli.names import listed, percent
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.progress import SILENT

@@ -11,7 +11,7 @@ import numpy as np
 from bnncli.artifacts.atomic import check_free_space
 from bnncli.artifacts.features import FeatureFile, check_split, read_features, write_features
 from bnncli.artifacts.provenance import Source
-from bnncli.data._shift import Shift
+from bnncli.data.shift import Shift
 from bnncli.numerics.random import stream_seed
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.run import revisions as _revisions

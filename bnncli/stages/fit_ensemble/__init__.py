@@ -8,8 +8,8 @@ from typing import Any
 
 from bnncli.artifacts.freshness import is_same_file
 from bnncli.artifacts.provenance import Source
-from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import UsageError
+from bnncli.models.sharded import checkpoint_sha256
 from bnncli.options.command import CKPT, COMPUTE, Argument, Command
 from bnncli.options.common import InputOptions, NameOptions
 from bnncli.options.fit_ensemble import LAPLACE, TEMPERATURE, FitEnsembleOptions

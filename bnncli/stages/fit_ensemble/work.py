@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from bnncli.artifacts.posteriors import gradient_passes
-from bnncli.checkpoints.load import load_checkpoint
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.excess import score
-from bnncli.extraction.head import Head
 from bnncli.inference.memory import MOST_LEFT_OUT, NUM_DRAWS
 from bnncli.inference.temperature import SHARED_RANGE, fit_shared_temperature
 from bnncli.lazy import no_grad, torch
+from bnncli.models.checkpoints import load_checkpoint
+from bnncli.models.head import Head
 from bnncli.options.fit_ensemble import LAPLACE, TEMPERATURE, FitEnsembleOptions
 from bnncli.options.fit_laplace import LOO, FitLaplaceOptions
 from bnncli.parameters.layouts import HeadLayout

@@ -154,10 +154,10 @@ def _plot(run: Run, path: Path, artifact: Path) -> Result:
         output: dict[str, Any] = {"role": role, "path": str(path), "planned": "compute", "estimated_bytes": size}
         return Result("planned", [output], lines=[f"draw: {path}"])
     from bnncli.figures import render
-    from bnncli.figures.prior_precision import draw
+    from bnncli.figures.fits import draw_prior_precision
 
     meta = read_header(artifact).meta
-    figure = draw(
+    figure = draw_prior_precision(
         [(precision, value) for precision, value in meta["curve"]],
         criterion=meta["criterion"],
         at_edge=meta["metrics"]["prior_precision_at_edge"],

@@ -7,9 +7,9 @@ from typing import Any
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header, check_is_file
-from bnncli.checkpoints.shards import INDEX_SUFFIX
-from bnncli.checkpoints.sniff import sniff, sniff_zip
 from bnncli.errors import BnnError, DataError
+from bnncli.models.checkpoint_files import sniff, sniff_zip
+from bnncli.models.sharded import INDEX_SUFFIX
 from bnncli.names import quoted
 from bnncli.options.command import Argument, Command
 from bnncli.options.common import CommonOptions

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bnncli.checkpoints.shards import sharded_folder, shards_of
-from bnncli.data import _sound
+from bnncli.data import sound
 from bnncli.errors import BnnError, DataError, MissingInput
-from bnncli.models._hf_folder import feature_extractor, weight_files
+from bnncli.models.huggingface import feature_extractor, weight_files
+from bnncli.models.sharded import sharded_folder, shards_of
 from bnncli.names import listed, quoted
 from bnncli.options.command_line import pasted
 from bnncli.stages.inspect.data_files import can_be_read
@@ -20,7 +20,7 @@ from bnncli.system.input_files import read_object, reading
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt", ".bin", ".onnx", ".pt2", ".skops")
 _OF_CLASSES = {
     "images": (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"),
-    "audio": tuple(_sound.SUFFIXES),
+    "audio": tuple(sound.SUFFIXES),
 }
 _PARTS = ("features", "posteriors", "predictions", "metrics", "decisions", "exports")
 _LATER = ("decisions", "exports")  # shown where they are
@@ -153,7 +153,7 @@ def _of_a_cluster(folder: Path, names: list[str]) -> Found | None:
         if not (sharded.folder / ".metadata").is_file():
             found.add("note", "its .metadata file is missing; without it the other files cannot be read")
             return found
-        from bnncli.checkpoints.distributed import described
+        from bnncli.models.sharded import described
 
         arrays = described(sharded.folder)
         found.document["arrays"] = arrays

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bnncli.checkpoints.architectures import guess
-from bnncli.checkpoints.heads import possible_heads
-from bnncli.checkpoints.load import Checkpoint, load_whole
-from bnncli.checkpoints.state_dicts import states_in
+from bnncli.models.build import recognised
+from bnncli.models.checkpoints import Checkpoint, load_whole, states_in
+from bnncli.models.recognition import guess, possible_heads
 from bnncli.names import listed, prefixes_of, quoted
-from bnncli.networks._load import recognised
 from bnncli.options.declaration import spelled
 from bnncli.stages.inspect.found import Found
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from bnncli.artifacts.atomic import check_writable, publish_bytes, write_error
 from bnncli.artifacts.outputs import NAME, as_it_was, csv_bytes, is_table
 from bnncli.artifacts.run_folder import artifact_lock
-from bnncli.data._pixels import SUFFIXES
+from bnncli.data.pixels import SUFFIXES
 from bnncli.errors import DataError, MissingInput, OutputExists, ReadError, WriteError
 from bnncli.names import in_table, quoted
 from bnncli.run.session import Result

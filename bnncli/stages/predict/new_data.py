@@ -20,13 +20,11 @@ from bnncli import data
 from bnncli.artifacts.features import FeatureFile
 from bnncli.artifacts.outputs import TableBlock, csv_header
 from bnncli.artifacts.predictions import PredictionFile
-from bnncli.data.images import image_dataset
+from bnncli.data.kinds.images import image_dataset
 from bnncli.errors import BnnError, DataError, UsageError
-from bnncli.extraction.features import Extracted
-from bnncli.extraction.input_sums import InputSums
-from bnncli.extraction.padding import padding_warning
 from bnncli.lazy import torch
 from bnncli.likelihoods import has_exclusive_classes
+from bnncli.models.features import Extracted, InputSums, padding_warning
 from bnncli.names import in_table
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.options.predict import STDIN, PredictOptions

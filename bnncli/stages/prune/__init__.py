@@ -9,8 +9,8 @@ from typing import Any
 from bnncli.artifacts.atomic import check_writable
 from bnncli.artifacts.freshness import carries_our_mark, is_same_file
 from bnncli.artifacts.provenance import Source
-from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import OutputExists, UsageError
+from bnncli.models.checkpoint_files import sniff
 from bnncli.names import percent
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.common import InputOptions, NameOptions

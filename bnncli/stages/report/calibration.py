@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from bnncli.evaluation.curves import Curve, reliability_of
-from bnncli.figures.reliability import ReliabilityDiagrams
+from bnncli.figures.pages import Block, Missing, paragraph
+from bnncli.figures.predictions import ReliabilityDiagrams
 from bnncli.options.assertions import Quantity
-from bnncli.pages.blocks import Block, Missing
-from bnncli.pages.markup import paragraph
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.score_assertions import find_metric
 from bnncli.run.score_rows import PredictedSplit

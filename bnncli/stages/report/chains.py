@@ -13,11 +13,8 @@ from bnncli.evaluation.chain_figures import block_means, histogram, rank_band, r
 from bnncli.evaluation.convergence import GOOD_RHAT, parameter_statistics
 from bnncli.evaluation.rank_statistics import RankStatistics
 from bnncli.evaluation.verdict import GOOD_ESS
-from bnncli.figures.chains import ChainTraces, Trace
-from bnncli.figures.mixing import Histogram, Mixing
-from bnncli.figures.rank_histograms import RankHistograms
-from bnncli.pages.blocks import Block, Missing
-from bnncli.pages.markup import element, paragraph
+from bnncli.figures.chains import ChainTraces, Histogram, Mixing, RankHistograms, Trace
+from bnncli.figures.pages import Block, Missing, element, paragraph
 from bnncli.run.chain_report import deciding_line
 from bnncli.run.inputs import open_samples, require_draws
 from bnncli.stages.report.parameters import parameter_name

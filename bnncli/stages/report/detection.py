@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from bnncli.evaluation.binned_confidence import HISTOGRAM_EDGES, MOST_POINTS
 from bnncli.evaluation.curves import Curve, roc_curve
-from bnncli.figures.confidence import ConfidenceHistograms
-from bnncli.figures.risk_coverage import RiskCoverage
-from bnncli.figures.roc import Roc, merged
+from bnncli.figures.pages import Block, Missing
+from bnncli.figures.predictions import ConfidenceHistograms, RiskCoverage, Roc, merged
 from bnncli.options.assertions import Quantity
-from bnncli.pages.blocks import Block, Missing
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.stages.report.calibration import score_value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bnncli.pages.blocks import Block, DataTable, Missing, TableCell
+from bnncli.figures.pages import Block, DataTable, Missing, TableCell
 from bnncli.run.score_table import score_title
 from bnncli.scores import declared
 from bnncli.stages.report.subject import Subject

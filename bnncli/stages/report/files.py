@@ -12,7 +12,7 @@ from bnncli.artifacts.atomic import check_takes_files, check_writable
 from bnncli.artifacts.outputs import check_figure_path, check_page_path, write_figure, write_page
 from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import Interrupted, MissingInput, WriteError
-from bnncli.figures.shown import Shown, figure_file
+from bnncli.figures.style import Shown, figure_file
 from bnncli.numerics.digests import json_sha256
 from bnncli.options.report import ReportOptions
 from bnncli.run.session import Result, Run

@@ -9,9 +9,8 @@ import numpy as np
 
 from bnncli.artifacts.headers import Header, interpreting
 from bnncli.artifacts.posteriors import read_posterior
-from bnncli.figures.line_panels import LinePanel, LinePanels, Series
-from bnncli.figures.prior_precision import LABELS, PriorPrecisionCurve
-from bnncli.pages.blocks import Block, Missing
+from bnncli.figures.fits import LABELS, LinePanel, LinePanels, PriorPrecisionCurve, Series
+from bnncli.figures.pages import Block, Missing
 from bnncli.stages.report.subject import MOST_DRAWN, Subject, tried
 
 if TYPE_CHECKING:

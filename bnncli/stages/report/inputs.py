@@ -14,13 +14,12 @@ from bnncli.artifacts.features import read_sample_ids
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header, interpreting
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.data._preprocess import Preprocess
-from bnncli.data._split import InputSplit
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import InputSplit
 from bnncli.errors import DataError
 from bnncli.evaluation.binned_confidence import PredictedRow
+from bnncli.figures.pages import Block, Gallery, Missing, ShownInput, paragraph
 from bnncli.names import quoted
-from bnncli.pages.blocks import Block, Gallery, Missing, ShownInput
-from bnncli.pages.markup import paragraph
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.stages.report.parameters import class_name
 from bnncli.stages.report.subject import Subject, tried

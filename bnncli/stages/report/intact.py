@@ -11,8 +11,8 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import carries_our_mark
 from bnncli.artifacts.headers import Header
 from bnncli.errors import DAMAGED_HINT, NOT_OF_CONTENT, BnnError, DataError
+from bnncli.figures.pages import Missing
 from bnncli.names import printable
-from bnncli.pages.blocks import Missing
 from bnncli.run.inputs import load_split, require_draws
 from bnncli.run.named_posterior import maker_of
 from bnncli.run.session import Run

@@ -10,9 +10,8 @@ from typing import Any
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header, interpreting
 from bnncli.errors import MissingInput
+from bnncli.figures.pages import Block, DataTable, Missing, TableCell, commands, paragraph
 from bnncli.options.status import StatusOptions
-from bnncli.pages.blocks import Block, DataTable, Missing, TableCell
-from bnncli.pages.markup import commands, paragraph
 from bnncli.stages.report.subject import Subject, tried
 
 _MOST_ROWS = 120

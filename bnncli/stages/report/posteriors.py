@@ -7,10 +7,8 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.marginal_density import apart, density, grid_of, spread_over
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, DENSITIES, POINTS
-from bnncli.figures.distances import DistanceMatrix
-from bnncli.figures.importance import Weights, WeightSpread
-from bnncli.figures.marginals import Marginal, Marginals
-from bnncli.pages.blocks import Block, Missing
+from bnncli.figures.pages import Block, Missing
+from bnncli.figures.posteriors import DistanceMatrix, Marginal, Marginals, Weights, WeightSpread
 from bnncli.run.session import Table
 from bnncli.stages.diagnose.judgement import Judgement
 from bnncli.stages.diagnose.tables import diagnosis_tables

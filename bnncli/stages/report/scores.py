@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from bnncli.figures.comparison import Line, ScorePanel
-from bnncli.figures.score_intervals import ScoreIntervals
-from bnncli.pages.blocks import Block, DataTable, Missing, TableCell
-from bnncli.pages.markup import code, paragraph
+from bnncli.figures.pages import Block, DataTable, Missing, TableCell, code, paragraph
+from bnncli.figures.scores import Line, ScoreIntervals, ScorePanel
 from bnncli.run.score_table import score_table, shown_scores
 from bnncli.run.session import Table
 from bnncli.run.shown_scores import legend

@@ -10,19 +10,19 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from bnncli.api.metrics import metrics_of
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.detectors import usual_score
 from bnncli.errors import NOT_OF_CONTENT, BnnError, MissingInput
 from bnncli.evaluation.binned_confidence import BinnedConfidence, bin_confidence
 from bnncli.evaluation.verdict import POINTS
+from bnncli.figures.pages import Missing
 from bnncli.names import posterior_title
-from bnncli.opened.metrics import metrics_of
 from bnncli.options.declaration import spelled
 from bnncli.options.diagnose import DiagnoseOptions
 from bnncli.options.evaluate import EvaluateOptions
 from bnncli.options.report import ReportOptions
-from bnncli.pages.blocks import Missing
 from bnncli.run.prediction_groups import PredictionGroup, open_groups
 from bnncli.run.recommendation import Recommended, recommended
 from bnncli.run.score_rows import PredictedSplit

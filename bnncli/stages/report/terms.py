@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from bnncli.pages.blocks import Block
-from bnncli.pages.markup import Markup, element, joined
+from bnncli.figures.pages import Block, Markup, element, joined
 
 SECTION = "terms"
 TERMS = {

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bnncli.figures.score_intervals import ScoreIntervals
+from bnncli.figures.pages import Block, Markup, Missing, bullets, element, joined, paragraph, strong
+from bnncli.figures.scores import ScoreIntervals
 from bnncli.names import counted
 from bnncli.options.compare import CompareOptions
-from bnncli.pages.blocks import Block, Missing
-from bnncli.pages.markup import Markup, bullets, element, joined, paragraph, strong
 from bnncli.run.session import Run
 from bnncli.stages.compare.comparing import compared, compared_groups
 from bnncli.stages.compare.plot import labels, score_panels

@@ -11,11 +11,22 @@ from bnncli.detectors import DEFAULT_SCORE
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.paired import holm
 from bnncli.evaluation.recommendation import Quality
+from bnncli.figures.pages import (
+    Block,
+    DataTable,
+    Markup,
+    Missing,
+    TableCell,
+    bullets,
+    code,
+    element,
+    joined,
+    paragraph,
+    strong,
+)
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.names import counted, percent
 from bnncli.options.assertions import Quantity
-from bnncli.pages.blocks import Block, DataTable, Missing, TableCell
-from bnncli.pages.markup import Markup, bullets, code, element, joined, paragraph, strong
 from bnncli.run.network_fit import misread_splits
 from bnncli.run.paired_scores import measure_detection
 from bnncli.run.prediction_groups import PredictionGroup

@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 from bnncli import __version__
 from bnncli.artifacts.files import read_header
+from bnncli.figures.pages import MOST_BYTES, Block, Markup, Missing, Section, fitted, page
 from bnncli.names import counted
 from bnncli.options.report import ReportOptions
-from bnncli.pages.blocks import Block, Missing, Section
-from bnncli.pages.fitting import fitted
-from bnncli.pages.markup import Markup
-from bnncli.pages.page import MOST_BYTES, page
 from bnncli.run.session import Run
 from bnncli.stages.report.calibration import calibration
 from bnncli.stages.report.chains import chains

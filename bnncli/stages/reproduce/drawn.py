@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from bnncli.evaluation.agreement import Estimate
-from bnncli.figures import agreement, measured_lines
+from bnncli.figures import agreement, fits
 from bnncli.figures.agreement import MarkedNumber, Pair
-from bnncli.figures.measured_lines import MeasuredLine
+from bnncli.figures.fits import MeasuredLine
 from bnncli.stages.reproduce.formulas import Unmeasured
 from bnncli.stages.reproduce.judged import JudgedCell, Numbers
 from bnncli.stages.reproduce.recipe import LineFigure, PaperRecipe
@@ -32,7 +32,7 @@ def of_recipe(recipe: PaperRecipe, cells: Sequence[JudgedCell], numbers: Numbers
     for figure in recipe.figures:
         lines = dict(lines_of(figure, numbers))
         if lines:
-            found[figure.name] = measured_lines.draw(
+            found[figure.name] = fits.draw_measured_lines(
                 lines, title=figure.title, x_label=figure.x_label, y_label=figure.y_label, log=figure.log
             )
     return found

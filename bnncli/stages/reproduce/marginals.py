@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.marginal_density import apart, density, grid_of, spread_over
-from bnncli.figures.marginals import Marginal, Marginals
+from bnncli.figures.posteriors import Marginal, Marginals
 from bnncli.numerics import random
 from bnncli.run.inputs import open_posterior
 from bnncli.stages.reproduce.recipe import MarginalFigure

@@ -208,10 +208,10 @@ def _plot(path: Path, ranked: list[RankedQuantity], options: SbcOptions, name: s
     """The figure, published; as the result's outputs."""
     from bnncli.evaluation.rank_uniformity import RankLaw
     from bnncli.figures import render
-    from bnncli.figures.ranks import draw
+    from bnncli.figures.chains import draw_ranks
 
     law = RankLaw(options.simulations, options.draws)
-    figure = draw(
+    figure = draw_ranks(
         {one.name: one.ranks for one in ranked},
         law,
         level=options.level / len(ranked),

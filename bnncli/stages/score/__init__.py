@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli.data._given import read_texts
-from bnncli.data._given_columns import divide
+from bnncli.data.prediction_files import divide, read_texts
 from bnncli.detectors import default_score
 from bnncli.errors import CheckFailed, DataError, UsageError
 from bnncli.evaluation.weighted_scores import NO_LABELS

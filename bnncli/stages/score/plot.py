@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bnncli.artifacts.outputs import check_figure_path, write_figure
-from bnncli.data._given_columns import divide
+from bnncli.data.prediction_files import divide
 from bnncli.errors import DataError, WriteError
 from bnncli.names import quoted
 from bnncli.options.assertions import Quantity
@@ -55,7 +55,7 @@ def draw_plot(path: Path, whole: Panel, groups: Iterable[Panel], *, num_bins: in
     """
     from bnncli.evaluation.curves import reliability_of
     from bnncli.figures import render
-    from bnncli.figures.reliability import draw
+    from bnncli.figures.predictions import draw_reliability
 
     every = list(groups)
     largest = sorted(every, key=lambda panel: -len(panel.predictions.probs))[:_MOST_GROUPS]
@@ -65,7 +65,7 @@ def draw_plot(path: Path, whole: Panel, groups: Iterable[Panel], *, num_bins: in
         curve = reliability_of(own.probs, own.examples, num_bins=num_bins)
         assert curve is not None  # there are labels, and rows
         curves[title], errors[title] = curve, float(find_metric(metrics, Quantity("ece"))[0]["value"])
-    figure = draw(curves, split=whole.predictions.name, errors=errors)
+    figure = draw_reliability(curves, split=whole.predictions.name, errors=errors)
     try:
         digest = write_figure(path, render(figure, path.suffix[1:].lower()))
     except WriteError as error:

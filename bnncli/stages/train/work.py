@@ -8,13 +8,10 @@ from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bnncli.checkpoints.load import check_finite
-from bnncli.data._augment import Augmentation
-from bnncli.data._labels import FROM_1
-from bnncli.data._split import InputSplit
+from bnncli.data.labels import FROM_1
+from bnncli.data.pixels import Augmentation
+from bnncli.data.splits import InputSplit
 from bnncli.errors import DataError, NumericError, UsageError
-from bnncli.extraction.autocast import AUTOCAST
-from bnncli.extraction.head import forward, logits_of
 from bnncli.inference.map_training import (
     EpochScores,
     Examples,
@@ -26,7 +23,10 @@ from bnncli.inference.map_training import (
 )
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood, likelihood_of
-from bnncli.networks._load import load_network, takes_argument
+from bnncli.models.build import load_network, takes_argument
+from bnncli.models.checkpoints import check_finite
+from bnncli.models.features import AUTOCAST
+from bnncli.models.head import forward, logits_of
 from bnncli.numerics.random import stream, stream_seed
 from bnncli.options.train import TrainOptions
 from bnncli.run.labelled_inputs import labelled_inputs

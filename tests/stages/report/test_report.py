@@ -17,8 +17,8 @@ from problems.pages import Node, check_is_self_contained, check_names, read_page
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.cli.execute import run_command_line
+from bnncli.figures.pages import MOST_BYTES
 from bnncli.names import percent
-from bnncli.pages.page import MOST_BYTES
 from bnncli.stages.report.subject import Damaged
 
 SECTIONS = (

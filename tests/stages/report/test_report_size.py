@@ -10,9 +10,7 @@ import pytest
 from problems.command_line import Cli
 from problems.pages import check_is_self_contained, check_names, read_page
 
-from bnncli.pages.blocks import Section
-from bnncli.pages.fitting import LEFT_OUT, fitted
-from bnncli.pages.markup import Markup, joined, paragraph
+from bnncli.figures.pages import LEFT_OUT, Markup, Section, fitted, joined, paragraph
 
 
 def fit(sizes: Sequence[int], most: int) -> tuple[str, list[str]]:

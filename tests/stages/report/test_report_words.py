@@ -9,9 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, ReadError
-from bnncli.pages.blocks import Missing, TableCell
-from bnncli.pages.compact import with_classes
-from bnncli.pages.markup import Markup, commands, element, joined, paragraph
+from bnncli.figures.pages import Markup, Missing, TableCell, commands, element, joined, paragraph, with_classes
 from bnncli.run.session import Table
 from bnncli.stages.report.parameters import class_name, parameter_name
 from bnncli.stages.report.scores import data_table

@@ -1,0 +1,413 @@
+"""An opened run: its artifacts, and predictions for arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bnncli import data
+from bnncli.api.metrics import metrics_of
+from bnncli.api.predictions import ClassProbabilities, OpenedPosterior, check_request, choose, predict
+from bnncli.api.session import (
+    Items,
+    Session,
+    as_items,
+    as_tensor,
+    check_finite,
+    checked_features,
+    checked_text,
+    described,
+    errors_in_python,
+    exits_refused,
+    is_features,
+    is_of_network,
+    network_running,
+    open_session,
+)
+from bnncli.artifacts.files import read_header
+from bnncli.data.arrays import ArrayDataset
+from bnncli.errors import BnnError, DataError, UsageError
+from bnncli.models import is_kind
+from bnncli.options.extract_features import ExtractFeaturesOptions
+from bnncli.run.classes import posterior_classes
+from bnncli.run.inputs import load_split, posterior_source
+from bnncli.run.named_posterior import find_named
+from bnncli.run.predictor import Predictor, TrainData, warn_of_draws, warn_of_few_draws
+from bnncli.run.recommendation import recommended
+from bnncli.run.recorded_network import RecordedNetwork
+from bnncli.system.devices import random_numbers_kept
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from bnncli.api.predictions import LoadedPredictor
+    from bnncli.run.session import Run
+
+
+BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of the command by default: sums depend on it
+
+
+class InputNetwork(RecordedNetwork):
+    """The network that the features of a run were made by, for inputs of the caller's."""
+
+    def features(self, inputs: Tensor | Items) -> Tensor:
+        """Features (N, D) of inputs (N, ...), or of N texts or images, on the CPU, in the type that the run's are stored in.
+
+        Raises:
+            DataError, UsageError: the network cannot take them, or they are not finite.
+        """
+        split = self.split_of(inputs)
+        try:
+            with random_numbers_kept(), exits_refused(), self.visible():
+                head = self.network.head(split)
+                self.check_head(head)
+                return self.network.features(split, head, batch_size=BATCH_SIZE, dtype=self.dtype).features
+        except DataError as error:
+            if error.code != "wrong_inputs":
+                raise
+            expected = f"features, or inputs of the network {self.network.spec!r}"
+            message = f"x: expected {expected}; got {described(inputs)}: {error.message}"
+            raise DataError(message, code="wrong_inputs") from error
+
+    def split_of(self, inputs: Tensor | Items) -> data.InputSplit:
+        """Inputs (N, ...), or N texts or images, as a split. Raises DataError where the network cannot take them."""
+        if isinstance(inputs, Items):
+            dataset: ArrayDataset | Items = inputs
+            self._check_takes(inputs)
+        else:
+            check_finite(inputs)
+            dataset = ArrayDataset(inputs, None)
+        return data.InputSplit("x", dataset, np.arange(len(inputs)), self.preprocess, is_labeled=False)
+
+    def _check_takes(self, inputs: Items) -> None:
+        """Pass when the model makes its own inputs of such items. Raises DataError otherwise."""
+        transform = self.preprocess.transform
+        if transform is None or transform.takes != inputs.items:
+            takes = "arrays" if transform is None else transform.takes
+            message = f"x: expected features, or {takes} for the network {self.network.spec!r}; got {described(inputs)}"
+            raise DataError(message, code="wrong_inputs")
+
+
+@dataclass(frozen=True, eq=False)
+class SplitArrays:
+    """A split of a run, as `extract-features` stored it.
+
+    Attributes:
+        features: (N, D) float32 or float16, memory-mapped.
+        labels: (N,) int64; (N, C) uint8 if an example has several labels; None for an unlabelled split.
+        classes: names of the C classes.
+        is_ood: whether the split is out of distribution.
+    """
+
+    name: str
+    features: NDArray[np.floating[Any]]
+    labels: NDArray[np.int64] | NDArray[np.uint8] | None
+    classes: tuple[str, ...]
+    is_ood: bool
+
+    def __repr__(self) -> str:
+        return f"<split {self.name!r}: {self.features.shape[0]} examples of {self.features.shape[1]} features>"
+
+
+class OpenedRun:
+    """The artifacts of a checkpoint. Each call reads and checks the files it needs, as a command does."""
+
+    def __init__(self, session: Session, model: str | None) -> None:
+        self._session, self._model = session, model
+        self._predictors: dict[Path, tuple[Predictor, str | None]] = {}  # with the digest of train
+        self._network: InputNetwork | None = None
+        self._folder, self._checkpoint_state = session.folder, session.checkpoint_state
+
+    def __repr__(self) -> str:
+        return f"<run {str(self.folder)!r}: splits {list(self.splits)}, posteriors {list(self.posteriors)}>"
+
+    @property
+    def folder(self) -> Path:
+        """Path of the run folder."""
+        return self._session.folder.root
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits with features, train first."""
+        return tuple(self._session.folder.splits())
+
+    @property
+    def posteriors(self) -> tuple[str, ...]:
+        """Names of the posteriors: map, temperature, laplace, refine, hmc, then the others."""
+        return tuple(path.stem for path in self._session.folder.posteriors())
+
+    def split(self, name: str, *, allow_stale: bool = False) -> SplitArrays:
+        """Return the features and labels of a split.
+
+        Raises:
+            MissingInput: there is no such split.
+            DataError: it is damaged, stale, or belongs to another checkpoint.
+        """
+        with self._session.computing(allow_stale=allow_stale) as run:
+            content = load_split(run, checked_text("name", name)).content
+            return SplitArrays(name, content.features, content.labels, tuple(content.classes), content.is_ood)
+
+    def posterior(self, name: str, *, allow_stale: bool = False) -> OpenedPosterior:
+        """Return a posterior of the run, by name or file.
+
+        Raises:
+            MissingInput: there is no such posterior.
+            DataError: it is damaged, stale, or belongs to another checkpoint.
+            DeviceError: it does not fit into memory.
+        """
+        with self._session.computing(allow_stale=allow_stale) as run:
+            predictor = self._predictor(run, name)
+            if predictor.header.kind == "samples":
+                predictor.require_memory(0, option=None)
+            with network_running(predictor):
+                _ = predictor.posterior  # read now: the file may be another one later
+            return OpenedPosterior(self._session, predictor)
+
+    def metrics(
+        self, *, posterior: str | None = None, split: str | None = None, allow_stale: bool = False
+    ) -> list[dict[str, Any]]:
+        """Return the scores that `evaluate` stored, as in its --json: a dict for each posterior, integrator and split.
+
+        Stale scores are skipped with a warning; if you name their posterior, they are an error.
+
+        Args:
+            posterior: name of a posterior, or of its predictions (laplace.mc); all by default.
+            split: name of a split; all by default.
+
+        Raises:
+            MissingInput: there are no such scores.
+            DataError: they are stale or damaged.
+        """
+        with self._session.asking(allow_stale=allow_stale) as run:
+            posterior = None if posterior is None else checked_text("posterior", posterior)
+            split = None if split is None else checked_text("split", split)
+            return metrics_of(run, posterior=posterior, split=split)
+
+    def features(
+        self, inputs: ArrayLike | Tensor | Sequence[Image], *, allow_stale: bool = False
+    ) -> NDArray[np.floating[Any]]:
+        """Return features (N, D) of inputs (N, ...), with the network and preprocessing of the run.
+
+        If the model has its own preprocessing, inputs are a list of N texts, PIL images, or audio clips: dicts of `array` (T,)
+        and `sampling_rate` in Hz.
+
+        Raises:
+            DataError: the run has no network, it cannot take the inputs, or its code has changed.
+            Untrusted: the network is your own code, and `open` was called without `model`.
+        """
+        with self._session.computing(allow_stale=allow_stale) as run:
+            given = as_items(inputs)
+            network = self._input_network(run)
+            found: NDArray[np.floating[Any]] = network.features(as_tensor(inputs) if given is None else given).numpy()
+            return found
+
+    def predict(
+        self,
+        x: str | ArrayLike | Tensor | Sequence[Image],
+        *,
+        posterior: str | None = None,
+        integrator: str | None = None,
+        samples: int | None = None,
+        allow_stale: bool = False,
+        **settings: str | float | bool | None,
+    ) -> ClassProbabilities:
+        """Return class probabilities of N examples; for a split's features, the ones that `bnncli predict` stores.
+
+        Args:
+            x: features (N, D), or inputs. Real numbers in rows of D are features; an array of any other shape or type is inputs
+                (N, ...), such as images, and so is a list of texts, PIL images, or audio clips {"array": (T,), "sampling_rate":
+                Hz} if the model has its own preprocessing. If inputs are themselves rows of D real numbers, call
+                run.predict(run.features(x)). A posterior over other layers takes inputs or the name of a split.
+            posterior: name or file; by default what `auto` recommends, else laplace.
+            integrator: by default plug-in for the network, mc for other posteriors.
+            samples: number of draws of a sampling integrator; None for its default.
+            settings: settings of the integrator, such as qmc=True.
+
+        Raises:
+            UsageError: the integrator, a setting or a value does not exist or does not fit the posterior.
+            MissingInput: there is no such posterior.
+            DataError: x is neither features nor inputs, or not finite; a file is stale, damaged or belongs to another checkpoint.
+            Untrusted: the network is your own code, and `open` was called without `model`.
+        """
+        with self._session.computing(allow_stale=allow_stale) as run:
+            posterior, integrator = _wanted(run, posterior, integrator)
+            options = check_request(integrator, samples, settings)
+            predictor = self._predictor(run, posterior)
+            header = predictor.header
+            with network_running(predictor):
+                layout = predictor.posterior.layout
+                choice = choose(options, header, layout.num_classes)
+                of_network = is_of_network(header)
+                features = (
+                    self._inputs(run, x, predictor)
+                    if of_network
+                    else self._features(lambda: self._input_network(run), x, layout.num_features)
+                )
+                warn_of_draws(run, predictor.path, header, choice.name)
+                warn_of_few_draws(run, predictor.path, header, samples)
+                return predict(predictor, choice, features, tuple(posterior_classes(run.folder, header)))
+
+    def predictor(
+        self,
+        posterior: str | None = None,
+        *,
+        integrator: str | None = None,
+        samples: int | None = None,
+        allow_stale: bool = False,
+        **settings: str | float | bool | None,
+    ) -> LoadedPredictor:
+        """Return a function that predicts as `predict` does, with files read and checked once, now.
+
+        Raises:
+            UsageError, MissingInput, DataError: as `predict`.
+            DeviceError: the posterior does not fit into memory.
+        """
+        from bnncli.api.predictions import LoadedPredictor
+
+        with self._session.computing(allow_stale=allow_stale) as run:
+            posterior, integrator = _wanted(run, posterior, integrator)
+            options = check_request(integrator, samples, settings)
+            shared = self._predictor(run, posterior)
+            if is_of_network(shared.header):
+                message = (
+                    f"{posterior} covers other layers than the last, so its layers are loaded at each call: use predict"
+                )
+                raise UsageError(message)
+            layout = shared.posterior.layout
+            predictor, choice = replace(shared), choose(options, shared.header, layout.num_classes)
+            predictor.__dict__["posterior"] = shared.posterior  # one in memory, and an integrator of its own
+            predictor.ready(choice)
+            classes = tuple(posterior_classes(run.folder, predictor.header))
+            return LoadedPredictor(classes, self._session, predictor, choice, self._reader(run, layout.num_features))
+
+    def _reader(self, run: Run, num_features: int) -> Callable[[Any], Tensor]:
+        """What makes features of a caller's features or inputs, the network opened once, when first inputs come."""
+        opened: list[InputNetwork] = []
+
+        def network() -> InputNetwork:
+            if not opened:
+                opened.append(self._input_network(run))
+            return opened[0]
+
+        return lambda x: self._features(network, x, num_features)
+
+    def _features(self, opened: Callable[[], InputNetwork], x: Any, num_features: int) -> Tensor:
+        """What a posterior takes, (N, D), of features or inputs."""
+        given = as_items(x)
+        tensor = as_tensor(x) if given is None else given
+        if not isinstance(tensor, Items) and is_features(tensor, num_features):
+            return checked_features(tensor)
+        try:
+            network = opened()
+        except DataError as error:
+            if error.code != "no_network":
+                raise
+            message = f"x: expected floating-point features (N, {num_features}); got {described(tensor)}"
+            raise DataError(f"{message}; {error.message}", hint=error.hint, code="bad_shape") from None
+        features = network.features(tensor)
+        if features.shape[1] != num_features:
+            message = f"the network gives {features.shape[1]} features, but the posterior expects {num_features}"
+            raise DataError(message, code="wrong_layout")
+        return features
+
+    def _inputs(self, run: Run, x: Any, predictor: Predictor) -> Tensor:
+        """What a posterior over other layers takes, (N, D), of inputs, or of a split by its name."""
+        reader, layout = predictor.train.reader, predictor.posterior.layout
+        if isinstance(x, str) and x in self.splits:
+            return predictor.train.seen_by(predictor.header, load_split(run, x)).stored
+        network = self._input_network(run)
+        given = as_items(x)
+        tensor = as_tensor(x) if given is None else given
+        try:
+            return reader.given_inputs(network.split_of(tensor), layout)
+        except DataError as error:
+            if error.code != "wrong_inputs":
+                raise
+            expected = (
+                f"inputs of the network {network.network.spec!r}, because the posterior covers other layers than "
+                "the last"
+            )
+            message = f"x: expected {expected}; got {described(tensor)}: {error.message}"
+            raise DataError(message, code="wrong_inputs") from error
+
+    def _layers_network(self, run: Run) -> RecordedNetwork:
+        """The run's network a second time: posteriors over other layers may change how it computes attention."""
+        from bnncli.run.recorded_network import RecordedNetwork, network_header, open_recorded
+
+        return open_recorded(RecordedNetwork, run, network_header(run), self._named_model())
+
+    def _predictor(self, run: Run, name: str) -> Predictor:
+        """What predicts with a posterior, opened once as long as its file and that of train are the same."""
+        self._forget_other_weights()
+        path = find_named(run, checked_text("posterior", name), flag="\0posterior\0", otherwise=run.suggest("status"))
+        header, _ = posterior_source(run, path, "posterior")
+        train = _train_digest(run)
+        known, known_train = self._predictors.get(path, (None, None))
+        if known is None or (known.header.content_digest, known_train) != (header.content_digest, train):
+            data = TrainData(run, trusts_code=self._model is not None, opener=lambda: self._layers_network(run))
+            known = Predictor(run, path, header, data)
+            self._predictors[path] = known, train
+        return known
+
+    def _input_network(self, run: Run) -> InputNetwork:
+        """The run's network, loaded once as long as its features and its code are the same."""
+        from bnncli.run.recorded_network import network_header, open_recorded
+
+        self._forget_other_weights()
+        self._network = open_recorded(InputNetwork, run, network_header(run), self._named_model(), self._network)
+        return self._network
+
+    def _named_model(self) -> str | None:
+        """The network as the caller named it, at its place from where the process is now."""
+        model = self._model
+        if model is not None and ".py:" in model:
+            model = self._session.placed(model)
+        elif model is not None and is_kind(model):
+            kind, _, place = model.partition(":")
+            elsewhere = self._session.placed(place)
+            model = f"{kind}:{elsewhere}" if os.path.exists(elsewhere) else model  # a place may be a name
+        return model
+
+    def _forget_other_weights(self) -> None:
+        """What was made of a checkpoint that has changed since, or was named otherwise, is made anew."""
+        now = self._session.folder, self._session.checkpoint_state
+        if now != (self._folder, self._checkpoint_state):
+            (self._folder, self._checkpoint_state), self._network = now, None
+            self._predictors.clear()
+
+
+def _wanted(run: Run, posterior: str | None, integrator: str | None) -> tuple[str, str | None]:
+    """What auto recommends where neither was named, as `bnncli predict` has it; else the posterior, laplace by default."""
+    if posterior is None and integrator is None and (found := recommended(run)) is not None:
+        return found.posterior, found.integrator
+    return posterior or "laplace", integrator
+
+
+def _train_digest(run: Run) -> str | None:
+    """Of the training split as it is now; None where there is none that can be read: who needs it is told when reading it."""
+    try:
+        return read_header(run.folder.features("train")).content_digest
+    except BnnError:
+        return None
+
+
+def open_run(
+    ckpt: str | PathLike[str],
+    *,
+    run_dir: str | PathLike[str] | None,
+    device: str,
+    seed: int,
+    model: str | None,
+) -> OpenedRun:
+    """The run of a checkpoint, as `bnncli.open` gives it."""
+    with errors_in_python():
+        model = None if model is None else checked_text("model", model)
+    return OpenedRun(open_session(ckpt, run_dir, device=device, seed=seed), model)

@@ -1,0 +1,178 @@
+"""What to do when a command runs out of memory or cannot write where it was told to."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from bnncli import registry
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import carries_our_mark, is_same_file
+from bnncli.artifacts.run_folder import RunFolder, lock_beside
+from bnncli.cli.options import option_fields
+from bnncli.errors import ELSEWHERE, BnnError, UsageError
+from bnncli.models.sharded import shards_of
+from bnncli.options.command import Command
+from bnncli.options.command_line import CommandLine
+from bnncli.options.declaration import flag_of
+from bnncli.run.model_files import ModelFiles
+
+# Options that decide how much is held at once, the one that helps most first.
+_WAYS = {
+    "structure": "a smaller {}",
+    "chains": "fewer {}",
+    "repeats": "fewer {}",
+    "batch_size": "a smaller {}",
+    "samples": "fewer {}",
+    "grid_size": "a smaller {}",
+    "posterior": "fewer {} at a time",
+}
+_MOST_NAMED = 2
+
+
+def memory_advice(command: Command | None, *, is_gpu: bool) -> str:
+    """What to do when a command needs more memory than there is.
+
+    Args:
+        command: the one that ran; None before it is known.
+        is_gpu: whether it is a GPU's memory that is too small.
+    """
+    options = option_fields(command) if command is not None else {}
+    ways = [text.format(flag_of(name)) for name, text in _WAYS.items() if name in options][:_MOST_NAMED]
+    if is_gpu and "device" in options:
+        ways.append("--device cpu")
+    return "use " + " or ".join(ways) if ways else "free memory, or use a machine with more"
+
+
+_INPUT = re.compile("FILE|DIR|SPEC|MODEL")  # in the metavar of an option whose value names files
+_BESIDE = {".csv", ".npz", ".log", ".txt", ".html"}  # what people may write into a folder of inputs
+_WHERE = ("run_dir", "out")  # an artifact lies, where nothing that was given says it
+
+
+def check_outputs(command: Command, line: CommandLine, config: Path | None) -> None:
+    """Raise UsageError, before any work, where a command would write over one of its inputs, by whatever path or link.
+
+    Inputs are the files that arguments and options name, the files of data sets, the artifacts of the run, and what these
+    were made from.
+
+    Args:
+        config: the configuration file.
+    """
+    options, arguments = option_fields(command), [*command.arguments]
+    outputs: list[tuple[str | None, str, Path]] = []
+    inputs: list[tuple[str, str, bool]] = []
+    checkpoints = []
+    for name, value in line.parts:
+        if name is None:
+            one = arguments[0] if len(arguments) == 1 else arguments.pop(0)
+            words, writes, is_input, below = f"{one.name.upper()} {value}", one.writes, True, one.name == "file"
+            checkpoints += [value] if one.name == "ckpt" and not one.writes else []
+        else:
+            meta = options[name][0].metadata
+            words, writes, below = f"{flag_of(name)} {value}", meta["writes"], True
+            is_input = name != "run_dir" and bool(_INPUT.search(meta["metavar"]))
+        if writes and os.path.isfile(value):
+            outputs.append((name, words, Path(value)))
+        elif is_input and not writes:
+            inputs.append((words, value, below))
+    if config is not None:
+        inputs.append((f"the configuration file {config}", str(config), False))
+    for name, words, path in outputs:
+        is_own = name is None or (name == "out" and carries_our_mark(path))  # made anew, in whatever folder it lies
+        found = next(
+            (said for said, value, below in inputs if any(_names(value, path, below=below and not is_own))), None
+        )
+        is_artifact = name == "out" and "name" in options
+        for checkpoint in checkpoints:
+            found = found or _of_run(checkpoint, dict(line.parts).get("run_dir"), path, is_artifact=is_artifact)
+        if found is not None:
+            hint = "choose another file" if name is None else f"choose another file for {flag_of(name)}"
+            raise UsageError(f"{words} is also an input ({found})", hint=hint)
+
+
+def _names(text: str, path: Path, *, below: bool = True) -> Iterator[bool]:
+    """Say of each file that the value of an argument or option may name whether it is `path`.
+
+    Args:
+        below: whether the files in a folder are meant too: the checkpoint's folder may have other files.
+    """
+    starts = [0, *(match.end() for match in re.finditer("[=:,]", text))]
+    ends = [*(match.start() for match in re.finditer("[:,@]", text)), len(text)]
+    places = [Path(text[start:end]).expanduser() for start in starts for end in ends if start < end]
+    yield from (is_same_file(place, path) for place in places)
+    spec = re.fullmatch(r"(?:[^=:]*=)?([a-z-]+):(.+?)(?:@\d+)?", text)
+    try:
+        shards = shards_of(Path(text))
+        files = [] if shards is None else [*shards.every]
+        if spec is not None and registry.has_name("data", spec[1]):
+            module = registry.load_module("data", spec[1])
+            files += module.files(spec[2]) if hasattr(module, "files") else []
+    except (BnnError, OSError):  # the command itself says what is wrong with it
+        return
+    yield from (is_same_file(file, path) for file in files)
+    for folder in (place for place in {*places} if below and place.is_dir()):
+        yield path.suffix not in _BESIDE and folder.resolve() in path.resolve().parents
+        if path.stat().st_nlink > 1:
+            found = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
+            yield from (is_same_file(file, path) for file in found if file.suffix not in _BESIDE)
+
+
+def _of_run(checkpoint: str, run_dir: str | None, path: Path, *, is_artifact: bool) -> str | None:
+    """Return what a file is to a run: one of its artifacts, or what one was made from; None for any other file.
+
+    Args:
+        is_artifact: whether the command writes an artifact there, which it may replace by one of its own.
+    """
+    try:
+        folder = RunFolder.of(Path(checkpoint), run_dir, is_name=True)
+    except BnnError:
+        return None
+    features = [folder.features(split) for split in folder.splits()]
+    others = [
+        *folder.posteriors(),
+        *folder.prediction_files(),
+        *folder.decision_files(),
+        *folder.metrics_files(),
+        *folder.export_files(),
+    ]
+    for artifact in features if is_artifact else [*features, *others]:
+        if is_same_file(artifact, path):
+            return f"{artifact} of the run"
+    for artifact in features:
+        try:
+            header = read_header(artifact)
+        except (BnnError, OSError):
+            continue
+        sources = [str(header.input_path(one)) for one in header.inputs if not one.get("is_artifact", True)]
+        files = ModelFiles.recorded(header.provenance.get("checkpoint") or {}, folder.root)
+        sources += [] if files is None else [str(files.folder / name) for name in files.names]
+        if any(has for source in sources for has in _names(source, path)):
+            return f"{artifact} was made from it"
+    return None
+
+
+def place_advice(command: Command | None, line: CommandLine | None, path: str | None) -> str:
+    """What to do when a file cannot be written where it should go.
+
+    Args:
+        command: the one that ran; None before it is known.
+        line: what it was given.
+        path: of the file, or of its lock.
+    """
+    options = option_fields(command) if command is not None else {}
+    places = {
+        name for name, (spec, _) in options.items() if {"FILE", "DIR"} & {*str(spec.metadata["metavar"]).split("|")}
+    }
+    parts = () if line is None or path is None else line.parts
+    given = [
+        name for name, value in parts if name in places and _is_at(Path(path or "").resolve(), Path(value).resolve())
+    ]
+    named = given[-1:] if given else [name for name in _WHERE if name in options]
+    return f"{ELSEWHERE} with {' or '.join(map(flag_of, named))}" if named else ELSEWHERE
+
+
+def _is_at(path: Path, place: Path) -> bool:
+    """Whether a file is the one that an option's value names, lies below it, or is its lock."""
+    return path in (place, lock_beside(place)) or place in path.parents

@@ -1,0 +1,220 @@
+"""Values of options: parsed from the command line, the environment and the configuration file.
+
+Precedence: flag, BNNCLI_<COMMAND>_<OPTION>, BNNCLI_<OPTION> for options common to commands, configuration file, default."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import typing
+from dataclasses import MISSING, Field, dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from typer.core import TyperCommand, TyperGroup
+
+from bnncli.cli.commands import all_commands
+from bnncli.errors import ConfigError, UsageError
+from bnncli.names import not_one_of
+from bnncli.options.command import Command
+from bnncli.options.declaration import check_value, declared, flag_of
+from bnncli.options.toml_values import base_type, closest, faults_of, line_of, option_value, read_toml, type_name
+
+# Numbers as nearly everybody writes them, and all readers read them.
+_NUMBERS = {int: re.compile("-?[0-9]{1,18}"), float: re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,30})?([eE]-?[0-9]{1,2})?")}
+
+
+class QuickCommand(TyperCommand):
+    """A command whose values are read without pydantic, where that is enough."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters, each set to read quickly."""
+        return [_reading_quickly(one) for one in super().get_params(ctx)]
+
+
+class QuickGroup(TyperGroup):
+    """The same for a group of commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters, each set to read quickly."""
+        return [_reading_quickly(one) for one in super().get_params(ctx)]
+
+
+def _reading_quickly(parameter: Any) -> Any:
+    """The parameter, set to take texts and paths as they are; as it was where this release of Typer knows no pydantic.
+
+    What needs conversion, and every complaint, is Typer's own.
+    """
+    if getattr(parameter, "_runtime_param", parameter) is None:  # how Typer reads it; None until it is first needed
+        parameter._runtime_param = _AsGiven(parameter, parameter.type_descriptor.annotation)
+    return parameter
+
+
+@dataclass(frozen=True)
+class _AsGiven:
+    """Reads the values of one parameter, in the place of what Typer makes for it.
+
+    Args:
+        annotation: the type that the values shall have.
+    """
+
+    parameter: Any
+    annotation: Any
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        """The value, where it is of the type already, or a path to be; else what Typer makes of it."""
+        if self.parameter.multiple or self.parameter.nargs == -1:
+            of = get_args(self.annotation)
+            if value is None:
+                return ()
+            if get_origin(self.annotation) is list and isinstance(value, list | tuple):
+                read = [_quick(one, of[0]) for one in value]
+                if None not in read:
+                    return read
+        elif value is None or (read := _quick(value, self.annotation)) is not None:
+            return value if value is None else read
+        self.parameter._runtime_param = None
+        return self.parameter.get_runtime_param().coerce(value, param=param, ctx=ctx)
+
+
+def _quick(value: Any, kind: Any) -> Any:
+    """The value as one of the kind; None where it takes more than to be looked at."""
+    if isinstance(value, str) and (kind is Path or (kind in _NUMBERS and _NUMBERS[kind].fullmatch(value))):
+        return kind(value)
+    return value if kind in (str, bool, int, float) and type(value) is kind else None
+
+
+@dataclass(frozen=True)
+class OptionValue:
+    """A value and where it came from: default, config, or the environment variable's name."""
+
+    value: Any
+    source: str
+
+
+def option_fields(command: Command) -> dict[str, tuple[Field[Any], Any]]:
+    """Every option of a command by name, with its dataclass field and its resolved type."""
+    found: dict[str, tuple[Field[Any], Any]] = {}
+    for group in command.groups:
+        found |= declared(group)
+    return found
+
+
+def default_of(spec: Field[Any]) -> Any:
+    """The default a field was declared with."""
+    return spec.default_factory() if spec.default_factory is not MISSING else spec.default
+
+
+def config_path(argument: str | None, environ: typing.Mapping[str, str]) -> Path | None:
+    """The configuration file: --config, then BNNCLI_CONFIG, then ./bnncli.toml where it exists."""
+    for given in (argument, environ.get("BNNCLI_CONFIG")):
+        if given:
+            return Path(given)
+    local = Path("bnncli.toml")
+    return local if local.is_file() else None
+
+
+def read_config(path: Path | None) -> dict[str, dict[str, Any]]:
+    """The tables of a configuration file, checked; {} without one.
+
+    Raises:
+        MissingInput: when the file named does not exist.
+        ConfigError: not TOML, too large, an unknown table or key, a value of the wrong type.
+    """
+    if path is None:
+        return {}
+    raw, tables = read_toml(path, what="the configuration file ")
+    known = {command.name: option_fields(command) for command in all_commands()}
+    known["common"] = {name: entry for options in known.values() for name, entry in options.items()}
+    return {table: _check_table(path, raw, table, keys, known) for table, keys in tables.items()}
+
+
+def _check_table(
+    path: Path, raw: bytes, table: str, keys: Any, known: dict[str, dict[str, tuple[Field[Any], Any]]]
+) -> dict[str, Any]:
+    if table not in known or not isinstance(keys, dict):
+        raise ConfigError(
+            f"{path}{line_of(raw, table)}: unknown table [{table}]{closest(table, list(known))}", path=path
+        )
+    checked = {}
+    for key, value in keys.items():
+        name = key.replace("-", "_")
+        name = (
+            f"{name}_" if f"{name}_" in known[table] else name
+        )  # assert_, where a keyword of Python is the option's name
+        if name not in known[table]:
+            choices = [flag_of(entry)[2:] for entry in known[table]]
+            message = f"{path}{line_of(raw, key)}: unknown key {key!r} in [{table}]{closest(key, choices)}"
+            raise ConfigError(message, path=path)
+        spec, hint = known[table][name]
+        with faults_of(path):
+            checked[name] = option_value(spec, hint, value, f"{path}{line_of(raw, key)}: [{table}] {key}")
+    return checked
+
+
+def resolve(
+    command: Command, config: dict[str, dict[str, Any]], environ: typing.Mapping[str, str] | None = None
+) -> dict[str, OptionValue]:
+    """The value and source of each option of a command, before the command line is looked at."""
+    environ = os.environ if environ is None else environ
+    settings = {}
+    for name, (spec, hint) in option_fields(command).items():
+        setting = OptionValue(default_of(spec), "default")
+        for table in ("common", command.name):
+            if name in config.get(table, {}):
+                setting = OptionValue(config[table][name], f"config [{table}]")
+        for variable in _variables(command, name, spec):
+            if variable in environ and variable != "BNNCLI_CONFIG":
+                setting = OptionValue(_from_text(environ[variable], hint, variable), variable)
+                check_value(spec, setting.value, variable)
+                break
+        settings[name] = setting
+    return settings
+
+
+def _variables(command: Command, name: str, spec: Field[Any]) -> list[str]:
+    """The environment variables that set an option, the one that wins first."""
+    names = [f"BNNCLI_{command.name}_{name}"] + ([f"BNNCLI_{name}"] if spec.metadata["env_common"] else [])
+    return [entry.rstrip("_").upper().replace("-", "_") for entry in names]
+
+
+def unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
+    """A warning for every BNNCLI_ variable that no command reads, with the nearest that one does."""
+    given = sorted(name for name in environ if name.startswith("BNNCLI_"))
+    if not given:  # as a rule; to list all that is known takes as long as to parse a command line
+        return []
+    known = {"BNNCLI_CONFIG"}
+    for command in all_commands():
+        for name, (spec, _) in option_fields(command).items():
+            known |= {*_variables(command, name, spec)}
+    unknown = [name for name in given if name not in known]
+    near = {name: difflib.get_close_matches(name, sorted(known), n=1) for name in unknown}
+    return [f"no command reads {name}" + (f"; did you mean {near[name][0]}?" if near[name] else "") for name in unknown]
+
+
+def resolve_named(name: str | None, config_file: str | None) -> dict[str, dict[str, OptionValue]]:
+    """The settings of the command called `name`, or of all. Raises UsageError for an unknown one."""
+    config = read_config(config_path(config_file, os.environ))
+    wanted = [command for command in all_commands() if name in (None, command.name)]
+    if not wanted:
+        raise not_one_of("config show", name, [command.name for command in all_commands()])
+    return {command.name: resolve(command, config) for command in wanted}
+
+
+def _from_text(text: str, hint: Any, variable: str) -> Any:
+    """The value an environment variable says; lists are separated by semicolons."""
+    base = base_type(hint)
+    if base is bool:
+        word = text.strip().lower()
+        if word in ("1", "true", "yes", "on"):
+            return True
+        if word in ("0", "false", "no", "off", ""):
+            return False
+        raise UsageError(f"{variable}: expected true or false; got {text!r}")
+    if base is list:
+        return [item.strip() for item in text.split(";") if item.strip()]
+    try:
+        return base(text)
+    except ValueError:
+        raise UsageError(f"{variable}: expected {type_name(hint)}; got {text!r}") from None

@@ -1,0 +1,557 @@
+"""Arrays as data: in memory, in npz files without pickle, in MATLAB files, and ready-made features (`--from-npz`)."""
+
+from __future__ import annotations
+
+import math
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, cast
+
+import numpy as np
+
+from bnncli.data.labels import FROM_1, check_labels, common_task
+from bnncli.data.transform import settled
+from bnncli.errors import DataError, DeviceError, Untrusted
+from bnncli.likelihoods import likelihood_of
+from bnncli.names import listed, quoted
+from bnncli.progress import Progress
+from bnncli.system.devices import available_memory
+from bnncli.system.input_files import is_failure, open_regular
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+TOKEN_IDS = "input_ids"  # what tokenizers call them, and networks that take them
+# Deflate cannot shrink data further than this; what claims more is a bomb.
+_MAX_RATIO = 1032
+_SLACK = 4096
+_LOCAL_HEADER, _NAME_SIZES = (
+    30,
+    slice(26, 30),
+)  # of a zip member: bytes before its name, and where name and extra have their sizes
+MAPPED_BYTES = 1 << 26  # arrays from this size on stay in their file, where it has them as they are
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, tokenize.TokenError, SyntaxError,
+    ValueError, EOFError, KeyError, NotImplementedError, OSError, RuntimeError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayDataset:
+    """Inputs (rows, ...) and labels (rows,) or (rows, L) in memory, in the type they were stored in."""
+
+    inputs: np.ndarray | Tensor
+    labels: np.ndarray | None
+    classes: tuple[str, ...] | None = None
+    is_sized: bool = False
+    names: None = None
+    items: str = "arrays"
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether there are labels."""
+        return self.labels is not None
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray | Tensor, np.ndarray | None]:
+        """Inputs and labels of the rows; a run of neighbours is not copied."""
+        index = places(rows)
+        return self.inputs[index], None if self.labels is None else self.labels[index]
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray | Tensor]:
+        """The arrays themselves, and the rows."""
+        found = {"x": self.inputs, "rows": rows}
+        return found if self.labels is None else {**found, "y": self.labels}
+
+
+@dataclass(frozen=True, eq=False)
+class NamedArrays:
+    """Arrays (rows, ...) by the names of a network's arguments, and labels (rows,), in memory."""
+
+    inputs: Mapping[str, np.ndarray]
+    labels: np.ndarray | None
+    classes: None = None
+    is_sized: bool = False
+    names: None = None
+    items: str = "arrays"
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether there are labels."""
+        return self.labels is not None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.inputs.values())))
+
+    def read(self, rows: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+        """Inputs by name and labels of the rows."""
+        index = places(rows)
+        inputs = {name: settled(array[index]) for name, array in self.inputs.items()}
+        return inputs, None if self.labels is None else self.labels[index]
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
+        """The arrays themselves, and the rows."""
+        found = {**{f"x.{name}": array for name, array in self.inputs.items()}, "rows": rows}
+        return found if self.labels is None else {**found, "y": self.labels}
+
+
+def named_arrays(inputs: Mapping[str, np.ndarray], labels: np.ndarray | None, *, where: str) -> NamedArrays:
+    """A data set of several arrays, checked.
+
+    Raises:
+        DataError: an array of no numbers, other numbers of rows, labels that break a rule.
+    """
+    sizes = {name: len(array) if array.ndim else 0 for name, array in inputs.items()}
+    for name, array in inputs.items():
+        if array.dtype.kind not in "fiub":
+            raise DataError(f"{where}: array {quoted(name)} has type {array.dtype}, expected numbers")
+    if len({*sizes.values()}) != 1:
+        said = ", ".join(f"{quoted(name)} {size}" for name, size in sizes.items())
+        raise DataError(f"{where}: the arrays have different numbers of rows ({said})")
+    num_rows = next(iter(sizes.values()))
+    checked = None if labels is None else check_labels(labels, num_rows=num_rows, where=where)
+    return NamedArrays(dict(inputs), checked)
+
+
+def places(rows: np.ndarray) -> slice | np.ndarray:
+    """What takes rows (n,) out of an array: a run of neighbours as a slice, which copies nothing."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if bool((np.diff(rows) == 1).all()) else rows
+
+
+def array_dataset(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) -> ArrayDataset:
+    """A data set of NumPy arrays, checked.
+
+    Raises:
+        DataError: inputs without rows or of an odd type, labels that break a rule.
+    """
+    if inputs.ndim < 2:
+        raise DataError(f"{where}: expected inputs (N, ...) with at least two axes, got shape {inputs.shape}")
+    if inputs.dtype.kind in "iu" and inputs.dtype != np.uint8 and inputs.size:
+        raise DataError(
+            f"{where}: expected inputs of type uint8 or floating point, got integers ({inputs.dtype}) from "
+            f"{inputs.min()} to {inputs.max()}",
+            hint="save pixels as uint8; for token ids (N, L), give the name of the network's argument "
+            "(npz:FILE:input_ids,y); for precomputed features, use \0from_npz\0",
+        )
+    if inputs.dtype != np.uint8 and inputs.dtype.kind != "f":
+        raise DataError(
+            f"{where}: expected inputs of type uint8 or floating point, got {inputs.dtype}",
+            hint="save them as uint8 (scaled to [0, 1] when read) or float32 (used unchanged)",
+        )
+    native = np.ascontiguousarray(inputs, dtype=inputs.dtype.newbyteorder("="))
+    if native.dtype.itemsize > 8:
+        native = native.astype(np.float64)
+    checked = None if labels is None else check_labels(labels, num_rows=len(inputs), where=where)
+    return ArrayDataset(native, checked)
+
+
+def npz_names(path: Path) -> list[str]:
+    """Names of the arrays in an npz file. Raises MissingInput or DataError."""
+    with open_regular(path) as stream:
+        try:
+            with zipfile.ZipFile(stream) as archive:
+                members = archive.namelist()
+        except _DAMAGE as error:
+            if is_failure(error):
+                raise
+            raise DataError(f"{quoted(path, limit=300)} is not an npz file ({error})", path=path) from error
+    names = [name.removesuffix(".npy") for name in members if name.endswith(".npy")]
+    if not names and any(name.endswith("/data.pkl") for name in members):
+        raise DataError(
+            f"{quoted(path, limit=300)} is a PyTorch checkpoint, not an npz file", path=path, code="wrong_kind",
+            hint="save the arrays with np.savez; pass a checkpoint as the first argument",
+        )  # fmt: skip
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(
+            f"{quoted(path, limit=300)} has several arrays with the same name: {listed(twice)}", path=path, code="bad_keys",
+            hint="save it again with np.savez",
+        )  # fmt: skip
+    return names
+
+
+def npz_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and type of every array in an npz file; none is read. Raises MissingInput or DataError."""
+    found = {}
+    names = npz_names(path)
+    with open_regular(path) as stream, zipfile.ZipFile(stream) as archive:
+        for name in names:
+            try:
+                shape, _, dtype, _ = _header_of(archive, f"{name}.npy")
+            except _DAMAGE as error:
+                raise _damaged(error, name, path) from error
+            found[name] = shape, dtype
+    return found
+
+
+def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """The named arrays of an npz file; pickled objects in it are never loaded.
+
+    Raises:
+        MissingInput: no such file.
+        DataError: not an npz file, damaged, no such array, or sizes that do not add up.
+        Untrusted: an array of Python objects, which only a pickle can hold.
+    """
+    available = npz_names(path)
+    arrays = {}
+    with open_regular(path) as stream, zipfile.ZipFile(stream) as archive:
+        for name in names:
+            if name not in available:
+                raise DataError(
+                    f"{quoted(path, limit=300)} has no array {quoted(name)}; it has {listed(available, limit=20)}",
+                    hint="name the arrays: npz:FILE:INPUTS,LABELS", path=path,
+                )  # fmt: skip
+            try:
+                arrays[name] = _read_member(archive, f"{name}.npy", path)
+            except _DAMAGE as error:
+                raise _damaged(error, name, path) from error
+    return arrays
+
+
+def _damaged(error: Exception, name: str, path: Path) -> DataError:
+    """The error for an array that cannot be read. Raises what the system is to blame for."""
+    if is_failure(error):
+        raise error
+    return DataError(f"{quoted(path, limit=300)}: array {quoted(name)} is truncated or damaged ({error})", path=path)
+
+
+def can_hold(compressed: int, size: int) -> bool:
+    """Whether so many bytes of Deflate can be made into `size` bytes; where they cannot, the size is a lie."""
+    return size <= _MAX_RATIO * compressed + _SLACK
+
+
+def check_memory(size: int, what: str) -> None:
+    """Raise DeviceError, before anything is allocated, when `size` bytes do not fit into the memory that is free."""
+    free = available_memory("cpu")
+    if size > free:
+        raise DeviceError(
+            f"{what} needs {size >> 20} MiB, but only {free >> 20} MiB of memory are free", code="out_of_memory",
+            hint="free memory, or save fewer rows",
+        )  # fmt: skip
+
+
+def _header_of(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Shape, whether it is in Fortran's order, type, and where the numbers begin in a member."""
+    with archive.open(name) as member:
+        version = np.lib.format.read_magic(member)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        return (*read_header(member), member.tell())
+
+
+def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
+    """One array, after its header was checked against the archive."""
+    info = archive.getinfo(name)
+    shape, is_fortran, dtype, start = _header_of(archive, name)
+    if dtype.hasobject:
+        raise Untrusted(
+            f"{quoted(path, limit=300)}: array {quoted(name.removesuffix('.npy'))} holds Python objects, which "
+                "need unpickling; bnncli does not unpickle data",
+            hint="save it as a plain array of numbers", path=path,
+        )  # fmt: skip
+    if start + math.prod(shape) * dtype.itemsize != info.file_size:
+        raise ValueError(f"shape {shape} does not match {info.file_size} bytes of data")
+    if not can_hold(info.compress_size, info.file_size):
+        raise ValueError(f"{info.compress_size} compressed bytes cannot hold {info.file_size} bytes")
+    if info.compress_type == zipfile.ZIP_STORED and info.file_size >= MAPPED_BYTES and not is_fortran:
+        return _mapped(archive, info, start, shape, dtype)
+    check_memory(info.file_size, f"{quoted(path, limit=300)}: array {quoted(name.removesuffix('.npy'))}")
+    with archive.open(name) as member:
+        array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
+    return array
+
+
+def _mapped(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, start: int, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """An array that lies in the archive as it is, in the file's own pages, once its checksum is known to be right.
+
+    Args:
+        start: of the numbers, behind the member's own header.
+    """
+    with archive.open(info) as member:
+        while member.read(1 << 22):  # the last read tells a wrong checksum
+            pass
+    stream = cast(IO[bytes], archive.fp)
+    stream.seek(info.header_offset + _NAME_SIZES.start)
+    first = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", stream.read(4))) + start
+    return np.memmap(stream, dtype, "c", first, shape)  # writable, for torch; what is written stays here
+
+
+_HEADER = 128
+_ORDERS = {b"IM": "<", b"MI": ">"}
+_MATRIX, _COMPRESSED = 14, 15
+_STORED = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
+_CLASSES = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13: "u4", 14: "i8", 15: "u8"}
+_COMPLEX = 0x0800
+
+
+def read_mat(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Arrays of real numbers by their names. Raises MissingInput; DataError for a damaged file, or one without one of them."""
+    shown = quoted(path, limit=300)
+    with open_regular(path) as stream:
+        data = memoryview(stream.read())
+    try:
+        order = _ORDERS[bytes(data[_HEADER - 2 : _HEADER])]
+        found = {name: array for name, array in _matrices(data[_HEADER:], order, shown) if name in names}
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        struct.error,
+        zlib.error,
+    ) as error:  # RuntimeError: too few parts
+        if is_failure(error):
+            raise
+        why = "it does not start with a level 5 header" if isinstance(error, KeyError) else error
+        message = f"{shown} is not a complete MATLAB file: {why}"
+        raise DataError(message, path=path, hint="copy or download it again") from error
+    for name in names:
+        if name not in found:
+            raise DataError(f"{shown} has no numeric array {quoted(name)}", path=path)
+    return found
+
+
+def _matrices(data: memoryview, order: str, shown: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and values of the arrays of real numbers."""
+    for kind, content in _elements(data, order):
+        if kind == _COMPRESSED:
+            kind, content = next(_elements(_unpacked(content, order, shown), order))
+        if kind != _MATRIX:
+            continue
+        parts = _elements(content, order)
+        flags = struct.unpack_from(f"{order}I", next(parts)[1])[0]
+        shape = np.frombuffer(next(parts)[1], f"{order}i4").tolist()
+        name = bytes(next(parts)[1]).decode()
+        if flags & 0xFF in _CLASSES and not flags & _COMPLEX:
+            stored, values = next(parts, (9, memoryview(b"")))
+            array = np.frombuffer(values, f"{order}{_STORED.get(stored)}")
+            if len(array) != math.prod(shape):
+                raise ValueError(f"{quoted(name)} has {len(array)} numbers, which do not match shape {tuple(shape)}")
+            yield name, array.astype(_CLASSES[flags & 0xFF]).reshape(shape, order="F")
+
+
+def _unpacked(content: memoryview, order: str, shown: str) -> memoryview:
+    """One element, unpacked; as many bytes as it says that it has."""
+    packed = zlib.decompressobj()
+    head = packed.decompress(content, 8)
+    size = struct.unpack(f"{order}II", head)[1]
+    if not can_hold(len(content), size):
+        raise ValueError(f"{len(content)} compressed bytes cannot hold {size} bytes")
+    check_memory(size, shown)
+    body = packed.decompress(packed.unconsumed_tail, max(size, 1))
+    packed.decompress(packed.unconsumed_tail, 1)
+    if not packed.eof:  # where its checksum is
+        raise ValueError("it is truncated")
+    return memoryview(head + body)
+
+
+def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
+    """Type and content of each element; small ones lie in their own head."""
+    place = 0
+    while place < len(data):
+        kind, size = struct.unpack_from(f"{order}II", data, place)
+        if kind >> 16:
+            yield kind & 0xFFFF, data[place + 4 : place + 4 + (kind >> 16)]
+            place += 8
+            continue
+        if place + 8 + size > len(data):
+            raise ValueError("it is truncated")
+        yield kind, data[place + 8 : place + 8 + size]
+        place += 8 + (size if kind == _COMPRESSED else -(-size // 8) * 8)
+
+
+_FEATURES, _LABELS, _NAMES = "features_", "labels_", "names_"
+_EXPECTED = (
+    "features_<split> (N, D), labels_<split> (N,) or (N, L), names_<split> (N,), head_weight (K, D), head_bias (K,)"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureDataset:
+    """Features (rows, D) float32, labels (rows,) int64, (rows, L) uint8 or None, and a text for each row in `texts`, or None."""
+
+    features: np.ndarray
+    labels: np.ndarray | None
+    texts: np.ndarray | None
+    classes: None = None
+    is_sized: bool = True
+    items: str = "arrays"
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether there are labels."""
+        return self.labels is not None
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Of the examples."""
+        return None if self.texts is None else tuple(self.texts.tolist())
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Features and labels of the rows; a run of neighbours is not copied."""
+        index = places(rows)
+        return self.features[index], None if self.labels is None else self.labels[index]
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
+        """The rows, and all that they hold."""
+        features, labels = self.read(rows)
+        texts = None if self.texts is None else self.texts[rows]
+        parts = {"features": features, "sample_id": rows, "labels": labels, "names": texts}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+@dataclass(frozen=True)
+class FeatureArrays:
+    """What an npz file of features holds.
+
+    Attributes:
+        splits: by name.
+        head_weight, head_bias: (K, D) and (K,) float32; None where there is no head, or it has no bias.
+        likelihood: of the labels, by name; None where classes exclude each other.
+    """
+
+    splits: Mapping[str, FeatureDataset]
+    head_weight: np.ndarray | None
+    head_bias: np.ndarray | None
+    likelihood: str | None = None
+
+    @property
+    def num_features(self) -> int:
+        """D, the same of all splits."""
+        return next(iter(self.splits.values())).features.shape[1]
+
+
+def feature_splits(path: Path | str) -> list[str]:
+    """The splits whose features an npz file holds, by its names alone. Raises MissingInput or DataError."""
+    return [name.removeprefix(_FEATURES) for name in npz_names(Path(path)) if name.startswith(_FEATURES)]
+
+
+def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = (), task: str | None = None) -> FeatureArrays:
+    """Features, labels and head out of an npz file, shapes, types and values checked.
+
+    Args:
+        unlabeled: splits whose labels are left out: out-of-distribution data has other classes.
+        task: what labels were said to be, one of bnncli.likelihoods.TASKS; None for what they show.
+
+    Raises:
+        MissingInput: no such file.
+        DataError: no features, labels without features, unknown arrays, shapes that do not fit, NaN or infinite
+            values, labels that break a rule or are not classes of the head.
+        Untrusted: an array of Python objects.
+    """
+    path = Path(path)
+    names = npz_names(path)
+    splits = feature_splits(path)
+    known = {f"{kind}{split}" for split in splits for kind in (_FEATURES, _LABELS, _NAMES)} | {
+        "head_weight",
+        "head_bias",
+    }
+    unknown = [name for name in names if name not in known]
+    if not splits or unknown:
+        came = (
+            f"unexpected {', '.join(map(repr, unknown))[:200]}" if unknown else f"only {', '.join(names) or 'nothing'}"
+        )
+        raise DataError(f"{path}: expected arrays {_EXPECTED}; got {came}", path=path)
+    arrays = read_npz(path, names)
+    head_weight, head_bias = (_floats(arrays.get(name), name, path) for name in ("head_weight", "head_bias"))
+    features = {split: _finite(arrays[f"{_FEATURES}{split}"], f"{_FEATURES}{split}", path) for split in splits}
+    _check_shapes(features, head_weight, head_bias, path)
+    labels = {
+        split: check_labels(arrays[key], num_rows=len(features[split]), where=f"{path}: {key}")
+        for split in splits if (key := f"{_LABELS}{split}") in arrays
+    }  # fmt: skip
+    labels = {split: array for split, array in labels.items() if split not in unlabeled}
+    likelihood = common_task({f"{path}: {_LABELS}{split}": array for split, array in labels.items()}, task)
+    if head_weight is not None:
+        _check_range(labels, len(head_weight), path)
+    texts = {
+        split: _texts(arrays[key], key, len(features[split]), path)
+        for split in splits if (key := f"{_NAMES}{split}") in arrays
+    }  # fmt: skip
+    found = {split: FeatureDataset(array, labels.get(split), texts.get(split)) for split, array in features.items()}
+    return FeatureArrays(found, head_weight, head_bias, likelihood)
+
+
+def _texts(array: np.ndarray, name: str, num_rows: int, path: Path) -> np.ndarray:
+    """The array itself. Raises DataError unless it is a text for each row."""
+    if array.dtype.kind != "U" or array.shape != (num_rows,):
+        raise DataError(
+            f"{path}: {name} has type {array.dtype} and shape {array.shape}, expected strings of shape ({num_rows},)",
+            path=path,
+        )
+    return array
+
+
+def _floats(array: np.ndarray | None, name: str, path: Path) -> np.ndarray | None:
+    return None if array is None else _finite(array, name, path)
+
+
+def _finite(array: np.ndarray, name: str, path: Path) -> np.ndarray:
+    """The array as float32. Raises DataError for other types and for values that are not finite."""
+    if array.dtype.kind != "f":
+        raise DataError(f"{path}: {name} has type {array.dtype}, expected floating point", path=path)
+    with np.errstate(over="ignore"):
+        narrow = np.ascontiguousarray(array, np.float32)
+    bad = np.argwhere(~np.isfinite(narrow))
+    if len(bad):
+        raise DataError(
+            f"{path}: {name} has {len(bad)} values that are not finite in float32; the first is in row {bad[0][0]}",
+            code="not_finite", path=path,
+        )  # fmt: skip
+    return narrow
+
+
+def _check_shapes(
+    features: Mapping[str, np.ndarray], weight: np.ndarray | None, bias: np.ndarray | None, path: Path
+) -> None:
+    """Raises DataError unless all features have the same D, the head's, and the bias fits the weight."""
+    for split, array in features.items():
+        if array.ndim != 2 or 0 in array.shape:
+            expected = "expected (N, D) with N > 0 and D > 0"
+            raise DataError(f"{path}: features_{split} has shape {array.shape}, {expected}", path=path)
+    shapes = {split: array.shape[1] for split, array in features.items()}
+    if len(set(shapes.values())) > 1:
+        raise DataError(f"{path}: splits have different numbers of features: {shapes}", path=path)
+    num_features = next(iter(shapes.values()))
+    if weight is None and bias is not None:
+        raise DataError(f"{path}: has head_bias but no head_weight", path=path)
+    if weight is not None and weight.ndim == 2 and weight.shape[1] != num_features == weight.shape[0]:
+        raise DataError(
+            f"{path}: head_weight has shape {weight.shape}, expected (K, {num_features}); it looks transposed",
+            hint="save head_weight.T", path=path,
+        )  # fmt: skip
+    if weight is not None and (weight.ndim != 2 or weight.shape[1] != num_features or not len(weight)):
+        raise DataError(f"{path}: head_weight has shape {weight.shape}, expected (K, {num_features})", path=path)
+    if weight is not None and bias is not None and bias.shape != (len(weight),):
+        raise DataError(f"{path}: head_bias has shape {bias.shape}, expected ({len(weight)},)", path=path)
+
+
+def _check_range(labels: Mapping[str, np.ndarray], num_outputs: int, path: Path) -> None:
+    num_classes = likelihood_of(num_outputs).num_classes
+    for split, array in labels.items():
+        if array.ndim == 2:
+            if array.shape[1] != num_outputs:
+                message = (
+                    f"{path}: labels_{split} has {array.shape[1]} labels per example, but the head has "
+                    f"{num_outputs} outputs"
+                )
+                raise DataError(message, code="bad_labels", path=path)
+            continue
+        bad = np.flatnonzero(array >= num_classes)
+        if len(bad):
+            raise DataError(
+                f"{path}: labels_{split} row {bad[0]} is {int(array[bad[0]])}, expected 0 to {num_classes - 1}",
+                code="bad_labels", path=path, hint=FROM_1 if array.min() == 1 and array.max() == num_classes else None,
+            )  # fmt: skip

@@ -1,0 +1,494 @@
+"""Delimited text (RFC 4180) and files of lines, gzipped or not, read from any place in them."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib
+import io
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.data.tables import REAL, TEXT, WHOLE
+from bnncli.errors import DataError
+from bnncli.names import listed, quoted
+from bnncli.numerics.digests import file_sha256
+from bnncli.progress import Progress
+from bnncli.system.input_files import is_failure, open_regular, reading
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_RUN = 1 << 22  # bytes read at once
+_UTF8_MARK = b"\xef\xbb\xbf"
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+def in_utf16(path: Path) -> DataError:
+    """The error for a file of text in UTF-16."""
+    name = shlex.quote(str(path))
+    hint = f"iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE" if name.isprintable() else "iconv -f UTF-16 -t UTF-8"
+    return DataError(f"{quoted(path, limit=300)} is in UTF-16, expected UTF-8", path=path, hint=hint)
+
+
+class LineFile:
+    """A file of text in UTF-8. What is gzipped is unpacked into a file without a name, which is gone when this is.
+
+    Attributes:
+        start: the byte where its text begins, after the mark that some editors write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises MissingInput, or DataError where it is damaged or in UTF-16."""
+        self.path = path
+        self._stream = _opened(path)
+        head = os.pread(self._stream.fileno(), 3, 0)
+        if head[:2] in UTF16_MARKS:
+            raise in_utf16(path)
+        self.start = len(_UTF8_MARK) if head == _UTF8_MARK else 0
+
+    def __del__(self) -> None:
+        if "_stream" in self.__dict__:
+            self._stream.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"])  # type: ignore[misc]
+
+    def lines(self) -> Iterator[bytes]:
+        """Every line with what ends it, from the start of the text."""
+        self._stream.seek(self.start)
+        return iter(self._stream.readline, b"")
+
+    def runs(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """Place and bytes of runs of whole lines from `start` on, some megabytes each; the last line need not end."""
+        parts: list[bytes] = []
+        place = end = start
+        while part := self._part(end):
+            end += len(part)
+            cut = part.rfind(b"\n") + 1
+            parts.append(part[:cut] if cut else part)
+            if cut:
+                yield place, b"".join(parts)
+                place, parts = end - len(part) + cut, [part[cut:]]
+        if place < end:
+            yield place, b"".join(parts)
+
+    def _part(self, start: int) -> bytes:
+        with reading(self.path):
+            return os.pread(self._stream.fileno(), _RUN, start)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes from `start` up to `stop`. Raises DataError when the file has become shorter."""
+        parts, place = [], start
+        with reading(self.path):
+            while place < stop and (part := os.pread(self._stream.fileno(), stop - place, place)):
+                parts.append(part)
+                place += len(part)
+        if place < stop:
+            raise DataError(
+                f"{quoted(self.path, limit=300)} changed while it was being read", path=self.path, code="input_replaced"
+            )
+        return b"".join(parts)
+
+    def digest(self, progress: Progress) -> str:
+        """Of the text, whether gzipped or not."""
+        with reading(self.path):
+            return file_sha256(self._stream, progress)
+
+
+def decoded(line: bytes, where: str) -> str:
+    """The text of UTF-8 bytes. Raises DataError."""
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where} is not UTF-8 text (byte {error.object[error.start]:#04x})",
+            hint="if it is WINDOWS-1252, convert it: iconv -f WINDOWS-1252 -t UTF-8",
+        ) from error
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """The file, or what is in it, open."""
+    with open_regular(path) as stream:
+        if stream.read(2) != _GZIP_MAGIC:
+            return os.fdopen(os.dup(stream.fileno()), "rb")
+        stream.seek(0)
+        # It lives as long as the data set.
+        plain = cast(IO[bytes], tempfile.TemporaryFile())  # noqa: SIM115
+        try:
+            shutil.copyfileobj(cast(IO[bytes], gzip.GzipFile(fileobj=stream)), plain, 1 << 20)
+        except (EOFError, OSError, zlib.error) as error:
+            plain.close()
+            if is_failure(error):
+                raise
+            raise DataError(f"{quoted(path, limit=300)} is not a complete gzip file: {error}", path=path) from error
+    plain.flush()
+    return plain
+
+
+_LINE_END = ord("\n")
+
+
+class PlainRows(NamedTuple):
+    """A run of rows.
+
+    Attributes:
+        starts: (n + 1,) bytes of the file where they begin, and where the last one ends.
+        text: the rows, each ended by a newline alone, without quotation marks.
+        ends: (n, columns) places in `text` of what ends each field.
+    """
+
+    starts: NDArray[np.int64]
+    text: bytes
+    ends: NDArray[np.int64]
+
+
+def plain_rows(lines: LineFile, start: int, *, delimiter: str, num_columns: int) -> Iterator[PlainRows | None]:
+    """Runs of rows from a byte of the file on, some megabytes each; None, and no more, where something is out of the ordinary."""
+    for place, raw in lines.runs(start):
+        text = plain_text(raw, delimiter)
+        ends = None if text is None else _ends(text, delimiter.encode(), num_columns)
+        if text is None or ends is None:
+            yield None
+            return
+        breaks = ends[:, -1] if text is raw else np.flatnonzero(_codes(raw) == _LINE_END)
+        starts = np.concatenate([[0], breaks[: len(ends) - 1] + 1, [len(raw)]])
+        yield PlainRows(place + starts, text, ends)
+
+
+def plain_text(raw: bytes, delimiter: str) -> bytes | None:
+    """Whole lines, each ended by a newline alone, without quotation marks around fields; None where there are other marks."""
+    text = raw if raw.endswith(b"\n") else raw + b"\n"
+    if b"\r" in text:
+        text = text.replace(b"\r\n", b"\n")
+    if b'"' in text:
+        around = re.escape(delimiter.encode())
+        whole = re.findall(rb'(?<![^%b\n])"[^"%b\r\n]+"(?=[%b\n])' % (around, around, around), text)
+        if 2 * len(whole) != text.count(b'"'):
+            return None
+        text = text.translate(None, b'"')
+    return text if b"\r" not in text and _is_utf8(text) else None
+
+
+def texts_of(rows: PlainRows, places: Sequence[int]) -> list[list[str]]:
+    """The fields of some columns."""
+    codes, found = _codes(rows.text), []
+    for place in places:
+        ends = rows.ends[:, place]
+        starts = 1 + (rows.ends[:, place - 1] if place else np.append(-1, rows.ends[:-1, -1]))
+        until = np.cumsum(ends + 1 - starts)  # in the fields alone, each with what ends it
+        taken = codes[np.repeat(ends + 1 - until, ends + 1 - starts) + np.arange(until[-1])]
+        taken[until - 1] = _LINE_END
+        found.append(taken.tobytes().decode().split("\n")[:-1])
+    return found
+
+
+def number_parser(delimiter: str, num_columns: int, places: Sequence[int]) -> Callable[[bytes], np.ndarray | None]:
+    """What makes numbers (n, columns) float64 of plain rows' text; None where a field is no finite number."""
+    try:
+        csv = importlib.import_module("pyarrow.csv")
+    except ImportError:
+        return lambda text: _finite(_parsed, text, delimiter, places)
+    options = _arrow_options(csv, delimiter, num_columns, places)
+    return lambda text: _finite(_parsed_by_arrow, text, csv, options)
+
+
+def _ends(text: bytes, delimiter: bytes, num_columns: int) -> NDArray[np.int64] | None:
+    """Places (n, columns) of what ends each field; None where a row has more fields or fewer."""
+    codes = _codes(text)
+    is_line_end = codes == _LINE_END
+    places = np.flatnonzero(is_line_end | (codes == delimiter[0]))
+    if len(places) % num_columns:
+        return None
+    ends = places.reshape(-1, num_columns)
+    # As many lines as there are rows, each ended where a row must end: all others in it are delimiters.
+    is_whole = is_line_end[ends[:, -1]].all() and np.count_nonzero(is_line_end) == len(ends)
+    is_empty = num_columns == 1 and np.diff(ends[:, 0], prepend=-1).min() == 1
+    return ends if is_whole and not is_empty else None
+
+
+def _codes(text: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(text, np.uint8)
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        return text.isascii() or bool(text.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def _finite(parse: Callable[..., np.ndarray], *parts: Any) -> np.ndarray | None:
+    try:
+        found = parse(*parts)
+    except ValueError:  # pyarrow's are of this kind
+        return None
+    return found if np.isfinite(found).all() else None
+
+
+def _parsed(text: bytes, delimiter: str, places: Sequence[int]) -> np.ndarray:
+    return np.loadtxt(io.BytesIO(text), delimiter=delimiter, usecols=places, comments=None, ndmin=2)
+
+
+def _arrow_options(csv: Any, delimiter: str, num_columns: int, places: Sequence[int]) -> dict[str, Any]:
+    """Nothing stands for a missing value, and nothing is quoted: what is no number is refused."""
+    names = [str(place) for place in range(num_columns)]
+    wanted = [names[place] for place in places]
+    types = dict.fromkeys(wanted, "float64")
+    return {
+        "parse_options": csv.ParseOptions(delimiter=delimiter, quote_char=False),
+        "convert_options": csv.ConvertOptions(include_columns=wanted, column_types=types, null_values=[]),
+        "read": {"column_names": names, "use_threads": False},
+    }
+
+
+def _parsed_by_arrow(text: bytes, csv: Any, options: dict[str, Any]) -> np.ndarray:
+    parts = dict(options)
+    read = csv.ReadOptions(block_size=max(len(text), 1), **parts.pop("read"))
+    table = csv.read_csv(io.BytesIO(text), read_options=read, **parts)
+    # to_numpy of a column imports pandas where that is installed
+    return np.stack([np.concatenate([*map(np.from_dlpack, column.chunks)]) for column in table.columns], axis=1)
+
+
+_FIRST_ROWS = 100  # tell what columns hold
+_RETURN = "\udc0d"  # stands for a carriage return while a line is parsed: no UTF-8 decodes to it
+
+
+class DelimitedTable:
+    """Rows of a csv or tsv file.
+
+    Attributes:
+        columns: what each holds, as far as the first rows tell.
+    """
+
+    class_names: Mapping[str, tuple[str, ...]] = {}
+
+    def __init__(self, path: Path, *, delimiter: str) -> None:
+        """Raises MissingInput, or DataError for a file without columns or one that is damaged in its first rows."""
+        self.path, self._lines = path, LineFile(path)
+        self._where = quoted(path, limit=300)
+        self._delimiter = delimiter
+        self._is_quoted, self._is_plain = delimiter != "\t", False
+        self._starts = np.zeros(0, np.int64)
+        self._header = self._read_header()
+        first = list(islice(self._rows(), _FIRST_ROWS))
+        self._first, rows = first[0][0] if first else None, [fields for _, fields in first]
+        self.columns = {
+            name: _held([fields[place] for fields in rows if place < len(fields)])
+            for place, name in enumerate(self._header)
+        }
+
+    def values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]]:
+        """How many rows there are, and all texts of some columns. Raises DataError for a damaged row, naming it."""
+        plain = self._plain_values(names)
+        if plain is not None:
+            return plain
+        try:
+            return self._all_values(names)
+        except DataError:
+            if self._is_quoted:
+                raise
+            self._is_quoted = True  # fields with tabs or line ends in them
+            try:
+                return self._all_values(names)
+            except DataError:
+                self._is_quoted = False
+        return self._all_values(names)
+
+    def numbers(self, names: Sequence[str]) -> np.ndarray | None:
+        """(N, columns) float64 of some columns, once `values` has been asked for; None where only row by row it can be told.
+
+        They are the numbers nearest to the texts, as `float` has them.
+        """
+        if not self._is_plain or self._first is None:
+            return None
+        places, found = [self._header.index(name) for name in names], np.empty((len(self._starts) - 1, len(names)))
+        parse, count = number_parser(self._delimiter, len(self._header), places), 0
+        for _, raw in self._lines.runs(self._first):
+            text = plain_text(raw, self._delimiter)
+            numbers = None if text is None else parse(text)
+            if numbers is None or count + len(numbers) > len(found):
+                return None
+            found[count : count + len(numbers)] = numbers
+            count += len(numbers)
+        return found if count == len(found) else None
+
+    def _plain_values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]] | None:
+        """As `values`; None where there are no rows, or something is out of the ordinary."""
+        self._is_plain = False
+        if self._first is None:
+            return None
+        places, starts = [self._header.index(name) for name in names], [np.array([self._first])]
+        found: list[list[Any]] = [[] for _ in names]
+        for rows in plain_rows(self._lines, self._first, delimiter=self._delimiter, num_columns=len(self._header)):
+            if rows is None:
+                return None
+            starts.append(rows.starts[1:])
+            for column, texts in zip(found, texts_of(rows, places), strict=True):
+                column += texts
+        self._starts, self._is_plain = np.concatenate(starts), True
+        return len(self._starts) - 1, found
+
+    def _all_values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]]:
+        places = [self._header.index(name) for name in names]
+        found: list[list[Any]] = [[] for _ in names]
+        starts: list[int] = []
+        for start, fields in self._rows():
+            if len(fields) != len(self._header):
+                raise DataError(
+                    f"{self._row(len(starts), start)} has {len(fields)} fields, expected {len(self._header)}",
+                    path=self.path, hint="put quotation marks around fields that contain the delimiter or a line break",
+                )  # fmt: skip
+            starts.append(start)
+            for column, place in zip(found, places, strict=True):
+                column.append(fields[place])
+        self._starts = np.array([*starts, self._end], np.int64)
+        return len(starts), found
+
+    def read(self, rows: np.ndarray, names: Sequence[str]) -> list[list[Any]]:
+        """Texts of columns in the rows (n,); neighbours are read at once."""
+        places = [self._header.index(name) for name in names]
+        found: list[list[Any]] = [[] for _ in names]
+        cuts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+        for first, last in pairwise(cuts):
+            start, stop = self._starts[rows[first]], self._starts[rows[last - 1] + 1]
+            text = self._lines.read(int(start), int(stop)).decode()
+            fields = [one for one in self._parsed(_lines_of(text)) if one]
+            for column, place in zip(found, places, strict=True):
+                column += [one[place] for one in fields]
+        return found
+
+    def digests(self, progress: Progress) -> list[str]:
+        """Of the text."""
+        return [self._lines.digest(progress)]
+
+    def _read_header(self) -> list[str]:
+        """The names of the columns; the delimiter is what divides them."""
+        csv.field_size_limit(sys.maxsize)  # texts are longer than its default, and so is a header read as one field
+        first = next(self._lines.lines(), b"")
+        if not first.strip():
+            raise DataError(
+                f"{self._where} is empty: expected a header line with column names", path=self.path, code="empty_split"
+            )
+        if b"\r" in first.rstrip(b"\r\n"):
+            raise DataError(
+                f"{self._where}: lines end in bare carriage returns, expected line feeds",
+                path=self.path,
+                hint="convert them: tr '\\r' '\\n'",
+            )
+        if self._delimiter == ",":
+            self._delimiter = max(
+                ",;\t", key=lambda one: len(next(csv.reader([decoded(first, self._where)], delimiter=one)))
+            )
+        found = next((fields for _, fields in self._records()), [])
+        header = [name.strip() for name in found]
+        if (
+            len(header) == 1
+            and b'"' not in first
+            and (other := next((one for one in ",;\t|" if one in header[0]), None))
+        ):
+            raise DataError(
+                f"{self._where} has only one column, {quoted(header[0])}: expected the delimiter "
+                    f"{self._delimiter!r}, found {other!r}",
+                path=self.path, hint="use csv:, which reads commas, semicolons and tabs regardless of the file's suffix",
+            )  # fmt: skip
+        double = sorted({name for name in header if name and header.count(name) > 1})
+        if double:
+            raise DataError(f"{self._where} has several columns named {listed(double)}", path=self.path)
+        return header
+
+    def _rows(self) -> Iterator[tuple[int, list[str]]]:
+        """Place in the file and fields of every row."""
+        return islice(self._records(), 1, None)
+
+    def _records(self) -> Iterator[tuple[int, list[str]]]:
+        """Place in the file and fields of the header and every row; empty lines are none."""
+        self._end, count = self._lines.start, -1
+
+        def texts() -> Iterator[str]:
+            for line in self._lines.lines():
+                self._end += len(line)
+                try:
+                    yield line.decode()
+                except UnicodeDecodeError:
+                    yield decoded(line, self._row(count, start))
+
+        start = self._end
+        try:
+            for fields in self._parsed(texts()):
+                if fields:
+                    yield start, fields
+                    count += 1
+                start = self._end
+        except csv.Error as error:
+            raise DataError(f"{self._row(count, start)} is damaged: {error}", path=self.path) from error
+
+    def _parsed(self, lines: Iterator[str] | list[str]) -> Iterator[list[str]]:
+        has_returns = False
+
+        def kept() -> Iterator[str]:
+            nonlocal has_returns
+            for line in lines:
+                if "\r" in line:
+                    line = _without_returns(line)
+                    has_returns = has_returns or _RETURN in line
+                yield line
+
+        for fields in csv.reader(
+            kept(),
+            delimiter=self._delimiter,
+            quoting=csv.QUOTE_MINIMAL if self._is_quoted else csv.QUOTE_NONE,
+            strict=True,
+        ):
+            if has_returns and any(_RETURN in field for field in fields):
+                fields = [field.replace(_RETURN, "\r") for field in fields]
+            yield fields if self._is_quoted else [_unquoted(field) for field in fields]
+
+    def _row(self, count: int, start: int) -> str:
+        """What a row is called: by its number, and the line where it begins."""
+        line = 1 + self._lines.read(self._lines.start, start).count(b"\n")
+        return f"{self._where}: " + (f"row {count} (line {line})" if count >= 0 else f"line {line}")
+
+
+def _without_returns(line: str) -> str:
+    """A line without carriage returns but at its end: the csv module refuses them, and its writer does not quote them."""
+    body = line.removesuffix("\n").removesuffix("\r")
+    return body.replace("\r", _RETURN) + line[len(body) :]
+
+
+def _lines_of(text: str) -> list[str]:
+    """Lines with what ends them, ended by newlines alone: texts have other line ends in them."""
+    return [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
+
+
+def _unquoted(field: str) -> str:
+    """A field without the quotation marks around it, where those in it are doubled."""
+    inner = field[1:-1]
+    is_whole = len(field) > 1 and field[0] == field[-1] == '"' and '"' not in inner.replace('""', "")
+    return inner.replace('""', '"') if is_whole else field
+
+
+def _held(values: list[str]) -> str:
+    """What the fields of a column are."""
+    found = TEXT
+    for kind, holds in ((float, REAL), (int, WHOLE)):
+        try:
+            for value in values:
+                kind(value)
+        except ValueError:
+            return found
+        found = holds if values else TEXT
+    return found

@@ -1,0 +1,83 @@
+"""`audio:DIR`: sound files in one folder for each class, or unlabelled ones directly in DIR.
+
+Classes are the folder names, sorted. WAV files are decoded here; flac, ogg, opus, mp3 and aiff by the library soundfile. The
+model's feature extractor makes its inputs of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bnncli.data.labels import files_in
+from bnncli.data.pixels import Preprocess
+from bnncli.data.sound import SUFFIXES, Sound, check_decodable, read_sound
+from bnncli.numerics.digests import file_sha256
+from bnncli.options.parts import Form
+from bnncli.progress import Progress
+from bnncli.system.input_files import open_regular
+
+FORM = Form("audio:DIR", 31, "A folder of sound files, one subfolder per class.")
+
+
+@dataclass(frozen=True, eq=False)
+class AudioDataset:
+    """Sound files, decoded when they are read."""
+
+    folder: Path
+    files: tuple[str, ...]
+    labels: np.ndarray | None
+    classes: tuple[str, ...] | None
+    note: str = ""
+    is_sized: bool = True
+    items: str = "audio"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The files, as paths in the folder."""
+        return self.files
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether there are class folders."""
+        return self.labels is not None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, rows: np.ndarray) -> tuple[list[Sound], np.ndarray | None]:
+        """Clips and labels (n,) of the rows. Raises DataError for a damaged file."""
+        found = [read_sound(self.folder / self.files[row]) for row in rows.tolist()]
+        return found, None if self.labels is None else self.labels[rows]
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
+        """Names and digests of all files, and the rows."""
+        hashes = []
+        task = progress.task("hash audio", len(self))
+        for name in self.files:
+            with open_regular(self.folder / name) as stream:
+                hashes.append(file_sha256(stream))
+            task.advance()
+        return {"files": np.array(self.files), "sha256": np.array(hashes), "rows": rows}
+
+
+def exists(place: str) -> bool:
+    """Whether the text names a folder as it stands."""
+    return Path(place).expanduser().is_dir()
+
+
+def open_dataset(place: str, preprocess: Preprocess) -> AudioDataset:
+    """The sound files of a folder, in the order of their sorted names within sorted classes.
+
+    Raises:
+        MissingInput: no such folder.
+        DataError: no sound files in it, or some both in it and in class folders.
+        UsageError: the library that decodes one of them is not installed.
+    """
+    folder = Path(place).expanduser()
+    found = files_in(folder, SUFFIXES, "audio files")
+    check_decodable(found.files)
+    return AudioDataset(folder, *found)

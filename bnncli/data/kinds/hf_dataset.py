@@ -1,0 +1,130 @@
+"""`hf-dataset:DIR[:split]`: a Hugging Face dataset folder, from `save_to_disk` or the cache; read without the library.
+
+`save_to_disk` writes Arrow files, `state.json` with their names, and `dataset_info.json` with the features; a DatasetDict is a
+folder of these for each split and `dataset_dict.json` with their names. The cache has the Arrow files of all splits beside
+one `dataset_info.json`, called NAME-SPLIT.arrow or NAME-SPLIT-00000-of-00002.arrow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bnncli.data.arrow_files import ArrowBlocks, BlockTable, names_of_features
+from bnncli.data.pixels import Preprocess
+from bnncli.data.tables import TableDataset, divide, table_dataset
+from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.names import listed, quoted
+from bnncli.options.parts import Form
+from bnncli.system.input_files import read_object
+
+FORM = Form("hf-dataset:DIR[:split]", 16, "A Hugging Face dataset on disk.")
+
+_SPELLED = "hf-dataset"
+_INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
+
+
+def exists(place: str) -> bool:
+    """Whether the text names a folder as it stands."""
+    return Path(place).expanduser().is_dir()
+
+
+def files(place: str) -> list[Path]:
+    """All that it is read from."""
+    home, found, _ = _found(*_divided(divide(place, _SPELLED)[0]))
+    return [*found, *(file for file in (home / _INFO, home / _STATE) if file.is_file())]
+
+
+def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
+    """Texts, images or numbers, and labels; of columns that are named or found.
+
+    Raises:
+        MissingInput: no such folder.
+        DataError: it is not of that library, a damaged file, a missing column, labels that break a rule.
+        UsageError: it has several splits and none is named, it cannot be told which column is what, or pyarrow is not
+            installed.
+    """
+    text, named = divide(place, _SPELLED)
+    folder, split = _divided(text)
+    if not folder.is_dir():
+        raise MissingInput(f"no folder {quoted(folder, limit=300)}", path=folder)
+    home, found, info = _found(folder, split)
+    return table_dataset(_SavedTable(home, found, info), named, preprocess, spelled=_SPELLED)
+
+
+class _SavedTable(BlockTable):
+    """Arrow files, and what is known of their columns beside them."""
+
+    def __init__(self, folder: Path, files: list[Path], info: Mapping[str, Any]) -> None:
+        super().__init__(folder, files, ArrowBlocks, _SPELLED)
+        self.class_names = {**self.class_names, **names_of_features(info.get("features"))}
+
+
+def _divided(text: str) -> tuple[Path, str | None]:
+    """The folder, and the split that is named after it; a colon belongs to the folder where there is such a one."""
+    before, colon, after = text.rpartition(":")
+    path = Path(text).expanduser()
+    return (path, None) if path.exists() or not colon else (Path(before).expanduser(), after)
+
+
+def _found(folder: Path, split: str | None) -> tuple[Path, list[Path], Mapping[str, Any]]:
+    """The folder of a split, its files, and what `dataset_info.json` says."""
+    if (folder / _SPLITS).is_file():
+        splits = read_object(folder / _SPLITS).get("splits")
+        folder = folder / _chosen(split, splits if isinstance(splits, list) else [], folder)
+        split = None
+    if (folder / _STATE).is_file():
+        if split is not None:
+            raise UsageError(f"\0data\0 {_SPELLED}: {quoted(folder, limit=300)} is a single split; omit {split!r}")
+        return folder, _saved_files(folder), read_object(folder / _INFO) if (folder / _INFO).is_file() else {}
+    if (folder / _INFO).is_file():
+        return folder, _cached_files(folder, split), read_object(folder / _INFO)
+    inner = sorted(file.parent for file in folder.glob(f"**/{_INFO}"))
+    if len(inner) == 1:
+        return _found(inner[0], split)
+    hint = f"give one of {listed(inner, limit=3)}" if inner else "for a folder of plain files, use parquet: or arrow:"
+    message = (
+        f"{quoted(folder, limit=300)} is not a saved Hugging Face data set: it has no {_STATE}, {_SPLITS} or {_INFO}"
+    )
+    raise DataError(message, path=folder, hint=hint)
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The files that `save_to_disk` wrote, in the order of their rows."""
+    state = read_object(folder / _STATE)
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise DataError(
+            f"{quoted(folder, limit=300)} is a row selection written by an old release of datasets", path=folder,
+            hint="save it again: load_from_disk(...).flatten_indices().save_to_disk(...)",
+        )  # fmt: skip
+    try:
+        names = [entry["filename"] for entry in state["_data_files"]]
+        return [folder / Path(name).name for name in names]
+    except (LookupError, TypeError) as error:
+        raise DataError(f"{quoted(folder / _STATE, limit=300)} names no files", path=folder / _STATE) from error
+
+
+def _cached_files(folder: Path, split: str | None) -> list[Path]:
+    """The files of a split in the cache, in the order of their rows."""
+    of_split: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob("*.arrow")):
+        match = re.fullmatch(r".+?-([^-]+?)(?:-\d{5}-of-\d{5})?", file.stem)
+        if match and not file.name.startswith("cache-"):
+            of_split.setdefault(match[1], []).append(file)
+    return of_split[_chosen(split, list(of_split), folder)]
+
+
+def _chosen(split: str | None, splits: list[str], folder: Path) -> str:
+    """The split that is named, or the only one. Raises UsageError."""
+    if split is None and len(splits) == 1:
+        return splits[0]
+    if split is None or split not in splits:
+        came = f"there is no split {split!r}; it" if split is not None else "it has several splits: it"
+        message = f"{came} has {listed(splits)}" if splits else "it has no split"
+        raise UsageError(
+            f"\0data\0 {_SPELLED}: {quoted(folder, limit=300)}: {message}",
+            hint=f"choose one: {_SPELLED}:{folder}:{splits[0]}" if splits else None,
+        )
+    return split

@@ -1,0 +1,143 @@
+"""`images:DIR`: image files in one folder for each class, or unlabelled images directly in DIR.
+
+Classes are the folder names, sorted. Images are grey when the first image of every class is, else RGB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from bnncli.data.labels import files_in
+from bnncli.data.pixels import SUFFIXES, Preprocess, check_same_size, decoded_image, mode_of, opened_image, sized
+from bnncli.names import quoted
+from bnncli.numerics.digests import file_sha256
+from bnncli.options.parts import Form
+from bnncli.progress import Progress
+from bnncli.system.input_files import open_regular
+
+FORM = Form("images:DIR", 30, "A folder of image files, one subfolder per class.")
+
+
+@dataclass(frozen=True, eq=False)
+class ImageDataset:
+    """Image files, decoded when they are read."""
+
+    folder: Path
+    files: tuple[str, ...]
+    labels: np.ndarray | None
+    classes: tuple[str, ...] | None
+    mode: str
+    preprocess: Preprocess
+    is_sized: bool = True
+    note: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The files, as paths in the folder."""
+        return self.files
+
+    @property
+    def items(self) -> str:
+        """Images where the model brings a transform for them, else arrays."""
+        return "arrays" if self.preprocess.transform is None else "images"
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether there are class folders."""
+        return self.labels is not None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray | list[Image.Image], np.ndarray | None]:
+        """Images (n, H, W, C) uint8, or as they are for a transform, and labels (n,).
+
+        Raises:
+            DataError: a damaged file, or another size where there is no transform.
+        """
+        labels = None if self.labels is None else self.labels[rows]
+        if self.items == "images":
+            return [self._image(self.files[row]) for row in rows.tolist()], labels
+        arrays: list[np.ndarray] = []
+        for row in rows.tolist():
+            arrays.append(sized(self._image(self.files[row]), self.preprocess, self.files[row]))
+            check_same_size(arrays[-1], arrays[0], self.files[row], self.files[int(rows[0])])
+        return np.stack(arrays), labels
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
+        """Names and digests of all files, the mode they are decoded to, and the rows."""
+        hashes = []
+        task = progress.task("hash images", len(self))
+        for name in self.files:
+            with open_regular(self.folder / name) as stream:
+                hashes.append(file_sha256(stream))
+            task.advance()
+        return {"files": np.array(self.files), "sha256": np.array(hashes), "mode": np.array([self.mode]), "rows": rows}
+
+    def _image(self, name: str) -> Image.Image:
+        """One image, decoded."""
+        with _opened(self.folder, name) as image:
+            return decoded_image(image, self.mode, self.preprocess, name)
+
+
+def exists(place: str) -> bool:
+    """Whether the text names a folder as it stands."""
+    return Path(place).expanduser().is_dir()
+
+
+def open_dataset(place: str, preprocess: Preprocess) -> ImageDataset:
+    """The images of a folder, in the order of their sorted names within sorted classes.
+
+    Raises:
+        MissingInput: no such folder.
+        DataError: no images in it, or images both in it and in class folders.
+    """
+    folder = Path(place).expanduser()
+    files, labels, classes, note = files_in(folder, SUFFIXES, "images")
+    return replace(image_dataset(folder, files, labels, classes, preprocess), note=note)
+
+
+def image_dataset(
+    folder: Path,
+    files: Sequence[str],
+    labels: np.ndarray | None,
+    classes: tuple[str, ...] | None,
+    preprocess: Preprocess,
+) -> ImageDataset:
+    """Image files in a folder, with labels (N,); decoded to what a transform takes, else as the first of every class are."""
+    if preprocess.transform is not None:
+        mode = preprocess.transform.mode or "RGB"
+    else:
+        firsts = np.unique(labels, return_index=True)[1] if labels is not None else np.arange(len(files))[:1]
+        mode = _mode(folder, [files[row] for row in firsts.tolist()])
+    return ImageDataset(folder, tuple(files), labels, classes, mode, preprocess)
+
+
+@contextmanager
+def _opened(folder: Path, name: str) -> Iterator[Image.Image]:
+    """An image file, opened: what cannot be decoded, here or inside the block, is a DataError.
+
+    Raises:
+        MissingInput, DeviceError, ReadError: it cannot be read, as open_regular says.
+        DataError: it is no image, is damaged, or has more pixels than any camera's (PIL's own limit).
+    """
+    with (
+        open_regular(folder / name) as stream,
+        opened_image(stream, f"{quoted(name)} in {folder}", folder / name) as image,
+    ):
+        yield image
+
+
+def _mode(folder: Path, first_files: list[str]) -> str:
+    """L when the first image of every class is grey, else RGB."""
+    modes = set()
+    for name in first_files:
+        with _opened(folder, name) as image:
+            modes.add(image.mode)
+    return mode_of(modes)

@@ -1,0 +1,86 @@
+"""`npz:FILE[:x,y]`: arrays of inputs and labels in a NumPy archive.
+
+`npz:FILE:input_ids+attention_mask,y` names several inputs: the network takes each by its name. So it does with one array (N, L) of whole
+numbers, which are token ids: `npz:FILE:input_ids,y`. For a model of audio the inputs are waves (N, T) or (N, T, channels), whole numbers or real ones in
+[-1, 1], and the array `sampling_rate` says at how many Hz they were taken.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from bnncli.data.arrays import TOKEN_IDS, ArrayDataset, NamedArrays, array_dataset, named_arrays, npz_names, read_npz
+from bnncli.data.pixels import Preprocess
+from bnncli.data.sound import WaveDataset, is_waves, wave_dataset
+from bnncli.errors import DataError, UsageError
+from bnncli.names import quoted
+from bnncli.options.parts import Form
+
+FORM = Form("npz:FILE[:x,y]", 10, "Arrays of inputs and labels in a NumPy archive.")
+
+DEFAULT_NAMES = ("x", "y")
+RATE = "sampling_rate"
+
+
+def exists(place: str) -> bool:
+    """Whether the text names a file as it stands."""
+    return Path(place).expanduser().is_file()
+
+
+def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset | NamedArrays | WaveDataset:
+    """Inputs and labels of the archive; without labels where only one array is named, or there is no y.
+
+    Raises:
+        MissingInput, DataError, Untrusted: see read_npz; labels that break a rule; waves of no sampling rate.
+        UsageError: more than two names.
+    """
+    path, names = _divide(place)
+    if names is None:
+        names = [name for name in DEFAULT_NAMES if name == "x" or name in npz_names(path)]
+    if not 1 <= len(names) <= 2:
+        raise UsageError(f"npz: expected FILE, FILE:INPUTS or FILE:INPUTS,LABELS; got {place!r}")
+    inputs = _inputs(path, names[0])
+    arrays = read_npz(path, [*inputs, *names[1:]])
+    labels = arrays[names[1]] if len(names) == 2 else None
+    if len(inputs) > 1 or inputs == [TOKEN_IDS] or (inputs != ["x"] and _can_be_tokens(arrays[inputs[0]])):
+        return named_arrays({name: arrays[name] for name in inputs}, labels, where=f"npz:{path}")
+    if preprocess.transform is not None and preprocess.transform.takes == "audio" and is_waves(arrays[names[0]]):
+        return wave_dataset(arrays[names[0]], labels, _sampling_rate(path), where=f"npz:{path}")
+    return array_dataset(arrays[names[0]], labels, where=f"npz:{path}")
+
+
+def _can_be_tokens(array: np.ndarray) -> bool:
+    """Whether an array may be token ids: rows of whole numbers, in a type that no pixels have."""
+    return array.ndim == 2 and array.dtype.kind in "iu" and array.dtype != np.uint8
+
+
+def _sampling_rate(path: Path) -> int:
+    """Hz. Raises DataError where the archive does not say it."""
+    if RATE not in npz_names(path):
+        raise DataError(
+            f"{quoted(path, limit=300)} does not give the sampling rate of its audio", path=path,
+            hint=f"add it to the file: np.savez(FILE, x=..., y=..., {RATE}=16000)",
+        )  # fmt: skip
+    (found,) = read_npz(path, [RATE]).values()
+    if found.size != 1 or found.dtype.kind not in "iuf" or found.item() != round(found.item()):
+        raise DataError(
+            f"{quoted(path, limit=300)}: {RATE} is {quoted(found)}, expected an integer number of Hz", path=path
+        )
+    return int(found.item())
+
+
+def _inputs(path: Path, text: str) -> list[str]:
+    """One name or several, joined by +, which belongs to a name where there is such an array."""
+    return [text] if "+" not in text or text in npz_names(path) else text.split("+")
+
+
+def _divide(place: str) -> tuple[Path, list[str] | None]:
+    """The file and the names of its arrays; a colon belongs to the file name where that file exists."""
+    path = Path(place).expanduser()
+    match = re.fullmatch(r"(.+):([^:/]+)", place)
+    if path.exists() or match is None:
+        return path, None
+    return Path(match[1]).expanduser(), match[2].split(",")

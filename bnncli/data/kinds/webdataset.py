@@ -1,0 +1,281 @@
+"""`webdataset:PATTERN[:image=jpg,label=cls]`: tar files with each example's files next to each other.
+
+PATTERN is a file, or several by {0000..0010}, {train,extra}, * and ?. The input is `image` (jpg, png, webp and others), `text` (txt),
+`audio` (wav, flac, mp3 and others) or `x` (npy); the label is `cls`, or a field of a JSON file, as label=json.class. What is not named is found. Labels are whole
+numbers from 0 on, or names, numbered in their sorted order. Rows are the examples in the order of the shards.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tokenize import TokenError
+from typing import IO, Any
+
+import numpy as np
+
+from bnncli.data.pixels import Preprocess, check_same_size, decoded_image, mode_of, opened_image, sized
+from bnncli.data.shards import (
+    Example,
+    Part,
+    ShardColumn,
+    examples_of,
+    input_column,
+    label_column,
+    parse_columns,
+    read_part,
+    shard_paths,
+)
+from bnncli.data.sound import decoded
+from bnncli.data.tables import labels_of, unlabelled_note
+from bnncli.errors import DataError, Untrusted
+from bnncli.names import listed, quoted
+from bnncli.numerics.digests import file_sha256
+from bnncli.options.parts import Form
+from bnncli.progress import Progress
+from bnncli.system.input_files import open_regular
+
+FORM = Form("webdataset:PATTERN[:image=jpg,label=cls]", 90, "Tar files with the files of each example side by side.")
+
+_MOST_LABEL_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class ShardDataset:
+    """Examples in tar files, by the places of their inputs.
+
+    Attributes:
+        kind: of the input: image, text, audio or x (an array).
+        keys: names of the examples.
+        places: (N, 3) int64: number of the shard, first byte in it, and how many.
+    """
+
+    shards: tuple[Path, ...]
+    kind: str
+    column: ShardColumn
+    label_column: ShardColumn | None
+    keys: tuple[str, ...]
+    places: np.ndarray
+    labels: np.ndarray | None
+    classes: tuple[str, ...] | None
+    mode: str
+    preprocess: Preprocess
+    note: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys."""
+        return self.keys
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether examples have labels."""
+        return self.labels is not None
+
+    @property
+    def is_sized(self) -> bool:
+        """Images are resized and cropped when they are read."""
+        return self.kind == "image"
+
+    @property
+    def items(self) -> str:
+        """Images where the model brings a transform for them; texts; sound; else arrays."""
+        if self.kind in ("text", "audio"):
+            return "texts" if self.kind == "text" else "audio"
+        return "images" if self.kind == "image" and self.preprocess.transform is not None else "arrays"
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray | list[Any], np.ndarray | None]:
+        """Inputs and labels (n,) of the rows: an array (n, ...), or a list of images, texts or clips.
+
+        Raises:
+            DataError: a file that is cut off or cannot be decoded, arrays or images of unequal sizes.
+            Untrusted: an npy file that only a pickle can hold.
+        """
+        labels = None if self.labels is None else self.labels[rows]
+        found: list[Any] = []
+        for row, data, where in self._files(rows):
+            item = self._decode(data, where)
+            if self.items == "arrays" and self.kind == "image":
+                item = sized(item, self.preprocess, self.keys[row])
+                check_same_size(item, found[0] if found else item, self.keys[row], self.keys[int(rows[0])])
+            elif self.items == "arrays" and found and (item.shape, item.dtype) != (found[0].shape, found[0].dtype):
+                came = f"{item.dtype} of shape {item.shape}; others are {found[0].dtype} of shape {found[0].shape}"
+                raise DataError(f"{where} is {came}")
+            found.append(item)
+        return np.stack(found) if self.items == "arrays" else found, labels
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
+        """Digests of the shards, the columns, the mode that images are decoded to, and the rows."""
+        hashes = []
+        for path in self.shards:
+            with open_regular(path) as stream:
+                hashes.append(file_sha256(stream, progress))
+        columns = np.array([self.kind, str(self.column), str(self.label_column), self.mode])
+        return {"sha256": np.array(hashes), "columns": columns, "rows": rows}
+
+    def first_modes(self) -> str:
+        """L when the first image of every class is grey, else RGB."""
+        rows = np.unique(self.labels, return_index=True)[1] if self.labels is not None else np.array([0])
+        modes = set()
+        for _, data, where in self._files(np.sort(rows)):
+            with opened_image(io.BytesIO(data), where) as image:
+                modes.add(image.mode)
+        return mode_of(modes)
+
+    def _files(self, rows: np.ndarray) -> Iterator[tuple[int, bytes, str]]:
+        """Row, bytes of its input, and what to call them; neighbours in a shard share the open file."""
+        numbers = self.places[rows, 0]
+        for neighbours in np.split(rows, np.flatnonzero(np.diff(numbers)) + 1):
+            path = self.shards[self.places[neighbours[0], 0]]
+            with open_regular(path) as stream:
+                for row in neighbours.tolist():
+                    where = _where(path, self.keys[row], self.kind)
+                    yield row, read_part(stream, *self.places[row, 1:].tolist(), where=where), where
+
+    def _decode(self, data: bytes, where: str) -> Any:
+        if self.kind == "x":
+            return _array(data, where)
+        if self.kind == "text":
+            text = self.column.value(data, where)
+            if not isinstance(text, str):
+                raise DataError(f"{where}: expected a string, got {type(text).__name__}")
+            return text
+        if self.kind == "audio":
+            return decoded(data, where)
+        with opened_image(io.BytesIO(data), where) as image:
+            return decoded_image(image, self.mode, self.preprocess, where)
+
+
+def exists(place: str) -> bool:
+    """Whether the text names a file as it stands."""
+    return Path(place).expanduser().is_file()
+
+
+def files(place: str) -> list[Path]:
+    """All that it is read from."""
+    return shard_paths(_divide(place)[0])
+
+
+def open_dataset(place: str, preprocess: Preprocess) -> ShardDataset:
+    """The examples of the shards by their places: headers and labels are read, inputs are not.
+
+    Raises:
+        UsageError: a column that is unknown, or could be several.
+        MissingInput: a shard is missing.
+        DataError: a shard is damaged, there are no examples, one lacks its input or its label, or labels break a rule.
+    """
+    pattern, named = _divide(place)
+    where = f"webdataset:{pattern}"
+    shards = shard_paths(pattern)
+    path, first = next(((path, example) for path in shards for example in examples_of(path)), (None, None))
+    if path is None or first is None:
+        raise DataError(f"{where}: no examples", code="empty_split")
+    takes = preprocess.transform.takes if preprocess.transform is not None else None
+    kind, column = input_column(first, parse_columns(named), takes)
+    label = label_column(first, parse_columns(named), _fields(path, first))
+    keys, places, values = _index(shards, kind, column, label)
+    labels, classes = labels_of(values, None, where=f"{where}: {label}") if label is not None else (None, None)
+    mode = preprocess.transform.mode if preprocess.transform is not None else ""
+    found = ShardDataset(
+        tuple(shards), kind, column, label, tuple(keys), places, labels, classes, mode or "RGB", preprocess
+    )
+    if label is not None and labels is None:
+        found = replace(found, note=unlabelled_note([str(label)]))
+    return replace(found, mode=found.first_modes()) if kind == "image" and not mode else found
+
+
+def _divide(place: str) -> tuple[str, str | None]:
+    """The pattern and the columns; a colon belongs to the pattern where no column is named behind it."""
+    match = None if exists(place) else re.fullmatch(r"(.+):([^:=/{}]+=[^:]*)", place)
+    return (match[1], match[2]) if match else (place, None)
+
+
+def _fields(path: Path, example: Example) -> Mapping[str, Any]:
+    """What the JSON file of an example has; empty where it has none that is an object."""
+    part = example.parts.get("json")
+    if part is None:
+        return {}
+    with open_regular(path) as stream:
+        data = read_part(stream, part.start, part.size, where=_where(path, example.key, "json"))
+    with suppress(ValueError, RecursionError):
+        fields = json.loads(data)
+        return fields if isinstance(fields, dict) else {}
+    return {}
+
+
+def _index(
+    shards: list[Path], kind: str, column: ShardColumn, label: ShardColumn | None
+) -> tuple[list[str], np.ndarray, list[Any]]:
+    """Keys, places (N, 3) of the inputs, and labels of all examples."""
+    keys: list[str] = []
+    places = array("q")
+    values: list[Any] = []
+    for number, path in enumerate(shards):
+        with open_regular(path) as stream:
+            for example in examples_of(path):
+                part = _part(column, example, path, kind)
+                keys.append(example.key)
+                places.extend((number, part.start, part.size))
+                if label is not None:
+                    values.append(_label(label, example, path, stream))
+    return keys, np.array(places, np.int64).reshape(-1, 3), values
+
+
+def _part(column: ShardColumn, example: Example, path: Path, kind: str) -> Part:
+    """The file of a column. Raises DataError where an example has none."""
+    part = column.part(example)
+    if part is None:
+        message = (
+            f"{_where(path, example.key, kind)} ({column}) is missing; the example has "
+            f"{listed(example.parts, limit=20)}"
+        )
+        raise DataError(message, path=path, code="bad_labels" if kind == "label" else None)
+    return part
+
+
+def _label(column: ShardColumn, example: Example, path: Path, stream: IO[bytes]) -> Any:
+    """The label of an example: a whole number where its text is one."""
+    part, where = _part(column, example, path, "label"), _where(path, example.key, "label")
+    if part.size > _MOST_LABEL_BYTES:
+        raise DataError(f"{where} has {part.size} bytes, which is too large for a label", path=path, code="bad_labels")
+    value = column.value(read_part(stream, part.start, part.size, where=where), where)
+    if column.field is not None:
+        return value
+    text = value.strip()
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
+
+
+def _where(path: Path, key: str, kind: str) -> str:
+    return f"{quoted(path, limit=300)}: the {kind} of {quoted(key)}"
+
+
+def _array(data: bytes, where: str) -> np.ndarray:
+    """The array of an npy file, in native byte order. Raises Untrusted for Python objects, DataError for what is none."""
+    stream = io.BytesIO(data)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(stream)
+        if dtype.hasobject:
+            raise Untrusted(
+                f"{where} holds Python objects, which need unpickling; bnncli does not unpickle data",
+                hint="save it as a plain array of numbers",
+            )
+        if stream.tell() + math.prod(shape) * dtype.itemsize != len(data):
+            raise ValueError(f"shape {shape} does not match {len(data)} bytes of data")
+        found = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    except (ValueError, SyntaxError, TokenError, EOFError, KeyError) as error:
+        raise DataError(f"{where} is not an npy file, or is damaged: {error}") from error
+    if found.dtype.kind not in "fiu":
+        raise DataError(f"{where}: expected numbers, got {found.dtype}")
+    return np.ascontiguousarray(found, found.dtype.newbyteorder("="))

@@ -1,0 +1,675 @@
+"""Predictions in files of any origin: probabilities or logits, labels and names, in npz, npy, csv and Parquet files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bnncli.data.arrays import npz_shapes, read_npz
+from bnncli.data.arrow_files import BlockTable, ParquetBlocks
+from bnncli.data.delimited import UTF16_MARKS, DelimitedTable, in_utf16
+from bnncli.data.labels import check_labels
+from bnncli.data.tables import (
+    LABEL_NAMES,
+    LIST,
+    REAL,
+    TEXT,
+    WHOLE,
+    Labels,
+    NumberTable,
+    check_cells,
+    check_points,
+    labels_of,
+    numbers_of,
+    several_labels,
+    unlabelled_note,
+)
+from bnncli.errors import DataError, Untrusted, UsageError
+from bnncli.names import by_number, listed, quoted
+from bnncli.system.input_files import is_failure, open_regular
+
+PROBS, LOGITS, LABEL = "probs", "logits", "label"
+_KEYS = (PROBS, LOGITS, LABEL)
+_NAMES = {
+    PROBS: ("probs", "prob", "probabilities", "probability", "proba", "probas", "p", "softmax", "predict_proba", "y_prob", "y_proba", "y_pred_proba"),
+    LOGITS: ("logits", "logit"),
+}  # fmt: skip
+_PREFIXES = {
+    PROBS: ("p_", "prob_", "probs_", "proba_", "probability_", "probabilities_"),
+    LOGITS: ("logit_", "logits_"),
+}
+_OF_LABELS = (*LABEL_NAMES, "y_true", "true_label", "ground_truth")
+FORM = "FILE[:probs=COLUMN,label=COLUMN] (or logits=COLUMN; join several columns with +, or match them with one *)"
+
+
+class Chosen(NamedTuple):
+    """Columns or arrays of the predictions.
+
+    Attributes:
+        names: one that holds a vector for each row, or one a class.
+        holds: PROBS or LOGITS, as their names say; None where they do not.
+        classes: the names of the classes, where the columns have them.
+        others: columns or arrays that hold the same predictions as logits, by their names.
+        is_ordered: whether the classes are in the order of their numbers: the user wrote it, or the names sort so.
+    """
+
+    names: tuple[str, ...]
+    holds: str | None
+    classes: tuple[str, ...] | None = None
+    others: tuple[str, ...] = ()
+    is_ordered: bool = True
+
+
+def divide(place: str) -> tuple[Path, dict[str, str]]:
+    """The file, and what is named after it by `probs`, `logits`, `label`, or "" for `FILE:ARRAY[,LABELS]`.
+
+    A colon belongs to the file's name where that file exists. Raises UsageError for another form.
+    """
+    if Path(place).expanduser().exists():
+        return Path(place).expanduser(), {}
+    starts = [match.start() for match in re.finditer(rf":(?=(?:{'|'.join(_KEYS)})=)", place)]
+    if starts:
+        start = next((one for one in starts if Path(place[:one]).expanduser().exists()), starts[0])
+        return Path(place[:start]).expanduser(), _parse(place[start + 1 :], place)
+    before, colon, after = place.rpartition(":")
+    if colon and after and Path(before).expanduser().exists():
+        if "=" in after:
+            raise UsageError(f"expected {FORM}; got {place!r}")
+        values, comma, label = after.partition(",")
+        return Path(before).expanduser(), {"": values} | ({LABEL: label} if comma else {})
+    return Path(place).expanduser(), {}
+
+
+def _parse(text: str, place: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in re.split(rf",(?=(?:{'|'.join(_KEYS)})=)", text):
+        key, _, value = part.partition("=")
+        if key not in _KEYS or key in found or not value:
+            raise UsageError(f"expected {FORM}; got {place!r}")
+        found[key] = value
+    if {PROBS, LOGITS} <= found.keys():
+        raise UsageError(f"probs= and logits= are mutually exclusive; got {place!r}")
+    return found
+
+
+def find_arrays(
+    shapes: Mapping[str, tuple[int, ...]], named: Mapping[str, str], wanted: str | None, where: str
+) -> Chosen:
+    """The array of an archive that predictions are.
+
+    Args:
+        shapes: of the arrays of real numbers.
+        named: as `divide` gives them.
+        wanted: PROBS or LOGITS where the user says what they are.
+
+    Raises:
+        DataError: there is none, or several could be.
+    """
+    holds, name = _named(named)
+    if name is not None:
+        return Chosen((_known(name, shapes, where),), wanted or holds or _said(name))
+    found = {kind: [one for one in shapes if one.casefold() in names] for kind, names in _NAMES.items()}
+    for kind, own in found.items():  # beside a matrix a vector is something of its rows
+        found[kind] = [one for one in own if len(shapes[one]) == 2] or own
+    for kind in (wanted,) if wanted else (PROBS, LOGITS):
+        if len(found[kind]) == 1:
+            name = found[kind][0]
+            logits = [one for one in found[LOGITS] if wanted is None and one != name and shapes[one] == shapes[name]]
+            return Chosen((name,), kind, others=tuple(logits[:1]))
+    others = [one for one in found[PROBS] + found[LOGITS] if wanted is None or one in found[wanted]]
+    others = others or [one for one, shape in shapes.items() if len(shape) == 2]
+    if len(others) == 1:
+        return Chosen((others[0],), wanted or _said(others[0]))
+    if others:
+        shown = ", ".join(f"{quoted(one)} {shapes[one]}" for one in others[:20])
+        raise DataError(
+            f"{where}: several arrays could be the predictions: {shown}", code="several_arrays",
+            hint=f"choose one: FILE:{others[0]}",
+        )  # fmt: skip
+    shown = ", ".join(f"{quoted(one)} {shape}" for one, shape in list(shapes.items())[:20]) or "none"
+    raise DataError(
+        f"{where}: found no array (N, C) of probabilities or logits; its floating-point arrays: {shown}", code="no_column",
+        hint="name the array: FILE:ARRAY",
+    )  # fmt: skip
+
+
+def find_columns(columns: Mapping[str, str], named: Mapping[str, str], wanted: str | None, where: str) -> Chosen:
+    """The columns of a table that predictions are; arguments as of `find_arrays`, `columns` with what each holds.
+
+    Raises:
+        DataError: there are none, or several could be.
+    """
+    holds, name = _named(named)
+    if name is not None:
+        names = _several(name, columns, where)
+        kind, classes = wanted or holds or _said(names[0]), _classes(names)
+        return Chosen(names, kind, classes, is_ordered="+" in name or _sorts_so(classes))
+    numbers = [one for one, kind in columns.items() if kind in (REAL, WHOLE)]
+    for kind in (wanted,) if wanted else (PROBS, LOGITS):
+        found = _called(columns, numbers, kind)
+        if len(found) > 1:
+            raise _several_columns([own[0] for own in found], where)
+        if found:
+            chosen = _of_classes(found[0], kind)
+            beside = [_of_classes(own, LOGITS) for own in _called(columns, numbers, LOGITS) if wanted is None]
+            if kind == PROBS and [one.classes for one in beside] == [chosen.classes]:
+                chosen = chosen._replace(others=beside[0].names)
+            return chosen
+    by_number = [one for one in numbers if one.isdecimal()]
+    if len(by_number) > 1:
+        return _of_classes(by_number, wanted)
+    shown = ", ".join(f"{quoted(one)} ({kind})" for one, kind in list(columns.items())[:20]) or "none"
+    raise DataError(
+        f"{where}: found no columns of probabilities or logits (p_NAME, prob_NAME, logit_NAME); its columns: {shown}",
+        code="no_column", hint="name the columns: FILE:probs=COL+COL+COL, or FILE:probs='prefix*'",
+    )  # fmt: skip
+
+
+def _called(columns: Mapping[str, str], numbers: Sequence[str], kind: str) -> list[list[str]]:
+    """The sets of columns, of a class each or one that holds all, that are called as probabilities or logits are."""
+    found = [own for prefix in _PREFIXES[kind] if len(own := [one for one in numbers if _begins(one, prefix)]) > 1]
+    lists = [one for one in columns if columns[one] == LIST and one.casefold() in _NAMES[kind]]
+    return found or [[one] for one in lists or [one for one in numbers if one.casefold() in _NAMES[kind]]]
+
+
+def called_as_predictions(columns: Mapping[str, str], kind: str) -> list[str]:
+    """The columns that hold values of a kind and are called as probabilities or logits are."""
+    prefixes = [prefix for every in _PREFIXES.values() for prefix in every]
+    whole = {name for every in _NAMES.values() for name in every}
+    return [
+        name
+        for name, holds in columns.items()
+        if holds == kind and (name.casefold() in whole or any(_begins(name, prefix) for prefix in prefixes))
+    ]
+
+
+def find_labels(
+    names: Sequence[str], named: Mapping[str, str], where: str, *, is_alone: bool = False
+) -> tuple[str, ...]:
+    """The columns or arrays of the labels; none where there are none.
+
+    Args:
+        is_alone: whether the file is there for the labels: a single column is theirs, whatever it is called.
+
+    Raises:
+        DataError: one that is named is not there, or several could be it.
+    """
+    given = named.get(LABEL, named.get("") if is_alone else None)
+    if given is not None:
+        return _several(given, names, where)
+    found = [one for one in names if one.casefold() in _OF_LABELS]
+    if not found and is_alone and len(names) == 1:
+        found = [names[0]]
+    if len(found) > 1:
+        raise DataError(
+            f"{where}: several columns could be the labels: {listed(found)}", code="several_columns",
+            hint=f"choose one: FILE:label={found[0]}",
+        )  # fmt: skip
+    if is_alone and not found:
+        raise DataError(
+            f"{where}: found no label column; its columns: {listed(names, limit=20)}", code="no_column",
+            hint="name the column: FILE:COLUMN",
+        )  # fmt: skip
+    if is_alone and re.fullmatch(r"[+-]?\d+(\.\d+)?", found[0]):
+        raise DataError(
+            f"{where}: the name of the label column is a number, {quoted(found[0])} (is the header line missing?)", code="no_column",
+            hint="add a header line: label",
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _named(named: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """What the predictions that are named hold, and their name."""
+    for key in (PROBS, LOGITS):
+        if key in named:
+            return key, named[key]
+    return None, named.get("")
+
+
+def _said(name: str) -> str | None:
+    """What the name of a column or array says that it holds."""
+    folded = name.casefold()
+    if "logit" in folded:
+        return LOGITS
+    return PROBS if "prob" in folded or "softmax" in folded else None
+
+
+def _several(text: str, names: Sequence[str] | Mapping[str, object], where: str) -> tuple[str, ...]:
+    """One name, several joined by +, or those that a pattern with one * fits."""
+    if text in names:
+        return (text,)
+    if text.count("*") == 1:
+        first, last = text.split("*")
+        found = tuple(
+            name for name in names if name.startswith(first) and name.endswith(last) and len(name) >= len(text)
+        )
+        if found:
+            return found
+    return tuple(_known(one, names, where) for one in text.split("+"))
+
+
+def _known(name: str, names: Sequence[str] | Mapping[str, object], where: str) -> str:
+    if name not in names:
+        raise DataError(f"{where} has no column {quoted(name)}; it has {listed(names, limit=20)}", code="no_column")
+    return name
+
+
+def _begins(name: str, prefix: str) -> bool:
+    return name.casefold().startswith(prefix) and len(name) > len(prefix)
+
+
+def _of_classes(names: Sequence[str], holds: str | None) -> Chosen:
+    """Columns of which each is a class; those that are called by numbers in the order of these."""
+    classes = _classes(names) or ()
+    if classes and all(one.isdecimal() for one in classes):
+        order = sorted(range(len(names)), key=lambda place: int(classes[place]))
+        names, classes = [names[place] for place in order], tuple(classes[place] for place in order)
+    return Chosen(tuple(names), holds, classes or None, is_ordered=_sorts_so(classes))
+
+
+def _sorts_so(classes: Sequence[str] | None) -> bool:
+    """Whether names are in order, capitals apart, with the numbers in them as numbers."""
+    keys = [by_number(name.casefold()) for name in classes or ()]
+    return keys == sorted(keys)
+
+
+def _classes(names: Sequence[str]) -> tuple[str, ...] | None:
+    """What is left of the names without what they begin with alike, up to its last underscore; None of one."""
+    if len(names) < 2:
+        return None
+    first = next(
+        (
+            prefix
+            for prefixes in _PREFIXES.values()
+            for prefix in prefixes
+            if all(_begins(one, prefix) for one in names)
+        ),
+        "",
+    )
+    return tuple(one[len(first) :] for one in names)
+
+
+def _several_columns(found: Sequence[str], where: str) -> DataError:
+    return DataError(
+        f"{where}: several columns could be the predictions: {listed(found)}", code="several_columns",
+        hint=f"choose one: FILE:probs={found[0]}",
+    )  # fmt: skip
+
+
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+_ZIP_MAGIC, _NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"PK", b"\x93NUMPY", b"PAR1", b"\x1f\x8b"
+_MUTUAL_INFO = "mutual_info"
+_CLASSES = "classes"  # an array of their names
+_PREDICTED = "predicted"  # a column of the tables of predict
+_ROWS = 4096  # of them compared at once
+_ROUNDING = 0.01  # of probabilities beside logits: two decimals, or 16 bits of either
+
+
+@dataclass(frozen=True)
+class GivenFile:
+    """What a file holds of predictions.
+
+    Attributes:
+        path: the file. column: what the predictions are called in it, for messages.
+        values: (N, C) real numbers as they are stored; (N, 1) of a single column.
+        holds: probs or logits, as it says itself; None where it does not.
+        classes: their names, where the file has them.
+        labels: (N,) int64, (N, L) uint8 of several labels an example, or None.
+        mutual_info: (N,) nats, or None.
+        unordered: the columns of the classes, where nothing says that their order is that of labels that are numbers.
+        note: that the labels found are none, where all are -1 or nothing.
+    """
+
+    path: Path
+    column: str
+    values: np.ndarray
+    holds: str | None
+    classes: tuple[str, ...] | None
+    labels: np.ndarray | None
+    mutual_info: np.ndarray | None = None
+    unordered: tuple[str, ...] = ()
+    note: str = ""
+
+
+def read_given(place: str, *, wanted: str | None = None, has_labels: bool = True) -> GivenFile:
+    """The predictions in `FILE[:probs=COLUMN,label=COLUMN]`, or `FILE:ARRAY[,LABELS]`.
+
+    Args:
+        wanted: probs or logits, where the user says which.
+        has_labels: whether labels are looked for, where none are named.
+
+    Raises:
+        MissingInput: no such file. UsageError: the columns are not of that form.
+        DataError: damaged, no or several columns that could be meant, numbers or labels that break a rule.
+        Untrusted: an array of Python objects.
+    """
+    path, named = divide(place)
+    magic = magic_of(path)
+    if magic.startswith(_NPY_MAGIC):
+        return GivenFile(path, path.name, _two_axes(_read_npy(path), quoted(path, limit=300)), wanted, None, None)
+    if magic.startswith(_ZIP_MAGIC):
+        return _of_archive(path, named, wanted, has_labels=has_labels)
+    return _of_table(_table(path, magic), named, wanted, has_labels=has_labels)
+
+
+def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[str, ...] = ()) -> np.ndarray:
+    """Labels (N,), or (N, L) of several an example, in `FILE[:COLUMN]`.
+
+    Args:
+        classes: the names of the classes, where they are known: labels may be such names.
+        unordered: as GivenFile has it.
+
+    Raises:
+        MissingInput, UsageError, DataError, Untrusted: as read_given; and where there are no labels.
+    """
+    path, named = divide(place)
+    magic, where = magic_of(path), quoted(path, limit=300)
+    if magic.startswith(_NPY_MAGIC):
+        labels = _checked(_read_npy(path), classes, where, unordered)
+    elif magic.startswith(_ZIP_MAGIC):
+        (name,) = _single(find_labels(list(npz_shapes(path)), named, where, is_alone=True), where)
+        labels = _checked(read_npz(path, [name])[name], classes, f"{where}: array {quoted(name)}", unordered)
+    else:
+        table = _table(path, magic)
+        names = find_labels(list(table.columns), named, where, is_alone=True)
+        labels = _of_columns(table, names, table.values(names)[1], classes, where, unordered)
+    if labels is None:
+        raise DataError(f"{where}: no row has a label", code="bad_labels", path=path)
+    return labels
+
+
+def read_texts(path: Path, column: str) -> list[str]:
+    """The values (N,) of a column or array as texts. Raises as read_given does; DataError where there is no such column."""
+    magic, where = magic_of(path), quoted(path, limit=300)
+    if magic.startswith(_ZIP_MAGIC):
+        if column not in (names := list(npz_shapes(path))):
+            raise DataError(
+                f"{where} has no array {quoted(column)}; it has {listed(names, limit=20)}", code="no_column",
+                hint="name one of these, or a column of another file: FILE:COLUMN", path=path,
+            )  # fmt: skip
+        array = read_npz(path, [column])[column]
+        if array.ndim != 1:
+            raise DataError(f"{where}: array {quoted(column)} has shape {array.shape}, expected (N,)", path=path)
+        return [str(value) for value in array.tolist()]
+    table = _table(path, magic)
+    (name,) = find_labels(list(table.columns), {LABEL: column}, where)
+    return ["" if value is None else str(value) for value in table.values([name])[1][0]]
+
+
+def magic_of(path: Path) -> bytes:
+    """The first bytes of a file. Raises MissingInput, or DataError for an empty one."""
+    with open_regular(path) as stream:
+        found = stream.read(8)
+    if not found:
+        raise DataError(f"{quoted(path, limit=300)} is empty", code="truncated", path=path)
+    return found
+
+
+def _table(path: Path, magic: bytes) -> NumberTable:
+    if magic.startswith(_PARQUET_MAGIC):
+        asked = f"{quoted(path, limit=300)}: a Parquet file"
+        return BlockTable(path, [path], ParquetBlocks, "parquet", asked=asked)
+    if magic.startswith(UTF16_MARKS):
+        raise in_utf16(path)
+    if b"\0" in magic and not magic.startswith(_GZIP_MAGIC):
+        raise DataError(
+            f"{quoted(path, limit=300)} has an unknown format; expected npz, npy, csv, Parquet or a prediction "
+                "file written by bnncli", path=path,
+            hint="save the predictions with np.savez(FILE, probs=..., label=...)", code="wrong_kind",
+        )  # fmt: skip
+    return DelimitedTable(path, delimiter=",")
+
+
+def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> GivenFile:
+    shapes, where = npz_shapes(path), quoted(path, limit=300)
+    if named.keys() & {""} and named[""] in shapes and shapes[named[""]][1].kind not in "fiub":
+        raise DataError(
+            f"{where}: array {quoted(named[''])} has type {shapes[named['']][1]}, expected numbers", path=path
+        )
+    if not shapes:
+        raise DataError(f"{where} has no arrays; expected an npz file with predictions", path=path)
+    is_named = {name for key, name in named.items() if key != LABEL}
+    real = {name: shape for name, (shape, dtype) in shapes.items() if dtype.kind == "f" or name in is_named}
+    absent = next((name for name in is_named if name not in shapes), None)
+    if absent is not None:
+        raise DataError(
+            f"{where} has no array {quoted(absent)}; it has {listed(list(shapes), limit=20)}",
+            code="no_column",
+            path=path,
+        )
+    chosen = find_arrays(real, named, wanted, where)
+    (name,) = chosen.names
+    if len(shapes[name][0]) == 1:
+        _check_not_of_predicted(name, shapes, where, path)
+    labels = find_labels(list(shapes), named, where) if has_labels or LABEL in named else ()
+    others = [one for one in (_CLASSES, _MUTUAL_INFO) if one in shapes and shapes[one][1].kind in "Uf" and one != name]
+    arrays = read_npz(path, [name, *_single(labels, where), *others, *chosen.others])
+    values = _two_axes(arrays[name], f"{where}: array {quoted(name)}")
+    for other in chosen.others:
+        _check_agreement(values, _two_axes(arrays[other], f"{where}: array {quoted(other)}"), (name, other), path)
+    classes = _class_names(arrays.get(_CLASSES), values.shape[1])
+    own = _checked(arrays[labels[0]], classes, f"{where}: array {quoted(labels[0])}") if labels else None
+    note = unlabelled_note(labels) if labels and own is None else ""
+    mutual_info = _as_long(arrays.get(_MUTUAL_INFO), len(values))
+    return GivenFile(path, name, values, chosen.holds, classes, own, mutual_info, note=note)
+
+
+def _of_table(table: NumberTable, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> GivenFile:
+    where = quoted(table.path, limit=300)
+    if not named.keys() - {LABEL}:
+        check_points(table, where)
+        check_cells(table, called_as_predictions(table.columns, TEXT), where)
+    chosen = find_columns(table.columns, named, wanted, where)
+    if len(chosen.names) == 1:
+        _check_not_of_predicted(chosen.names[0], table.columns, where, table.path)
+    _check_one_origin(table, where)
+    label_names = find_labels(list(table.columns), named, where) if has_labels or LABEL in named else ()
+    if has_labels and not label_names and chosen.classes is not None:
+        of_each = [f"label_{name}" for name in chosen.classes]
+        label_names = tuple(of_each) if set(of_each) <= table.columns.keys() else ()
+    further = [name for name in table.columns if name == _MUTUAL_INFO and name not in chosen.names]
+    num_rows, raw = table.values([*label_names, *further])
+    if num_rows == 0:
+        raise DataError(f"{where} has no rows", code="empty_split", path=table.path)
+    values = numbers_of(table, chosen.names, num_rows, where)
+    if chosen.others:
+        _check_agreement(
+            values, numbers_of(table, chosen.others, num_rows, where), (chosen.names[0], chosen.others[0]), table.path
+        )
+    unordered = () if chosen.is_ordered else chosen.names
+    own = raw[: len(label_names)]
+    labels = _of_columns(table, label_names, own, chosen.classes, where, unordered) if label_names else None
+    mutual_info = _real(raw[-1]) if further else None
+    note = unlabelled_note(label_names) if label_names and labels is None else ""
+    return GivenFile(
+        table.path, chosen.names[0], values, chosen.holds, chosen.classes, labels, mutual_info, unordered, note
+    )
+
+
+def _check_not_of_predicted(name: str, names: Collection[str], where: str, path: Path) -> None:
+    """Raise DataError for a single column that is the probability of the predicted class, as tables of `predict` have it."""
+    if name == "probability" and _PREDICTED in names:
+        is_ours = {"split", "posterior", "variant"} <= {*names}
+        raise DataError(
+            f"{where}: expected the probability of every class, but {quoted(name)} next to {quoted(_PREDICTED)} "
+                "holds only that of the predicted class",
+            code="which", path=path,
+            hint="write the table with predict \0probabilities\0, or score a prediction file from the run folder" if is_ours
+            else "give one column per class (p_NAME); if the column holds the probability of class 1, rename it to "
+                f"something other than {name}",
+        )  # fmt: skip
+
+
+def _check_agreement(probs: np.ndarray, logits: np.ndarray, names: tuple[str, str], path: Path) -> None:
+    """Raise DataError where logits (N, C) give other probabilities than those beside them: softmax where rows sum to 1, else sigmoid."""
+    if probs.shape != logits.shape:
+        return
+    apart = 0.0
+    for start in range(0, len(probs), _ROWS):
+        block, own = probs[start : start + _ROWS], np.asarray(logits[start : start + _ROWS], np.float64)
+        if block.shape[1] > 1 and np.allclose(block.sum(axis=1), 1, atol=_ROUNDING):
+            with np.errstate(invalid="ignore"):  # infinite ones are refused where they are scored
+                raised = np.exp(own - own.max(axis=1, keepdims=True))
+            made = raised / raised.sum(axis=1, keepdims=True)
+        else:
+            made = 0.5 + np.tanh(own / 2) / 2
+        apart = max(apart, float(np.abs(made - block).max()))
+    if apart > _ROUNDING:
+        raise DataError(
+            f"{quoted(path, limit=300)}: {quoted(names[0])} and {quoted(names[1])} disagree: probabilities "
+                f"computed from the logits differ by up to {apart:.3g}",
+            code="which", hint=f"choose one: FILE:probs={names[0]} or FILE:logits={names[1]}", path=path,
+        )  # fmt: skip
+
+
+def _check_one_origin(table: NumberTable, where: str) -> None:
+    """Raise DataError for a table of `predict` that has several predictions of one example."""
+    names = [name for name in ("split", "posterior", "variant") if name in table.columns]
+    if len(names) < 3:
+        return
+    origins = sorted(set(zip(*table.values(names)[1], strict=True)))
+    if len(origins) > 1:
+        shown = ", ".join(" ".join(map(str, one)) for one in origins[:4])
+        raise DataError(
+            f"{where} mixes predictions of {len(origins)} splits, posteriors or integrators: {shown}", code="several_splits",
+            hint="score one at a time", path=table.path,
+        )  # fmt: skip
+
+
+def _of_columns(
+    table: NumberTable,
+    names: Sequence[str],
+    values: Sequence[Sequence[Any]],
+    classes: tuple[str, ...] | None,
+    where: str,
+    unordered: tuple[str, ...],
+) -> np.ndarray | None:
+    """The labels in one column, or several labels an example in one each."""
+    if len(names) > 1:
+        return several_labels(dict(zip(names, values, strict=True)), where=where).numbers
+    column = f"{where}: column {quoted(names[0])}"
+    own = table.class_names.get(names[0])
+    if own is not None and classes is not None and {*own} == {*classes}:  # its numbers are of its own names
+        numbers = labels_of(values[0], own, where=column).numbers
+        return None if numbers is None else np.array([classes.index(name) for name in own])[numbers]
+    return _named_labels(values[0], own or classes, column, unordered)
+
+
+def _named_labels(
+    values: Sequence[Any], classes: tuple[str, ...] | None, where: str, unordered: tuple[str, ...] = ()
+) -> np.ndarray | None:
+    """Labels out of texts or numbers: names where all are such, else numbers.
+
+    Raises:
+        DataError: numbers, and columns of classes of which nobody said which is which number.
+    """
+    if classes is not None:  # tables of predict have a ' before names that a spreadsheet would take for formulas
+        values = [
+            one[1:] if isinstance(one, str) and one[:1] == "'" and one not in classes and one[1:] in classes else one
+            for one in values
+        ]
+    kinds = {*map(type, values)}
+    texts = {str(value).strip() for value in {*values}} if kinds and kinds <= {str, int} else set()
+    if classes is not None and texts and texts <= {*classes, ""}:
+        return labels_of(values if kinds == {str} else [*map(str, values)], classes, where=where).numbers
+    found: Labels = labels_of(values, None, where=where)
+    if found.classes is None:
+        if found.numbers is not None and found.numbers.ndim == 1:
+            _check_ordered(unordered, where)
+        return found.numbers
+    if classes is None:
+        raise DataError(
+            f"{where}: labels are names, such as {quoted(found.classes[0])}, but the prediction columns do not "
+                "say which class they belong to",
+            code="bad_labels", hint="save labels as class numbers from 0, or name the columns p_NAME",
+        )  # fmt: skip
+    return labels_of(values, classes, where=where).numbers  # which tells the row that has none of the names
+
+
+def _check_ordered(unordered: tuple[str, ...], where: str) -> None:
+    """Raise DataError where labels are numbers and nothing says which column of the predictions is which."""
+    if unordered:
+        raise DataError(
+            f"{where}: labels are numbers, but nothing says which of the columns {listed(unordered, limit=8)} is "
+                "class 0",
+            code="bad_labels", hint="list the columns in class order: "
+                f"FILE:probs={'+'.join(unordered[:8])}{'+...' * (len(unordered) > 8)}",
+        )  # fmt: skip
+
+
+def _checked(
+    array: np.ndarray, classes: tuple[str, ...] | None, where: str, unordered: tuple[str, ...] = ()
+) -> np.ndarray | None:
+    """The labels of an array; None where all are -1, as files of unlabelled examples have it."""
+    if array.dtype.kind in "US" and array.ndim == 1:
+        return _named_labels([str(value) for value in array.astype(str).tolist()], classes, where, unordered)
+    if array.dtype.kind in "if" and array.ndim == 1 and len(array) and (array == -1).all():
+        return None
+    if array.ndim == 1:
+        _check_ordered(unordered, where)
+    return check_labels(np.asarray(array), num_rows=len(array) if array.ndim else 0, where=where)
+
+
+def _two_axes(array: np.ndarray, where: str) -> np.ndarray:
+    """(N, C) numbers; a vector is a single column. Raises DataError otherwise."""
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"{where} has type {array.dtype}, expected numbers")
+    if array.ndim == 1:
+        array = array[:, None]
+    if array.ndim != 2 or array.shape[1] == 0:
+        draws = "; for draws, save their mean" if array.ndim == 3 else ""
+        raise DataError(f"{where}: expected shape (N, C), got {array.shape}{draws}", code="bad_shape")
+    if len(array) == 0:
+        raise DataError(f"{where} has no rows", code="empty_split")
+    if array.dtype.kind != "f":
+        array = array.astype(np.float64)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _class_names(array: np.ndarray | None, num_classes: int) -> tuple[str, ...] | None:
+    is_there = array is not None and array.dtype.kind == "U" and array.shape == (num_classes,)
+    return tuple(map(str, array.tolist())) if is_there and array is not None else None
+
+
+def _as_long(array: np.ndarray | None, num_rows: int) -> np.ndarray | None:
+    """Finite numbers (N,) of the examples, or None."""
+    return array if array is not None and array.shape == (num_rows,) and np.isfinite(array).all() else None
+
+
+def _real(values: Sequence[Any]) -> np.ndarray | None:
+    try:
+        return _as_long(np.array(values, np.float64), len(values))
+    except (ValueError, TypeError):
+        return None
+
+
+def _single(names: tuple[str, ...], where: str) -> tuple[str, ...]:
+    if len(names) > 1:
+        raise DataError(f"{where}: expected the labels in a single array; got {', '.join(map(quoted, names))}")
+    return names
+
+
+def _read_npy(path: Path) -> np.ndarray:
+    """The array of an npy file. Raises DataError, or Untrusted for one of Python objects."""
+    where = quoted(path, limit=300)
+    with open_regular(path) as stream:
+        try:
+            array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
+        except (ValueError, EOFError, OSError, SyntaxError) as error:
+            if is_failure(error):
+                raise
+            if "allow_pickle" in str(error):
+                raise Untrusted(
+                    f"{where} holds Python objects, which need unpickling; bnncli does not unpickle data",
+                    hint="save it as a plain array of numbers",
+                    path=path,
+                ) from None
+            raise DataError(
+                f"{where} is truncated or damaged ({' '.join(str(error).split())[:120]})", path=path
+            ) from error
+    return array

@@ -1,0 +1,244 @@
+"""Sound from encoded files (WAV is decoded here, anything else by the library soundfile) and waves in arrays."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bnncli.data.labels import check_labels
+from bnncli.errors import DataError, UsageError
+from bnncli.names import quoted
+from bnncli.progress import Progress
+from bnncli.system.input_files import open_regular
+
+SUFFIXES = {".wav", ".wave", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff"}
+_WAV = {".wav", ".wave"}
+_INTEGERS, _REALS, _EXTENSIBLE = 1, 3, 0xFFFE  # of a WAV file's format
+_NOT_SAID = 0x7FFFF000  # sizes from here on are of streams, whose end was not known when they were begun
+_HIGHEST_RATE = 1_000_000  # beyond any converter's
+
+
+class Sound(NamedTuple):
+    """A clip.
+
+    Attributes:
+        samples: (T,) float32, the mean of its channels.
+        rate: in Hz, at which they were taken.
+        num_channels: that it had.
+        where: what to call it in messages.
+    """
+
+    samples: np.ndarray
+    rate: int
+    num_channels: int = 1
+    where: str = "a clip"
+
+
+def check_decodable(names: Iterable[str]) -> None:
+    """Nothing, when files of these names can be decoded. Raises UsageError where that needs a library that is not there."""
+    if find_spec("soundfile") is None:
+        for name in names:
+            if os.path.splitext(name)[1].lower() in SUFFIXES - _WAV:
+                raise _no_library(f"to decode {quoted(name)}")
+
+
+def decoded(data: bytes, where: str, path: Path | None = None) -> Sound:
+    """The sound of a file's bytes.
+
+    Args:
+        where: what to call it.
+
+    Raises:
+        DataError: it is no sound, is cut off, or has no samples.
+        UsageError: the library that decodes it is not installed.
+    """
+    found = _of_wav(data, where, path) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
+    return checked_sound(*(_by_library(data, where, path) if found is None else found), where, path)
+
+
+def read_sound(path: Path) -> Sound:
+    """The sound of a file; raises as `decoded` and `open_regular`."""
+    with open_regular(path) as stream:
+        return decoded(stream.read(), quoted(path, limit=300), path)
+
+
+def checked_sound(samples: np.ndarray, rate: int, where: str, path: Path | None = None) -> Sound:
+    """Samples (T,) or (T, channels), whole numbers or real ones, as a sound.
+
+    Raises:
+        DataError: there are none, or one is not finite; an odd rate.
+    """
+    if samples.ndim not in (1, 2) or samples.size == 0:
+        raise DataError(f"{where} has no samples", code="empty_clip", path=path)
+    if not 1 <= rate <= _HIGHEST_RATE:
+        raise DataError(f"{where}: expected a sampling rate from 1 to {_HIGHEST_RATE:,} Hz, got {rate:,} Hz", path=path)
+    scaled = _scaled(samples).reshape(len(samples), -1)
+    if not np.isfinite(scaled).all():
+        raise DataError(f"{where} has samples that are NaN or infinite", code="not_finite", path=path)
+    num_channels = scaled.shape[1]
+    return Sound(scaled[:, 0].copy() if num_channels == 1 else scaled.mean(axis=1), int(rate), num_channels, where)
+
+
+def is_clip(value: object) -> bool:
+    """Whether a value of a caller's is sound, as Hugging Face's datasets and pipelines give it: `array` and `sampling_rate` by name."""
+    return isinstance(value, Mapping) and {"array", "sampling_rate"} <= value.keys()
+
+
+def clip_of(value: Mapping[str, Any], where: str) -> Sound:
+    """The sound that `is_clip` tells. Raises DataError where its array is no wave (T,), or its rate no number of Hz."""
+    try:
+        samples, rate = np.asarray(value["array"]), float(value["sampling_rate"])
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError(f"{where}: expected an array of samples and a sampling rate in Hz ({error})") from error
+    if samples.ndim != 1 or samples.dtype.kind not in "fi" or rate != int(rate):
+        came = f"{samples.dtype} of shape {samples.shape} at {rate:g} Hz"
+        raise DataError(f"{where}: expected mono samples (T,) and an integer sampling rate in Hz, got {came}")
+    return checked_sound(samples, int(rate), where)
+
+
+def at_rate(sound: Sound, rate: int) -> np.ndarray:
+    """Samples (T',) float32 at another rate in Hz, by a polyphase filter (scipy.signal.resample_poly)."""
+    if sound.rate == rate:
+        return sound.samples
+    from scipy.signal import resample_poly  # here, for its time
+
+    common = math.gcd(rate, sound.rate)
+    return np.asarray(resample_poly(sound.samples, rate // common, sound.rate // common), np.float32)
+
+
+def _scaled(samples: np.ndarray) -> np.ndarray:
+    if samples.dtype == np.uint8:
+        return (samples.astype(np.float32) - 128) / 128
+    if samples.dtype.kind == "i":
+        return (samples / 2.0 ** (8 * samples.dtype.itemsize - 1)).astype(np.float32)
+    return samples.astype(np.float32)
+
+
+def _of_wav(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int] | None:
+    """Samples (T, channels) as stored, and their rate; None where they are coded in another way. Raises DataError."""
+    form, place = b"", 12
+    while place + 8 <= len(data):
+        tag, size = struct.unpack_from("<4sI", data, place)
+        if tag == b"data":
+            break
+        if tag == b"fmt ":
+            form = data[place + 8 : place + 8 + size]
+        place += 8 + size + size % 2
+    else:
+        raise _damaged(where, "it ends before its samples", path)
+    if len(form) < 16:
+        raise _damaged(where, "its format header is incomplete", path)
+    code, channels, rate, _, width, bits = struct.unpack_from("<HHIIHH", form)
+    if code == _EXTENSIBLE and len(form) >= 26:
+        (code,) = struct.unpack_from("<H", form, 24)
+    there = len(data) - place - 8
+    if size > there and size < _NOT_SAID:
+        raise _damaged(where, f"it has {there:,} bytes of samples, expected {size:,}", path)
+    if (code, bits) not in (
+        (_INTEGERS, 8),
+        (_INTEGERS, 16),
+        (_INTEGERS, 24),
+        (_INTEGERS, 32),
+        (_REALS, 32),
+        (_REALS, 64),
+    ):
+        return None
+    if channels == 0 or width != channels * bits // 8:
+        raise _damaged(
+            where, f"its header is inconsistent: {width} bytes per frame for {channels} channels of {bits} bits", path
+        )
+    raw = np.frombuffer(data, np.uint8, min(size, there) // width * width, place + 8)
+    return _numbers(raw, code, bits).reshape(-1, channels), rate
+
+
+def _numbers(raw: np.ndarray, code: int, bits: int) -> np.ndarray:
+    """Samples out of their bytes; 24 bits are the upper ones of 32."""
+    if bits == 24:
+        wide = np.zeros((len(raw) // 3, 4), np.uint8)
+        wide[:, 1:] = raw.reshape(-1, 3)
+        return wide.reshape(-1).view("<i4").astype(np.int32)
+    if bits == 8:
+        return raw
+    return raw.view(f"<{'f' if code == _REALS else 'i'}{bits // 8}")
+
+
+def _by_library(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int]:
+    """Samples (T, channels) and rate, of whatever libsndfile reads. Raises DataError, UsageError."""
+    try:
+        library: Any = importlib.import_module("soundfile")
+    except ImportError:
+        raise _no_library(f"to decode {where}, which is not a plain WAV file") from None
+    except OSError as error:  # libsndfile itself
+        raise _no_library(f"to decode {where}", f"cannot be imported ({error})") from error
+    try:
+        samples, rate = library.read(io.BytesIO(data), dtype="float32", always_2d=True)
+    except (library.SoundFileError, ValueError, TypeError) as error:
+        raise _damaged(where, " ".join(str(error).split())[:200], path) from error
+    return samples, rate
+
+
+def _no_library(purpose: str, why: str = "is not installed") -> UsageError:
+    message = f"soundfile is needed {purpose}, but {why}"
+    return UsageError(message, code="missing_library", hint="pip install 'bnncli[audio]', or convert the files to WAV")
+
+
+def _damaged(where: str, why: str, path: Path | None) -> DataError:
+    return DataError(f"cannot decode {where}: {why}", path=path)
+
+
+_MOST_CHANNELS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class WaveDataset:
+    """Waves (rows, T) or (rows, T, channels) of one sampling rate in Hz, in the type that they were stored in."""
+
+    waves: np.ndarray
+    rate: int
+    labels: np.ndarray | None
+    classes: None = None
+    is_sized: bool = False
+    names: None = None
+    items: str = "audio"
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether there are labels."""
+        return self.labels is not None
+
+    def __len__(self) -> int:
+        return len(self.waves)
+
+    def read(self, rows: np.ndarray) -> tuple[list[Sound], np.ndarray | None]:
+        """Clips and labels (n,) of the rows."""
+        found = [checked_sound(self.waves[row], self.rate, f"row {row}") for row in rows.tolist()]
+        return found, None if self.labels is None else self.labels[rows]
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
+        """The arrays themselves, the rate, and the rows."""
+        found = {"x": self.waves, "sampling_rate": np.array([self.rate]), "rows": rows}
+        return found if self.labels is None else {**found, "y": self.labels}
+
+
+def is_waves(array: np.ndarray) -> bool:
+    """Whether an array is one of waves, and not of spectra."""
+    has_channels = array.ndim == 3 and array.shape[2] <= _MOST_CHANNELS
+    return array.dtype.kind in "if" and (array.ndim == 2 or has_channels)
+
+
+def wave_dataset(waves: np.ndarray, labels: np.ndarray | None, rate: int, *, where: str) -> WaveDataset:
+    """A data set of waves, checked. Raises DataError for waves without samples, and labels that break a rule."""
+    if len(waves):
+        checked_sound(waves[0], rate, where)
+    known = None if labels is None else check_labels(labels, num_rows=len(waves), where=where)
+    return WaveDataset(waves, rate, known)

@@ -1,0 +1,501 @@
+"""A named set of examples: `SPLIT=KIND:PLACE[@N]` parsed, opened, held out, and read in batches on a device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from bnncli import registry
+from bnncli.data.labels import Numbering, common_task
+from bnncli.data.pixels import ImageCounts, Preprocess
+from bnncli.data.shift import Shift, ShiftedDataset
+from bnncli.data.transform import check_fits, items_of
+from bnncli.errors import BnnError, DataError, UsageError
+from bnncli.names import near_miss
+from bnncli.numerics.digests import file_sha256, json_sha256, tensor_digest
+from bnncli.numerics.random import permutation
+from bnncli.options.declaration import check_split_name
+from bnncli.options.parts import forms
+from bnncli.progress import SILENT, Progress
+from bnncli.system.input_files import open_regular, reading
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from bnncli.data.loader import Chunk
+
+
+_REVISION = 1  # raised when a kind tells other things of the same bytes
+_IDENTITY = "identity."
+
+
+class Memory(Protocol):
+    """Arrays by name that outlast a command."""
+
+    def read(self) -> Mapping[str, np.ndarray]:
+        """What was kept; nothing where there is none, or it is damaged."""
+
+    def offer(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Have them kept when the command has done its work."""
+
+
+@dataclass(frozen=True, eq=False)
+class KnownDataset:
+    """A data set of which is known what it tells when it is opened; that is done when its rows are needed."""
+
+    told: Mapping[str, np.ndarray]
+    open: Callable[[], Dataset] = field(repr=False)
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """(rows,) or (rows, L), or None."""
+        return self.told.get("labels")
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether there are labels."""
+        return "labels" in self.told
+
+    @cached_property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names in the order of the labels."""
+        return tuple(self.told["classes"].tolist()) if "classes" in self.told else None
+
+    @cached_property
+    def names(self) -> tuple[str, ...] | None:
+        """Of the examples."""
+        return tuple(self.told["names"].tolist()) if "names" in self.told else None
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether images are resized when they are read."""
+        return bool(self.told["is_sized"])
+
+    @property
+    def items(self) -> str:
+        """Arrays, images or texts."""
+        return str(self.told["items"])
+
+    def __len__(self) -> int:
+        return int(self.told["num_rows"])
+
+    @cached_property
+    def opened(self) -> Dataset:
+        """The data set itself."""
+        return self.open()
+
+    def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
+        """As the data set itself."""
+        return self.opened.read(rows)
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
+        """As the data set itself."""
+        found = {name.removeprefix(_IDENTITY): array for name, array in self.told.items() if name.startswith(_IDENTITY)}
+        return {**found, "rows": rows}
+
+
+def known_or_opened(
+    kind: str, module: Any, place: str, preprocess: Preprocess, memory: Memory | None
+) -> Dataset | KnownDataset:
+    """The data set of a place; not opened where all of its files have the bytes that they had when it was.
+
+    Args:
+        module: of the kind. One with `files(place)` has all in them that its data sets tell; others are always opened.
+        memory: of this place; None opens.
+
+    Raises:
+        BnnError: as the module's `open_dataset`.
+    """
+    dataset: Dataset
+    if memory is None or not hasattr(module, "files"):
+        dataset = module.open_dataset(place, preprocess)
+        return dataset
+    try:
+        files = module.files(place)
+        states = _states(files)
+        key = _key(kind, place, preprocess, files)
+    except (BnnError, OSError):  # opening tells what it is
+        dataset = module.open_dataset(place, preprocess)
+        return dataset
+    told = memory.read()
+    if str(told.get("key")) == key:
+        return KnownDataset(told, partial(module.open_dataset, place, preprocess))
+    dataset = module.open_dataset(place, preprocess)
+    if getattr(dataset, "paths", None) is not None:  # of images, which are files of their own
+        return dataset
+    if not dataset.is_labeled:  # its other columns may tell why
+        return dataset
+    told = _told(dataset, key)
+    if _states(files) == states:
+        memory.offer(told)
+    return KnownDataset(told, lambda: dataset)
+
+
+def _key(kind: str, place: str, preprocess: Preprocess, files: Sequence[Path]) -> str:
+    """What a data set's facts depend on."""
+    digests = []
+    for file in files:
+        with open_regular(file) as stream:
+            digests.append([file.name, file_sha256(stream)])
+    transform = preprocess.transform
+    takes = None if transform is None else [transform.takes, transform.mode]
+    return json_sha256([_REVISION, kind, place, takes, digests])
+
+
+def _told(dataset: Dataset, key: str) -> dict[str, np.ndarray]:
+    identity = dataset.identity(np.zeros(0, np.int64), SILENT) or {}
+    found = {f"{_IDENTITY}{name}": np.asarray(array) for name, array in identity.items() if name != "rows"}
+    parts = {"labels": dataset.labels, "classes": dataset.classes, "names": dataset.names}
+    found |= {name: np.asarray(value) for name, value in parts.items() if value is not None}
+    facts = {"key": key, "num_rows": len(dataset), "is_sized": dataset.is_sized, "items": dataset.items}
+    return found | {name: np.asarray(value) for name, value in facts.items()}
+
+
+def _states(files: Sequence[Path]) -> list[tuple[int, int, int]]:
+    """Which files have the names, their sizes and when they were written."""
+    found = [file.stat() for file in files]
+    return [(one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
+
+
+def hold_out_rows(num_rows: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions that stay (num_rows - count,) and that move (count,), both ascending; the seed chooses."""
+    if not 0 < count < num_rows:
+        raise ValueError(f"expected a count between 0 and {num_rows} rows, got {count}")
+    order = permutation(num_rows, seed)
+    return np.sort(order[count:]), np.sort(order[:count])
+
+
+def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
+    """NEW, OLD and N of `NEW=OLD:N`, for splits of these sizes.
+
+    Raises:
+        UsageError: another form, no such split, NEW exists, or OLD has not more than N rows.
+    """
+    match = re.fullmatch(r"([^=]+)=([^:]+):(\d+)", text)
+    if match is None:
+        raise UsageError(f"\0hold_out\0: expected NEW=OLD:N, such as val=test:2000; got {text!r}")
+    new, old, count = check_split_name(match[1], "\0hold_out\0"), match[2], int(match[3])
+    if old not in sizes:
+        have = f"no split {old!r} in this command (have: {', '.join(sizes)})"
+        raise UsageError(f"\0hold_out\0: {have}", hint=near_miss(old, list(sizes)))
+    if new in sizes:
+        raise UsageError(f"\0hold_out\0: split {new!r} already exists")
+    if not 0 < count < sizes[old]:
+        rows = f"1 to {sizes[old] - 1} of the {sizes[old]} rows left in {old!r}"
+        raise UsageError(f"\0hold_out\0 {text}: expected {rows}")
+    return new, old, count
+
+
+def hold_out(splits: Mapping[str, InputSplit], text: str, *, seed: int) -> dict[str, InputSplit]:
+    """The splits after `NEW=OLD:N` moved N random rows of OLD into NEW.
+
+    Raises:
+        UsageError: as parse_hold_out.
+    """
+    new, old, count = parse_hold_out(text, {name: len(split) for name, split in splits.items()})
+    stay, move = hold_out_rows(len(splits[old]), count, seed)
+    kept, moved = (replace(splits[old].take(rows), held_out=text) for rows in (stay, move))
+    return {**splits, old: kept, new: replace(moved, name=new)}
+
+
+# What a network takes: one tensor, or several by the names of its arguments. What data sets hold: arrays, or items.
+Inputs: TypeAlias = "Tensor | dict[str, Tensor]"
+Stored: TypeAlias = "np.ndarray | Tensor | Mapping[str, np.ndarray] | Mapping[str, Tensor] | list[Any]"
+
+
+class Dataset(Protocol):
+    """Stored examples, read by their rows."""
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """(rows,) int64, or (rows, L) uint8 of several labels an example; None without, and where they are known only when read."""
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether `read` returns labels."""
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names in the order of the labels; None where it has none."""
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether images were resized and cropped by `read`."""
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Of the examples, such as their files; None where they have none."""
+
+    @property
+    def items(self) -> str:
+        """What `read` gives: arrays; images (a list of PIL images), texts (of str or pairs of it) or audio (of Sound), for a transform."""
+
+    def __len__(self) -> int:
+        """Examples stored."""
+
+    def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
+        """Inputs as stored and labels (n,) int64, or (n, L) uint8, of the rows (n,): an array, arrays by name, or a list of items."""
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray | Tensor] | None:
+        """Arrays that change when these rows (n,), or what they hold, do; None where only reading everything would tell."""
+
+
+class Batch(NamedTuple):
+    """Inputs on the device, labels (n,) int64 or (n, L) uint8 on the CPU or None, and what was done to the examples.
+
+    Inputs are (n, ...) in float32, or token ids; or several of them, by the names of the network's arguments.
+    num_truncated, num_converted and lengths are those of Transformed; images counts what was done when they were decoded.
+    """
+
+    inputs: Inputs
+    labels: Tensor | None
+    num_truncated: int = 0
+    num_converted: int = 0
+    lengths: tuple[int, ...] | None = None
+    images: ImageCounts = ImageCounts()
+
+
+@dataclass(frozen=True)
+class InputSplit:
+    """Rows of a data set in a fixed order: what the network sees of a split.
+
+    Attributes:
+        spec: the text that named the data.
+        rows: (N,) int64, ascending: the row of each example in the data set, which is its sample id.
+        is_labeled: whether batches have labels.
+        first_rows: N where the spec asks for the first N rows (@N).
+        name: of the split.
+        is_ood: whether it is out-of-distribution.
+        held_out: the `NEW=OLD:N` that made it or took rows from it, or None.
+        numbering: what the labels of the data are renumbered by, see `matched_to`; None leaves them.
+        shift: what is done to its images; digests are those of the data as they are.
+    """
+
+    spec: str
+    dataset: Dataset
+    rows: np.ndarray
+    preprocess: Preprocess
+    is_labeled: bool
+    first_rows: int | None = None
+    name: str = ""
+    is_ood: bool = False
+    held_out: str | None = None
+    numbering: Numbering | None = None
+    shift: Shift | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.rows) == 0:
+            raise DataError(f"{self.spec}: no examples", code="empty_split")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """Labels (N,) int64, or (N, L) uint8; None without labels, or where they are known only when read (py:)."""
+        known = self.dataset.labels
+        if not self.is_labeled or known is None:
+            return None
+        return known[self.rows] if self.numbering is None else self.numbering.of(known[self.rows])
+
+    @property
+    def shown_labels(self) -> np.ndarray | None:
+        """The labels as far as they are known before any example is read: of user's code (py:) the first; None without."""
+        first: np.ndarray | None = getattr(self.dataset, "first_labels", None)
+        return self.labels if self.labels is not None or not self.is_labeled else first
+
+    @property
+    def num_labels(self) -> int | None:
+        """L where an example has several labels; None where it has one class, or none."""
+        shown = self.shown_labels
+        return shown.shape[1] if shown is not None and shown.ndim == 2 else None
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes, index = label; None where the data has no names."""
+        return self.dataset.classes if self.numbering is None else self.numbering.classes
+
+    @property
+    def names(self) -> list[str] | None:
+        """Names (N,) of the examples; None where the data have none."""
+        every = self.dataset.names
+        return None if every is None else [every[row] for row in self.rows.tolist()]
+
+    @property
+    def items(self) -> str:
+        """What the examples are: arrays, images, texts or audio."""
+        return items_of(self.dataset)
+
+    def take(self, positions: np.ndarray) -> InputSplit:
+        """The split of the examples at these positions (n,), in this order."""
+        return replace(self, rows=self.rows[positions])
+
+    def longest(self, among: int) -> InputSplit:
+        """The split of one example: of texts the one with most characters of at most so many across the split, of others the first."""
+        if self.items != "texts":
+            return self.take(np.arange(1))
+        some = np.unique(np.linspace(0, len(self) - 1, num=min(among, len(self)), dtype=np.int64))
+        texts = self.dataset.read(self.rows[some])[0]
+        lengths = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
+        return self.take(some[[int(np.argmax(lengths))]])
+
+    def as_ood(self) -> InputSplit:
+        """The same examples, as out-of-distribution, which have no labels."""
+        return replace(self, is_labeled=False, is_ood=True)
+
+    def content_digest(self, progress: Progress = SILENT) -> str | None:
+        """Digest of the stored content and of the choice of rows; None for a data set that cannot tell (py:)."""
+        identity = self.dataset.identity(self.rows, progress)
+        return None if identity is None else tensor_digest(identity)
+
+    @cached_property
+    def order_digest(self) -> str:
+        """Identity of the examples and their order, as far as it can be told without running user code."""
+        return self.content_digest() or json_sha256([self.spec, self.rows.tolist()])
+
+    @cached_property
+    def outline_digest(self) -> str:
+        """Identity of what is known of the examples before any is read: which rows, their labels, names and classes."""
+        known = {"rows": self.rows, "labels": self.labels}
+        found = {name: array for name, array in known.items() if array is not None}
+        return json_sha256([self.spec, tensor_digest(found), self.names, self.classes])
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        num_workers: int = 0,
+        turns: slice = slice(None),
+    ) -> Iterator[Batch]:
+        """Batches in order, preprocessed on the device; `num_workers` processes read and decode ahead.
+
+        Args:
+            turns: which of them, by their place; no other is read.
+
+        Raises:
+            DataError: an example cannot be read, or has another shape than the others.
+        """
+        from bnncli.data.loader import read_ahead  # here, for torch
+
+        dataset = self.dataset.opened if isinstance(self.dataset, KnownDataset) else self.dataset
+        chunks = read_ahead(
+            dataset if self.shift is None else ShiftedDataset(dataset, self.shift, self.spec),
+            self.rows,
+            batch_size,
+            num_workers=num_workers,
+            transform=self.preprocess.transform,
+            where=self.spec,
+            turns=turns,
+        )
+        for chunk in chunks:
+            labels = chunk.labels if self.is_labeled else None
+            if labels is not None and self.numbering is not None:
+                labels = labels.new_tensor(self.numbering.of(labels.numpy()))
+            inputs = self._ready(chunk, device)
+            yield Batch(inputs, labels, chunk.num_truncated, chunk.num_converted, chunk.lengths, chunk.images)
+
+    def _ready(self, chunk: Chunk, device: torch.device | str) -> Inputs:
+        """What was read, on the device, as the network takes it."""
+        if isinstance(chunk.inputs, dict):
+            self.preprocess.check_named(chunk.inputs)
+            moved = {name: tensor.to(device) for name, tensor in chunk.inputs.items()}
+            return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in moved.items()}
+        inputs = chunk.inputs.to(device)
+        if chunk.is_ready:
+            return inputs
+        try:
+            return self.preprocess.apply(inputs, is_sized=self.dataset.is_sized)
+        except DataError as error:
+            raise DataError(f"{self.spec}: {error.message}", hint=error.hint) from error
+
+
+_FAMILY = "data"
+_FOLDER = "images"  # what a folder most often is
+
+
+def parse_split(text: str, *, option: str = "\0data\0") -> tuple[str, str]:
+    """Name and spec out of `SPLIT=SPEC`.
+
+    Raises:
+        UsageError: there is no `=`, or the name could not be a file's name.
+    """
+    name, equals, spec = text.partition("=")
+    if not equals or not spec:
+        raise UsageError(f"{option}: expected SPLIT=SPEC, such as train=npz:train.npz; got {text!r}")
+    return check_split_name(name, option), spec
+
+
+def _forms() -> str:
+    *others, last = forms()
+    return f"{', '.join(others)} or {last}, optionally followed by @N for the first N rows"
+
+
+def _perhaps(place: str) -> str | None:
+    """What may be meant, where the name of a file ends as a kind is called, or is that of a folder."""
+    suffixes = Path(re.split(r"[:@]", place)[0]).suffixes
+    kinds = [suffix[1:] for suffix in suffixes if registry.has_name(_FAMILY, suffix[1:])]
+    if not kinds and Path(place).is_dir():
+        kinds = [_FOLDER]
+    return f"did you mean {kinds[-1]}:{place}?" if kinds else None
+
+
+def open_stored(spec: str) -> Dataset:
+    """The data set that `KIND:PLACE[@N]` names, all of its rows, as stored: for no model. Raises as `load_split` does."""
+    return _opened(spec, Preprocess(), None)[2]
+
+
+def load_split(
+    spec: str,
+    *,
+    name: str = "",
+    preprocess: Preprocess | None = None,
+    takes_any_labels: bool = False,
+    memory: Memory | None = None,
+) -> InputSplit:
+    """The split that `KIND:PLACE[@N]` names, its files open or in memory.
+
+    A trailing `@N` belongs to the file name where such a file exists.
+
+    Args:
+        takes_any_labels: whether zeros and ones (N, L) pass whatever they are, as other splits may tell: `common_task`.
+        memory: what is known of it; data whose bytes are known are opened when they are read.
+
+    Raises:
+        UsageError: unknown kind or form, or data of another kind than the model takes.
+        MissingInput: a file does not exist.
+        DataError: a file is damaged, labels break a rule, or there are fewer than N rows.
+        Untrusted: reading it would unpickle.
+    """
+    preprocess = preprocess or Preprocess()
+    kind, place, dataset, count = _opened(spec, preprocess, memory)
+    check_fits(dataset, preprocess.transform, spec)
+    if count is not None and not 1 <= count <= len(dataset):
+        raise DataError(f"{spec}: you asked for {count} rows, but there are only {len(dataset)}", code="too_few_rows")
+    rows = np.arange(len(dataset) if count is None else count)
+    split = InputSplit(spec, dataset, rows, preprocess, dataset.is_labeled, count, name)
+    if not takes_any_labels:
+        common_task({f"{kind}:{place}": split.shown_labels}, None)
+    return split
+
+
+def _opened(spec: str, preprocess: Preprocess, memory: Memory | None) -> tuple[str, str, Dataset, int | None]:
+    """Kind, place, data set and the N of @N. Raises as `load_split` does."""
+    kind, colon, place = spec.partition(":")
+    if not colon or not place or not registry.has_name(_FAMILY, kind):
+        raise UsageError(f"\0data\0: expected {_forms()}; got {spec!r}", hint=_perhaps(place or kind))
+    module = registry.load_module(_FAMILY, kind)
+    match = re.fullmatch(r"(.+)@(\d+)", place)
+    count = None
+    with reading(Path(place)):  # a name too long, a folder that may not be entered
+        if match and not module.exists(place):
+            place, count = match[1], int(match[2])
+        dataset = known_or_opened(kind, module, place, preprocess, memory)
+    return kind, place, dataset, count

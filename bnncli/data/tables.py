@@ -1,0 +1,756 @@
+"""Tables as data sets: which columns are input and label, labels out of cells, rows read when they are asked for."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+
+from bnncli.data.arrays import TOKEN_IDS
+from bnncli.data.labels import IF_UNKNOWN, check_labels
+from bnncli.data.pixels import Preprocess, check_same_size, decoded_image, mode_of, opened_image, sized
+from bnncli.data.sound import Sound, check_decodable, decoded
+from bnncli.data.transform import settled
+from bnncli.errors import DataError, UsageError
+from bnncli.names import listed, quoted
+from bnncli.numerics.digests import file_sha256
+from bnncli.progress import Progress
+from bnncli.system.input_files import open_regular
+
+if TYPE_CHECKING:
+    from bnncli.data.splits import Stored
+
+
+# What a column holds, as far as the table tells without reading it.
+TEXT, WHOLE, REAL, FILE, LIST, OTHER = (
+    "text",
+    "whole numbers",
+    "real numbers",
+    "images or sound",
+    "lists",
+    "something else",
+)
+
+_KEYS = ("text", "image", "audio", "x", "label")
+_TEXT_NAMES = ("text", "sentence", "review", "content", "comment", "tweet", "document", "body", "utterance")
+_TEXT_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2"))
+_FILE_NAMES = ("path", "file", "filename", "file_name")
+_AUDIO_NAMES = ("audio", "sound", "wav", "clip", "audio_path", "audio_file", *_FILE_NAMES)
+_IMAGE_NAMES = ("image", "img", "picture", "photo", "image_path", "image_file", *_FILE_NAMES)
+_NUMBER = re.compile(r"[+-]?[0-9]+([.][0-9]+)?")
+LABEL_NAMES = ("label", "labels", "target", "targets", "class", "category", "sentiment", "y")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The columns of an input, of one kind, and of the label.
+
+    Attributes:
+        kind: text, image, audio or x.
+        inputs: one column; two are a pair of texts, several the numbers of a row.
+        labels: one column; several are a matrix of zeros and ones, one a class; none where there are no labels.
+    """
+
+    kind: str
+    inputs: tuple[str, ...]
+    labels: tuple[str, ...]
+
+    def to_texts(self) -> list[str]:
+        """What tells these columns from others."""
+        return [self.kind, *self.inputs, "label", *self.labels]
+
+
+def divide(place: str, spelled: str) -> tuple[str, dict[str, str]]:
+    """The place itself, and the columns that are named after it: `FILE:text=COL,label=COL`.
+
+    A colon belongs to the place where such a file exists.
+
+    Args:
+        spelled: the kind, for messages.
+
+    Raises:
+        UsageError: the columns are not of that form.
+    """
+    if Path(place).expanduser().exists():
+        return place, {}
+    starts = [match.start() for match in re.finditer(rf":(?=(?:{'|'.join(_KEYS)})=)", place)]
+    if not starts:
+        before, colon, after = place.rpartition(":")
+        if colon and after and "=" in after and Path(before).expanduser().exists():
+            raise _form(after, spelled)
+        return place, {}
+    start = next((one for one in starts if Path(place[:one]).expanduser().exists()), starts[0])
+    return place[:start], _parse(place[start + 1 :], spelled)
+
+
+def _parse(text: str, spelled: str) -> dict[str, str]:
+    """Columns by what they are; a comma belongs to a name where no `KEY=` comes after it."""
+    found: dict[str, str] = {}
+    for part in re.split(rf",(?=(?:{'|'.join(_KEYS)})=)", text):
+        key, _, value = part.partition("=")
+        if key not in _KEYS or key in found or (not value and key != "label"):
+            raise _form(text, spelled)
+        found[key] = value
+    if len(found.keys() - {"label"}) > 1:
+        raise UsageError(f"\0data\0 {spelled}: expected only one of text=, image=, audio= and x=; got {text!r}")
+    return found
+
+
+def _form(text: str, spelled: str) -> UsageError:
+    return UsageError(
+        f"\0data\0 {spelled}: expected columns such as text=COL,label=COL (keys: "
+        f"{', '.join(f'{key}=' for key in _KEYS)}); got {text!r}"
+    )
+
+
+def find_roles(
+    columns: Mapping[str, str], named: Mapping[str, str], *, takes: str | None, where: str, spelled: str
+) -> Roles:
+    """The columns of input and label.
+
+    Args:
+        columns: what each holds.
+        named: as `divide` gives them.
+        takes: images, texts or audio where the model says so.
+        where: the table, for messages.
+
+    Raises:
+        DataError: a column that is named is not there.
+        UsageError: none, or several, could be the input or the label; the names of the columns look like an example.
+    """
+    labels = _label_columns(columns, named, where, spelled)
+    numbers = [name for name, holds in columns.items() if holds in (WHOLE, REAL) and _NUMBER.fullmatch(name)]
+    if numbers and not labels and named.keys().isdisjoint(("label", "x")):
+        raise UsageError(
+            f"\0data\0 {spelled}: {where} has no label column, and a column name is a number: {listed(columns)} "
+            "(is the header line missing?)",
+            hint=f"add a header line, or name the label column: {spelled}:FILE:label={numbers[0]} (label= if there is "
+            "none)",
+        )
+    for kind in named.keys() - {"label"}:
+        inputs = _named(named[kind], columns, where)
+        if kind != "x" and len(inputs) > (2 if kind == "text" else 1):
+            most = "one column, or two for pairs" if kind == "text" else "one column"
+            raise UsageError(f"\0data\0 {spelled}: {kind}= takes {most}; got {named[kind]!r}")
+        return Roles(kind, inputs, labels)
+    others = {name: holds for name, holds in columns.items() if name not in labels}
+    if takes == "images" or (takes is None and FILE in others.values()):
+        return Roles("image", _one(_files(others, _IMAGE_NAMES), others, "image", where, spelled), labels)
+    if takes == "audio":
+        return Roles("audio", _one(_files(others, _AUDIO_NAMES), others, "audio", where, spelled), labels)
+    return Roles("text", _texts(others, where, spelled), labels)
+
+
+def _label_columns(columns: Mapping[str, str], named: Mapping[str, str], where: str, spelled: str) -> tuple[str, ...]:
+    if "label" in named:
+        names = _named(named["label"], columns, where) if named["label"] else ()
+        twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+        if twice is not None:
+            raise UsageError(f"\0data\0 {spelled}: label= names column {quoted(twice)} twice")
+        return names
+    found = [name for name in columns if name.casefold() in LABEL_NAMES]
+    if len(found) > 1:
+        raise UsageError(
+            f"\0data\0 {spelled}: several columns of {where} could be the label: {listed(found)}",
+            hint=f"choose one: {spelled}:FILE:label={found[0]}",
+        )
+    return tuple(found)
+
+
+def _texts(others: Mapping[str, str], where: str, spelled: str) -> tuple[str, ...]:
+    """One column of texts, or the two of a well-known pair."""
+    texts = [name for name, holds in others.items() if holds == TEXT]
+    folded = {name.casefold(): name for name in texts}
+    for pair in _TEXT_PAIRS:
+        if all(name in folded for name in pair):
+            return folded[pair[0]], folded[pair[1]]
+    known = [folded[name] for name in _TEXT_NAMES if name in folded]
+    return _one(known or texts, others, "text", where, spelled)
+
+
+def _files(others: Mapping[str, str], known: Collection[str]) -> list[str]:
+    """Columns of encoded files, or of their paths by the names that are known for them."""
+    stored = [name for name, holds in others.items() if holds == FILE]
+    return stored or [name for name, holds in others.items() if holds == TEXT and name.casefold() in known]
+
+
+def _one(found: list[str], others: Mapping[str, str], kind: str, where: str, spelled: str) -> tuple[str, ...]:
+    """The one column that was found. Raises UsageError for none or several."""
+    if len(found) == 1:
+        return (found[0],)
+    if found:
+        message = f"several columns of {where} could be the {kind}: {listed(found, limit=20)}"
+        both = f", or use both as a pair: {kind}={found[0]}+{found[1]}" if kind == "text" else ""
+        hint = f"choose one: {spelled}:FILE:{kind}={found[0]}{both}"
+    else:
+        every = ", ".join(f"{quoted(name)} ({holds})" for name, holds in list(others.items())[:20]) or "none"
+        message = f"found no {kind} column in {where}; its columns, apart from the label: {every}"
+        numbers = [name for name, holds in others.items() if holds in (WHOLE, REAL, LIST)]
+        as_numbers = f", or use numbers as inputs: x={'+'.join(numbers[:3])}" if numbers and kind == "text" else ""
+        hint = f"name the column: {spelled}:FILE:{kind}=COLUMN{as_numbers}"
+    raise UsageError(f"\0data\0 {spelled}: {message}", hint=hint)
+
+
+def _named(text: str, columns: Mapping[str, str], where: str) -> tuple[str, ...]:
+    """One column or several, joined by +, which belongs to a name where there is such a column."""
+    names = (text,) if text in columns else tuple(text.split("+"))
+    for name in names:
+        if name not in columns:
+            raise DataError(
+                f"{where} has no column {quoted(name)}; it has {listed(columns, limit=20)}", code="no_column"
+            )
+    return names
+
+
+_WHOLE = re.compile(r"[+-]?\d+")
+_LARGEST = 1 << 62
+_UNKNOWN = -1
+_MOST_DIGITS = 100  # zeros may stand in front
+_TRUTHS = ("true", "false")
+_NO_NUMBER = {"", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none", "?"}  # how tables write it
+_ONE_LABEL = dict.fromkeys(("1", "1.0", "true", "yes"), 1) | dict.fromkeys(("0", "0.0", "false", "no"), 0)
+_ONE_LABEL |= dict.fromkeys([*map(str.casefold, _NO_NUMBER), "-1", "-1.0"], _UNKNOWN)
+
+
+class Labels(NamedTuple):
+    """Labels (N,) int64, None where no row has one, and the names of the classes, None where they are numbers."""
+
+    numbers: np.ndarray | None
+    classes: tuple[str, ...] | None
+
+
+def labels_of(values: Sequence[Any], names: tuple[str, ...] | None, *, where: str) -> Labels:
+    """Labels out of a column.
+
+    Args:
+        values: whole numbers, truth values, or texts; texts that are all whole numbers are numbers. Where classes have names,
+            lists of their numbers too: several labels an example.
+        names: of the classes, where the table has numbers and tells what they mean.
+        where: the column, for messages.
+
+    Raises:
+        DataError: some rows have no label, or values are not of one of these kinds.
+    """
+    if {*map(type, values)} in ({str}, {int}):  # of which few differ: what each of them is, is found once
+        number_of = {value: number for number, value in enumerate(dict.fromkeys(values))}
+        try:
+            numbers, classes = _labels_of(list(number_of), names, where)
+        except DataError:  # told below with the row that it has among all
+            pass
+        else:
+            places = np.fromiter(map(number_of.__getitem__, values), np.int64, len(values))
+            return Labels(None if numbers is None else numbers[places], classes)
+    return _labels_of(values, names, where)
+
+
+def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str) -> Labels:
+    values = [value.strip() if isinstance(value, str) else value for value in values]
+    is_missing = [value is None or value == "" for value in values]
+    texts = {value for value in values if isinstance(value, str)}
+    if texts - _NO_NUMBER and all(map(_WHOLE.fullmatch, texts - _NO_NUMBER)):
+        is_missing = [value is None or (isinstance(value, str) and value in _NO_NUMBER) for value in values]
+    if all(is_missing):
+        return Labels(None, names)
+    if any(is_missing):
+        raise DataError(
+            f"{where}: row {is_missing.index(True)} has no label", code="bad_labels",
+            hint="remove the rows without a label, or use no labels: label=",
+        )  # fmt: skip
+    if names is not None and all(isinstance(value, list) for value in values):
+        return Labels(check_labels(zeros_and_ones(values, len(names), where), num_rows=len(values), where=where), names)
+    if all(isinstance(value, str) for value in values):
+        if names is None and not all(_WHOLE.fullmatch(value) for value in values):
+            folded = [value.casefold() for value in values]
+            if {*folded} <= {*_TRUTHS, "0", "1"} and not {*folded} <= {*_TRUTHS}:
+                row = next(row for row, value in enumerate(folded) if (value in _TRUTHS) != (folded[0] in _TRUTHS))
+                raise _mixed_truths(values, row, where)
+            return _by_name(values, where)
+        if names is not None:
+            return Labels(_known(values, names, where), names)
+        for row, value in enumerate(values):
+            if len(value) > _MOST_DIGITS:
+                raise DataError(
+                    f"{where}: row {row} has a number with {len(value)} digits; expected class numbers from 0",
+                    code="bad_labels",
+                )
+        values = [int(value) for value in values]
+    are_truths = {type(value) is bool for value in values}
+    if are_truths == {True}:
+        return Labels(np.array(values, np.int64), None)
+    if True in are_truths:
+        row = next(row for row, value in enumerate(values) if (type(value) is bool) != (type(values[0]) is bool))
+        raise _mixed_truths(values, row, where)
+    numbers = _array(values, where)
+    if numbers.dtype.kind in "iu" and numbers.ndim == 1 and (numbers == -1).all():  # so test splits are published
+        return Labels(None, names)
+    found = check_labels(numbers, num_rows=len(values), where=where)
+    if names is not None and len(found) and found.max() >= len(names):
+        raise DataError(
+            f"{where}: row {int(found.argmax())} has label {found.max()}, but there are only {len(names)} classes",
+            code="bad_labels",
+        )
+    return Labels(found, names)
+
+
+def unlabelled_note(columns: Sequence[str]) -> str:
+    """What to say of columns of labels in which no row has one."""
+    return (
+        f"{listed(columns)} has no label in any row (every value is -1 or empty), so the split is treated as unlabelled"
+    )
+
+
+def several_labels(columns: Mapping[str, Sequence[Any]], *, where: str) -> Labels:
+    """Several labels an example (N, L) uint8, out of a column for each of them; None where no row has any.
+
+    Args:
+        columns: zeros and ones, truth values or yes and no by the names of the labels; -1, NaN or nothing where it is not known.
+        where: the table, for messages.
+
+    Raises:
+        DataError: another value, or some labels that are not known.
+    """
+    parts = [_there_or_not(values, f"{where}: column {quoted(name)}") for name, values in columns.items()]
+    matrix = np.stack(parts, axis=1)
+    is_unknown = matrix == _UNKNOWN
+    if is_unknown.all():
+        return Labels(None, None)
+    if is_unknown.any():
+        row, column = np.argwhere(is_unknown)[0]
+        name = quoted(list(columns)[column])
+        message = f"{where}: row {row} has no value for label {name} (-1, NaN or empty)"
+        raise DataError(message, code="bad_labels", hint=IF_UNKNOWN)
+    return Labels(matrix.astype(np.uint8), tuple(columns))
+
+
+def _there_or_not(values: Sequence[Any], where: str) -> np.ndarray:
+    """Whether each row has a label: 0, 1, or -1 where it is not known. Raises DataError for another value."""
+    found = np.empty(len(values), np.int8)
+    for row, value in enumerate(values):
+        number = _ONE_LABEL.get(str(value).strip().casefold())
+        if number is None:
+            message = (
+                f"{where}: row {row} has {quoted(value)}; expected 0 or 1, false or true, no or yes for each label"
+            )
+            raise DataError(message, code="bad_labels")
+        found[row] = number
+    return found
+
+
+def zeros_and_ones(values: Sequence[Sequence[int]], num_classes: int, where: str) -> np.ndarray:
+    """A matrix (N, C) with a one for each class that a list names. Raises DataError for a number that is no class."""
+    found = np.zeros((len(values), num_classes), np.int64)
+    for row, numbers in enumerate(values):
+        for number in numbers:
+            if not isinstance(number, int) or not 0 <= number < num_classes:
+                message = f"{where}: row {row} has class {number!r}, but there are only {num_classes} classes"
+                raise DataError(message, code="bad_labels")
+            found[row, number] = 1
+    return found
+
+
+def _mixed_truths(values: Sequence[Any], row: int, where: str) -> DataError:
+    """Return the error for labels that mix truth values and numbers."""
+    return DataError(
+        f"{where}: expected either integers or booleans, not both; row 0 has {quoted(values[0])}, row {row} has "
+            f"{quoted(values[row])}",
+        code="bad_labels", hint="write all of them as 0 and 1",
+    )  # fmt: skip
+
+
+def _by_name(values: Sequence[str], where: str) -> Labels:
+    """Texts as names of classes, numbered in sorted order. Raises DataError where they are real numbers."""
+    classes = sorted(set(values))
+    if all(_is_real(name) for name in classes):
+        if all(float(name).is_integer() for name in classes):
+            message = f"{where}: labels must be integers, counted from 0; row 0 has {quoted(values[0])}"
+            raise DataError(message, code="bad_labels", hint=f"write {float(values[0]):.0f}, without a decimal point")
+        check_labels(np.array([float(value) for value in values]), num_rows=len(values), where=where)
+    place = {name: number for number, name in enumerate(classes)}
+    return Labels(np.array([place[value] for value in values], np.int64), tuple(classes))
+
+
+def _known(values: Sequence[str], names: tuple[str, ...], where: str) -> np.ndarray:
+    place = {name: number for number, name in enumerate(names)}
+    for row, value in enumerate(values):
+        if value not in place:
+            raise DataError(
+                f"{where}: row {row} has {quoted(value)}, which is not a class of the table", code="bad_labels"
+            )
+    return np.array([place[value] for value in values], np.int64)
+
+
+def _array(values: Sequence[Any], where: str) -> np.ndarray:
+    """Numbers, or lists of as many numbers each, as an array."""
+    try:
+        numbers = np.array(values)
+    except (ValueError, OverflowError):
+        numbers = np.array([None])
+    if numbers.dtype.kind not in "iufb" or (numbers.dtype.kind in "iu" and np.abs(numbers).max() > _LARGEST):
+        odd = next((row for row, value in enumerate(values) if type(value) is not type(values[0])), 0)
+        rows = ", ".join(f"row {row} has {values[row]!r:.80}" for row in sorted({0, odd}))
+        raise DataError(
+            f"{where}: labels must be all integers from 0 or all names; {rows}",
+            code="bad_labels",
+        )
+    return numbers
+
+
+def _is_real(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+class StoredTable(Protocol):
+    """Rows of named columns in files."""
+
+    @property
+    def path(self) -> Path:
+        """The file or folder, for messages; paths of images and sound are relative to its folder."""
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """What each column holds, in the words of `_columns`."""
+
+    @property
+    def class_names(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of the classes whose numbers a column has, where the table tells them."""
+
+    def values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]]:
+        """How many rows there are, and all values of some columns; every row is looked at."""
+
+    def read(self, rows: np.ndarray, names: Sequence[str]) -> list[list[Any]]:
+        """Values of columns in the rows (n,)."""
+
+    def digests(self, progress: Progress) -> list[str]:
+        """Of the content, wherever it lies."""
+
+
+class _File(NamedTuple):
+    """An open file of a row, what it is called at length and for short, and where an error is said to be."""
+
+    stream: IO[bytes]
+    where: str
+    name: str
+    path: Path | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TableDataset:
+    """Texts, images, sound or numbers in the columns of a table.
+
+    Attributes:
+        num_rows: stored.
+        labels: (rows,) int64, or None.
+        paths: of the images or sound files (rows,), where the table has their paths.
+        mode: of the images.
+    """
+
+    table: StoredTable
+    roles: Roles
+    num_rows: int
+    labels: np.ndarray | None
+    classes: tuple[str, ...] | None
+    preprocess: Preprocess
+    paths: tuple[str, ...] | None = None
+    mode: str = ""
+    is_sized: bool = True
+    note: str = ""
+    _known_digests: list[str] = field(default_factory=list, repr=False)
+
+    @property
+    def items(self) -> str:
+        """Texts; sound; images where the model brings a transform for them; else arrays."""
+        if self.roles.kind in ("text", "audio"):
+            return "texts" if self.roles.kind == "text" else "audio"
+        is_for_transform = self.roles.kind == "image" and self.preprocess.transform is not None
+        return "images" if is_for_transform else "arrays"
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The paths of the images or sound files, where the table has them."""
+        return self.paths
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether the rows have labels."""
+        return self.labels is not None
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
+        """Texts, images, sound or numbers (n, D) of the rows, and labels (n,). Raises DataError for a value of another kind."""
+        labels = None if self.labels is None else self.labels[rows]
+        values = self.table.read(rows, self.roles.inputs)
+        if self.roles.kind == "text":
+            return self._texts(rows, values), labels
+        if self.roles.kind == "x":
+            return self._numbers(rows, values) if not self._has_names else self._lists(rows, values), labels
+        if self.roles.kind == "audio":
+            return [self._sound(row, value) for row, value in zip(rows.tolist(), values[0], strict=True)], labels
+        return self._images(rows, values[0]), labels
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
+        """Digests of the files and of image or sound files they name, the columns, what the classes are called, and the rows."""
+        found = {
+            "sha256": np.array(self._digests(progress)),
+            "columns": np.array(self.roles.to_texts()),
+            "classes": np.array(self.classes or (), dtype=str),
+            "rows": rows,
+        }
+        return found if self.roles.kind != "image" else {**found, "mode": np.array([self.mode])}
+
+    def _digests(self, progress: Progress) -> list[str]:
+        """Of the table and of the files that it names; taken once for all splits of one table."""
+        if not self._known_digests:
+            self._known_digests.extend(self.table.digests(progress))
+            task = progress.task(f"hash {'audio' if self.roles.kind == 'audio' else 'images'}", len(self.paths or ()))
+            for name in self.paths or ():
+                with open_regular(self._file(name)) as stream:
+                    self._known_digests.append(file_sha256(stream))
+                task.advance()
+        return self._known_digests
+
+    def _texts(self, rows: np.ndarray, values: list[list[Any]]) -> list[Any]:
+        for name, column in zip(self.roles.inputs, values, strict=True):
+            for row, value in zip(rows.tolist(), column, strict=True):
+                if not isinstance(value, str):
+                    raise self._odd(row, name, "a string", value)
+        return list(zip(*values, strict=True)) if len(values) == 2 else values[0]
+
+    def _numbers(self, rows: np.ndarray, values: list[list[Any]]) -> np.ndarray:
+        arrays = []
+        for name, column in zip(self.roles.inputs, values, strict=True):
+            try:
+                array = np.array(column, np.float32)
+            except (ValueError, TypeError):
+                odd = next((place for place, value in enumerate(column) if not _is_number(value)), 0)
+                raise self._odd(int(rows[odd]), name, "a number", column[odd]) from None
+            arrays.append(array.reshape(len(rows), -1))
+        return np.concatenate(arrays, axis=1)
+
+    @property
+    def _has_names(self) -> bool:
+        """Whether the network takes the columns by their names: several of lists, and token ids."""
+        inputs = self.roles.inputs
+        is_lists = all(self.table.columns[name] == LIST for name in inputs)
+        return is_lists and (len(inputs) > 1 or inputs == (TOKEN_IDS,))
+
+    def _lists(self, rows: np.ndarray, values: list[list[Any]]) -> dict[str, np.ndarray]:
+        found = {}
+        for name, column in zip(self.roles.inputs, values, strict=True):
+            try:
+                found[name] = settled(np.array(column))
+            except ValueError:
+                sizes = [len(value) if isinstance(value, list) else None for value in column]
+                odd = next((place for place, size in enumerate(sizes) if size != sizes[0]), 0)
+                raise self._odd(
+                    int(rows[odd]), name, f"{sizes[0]} numbers as in the first row (pad to equal length)", column[odd]
+                ) from None
+        return found
+
+    def _images(self, rows: np.ndarray, values: list[Any]) -> np.ndarray | list[Image.Image]:
+        images = [self._image(row, value) for row, value in zip(rows.tolist(), values, strict=True)]
+        if self.items == "images":
+            return images
+        arrays = [sized(image, self.preprocess, f"row {row}") for row, image in zip(rows.tolist(), images, strict=True)]
+        for row, array in zip(rows.tolist(), arrays, strict=True):
+            check_same_size(array, arrays[0], f"row {row}", f"row {rows[0]}")
+        return np.stack(arrays)
+
+    def _image(self, row: int, value: Any) -> Image.Image:
+        """One image, decoded."""
+        with self._stored(row, value, "an image") as file, opened_image(file.stream, file.where, file.path) as image:
+            return decoded_image(image, self.mode or mode_of({image.mode}), self.preprocess, file.name)
+
+    def _sound(self, row: int, value: Any) -> Sound:
+        """One clip, decoded."""
+        with self._stored(row, value, "sound") as file:
+            return decoded(file.stream.read(), file.where, file.path)
+
+    @contextmanager
+    def _stored(self, row: int, value: Any, expected: str) -> Iterator[_File]:
+        """What a value stands for: its bytes where they are there, else the file of its path."""
+        data = value.get("bytes") if isinstance(value, dict) else value
+        where = f"row {row} of {quoted(self.table.path, limit=300)}"
+        if data is None and isinstance(value, dict):
+            data = value.get("path")
+        if isinstance(data, str):
+            with open_regular(self._file(data)) as stream:
+                yield _File(stream, f"{quoted(data)}, {where}", data)
+        elif isinstance(data, bytes):
+            yield _File(io.BytesIO(data), where, f"row {row}", self.table.path)
+        else:
+            raise self._odd(row, self.roles.inputs[0], expected, data)
+
+    def _file(self, name: str) -> Path:
+        folder = self.table.path if self.table.path.is_dir() else self.table.path.parent
+        return folder / Path(name).expanduser()
+
+    def _odd(self, row: int, column: str, expected: str, value: Any) -> DataError:
+        came = "nothing" if value is None else f"{type(value).__name__} {quoted(value)}"
+        where = quoted(self.table.path, limit=300)
+        return DataError(f"{where}: row {row}, column {quoted(column)}: expected {expected}, got {came}")
+
+
+def table_dataset(
+    table: StoredTable, named: Mapping[str, str], preprocess: Preprocess, *, spelled: str
+) -> TableDataset:
+    """The data set of a table, its labels read.
+
+    Args:
+        named: columns that the user names.
+        spelled: the kind, for messages.
+
+    Raises:
+        DataError: a column is missing, labels break a rule, or there are no rows.
+        UsageError: it cannot be told which column is what.
+    """
+    where = quoted(table.path, limit=300)
+    takes = None if preprocess.transform is None else preprocess.transform.takes
+    roles = find_roles(table.columns, named, takes=takes, where=where, spelled=spelled)
+    has_paths = roles.kind in ("image", "audio") and table.columns[roles.inputs[0]] != FILE
+    num_rows, values = table.values([*roles.labels, *(roles.inputs if has_paths else ())])
+    if num_rows == 0:
+        raise DataError(f"{where} has no rows", code="empty_split", path=table.path)
+    labels = _labels(table, roles, values[: len(roles.labels)], where)
+    paths = tuple(str(value) for value in values[-1]) if has_paths else None
+    if roles.kind == "audio":
+        check_decodable(paths or ())
+    note = unlabelled_note(roles.labels) if roles.labels and labels.numbers is None else ""
+    found = TableDataset(table, roles, num_rows, labels.numbers, labels.classes, preprocess, paths, note=note)
+    if roles.kind != "image":
+        return found
+    return replace(found, mode=_mode(found, preprocess))
+
+
+def _mode(dataset: TableDataset, preprocess: Preprocess) -> str:
+    """What the model takes; else grey when the first image is."""
+    if preprocess.transform is not None:
+        return preprocess.transform.mode or "RGB"
+    first = dataset.table.read(np.zeros(1, np.int64), dataset.roles.inputs)[0][0]
+    return dataset._image(0, first).mode
+
+
+def _labels(table: StoredTable, roles: Roles, values: list[list[Any]], where: str) -> Labels:
+    """Of one column; several are a matrix, one a class."""
+    if not roles.labels:
+        return Labels(None, None)
+    if len(roles.labels) == 1:
+        (name,) = roles.labels
+        return labels_of(values[0], table.class_names.get(name), where=f"{where}: column {quoted(name)}")
+    return several_labels(dict(zip(roles.labels, values, strict=True)), where=where)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+_BLOCK_VALUES = 1 << 20  # read at once, where that is row by row
+
+
+class NumberTable(StoredTable, Protocol):
+    """A table that gives columns of numbers as arrays."""
+
+    def numbers(self, names: Sequence[str]) -> np.ndarray | None:
+        """(N, columns) float64 of some columns, or of one of lists; None where they must be read row by row."""
+
+
+def numbers_of(table: NumberTable, names: Sequence[str], num_rows: int, where: str) -> np.ndarray:
+    """(N, C) float64 of columns of numbers, or of one column of lists.
+
+    Raises:
+        DataError: a cell is no number, or the lists differ in length.
+    """
+    found = table.numbers(names)
+    return found if found is not None and len(found) == num_rows else _by_rows(table, names, num_rows, where)
+
+
+def _by_rows(table: NumberTable, names: Sequence[str], num_rows: int, where: str) -> np.ndarray:
+    size = max(1, _BLOCK_VALUES // max(8, len(names)))
+    is_list = len(names) == 1 and table.columns[names[0]] == LIST
+    found = []
+    for start in range(0, num_rows, size):
+        columns = table.read(np.arange(start, min(start + size, num_rows)), names)
+        try:
+            block = np.array(columns[0] if is_list else columns, dtype=np.float64)
+        except (ValueError, TypeError):
+            raise _odd_number(columns, names, start, where, is_list=is_list) from None
+        found.append(block if is_list else block.T)
+        if found[-1].ndim != 2 or found[-1].shape[1] != found[0].shape[1]:
+            raise DataError(f"{where}: the lists in column {quoted(names[0])} have different lengths", path=table.path)
+    return np.concatenate(found)
+
+
+def check_cells(table: StoredTable, names: Sequence[str], where: str) -> None:
+    """Raise DataError for the first cell that is no number, of columns of texts at least half of which are numbers."""
+    columns = table.values(names)[1] if names else []
+    odd = {
+        name: [row for row, value in enumerate(column) if not _is_number_cell(value)]
+        for name, column in zip(names, columns, strict=True)
+    }
+    first = [(rows[0], place) for place, rows in enumerate(odd.values()) if 0 < 2 * len(rows) <= len(columns[place])]
+    if first:
+        row, place = min(first)
+        raise _no_number(where, row, names[place], columns[place][row])
+
+
+def check_points(table: StoredTable, where: str) -> None:
+    """Raise DataError for a column of texts that begins with a number with a decimal comma."""
+    for name in [name for name, holds in table.columns.items() if holds == TEXT]:
+        column = table.values([name])[1][0]
+        if column and _COMMA.fullmatch(str(column[0])):
+            raise _no_number(where, 0, name, column[0])
+
+
+def _odd_number(
+    columns: Sequence[Sequence[Any]], names: Sequence[str], start: int, where: str, *, is_list: bool
+) -> DataError:
+    """The error for the first value of a block of columns that is no number, or no list of as many numbers as the first.
+
+    Args:
+        start: the row at which the block begins.
+    """
+    for name, column in zip(names, columns, strict=True):
+        for place, value in enumerate(column):
+            if is_list and isinstance(value, list) and len(value) != len(column[0] or ()):
+                return DataError(
+                    f"{where}: row {start + place}: column {quoted(name)} has {len(value)} numbers, but the "
+                    f"first row has {len(column[0])}"
+                )
+            try:
+                np.float64(value) if not is_list else np.array(value, np.float64)
+            except (ValueError, TypeError):
+                return _no_number(where, start + place, name, value)
+    return DataError(f"{where}: column {quoted(names[0])} has values that are not numbers")
+
+
+def _is_number_cell(value: Any) -> bool:
+    try:
+        np.float64(value)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _no_number(where: str, row: int, name: str, value: Any) -> DataError:
+    came = quoted(value) if value not in ("", None) else "nothing"
+    hint = f"use a decimal point: {value.replace(',', '.')}" if _COMMA.fullmatch(str(value)) else None
+    return DataError(f"{where}: row {row}, column {quoted(name)}: expected a number, got {came}", hint=hint)
+
+
+_COMMA = re.compile(r"\s*[-+]?[0-9]+,[0-9]+([eE][-+]?[0-9]+)?\s*")  # a number with a decimal comma

@@ -1,0 +1,289 @@
+"""Build a network from its name and fill it with a checkpoint's tensors: every name and shape must fit."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bnncli import registry
+from bnncli.errors import DataError, UsageError
+from bnncli.lazy import torch
+from bnncli.names import is_averaged, listed, not_one_of, prefixes_of, quoted
+from bnncli.system import user_code
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+COUNTER = ".num_batches_tracked"  # of batch norm; absent before torch 0.4.1, and prediction needs none
+
+
+class StatePlace(NamedTuple):
+    """Where a network's names are: `own` of the network, in the place of which the state has `theirs`."""
+
+    theirs: str = ""
+    own: str = ""
+
+
+@dataclass(frozen=True)
+class FilledState:
+    """A state by the network's names.
+
+    Attributes:
+        state: what lies in the network's place, the network's own tensors and perhaps others.
+        place: in which the names were found.
+        outside: names that lie elsewhere.
+        copies: other prefixes under which all names of the network are there too.
+    """
+
+    state: dict[str, Tensor]
+    place: StatePlace
+    outside: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should be told."""
+        found = []
+        if self.place.theirs:
+            found.append(f"using the checkpoint's tensors under {quoted(self.place.theirs)} for the network")
+        if self.copies:
+            several = [prefix.rstrip(".") for prefix in self.copies]
+            found.append(f"the checkpoint has the same names under {listed(several)} (choose with \0state\0)")
+        others = [name for name in self.outside if not name.startswith(self.copies or ("\0",))]
+        if others:
+            found.append(
+                f"ignoring {len(others)} tensors of the checkpoint that are not part of the network: {listed(others)}"
+            )
+        return found
+
+
+def fitted(state: Mapping[str, Tensor], expected: Collection[str]) -> FilledState:
+    """The state by the names that the network expects; as it is where no prefix makes them fit.
+
+    Args:
+        expected: names of the network's state dict.
+
+    Raises:
+        DataError: they fit under several prefixes, and nothing tells which is meant.
+    """
+    needed = [name for name in expected if not name.endswith(COUNTER)]
+    if not needed:
+        return FilledState(dict(state), StatePlace())
+    near: tuple[float, StatePlace] = (0.5, StatePlace())  # below half of the names another network is meant
+    for own in _common_prefixes(needed):
+        counts = prefixes_before(state, {name.removeprefix(own) for name in needed})
+        full = [prefix for prefix, count in counts.items() if count == len(needed)]
+        if full:
+            theirs = _chosen(full)
+            copies = tuple(sorted(prefix for prefix in full if prefix != theirs)) if theirs else ()
+            return _placed(state, StatePlace(theirs, own), copies)
+        near = max(
+            [near, *((count / len(needed), StatePlace(prefix, own)) for prefix, count in counts.items())], key=_rank
+        )
+    return _placed(state, near[1], ())
+
+
+def notes_on_names(state: Mapping[str, Tensor], network: nn.Module) -> list[str]:
+    """What a reader should be told of how a state's names became those of the network that it has filled."""
+    return fitted(state, network.state_dict()).notes if state else []
+
+
+def prefixes_before(names: Iterable[str], wanted: Collection[str]) -> Counter[str]:
+    """How many of the wanted names are there behind each prefix, which is empty or ends with a dot."""
+    found: Counter[str] = Counter()
+    for name in names:
+        place = 0
+        while True:
+            if name[place:] in wanted:
+                found[name[:place]] += 1
+            place = name.find(".", place) + 1
+            if not place:
+                break
+    return found
+
+
+def _rank(near: tuple[float, StatePlace]) -> tuple[float, int]:
+    return near[0], -len(near[1].own) - len(near[1].theirs)
+
+
+def _chosen(prefixes: list[str]) -> str:
+    """The one of several prefixes that is the network's: the one that is no average; the empty one whatever others there are."""
+    raw = [prefix for prefix in prefixes if not is_averaged(prefix)] or prefixes
+    if "" in prefixes or len(raw) == 1:
+        return "" if "" in prefixes else raw[0]
+    names = sorted(prefix.rstrip(".") for prefix in raw)
+    raise DataError(
+        f"the checkpoint contains the network's names {len(raw)} times, under {listed(names)}", code="several_states",
+        hint=f"choose one: \0state\0 {names[0]}",
+    )  # fmt: skip
+
+
+def _common_prefixes(names: list[str]) -> Iterator[str]:
+    """The prefixes that all names have, the empty one first."""
+    yield ""
+    if names:
+        parts = names[0].split(".")
+        for count in range(1, len(parts)):
+            prefix = ".".join(parts[:count]) + "."
+            if not all(name.startswith(prefix) for name in names):
+                return
+            yield prefix
+
+
+def _placed(state: Mapping[str, Tensor], place: StatePlace, copies: tuple[str, ...]) -> FilledState:
+    """The state with the network's own names for those in this place."""
+    length = len(place.theirs)
+    inside = {place.own + name[length:]: tensor for name, tensor in state.items() if name.startswith(place.theirs)}
+    outside = tuple(name for name in state if not name.startswith(place.theirs))
+    return FilledState(inside, place, outside, copies)
+
+
+_FAMILY = "networks"
+
+
+def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, Tensor] | None) -> nn.Module:
+    """The network that `spec` names, with the weights of `state`, in evaluation mode, float32, on the CPU.
+
+    Args:
+        spec: a built-in name, `package.module:factory` or `file.py:factory`; the last two run the user's code.
+        model_args: arguments of the factory, as typed; what is absent is inferred from the shapes in `state`
+            (built-in networks) or left to the factory's defaults.
+        state: tensors by name, after prefix clean-up; None for a network without weights.
+
+    Raises:
+        UsageError: unknown name, argument or value.
+        MissingInput: the Python file does not exist.
+        DataError: names or shapes of `state` do not fit the network.
+    """
+    factory, inferred = _factory(spec, state or {})
+    given = user_code.convert_arguments(factory, model_args, option=f"\0model_arg\0 for {spec}")
+    arguments = {**inferred, **given}
+    user_code.check_arguments(factory, arguments, option=f"\0model_arg\0 for {spec}")
+    with user_code.running(f"\0model\0: {spec!r}"):
+        network = factory(**arguments)
+    if not isinstance(network, torch.nn.Module):
+        raise UsageError(f"\0model\0: {spec!r} returned {type(network).__name__}, expected a torch.nn.Module")
+    network = network.float()
+    if state is not None and (state or network.state_dict()):
+        fill_network(network, state, spec)
+    return network.eval()
+
+
+def takes_argument(spec: str, name: str) -> bool:
+    """Whether a built-in network has an argument of this name; no code of others is run to tell."""
+    return registry.has_name(_FAMILY, spec) and name in signature(registry.load_module(_FAMILY, spec).build).parameters
+
+
+def _factory(spec: str, state: Mapping[str, Tensor]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The factory and the arguments that the checkpoint's shapes imply."""
+    if ":" in spec:
+        return user_code.load_factory(spec, option="\0model\0"), {}
+    if not registry.has_name(_FAMILY, spec):
+        also = ["package.module:factory", "file.py:factory"]
+        raise not_one_of("\0model\0", spec, registry.names(_FAMILY), also=also)
+    module = registry.load_module(_FAMILY, spec)
+    infer: Callable[[Mapping[str, Tensor]], dict[str, Any]] = getattr(module, "arguments_from", lambda state: {})
+    return module.build, _inferred(infer, state)
+
+
+def _inferred(infer: Callable[[Mapping[str, Tensor]], dict[str, Any]], state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the shapes tell of the arguments; where the names have a prefix that tells more, below that."""
+    found = infer(state)
+    if not found:
+        below = (
+            {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+            for prefix in prefixes_of(state)
+        )
+        found = max(map(infer, below), key=len, default={})  # the first of those that tell as much
+    return found
+
+
+def recognised(state: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
+    """The built-in networks whose names and shapes these are, each with the arguments that the shapes imply.
+
+    Nothing is computed: networks are built without numbers.
+    """
+    found = []
+    for name in registry.own_names(_FAMILY):
+        module = registry.load_module(_FAMILY, name)
+        arguments = _inferred(getattr(module, "arguments_from", lambda state: {}), state)
+        if not arguments:
+            continue
+        with suppress(UsageError, DataError, ValueError, RuntimeError), torch.device("meta"):
+            expected = module.build(**arguments).state_dict()
+            theirs = _with_counters(fitted(state, expected).state, expected)
+            if {key: value.shape for key, value in theirs.items()} == {
+                key: value.shape for key, value in expected.items()
+            }:
+                found.append((name, arguments))
+    return found
+
+
+def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> None:
+    """Copy the tensors into the network, whose names and shapes must all fit; prefixes that the two do not share go.
+
+    Args:
+        spec: what the network is called in messages.
+
+    Raises:
+        DataError: names or shapes do not fit; with their names.
+    """
+    expected, given = network.state_dict(), state
+    state = _with_counters(fitted(state, expected).state, expected)
+    if not state.keys() & expected.keys() and not expected:
+        raise DataError(f"the checkpoint has {len(state)} tensors, but the network {spec!r} has none")
+    missing = [name for name in expected if name not in state]
+    unexpected = [name for name in state if name not in expected]
+    if missing or unexpected:
+        others = [name for name, _ in recognised(given) if name != spec]
+        hint = f"the tensors match {others[0]}: use \0model\0 {others[0]}" if others else None
+        raise DataError(
+            _mismatch(spec, missing, unexpected), hint=hint or _rename(missing, unexpected, expected, state)
+        )
+    for name, tensor in expected.items():
+        if isinstance(tensor, torch.Tensor) and state[name].shape != tensor.shape:
+            raise DataError(
+                f"{quoted(name)} has shape {tuple(state[name].shape)} in the checkpoint, {tuple(tensor.shape)} "
+                f"in the network {spec!r}",
+                hint="pass the network's sizes with \0model_arg\0 NAME=VALUE",
+            )
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not state[name].is_floating_point():
+            kind = str(state[name].dtype).removeprefix("torch.")
+            raise DataError(
+                f"{quoted(name)} is {kind} in the checkpoint, but floating-point in the network {spec!r}", code="quantised",
+                hint="save the network before quantisation",
+            )  # fmt: skip
+    expected.update(state)  # as it has the versions of the modules, without which some refuse
+    network.load_state_dict(expected, strict=True)
+
+
+def _with_counters(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """The state with batch-norm counters where a checkpoint from before torch 0.4.1 has none; prediction needs none."""
+    return {**{name: value for name, value in expected.items() if name.endswith(COUNTER)}, **state}
+
+
+def _mismatch(spec: str, missing: list[str], unexpected: list[str]) -> str:
+    parts = [f"the checkpoint does not match the network {spec!r}"]
+    if missing:
+        parts.append(f"missing from the checkpoint ({len(missing)}): {listed(missing)}")
+    if unexpected:
+        parts.append(f"not in the network ({len(unexpected)}): {listed(unexpected)}")
+    return "; ".join(parts)
+
+
+def _rename(
+    missing: list[str], unexpected: list[str], expected: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> str | None:
+    """The likeliest rename: the first missing name that has a similar unexpected one of the same shape."""
+    for name in missing:
+        same_shape = [other for other in unexpected if state[other].shape == getattr(expected[name], "shape", None)]
+        nearest = difflib.get_close_matches(name, same_shape, n=1)
+        if nearest:
+            return f"{quoted(nearest[0])} in the checkpoint may be {quoted(name)} in the network"
+    return None

@@ -1,0 +1,670 @@
+"""Checkpoints of any origin, read as a plain dictionary of named tensors without running any of their code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from bnncli.errors import DataError, Untrusted, UsageError
+from bnncli.lazy import torch
+from bnncli.models.checkpoint_files import (
+    HINTS,
+    UNCHECKED,
+    check_checksums,
+    describe_wrong_kind,
+    list_globals,
+    load_tensors,
+    load_trusted,
+    sniff,
+    sniff_zip,
+    trust_hint,
+)
+from bnncli.models.sharded import Sharded, Shards, checkpoint_sha256, sharded_file, sharded_folder, shards_of
+from bnncli.names import is_averaged, listed, prefixes_of, quoted
+from bnncli.numerics.digests import file_sha256, tensor_digest
+from bnncli.progress import SILENT, Progress
+from bnncli.system.input_files import open_regular
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_PACKED = "._packed_params._packed_params"
+_BESIDE_PACKED = ("._packed_params.dtype", ".scale", ".zero_point")
+_ROWS = ".SCB"
+_LARGEST = 127
+_FOREIGN = {
+    ".qweight": "GPTQ or AWQ",
+    ".weight.absmax": "4-bit bitsandbytes",
+    ".weight.quant_state.bitsandbytes__nf4": "4-bit bitsandbytes",
+    ".weight.quant_state.bitsandbytes__fp4": "4-bit bitsandbytes",
+    ".weight_scale_inv": "block-wise float8",
+}
+
+
+def dequantised(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
+    """The state with float32 weights and biases for layers that are quantised, and what a reader should be told of it.
+
+    Raises:
+        DataError: a layer is quantised in a way that is not read.
+    """
+    names = [name for name in state if isinstance(name, str)]
+    for name in names:
+        for suffix, library in _FOREIGN.items():
+            if name.endswith(suffix):
+                raise DataError(
+                    f"{quoted(name)}: the weights are quantised ({library}), which is not supported", code="quantised",
+                    hint="save the network before quantisation, or dequantise it with its library and save the result",
+                )  # fmt: skip
+    packed = [name.removesuffix(_PACKED) for name in names if name.endswith(_PACKED)]
+    rows = [name.removesuffix(_ROWS) for name in names if name.endswith(_ROWS)]
+    if not packed and not rows:
+        return state, ()
+    gone = {layer + suffix for layer in packed for suffix in (_PACKED, *_BESIDE_PACKED)}
+    gone |= {layer + suffix for layer in rows for suffix in (_ROWS, ".weight_format")}
+    found: dict[Any, Any] = {}
+    for name, value in state.items():  # in the order of the network
+        layer = name.removesuffix(_PACKED) if isinstance(name, str) else name
+        if layer in packed and layer != name:
+            found |= _unpacked(layer, value)
+        elif name not in gone:
+            found[name] = value
+    for layer in rows:
+        found[f"{layer}.weight"] = _of_rows(layer, state)
+    note = (
+        f"dequantised {len(packed) + len(rows)} int8 layers: the network runs in float32 and does not round activations"
+    )
+    return found, (note,)
+
+
+def _unpacked(layer: str, value: Any) -> dict[str, Tensor]:
+    """Weight and bias of a dynamically quantised linear layer of torch's."""
+    weight, bias = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
+    if not isinstance(weight, torch.Tensor) or not weight.is_quantized or weight.ndim != 2:
+        raise DataError(
+            f"{quoted(layer)} is packed, but is not a torch linear layer; it is not supported", code="quantised"
+        )
+    found = {f"{layer}.weight": weight.dequantize()}
+    return found | ({f"{layer}.bias": bias} if isinstance(bias, torch.Tensor) else {})
+
+
+def _of_rows(layer: str, state: Mapping[Any, Any]) -> Tensor:
+    """The weight of an int8 layer of bitsandbytes', whose rows are scaled."""
+    weight, scale, weight_format = (state.get(layer + suffix) for suffix in (".weight", _ROWS, ".weight_format"))
+    is_plain = (isinstance(weight_format, torch.Tensor) and not bool(weight_format.any())) or weight_format is None
+    if (
+        not isinstance(weight, torch.Tensor)
+        or not isinstance(scale, torch.Tensor)
+        or weight.dtype != torch.int8
+        or weight.ndim != 2
+        or scale.numel() != weight.shape[0]
+        or not is_plain
+    ):
+        raise DataError(f"{quoted(layer + _ROWS)} has no matching int8 weight; it is not supported", code="quantised")
+    return weight.float() * scale.float().reshape(-1, 1) / _LARGEST
+
+
+# Averaged weights first: they are what their owner evaluates. Then the usual words, most explicit first.
+KEYS = (
+    "state_dict_ema", "model_ema", "ema_state_dict", "state_dict", "model", "model_state_dict", "model_state", "net",
+    "net_state_dict", "network", "module", "weights", "params", "ema",
+)  # fmt: skip
+_AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
+# Of data parallel training, torch.compile, FSDP, activation checkpointing and Fabric; the second to fourth also inside names.
+_INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS = ("module.", *_INNER, "_forward_module.")
+_ATTRIBUTES = ("model.", "net.")
+_MAX_DEPTH = 5
+_MAX_PREFIX = 3
+_MAX_CHOICES = 5
+_OPTIMIZER = re.compile(r"optim|lr_sched", re.IGNORECASE)
+# torch.optim.swa_utils.AveragedModel keeps its count beside the network.
+_COUNTER = "n_averaged"
+_LIGHTNINGS_RAW = "current_model_state"
+
+_QUANTISED = (
+    "save the network before quantisation; or save it with torch.jit.trace and run it unchanged: \0model\0 "
+    "jit:FILE \0last_layer\0 identity"
+)
+
+
+def select_state(saved: Any, wanted: str | None = None) -> tuple[dict[str, Tensor], str | None, tuple[str, ...]]:
+    """The state dict in a loaded checkpoint, the dotted key it was under (None: at the top), and notes.
+
+    Args:
+        wanted: the state of this key, of this prefix of names, or the averaged one (ema); None for the usual one.
+
+    Raises:
+        DataError: there is none, or the choice is not clear.
+        UsageError: there is none that is called `wanted`.
+    """
+    if wanted is not None:
+        return _wanted_state(saved, wanted)
+    path = _usual_path(saved)
+    notes = tuple(f"using the averaged weights {quoted(key)}, not the raw ones" for key in path if key in _AVERAGED)
+    state, own_notes = dequantised(_below(saved, path))
+    plain = _checked(state)
+    return plain, ".".join(path) or None, (*(notes or _other_weights(saved, ".".join(path), plain)), *own_notes)
+
+
+def _other_weights(saved: Mapping[str, Any], key: str, state: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """What a reader should be told of other weights for the same names, where those of `key` are taken: raw or averaged ones."""
+    if _is_lightnings_average(saved, key):
+        return (f"using the averaged weights {quoted(key)}, not the raw ones in {quoted(_LIGHTNINGS_RAW)}",)
+    own = _by_plain_names(state)
+    for path, other in _dictionaries(saved):
+        name, theirs = ".".join(path), _by_plain_names(other)
+        if name != key and is_averaged(name) and own.keys() <= theirs.keys():
+            is_same = all(torch.equal(own[one], theirs[one]) for one in own if isinstance(theirs[one], torch.Tensor))
+            return (
+                () if is_same else (f"using the raw weights, not the averaged ones (to use those: \0state\0 {name})",)
+            )
+    return ()
+
+
+def _by_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors by their names without the `module.` of data parallel training and of averages."""
+    return {name.removeprefix("module."): value for name, value in state.items()}
+
+
+def _is_lightnings_average(saved: Any, key: str) -> bool:
+    """Whether Lightning's callback WeightAveraging has exchanged the weights: the averaged ones stand where the raw ones do else."""
+    return isinstance(saved, Mapping) and key == "state_dict" and {_LIGHTNINGS_RAW, "averaging_state"} <= saved.keys()
+
+
+class StateInside(NamedTuple):
+    """One of the states in a checkpoint: its dotted key, empty at the top; a copy within a state has its prefix at the end."""
+
+    key: str
+    num_tensors: int
+    is_averaged: bool
+
+
+def states_in(saved: Any) -> list[StateInside]:
+    """Every state dict in a loaded checkpoint but those of optimizers, and the averaged copies within them."""
+    found = []
+    for path, state in _dictionaries(saved):
+        key = ".".join(path)
+        found.append(StateInside(key, len(state), is_averaged(key) or _is_lightnings_average(saved, key)))
+        for prefix in _averaged_copies(state):
+            count = sum(name.startswith(prefix) for name in state)
+            found.append(StateInside(".".join((*path, prefix[:-1])), count, True))
+    return found
+
+
+def _wanted_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | None, tuple[str, ...]]:
+    """The state that is called so, its dotted key, and notes."""
+    states = states_in(saved)
+    keys = [wanted]
+    if wanted == "ema" and not any(one.key == wanted for one in states):
+        averaged = [one.key for one in states if one.is_averaged]
+        keys = averaged if len(averaged) == 1 else []
+    else:
+        with suppress(DataError):
+            keys.append(".".join((*_usual_path(saved), wanted)))
+    for key in keys:
+        for path, state in _dictionaries(saved):
+            own = ".".join(path)
+            prefix = key[len(own) + bool(own) :] + "."
+            if key == own:
+                plain, notes = dequantised(state)
+                return _checked(plain), key or None, notes
+            if key.startswith(own) and any(name.startswith(prefix) for name in state):
+                inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+                plain, notes = dequantised(inside)
+                return _checked(plain), key, notes
+    there = listed([one.key for one in states if one.key], limit=10) or "only one, at the top level"
+    raise UsageError(f"\0state\0: the checkpoint has no state {quoted(wanted)}; it has {there}")
+
+
+def _dictionaries(saved: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """Every dictionary of tensors with its path, outermost first; what optimizers keep is not looked at."""
+    if not isinstance(saved, Mapping) or not saved or len(path) > _MAX_DEPTH:
+        return
+    if not all(isinstance(key, str) for key in saved) or (path and _OPTIMIZER.match(path[-1])):
+        return
+    values = [value for name, value in saved.items() if not name.endswith("_extra_state")]
+    if values and all(isinstance(value, (torch.Tensor, tuple, torch.dtype)) for value in values):
+        if any(
+            isinstance(value, torch.Tensor) and value.ndim for value in values
+        ):  # else counters, or the scores of earlier epochs
+            yield path, saved
+        return
+    for key, value in saved.items():
+        yield from _dictionaries(value, (*path, key))
+
+
+def _averaged_copies(state: Mapping[str, Tensor]) -> list[str]:
+    """Prefixes that say that they are averages, with the same names behind them as behind another."""
+    near = [prefix for prefix in prefixes_of(state) if 1 <= prefix.count(".") <= _MAX_PREFIX]
+    averaged = [prefix for prefix in near if is_averaged(prefix[:-1])]
+    if not averaged:
+        return []
+    behind = {
+        prefix: frozenset(name[len(prefix) :] for name in state if name.startswith(prefix)) for prefix in ("", *near)
+    }
+    others = {behind[prefix] for prefix in near if not is_averaged(prefix[:-1])}
+    found: list[str] = []
+    for prefix in averaged:
+        if behind[prefix] in others and not prefix.startswith(tuple(found or ["\0"])):
+            found.append(prefix)
+    return found
+
+
+def _usual_path(saved: Any) -> tuple[str, ...]:
+    """The keys to the state dict that is meant where nobody says which."""
+    path: tuple[str, ...] = ()
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(saved, Mapping):
+            where = f" under {quoted('.'.join(path))}" if path else ""
+            raise DataError(
+                f"expected a dictionary of tensors{where}, got {type(saved).__name__}", code="no_state_dict"
+            )
+        key = _next_key(saved)
+        if key is None:
+            return path
+        path, saved = (*path, key), saved[key]
+    raise DataError(
+        f"no state dict within {_MAX_DEPTH} nested dictionaries ({quoted('.'.join(path))})",
+        code="no_state_dict",
+    )
+
+
+def _below(saved: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        saved = saved[key]
+    return saved
+
+
+def clean_names(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...], tuple[str, ...]]:
+    """The state with wrapper prefixes gone from its names, the prefixes in the order they went, and notes.
+
+    Those of wrappers, as `module.` (data parallel) and `_orig_mod.` (compile), go as often as all names have them, some also
+    from inside names; a leading `model.` or `net.` goes only if every name has it.
+
+    Raises:
+        DataError: two names become one.
+    """
+    notes: tuple[str, ...] = ()
+    if _COUNTER in state and all(name == _COUNTER or name.startswith("module.") for name in state):
+        state = {name: tensor for name, tensor in state.items() if name != _COUNTER}
+        notes = ("averaged weights (AveragedModel): ignored their counter",)
+    stripped: list[str] = []
+    names = {name: name for name in state}
+    while prefix := _common_prefix(names.values()):
+        names = {original: name.removeprefix(prefix) for original, name in names.items()}
+        stripped.append(prefix)
+    for wrapper in _INNER:
+        if any(wrapper in name for name in names.values()):
+            names = {original: name.replace(wrapper, "") for original, name in names.items()}
+            stripped.append(f".{wrapper}")
+    if len(set(names.values())) != len(names):
+        raise DataError("two tensors have the same name after removing wrapper prefixes", code="duplicate_key")
+    return {names[original]: tensor for original, tensor in state.items()}, tuple(stripped), notes
+
+
+def _next_key(saved: Mapping[Any, Any]) -> str | None:
+    """The key to go into; None when this dictionary is the state dict."""
+    for key in KEYS:
+        if isinstance(saved.get(key), Mapping) and saved[key]:
+            return key
+    if not saved or any(isinstance(value, torch.Tensor) for value in saved.values()):
+        return None
+    inner = [
+        key for key, value in saved.items()
+        if isinstance(value, Mapping) and value and all(isinstance(item, torch.Tensor) for item in value.values())
+    ]  # fmt: skip
+    if len(inner) == 1 and isinstance(inner[0], str):
+        return inner[0]
+    states = states_in(saved)
+    if len(states) == 1:
+        return next(key for key in saved if f"{states[0].key}.".startswith(f"{key}."))
+    hint = f"expected tensors, or a dictionary of tensors under one of {', '.join(KEYS)}"
+    if states:
+        hint = "choose one: " + ", ".join(f"\0state\0 {one.key}" for one in states[:_MAX_CHOICES])
+    raise DataError(f"no state dict found: the file holds {listed(saved)}", code="no_state_dict", hint=hint)
+
+
+def _checked(saved: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """The dictionary, when all names are text and all values are ordinary tensors; extra state is left out."""
+    state = {}
+    for name, value in saved.items():
+        if not isinstance(name, str):
+            raise DataError(f"expected tensor names, got the key {quoted(name)}", code="no_state_dict")
+        if name.endswith("_extra_state"):
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise DataError(f"{quoted(name)} is {type(value).__name__}, expected a tensor", code="no_state_dict")
+        if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
+            raise DataError(
+                f"{quoted(name)} is a sparse, nested, quantized or meta tensor, expected a dense one",
+                code="odd_tensor",
+                hint=_QUANTISED if value.is_quantized else None,
+            )
+        state[name] = value.detach().resolve_conj().resolve_neg()
+    if not state:
+        raise DataError("the file holds no tensors", code="no_state_dict")
+    return state
+
+
+def _common_prefix(names: Any) -> str | None:
+    """A prefix that all names have and may lose: a wrapper's, or else an attribute's."""
+    every = list(names)
+    for prefix in (*_WRAPPERS, *_ATTRIBUTES):
+        if every and all(name.startswith(prefix) and name != prefix for name in every):
+            return prefix
+    return None
+
+
+_SHARED, _SMALL = 16, 1 << 24
+_SAVE_TENSORS = "save the network's state_dict() on a machine where you trust the program, and use that file"
+# What it is, and the way out; FILE stands for the file.
+_CODE_KINDS = {
+    "torchscript": ("a TorchScript program", f"run its graph: \0model\0 jit:FILE; or {_SAVE_TENSORS}"),
+    "pt2": ("an exported program (.pt2)", f"run its graph: \0model\0 export:FILE; or {_SAVE_TENSORS}"),
+    "torch-package": ("a torch.package archive", _SAVE_TENSORS),
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state dict and where it came from.
+
+    Attributes:
+        state: tensors by name, on the CPU, in the type they were saved in, names without wrapper prefixes.
+        format: torch-zip, torch-legacy or safetensors; with -shards where there are several files.
+        selected_key: dotted path of the state dict inside the file, None where the file is the state dict.
+        stripped_prefixes: prefixes removed from the names, in the order they were removed.
+        file_sha256: hexadecimal digest of the file's bytes; of several, of their names and bytes.
+        weights_digest: digest of the state, the same for every file format.
+        size: bytes.
+        notes: what a reader should be told, such as that averaged weights were picked.
+    """
+
+    state: dict[str, Tensor]
+    format: str
+    selected_key: str | None
+    stripped_prefixes: tuple[str, ...]
+    file_sha256: str
+    weights_digest: str
+    size: int
+    path: Path
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_finite(self.state)
+
+
+def load_checkpoint(path: Path | str, *, wanted: str | None = None, progress: Progress = SILENT) -> Checkpoint:
+    """The state dict in a checkpoint file, read without running any code of the file.
+
+    Args:
+        wanted: which state of several, as select_state takes it; None for the usual one.
+
+    Raises:
+        MissingInput: no such file, not readable, not a regular file.
+        DataError: empty, truncated, damaged, another kind of file, no state dict in it, NaN or infinite weights. Of a
+            torch file since version 1.6 every changed byte of the content shows by its checksums; a safetensors file or
+            an older torch file has none, and only sizes, types and places can be checked.
+        Untrusted: the file is a program, or loading it would call code that it names.
+    """
+    return load_whole(path, wanted=wanted, progress=progress)[0]
+
+
+def load_whole(path: Path | str, *, wanted: str | None = None, progress: Progress = SILENT) -> tuple[Checkpoint, Any]:
+    """The state dict in a checkpoint file, and all that the file holds. Raises what load_checkpoint raises."""
+    path = Path(path)
+    shards = shards_of(path)
+    if shards is None:
+        _check_whole(path)
+    parts = [_read_file(file, progress) for file in ([path] if shards is None else shards.files)]
+    try:
+        saved = parts[0].saved if shards is None else _joined(shards, parts)
+        state, selected_key, notes = select_state(saved, wanted)
+        state, stripped, name_notes = clean_names(state)
+        size = sum(part.size for part in parts)
+        check_sizes(state, size)
+        content_notes = dict.fromkeys(note for part in parts for note in part.notes)
+        checkpoint = Checkpoint(
+            state=state,
+            format=parts[0].kind if shards is None else f"{parts[0].kind}-shards",
+            selected_key=selected_key,
+            stripped_prefixes=stripped,
+            file_sha256=parts[0].sha256 if shards is None else checkpoint_sha256(path, progress),
+            weights_digest=tensor_digest(state),
+            size=size,
+            path=path,
+            notes=(*notes, *name_notes, *content_notes),
+        )
+        return checkpoint, saved
+    except (DataError, Untrusted) as error:
+        raise _about(error, path) from error.__cause__
+
+
+def _check_whole(path: Path) -> None:
+    """Nothing, unless a file is a part of a checkpoint in several files: then DataError, with what to give instead."""
+    if (sharded := sharded_file(path)) is not None and path.is_file():
+        raise DataError(f"{quoted(path, limit=300)}: {sharded.what}", code="sharded", hint=sharded.hint, path=path)
+
+
+class _Part(NamedTuple):
+    """What one file of a checkpoint holds."""
+
+    saved: Any
+    kind: str
+    notes: tuple[str, ...]
+    sha256: str
+    size: int
+
+
+def _read_file(path: Path, progress: Progress) -> _Part:
+    """One file, read without running any code of it."""
+    with open_regular(path) as stream:
+        try:
+            kind = _checkpoint_kind(stream)
+            notes = _check_content(stream, kind, progress)
+            saved = _load_safetensors(stream) if kind == "safetensors" else load_tensors(stream, kind=kind)
+            return _Part(saved, kind, notes, file_sha256(stream, progress), stream.seek(0, 2))
+        except (DataError, Untrusted) as error:
+            raise _about(error, path) from error.__cause__
+
+
+def _joined(shards: Shards, parts: Sequence[_Part]) -> dict[str, Any]:
+    """The tensors of all shards, each there once, and where the index says.
+
+    Raises:
+        DataError: it is not.
+    """
+    found: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for file, part in zip(shards.files, parts, strict=True):
+        if not isinstance(part.saved, Mapping):
+            raise DataError(f"{quoted(file.name)} does not hold a dictionary of tensors", code="no_state_dict")
+        if twice := part.saved.keys() & found.keys():
+            name = min(twice, key=str)
+            raise DataError(
+                f"{quoted(name)} is in both {quoted(places[name])} and {quoted(file.name)}", code="duplicate_key"
+            )
+        found |= part.saved
+        places |= dict.fromkeys(part.saved, file.name)
+    wrong = sorted(
+        name
+        for name in {*places, *shards.weight_map}
+        if shards.index and places.get(name) != shards.weight_map.get(name)
+    )
+    if wrong:
+        there, said = (where.get(wrong[0], "no file") for where in (places, shards.weight_map))
+        raise DataError(
+            f"the index does not match the shards: {quoted(wrong[0])} is in {quoted(there)}, but the index says "
+                f"{quoted(said)}",
+            code="bad_index", hint="copy or download all files again",
+        )  # fmt: skip
+    return found
+
+
+def convert_checkpoint(
+    path: Path | str,
+    *,
+    trust_pickle: bool,
+    wanted: str | None = None,
+    say: Callable[[str], object] = lambda text: None,
+) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, names cleaned up; with trust_pickle, of any pickle, whose code is then run.
+
+    Args:
+        path: a file, or the folder of a checkpoint in several.
+        wanted: which state of several, as select_state takes it; None for the usual one.
+        say: told what a reader should know of the weights.
+
+    Raises:
+        What load_checkpoint raises; with trust_pickle, DataError when the pickle cannot be loaded.
+    """
+    path = Path(path)
+    if path.is_dir() and (sharded := sharded_folder(path)) is not None:
+        return _distributed(sharded, wanted, say)
+    if not trust_pickle or path.is_dir() or shards_of(path) is not None:
+        checkpoint = load_checkpoint(path, wanted=wanted)
+        for note in checkpoint.notes:
+            say(note)
+        return checkpoint.state
+    _check_whole(path)
+    with open_regular(path) as stream:
+        try:
+            kind = sniff(stream)
+            if kind != "pickle":
+                kind = _checkpoint_kind(stream)
+                _check_content(stream, kind, SILENT)
+            saved = _load_safetensors(stream) if kind == "safetensors" else load_trusted(stream)
+            state, _, _ = select_state(saved.state_dict() if isinstance(saved, torch.nn.Module) else saved, wanted)
+            state, _, _ = clean_names(state)
+            check_sizes(state, stream.seek(0, 2))
+            check_finite(state)
+        except (DataError, Untrusted) as error:
+            raise _about(error, path) from error.__cause__
+    return state
+
+
+def _distributed(sharded: Sharded, wanted: str | None, say: Callable[[str], object]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint of a cluster."""
+    from bnncli.models.sharded import read_deepspeed, read_distributed
+
+    if sharded.kind == "deepspeed":
+        saved, note = read_deepspeed(sharded.folder)
+        say(note)
+    else:
+        saved = read_distributed(sharded.folder)
+    state, _, notes = select_state(saved, wanted)
+    state, _, name_notes = clean_names(state)
+    check_finite(state)
+    for note in (*notes, *name_notes):
+        say(note)
+    return state
+
+
+def check_finite(state: Mapping[str, Tensor]) -> None:
+    """Nothing, when all weights are finite. Raises DataError with the first tensor that is not, and how many are."""
+    bad = {}
+    for name, tensor in state.items():
+        if tensor.is_floating_point() or tensor.is_complex():
+            values = tensor if tensor.dtype.itemsize > 1 else tensor.float()
+            if count := int((~torch.isfinite(values)).sum()):
+                bad[name] = count
+    if bad:
+        name, count = next(iter(bad.items()))
+        raise DataError(
+            f"weights are not finite: {quoted(name)} has {count} NaN or infinite values, and {len(bad) - 1} "
+                "other tensors are affected",
+            code="not_finite", hint="the training run probably diverged: use an earlier checkpoint",
+        )  # fmt: skip
+
+
+def check_sizes(state: Mapping[str, Tensor], size: int) -> None:
+    """Raise DataError when the tensors claim far more bytes than the file has: one number may stand for very many.
+
+    Tensors may share their numbers (tied weights), so that more is claimed than is there; hardly sixteen times as much.
+    """
+    claimed = sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
+    if claimed > _SHARED * size + _SMALL:
+        raise DataError(
+            f"the tensors claim {claimed} bytes, but the file has {size}", code="size_mismatch",
+            hint="save them with .contiguous().clone()",
+        )  # fmt: skip
+
+
+def _checkpoint_kind(stream: IO[bytes]) -> str:
+    """torch-zip, torch-legacy or safetensors; raises for everything else."""
+    kind = sniff(stream)
+    if kind == "zip":
+        kind = sniff_zip(stream)
+    stream.seek(0)
+    if kind in ("torch-zip", "torch-legacy", "safetensors"):
+        return kind
+    if kind in _CODE_KINDS:
+        what, hint = _CODE_KINDS[kind]
+        raise Untrusted(f"the file is {what}, which contains code as well as tensors", code="program", hint=hint)
+    if kind == "pickle":
+        raise Untrusted(_raw_pickle(stream), code="needs_code", hint=trust_hint())
+    raise DataError(describe_wrong_kind(kind), code=f"is_{kind}", hint=HINTS.get(kind))
+
+
+def _check_content(stream: IO[bytes], kind: str, progress: Progress) -> tuple[str, ...]:
+    """What a reader should be told of the file's checksums. Raises DataError when they say that it is damaged."""
+    is_checked = kind != "torch-zip" or check_checksums(stream, progress)
+    stream.seek(0)
+    return () if is_checked else (UNCHECKED,)
+
+
+def _raw_pickle(stream: IO[bytes]) -> str:
+    names = list_globals(stream, "pickle")
+    asks = f"; it refers to {listed(names, limit=10)}" if names else ""
+    return f"the file is a raw pickle, not a torch checkpoint; bnncli does not load it directly{asks}"
+
+
+def _load_safetensors(stream: IO[bytes]) -> dict[str, Tensor]:
+    """Tensors of a safetensors file whose header names everything once.
+
+    Of tensors that share their numbers safetensors.torch.save_model stores one; its header's metadata say the others' names.
+    """
+    import safetensors
+    import safetensors.torch
+
+    data = stream.read()
+    length = int.from_bytes(data[:8], "little")
+    if 8 + length > len(data):
+        raise DataError(
+            f"the safetensors header is {length} bytes long, but the file has only {len(data)}", code="truncated"
+        )
+    try:
+        header = json.loads(data[8 : 8 + length], object_pairs_hook=_unique)
+        stored = safetensors.torch.load(data)  # which refuses headers of other types
+        shared = header.get("__metadata__") or {}
+        return stored | {name: stored[kept] for name, kept in shared.items() if name not in stored and kept in stored}
+    except (safetensors.SafetensorError, ValueError, RecursionError, KeyError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise DataError(f"the safetensors file is truncated or damaged: {text}", code="truncated") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without repeated keys; the library itself would keep the last one."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"the safetensors header has {quoted(twice)} twice", code="duplicate_key")
+    return found
+
+
+def _about(error: DataError | Untrusted, path: Path) -> DataError | Untrusted:
+    """The same error, naming the file."""
+    message = f"{quoted(path, limit=300)}: {error.message}"
+    is_pickle = error.code == "needs_code"
+    suffix = ".npz" if "'sklearn." in error.message else ".safetensors"  # of a linear classifier, its arrays
+    hint = trust_hint(str(path), str(path.with_suffix(suffix))) if is_pickle else error.hint
+    if hint is not None and error.code in ("program", "is_onnx", "is_skops"):
+        hint = hint.replace("FILE", str(path))
+    return type(error)(message, hint=hint, code=error.code, path=path)

@@ -1,0 +1,511 @@
+"""The last linear layer of a network: which one it is, its weights, and a proof that nothing unknown follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from bnncli.errors import DataError, DeviceError, UsageError
+from bnncli.models.tape import Place, TappedInputs
+from bnncli.names import listed, near_miss, quoted
+from bnncli.options.extract_features import IDENTITY
+from bnncli.parameters.layouts import HeadLayout
+from bnncli.system.user_code import running
+
+if TYPE_CHECKING:
+    from bnncli.data.splits import Inputs
+
+
+_LINKS = {
+    "softmax",
+    "log_softmax",
+    "sigmoid",
+    "sigmoid_",
+    "expit",
+    "special_expit",
+    "special_softmax",
+    "special_log_softmax",
+}
+# What may come after, as the search for heads allows it: the same is done to the logits. A logarithm of a softmax has its logits.
+_VIEWS = {
+    *("view", "reshape", "flatten", "squeeze", "unsqueeze"),
+    *("contiguous", "clone", "detach", "to", "float", "double"),
+}
+_LOGARITHMS = {"log", "log_"}
+# From outside, where the probabilities come another way; as far as floating-point numbers go.
+_UNDONE: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "log_softmax": lambda output: output,
+    "softmax": lambda output: output.clamp(min=torch.finfo(output.dtype).tiny).log(),
+    "sigmoid": lambda output: output.logit(eps=torch.finfo(output.dtype).eps),
+}
+
+
+_NOTE = "_before_link"  # attribute of a result: it lives as long as that, and no longer
+
+
+class BeforeLinks(TorchFunctionMode):
+    """Notes, inside `with`, what goes into softmaxes and sigmoids; works under torch.func, for it reads no numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one function."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        given = args[0] if args else kwargs.get("input")
+        logits = getattr(given, _NOTE, None)
+        if name in _LINKS:
+            logits = given.clone() if name.endswith("_") else given
+        elif logits is None or name not in _VIEWS | _LOGARITHMS:
+            return func(*args, **kwargs)
+        elif name in _VIEWS:
+            logits = func(logits, *args[1:], **kwargs)
+        result = func(*args, **kwargs)
+        setattr(result, _NOTE, logits)
+        return result
+
+
+def logits_before(output: Tensor, link: str) -> Tensor:
+    """What went into the softmax or sigmoid that an output (n, ...) was, of its shape."""
+    found: Tensor | None = getattr(output, _NOTE, None)
+    return _UNDONE[link](output) if found is None else found
+
+
+SMALLEST_PROBABILITY = 1e-4  # below, and as near to one, float32 has too few digits for a logit
+
+
+def _log(probabilities: Tensor) -> Tensor:
+    return probabilities.clamp(min=SMALLEST_PROBABILITY).log()
+
+
+def _log_odds(probabilities: Tensor) -> Tensor:
+    return probabilities.clamp(SMALLEST_PROBABILITY, 1 - SMALLEST_PROBABILITY).logit()
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a network does to logits (..., K), and the scale on which its output is compared with ours."""
+
+    returns: str
+    apply: Callable[[Tensor], Tensor]
+    scale: Callable[[Tensor], Tensor] = lambda output: output
+
+
+LINKS: Mapping[str, Link] = {
+    "none": Link("logits", lambda logits: logits),
+    "log_softmax": Link("log-probabilities (a log-softmax)", lambda logits: logits.log_softmax(-1)),
+    "softmax": Link("probabilities (a softmax)", lambda logits: logits.softmax(-1), _log),
+    "sigmoid": Link("probabilities (a sigmoid)", torch.sigmoid, _log_odds),
+}
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Where features pass: a place at a module, or the number of an operation (`tap_number`) where none has them."""
+
+    at: Place | int
+    axis: int  # of the features
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """How features and logits are found.
+
+    Attributes:
+        taps: their features lie side by side; without any the features are the output itself.
+        positions: row: features are (n, D) as they are; all: everything of an example; mean: over its positions; one: the
+            position that the network takes.
+        output: which of the network's outputs the logits are, "" for its only one.
+        link: of LINKS.
+        reduce_range: where the head's product rounds its inputs to 8 bits, whether to 7 of them; else None.
+        notes: what is to be said of it, a sentence each.
+    """
+
+    taps: tuple[Tap, ...]
+    positions: str
+    output: str
+    link: str
+    reduce_range: bool | None
+    notes: tuple[str, ...]
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the network's output is not features times head, but what it makes of these."""
+        return self.link != "none" or self.reduce_range is not None
+
+    def on_link_scale(self, logits: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """What logits (..., K) would give and the network's output, to be compared."""
+        link = LINKS[self.link]
+        return link.scale(link.apply(logits)), link.scale(output)
+
+    def run(self, model: nn.Module, call: Callable[[], Any]) -> tuple[list[Tensor], Any]:
+        """What passes at each tap, and what the network returns, of one forward pass that `call` makes."""
+        passed: dict[Tap, list[Tensor]] = {tap: [] for tap in self.taps}
+        modules = dict(model.named_modules())
+        hooks = [_hook(modules[tap.at.module], tap.at, passed[tap]) for tap in self.taps if isinstance(tap.at, Place)]
+        numbers = [tap.at for tap in self.taps if isinstance(tap.at, int)]
+        operations = TappedInputs(numbers)
+        try:
+            with operations if numbers else nullcontext():
+                output = call()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [_taken(tap, passed[tap], operations.found) for tap in self.taps], output
+
+    def features(self, passed: list[Tensor], output: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Features (n, D), from what passed and the network's output (n, K).
+
+        Args:
+            weight, bias: of the head, (K, D) and (K,), on the device.
+        """
+        if not self.taps:
+            return output
+        every = [self._vectors(tensor, tap.axis) for tap, tensor in zip(self.taps, passed, strict=True)]
+        if self.positions == "one":
+            (vectors,) = every
+            logits = vectors @ weight.T if bias is None else vectors @ weight.T + bias
+            ours, theirs = self.on_link_scale(logits, output.unsqueeze(1))
+            nearest = (ours - theirs).abs().amax(-1).argmin(1)
+            places = nearest[:, None, None].expand(
+                -1, -1, vectors.shape[2]
+            )  # by no count of rows, which a graph would keep
+            return vectors.gather(1, places)[:, 0]
+        return every[0] if len(every) == 1 else torch.cat(every, 1)
+
+    def _vectors(self, tensor: Tensor, axis: int) -> Tensor:
+        """(n, D); (n, positions, D) where one of them is taken."""
+        if self.positions == "row":
+            return tensor
+        if self.positions == "all":
+            return tensor.reshape(
+                tensor.shape[0], -1
+            )  # len would fix the size of the batch where the network is exported
+        vectors = tensor.movedim(axis, -1).flatten(1, -2)
+        return vectors.mean(1) if self.positions == "mean" else vectors
+
+    def rounded(self, features: Tensor) -> Tensor:
+        """Features as the head's own product sees them: rounded as one batch where it works with 8 bits."""
+        if self.reduce_range is None:
+            return features
+        scale, zero = torch._choose_qparams_per_tensor(features, self.reduce_range)
+        return ((features / scale).round() + zero).clamp(0, 255).sub(zero).mul(scale)
+
+
+def _hook(module: nn.Module, place: Place, passed: list[Tensor]) -> Any:
+    if place.slot is None:
+        return module.register_forward_hook(lambda module, args, output: passed.append(output))
+
+    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        passed.append(args[place.slot] if isinstance(place.slot, int) else kwargs[str(place.slot)])
+
+    return module.register_forward_pre_hook(entering, with_kwargs=True)
+
+
+def _taken(tap: Tap, passed: list[Tensor], operations: Mapping[int, Tensor]) -> Tensor:
+    """The tensor at a tap. Raises DataError where the network did not come there."""
+    if isinstance(tap.at, int) and tap.at in operations:
+        return operations[tap.at]
+    if isinstance(tap.at, Place) and tap.at.call < len(passed):
+        return passed[tap.at.call]
+    raise DataError(
+        "the network runs different operations for these inputs than for the first ones, on which its head was found",
+        code="not_the_head", hint="choose another layer with \0last_layer\0",
+    )  # fmt: skip
+
+
+IDENTITY_HINT = f"\0last_layer\0 {IDENTITY} puts an identity layer on top of the logits"
+_SHOWN = 8  # linear layers that a message names; heads come last
+# Largest |features @ W.T + b - logits| that rounding explains, in units of 1 + max |logits|.
+HEAD_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last layer: its name in the network, weight (K, D) and bias (K,) or None, float32 on the CPU.
+
+    Attributes:
+        form: how features and logits are found; None for a linear layer that gives the network's output as it is.
+    """
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    form: HeadForm | None = None
+
+    @property
+    def layout(self) -> HeadLayout:
+        """How weight and bias lie in theta."""
+        return HeadLayout(self.weight.shape[0], self.weight.shape[1], self.bias is not None)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said of how it was taken from the network, a sentence each."""
+        return () if self.form is None else self.form.notes
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Features (n, D) times the head, (n, K) float64."""
+        logits = features.double() @ self.weight.to(features.device).double().T
+        return logits if self.bias is None else logits + self.bias.to(features.device).double()
+
+
+class LinearLayer(NamedTuple):
+    """A torch.nn.Linear that a network calls, and whether it gives the network's output as it is."""
+
+    head: Head
+    is_head: bool
+
+
+def last_linear(
+    model: nn.Module, inputs: Inputs, *, layer: str | None = None, output: str | None = None
+) -> LinearLayer | None:
+    """The linear layer of that name, or the one called last, when the model sees inputs (n, ...); None where there is none.
+
+    Raises:
+        UsageError, DataError: the model cannot take the inputs.
+    """
+    linear = linear_layers(model)
+    if layer is not None and layer not in linear:
+        return None
+    called: list[tuple[str, Tensor]] = []
+
+    def noting(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: called.append((name, args[0] if args else kwargs["input"]))
+
+    hooks = [one.register_forward_pre_hook(noting(name), with_kwargs=True) for name, one in linear.items()]
+    try:
+        returned = run_network(model.eval(), inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if layer is None and not called:
+        return None
+    head = head_of(model, layer or called[-1][0])
+    features = [features for name, features in called if name == head.name]
+    if output is not None or len(features) != 1 or features[0].ndim != 2:
+        return LinearLayer(head, is_head=False)
+    try:
+        prove_head(head, features[0], logits_of(returned))
+    except DataError:
+        return LinearLayer(head, is_head=False)
+    return LinearLayer(head, is_head=True)
+
+
+def no_head(model: nn.Module) -> DataError:
+    """That a network has no layer that could be its head."""
+    linear = linear_layers(model)
+    has = f"its linear layers are {listed(linear)}" if linear else "it has none"
+    return DataError(
+        f"the network calls no linear layer (torch.nn.Linear); {has}", code="no_head",
+        hint="the last layer must be linear; \0model\0 flatten uses raw inputs as features",
+    )  # fmt: skip
+
+
+def head_of(model: nn.Module, name: str) -> Head:
+    """The linear layer called `name`.
+
+    Raises:
+        UsageError: there is no such linear layer; lists those there are.
+    """
+    linear = linear_layers(model)
+    if name not in linear:
+        last = [*linear][-_SHOWN:]
+        before = f" and {len(linear) - _SHOWN} earlier ones" if len(linear) > _SHOWN else ""
+        raise UsageError(
+            f"\0last_layer\0: expected one of {listed(last, limit=_SHOWN) or 'none: there is no torch.nn.Linear'}{before}; "
+            f"got {name!r}",
+            hint=near_miss(name, [*linear]),
+        )
+    layer = linear[name]
+    bias = None if layer.bias is None else plain_copy(layer.bias)
+    return Head(name, plain_copy(layer.weight), bias)
+
+
+def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
+    """Nothing, when features (n, D) times head are the network's output (n, K) up to rounding, after what it does to logits.
+
+    Raises:
+        DataError: they are not; says what the output looks like, such as the ReLU of the logits.
+    """
+    logits = head.logits(features if head.form is None else head.form.rounded(features))
+    actual = output.double()
+    if actual.numel() != logits.numel():
+        raise DataError(
+            f"the network's output has shape {tuple(output.shape)}, but its linear layer {quoted(head.name)} "
+                f"gives {tuple(logits.shape)}: that layer is not the last step",
+            code="not_the_head", hint="choose another layer with \0last_layer\0, or return this layer's output unchanged",
+        )  # fmt: skip
+    actual = actual.reshape(logits.shape)
+    if head.form is not None:
+        logits, actual = head.form.on_link_scale(logits, actual)
+    error = (actual - logits).abs().max()
+    if error <= HEAD_TOLERANCE * (1 + actual.abs().max()):
+        return
+    raise DataError(
+        f"features times the weights of {quoted(head.name)} differ from the network's output by "
+            f"{float(error):.3g}; {_explain(logits, actual)}",
+        code="not_the_head", hint="the network must return the output of its last linear layer unchanged",
+    )  # fmt: skip
+
+
+def check_link(head: Head, likelihood: str | None = None) -> None:
+    """Nothing, when what the network makes of the logits fits what they mean: a softmax classes, a sigmoid labels.
+
+    Args:
+        likelihood: of the outputs by name; None where their number says it.
+
+    Raises:
+        DataError: it does not, such as a sigmoid of each of several classes.
+    """
+    link, layout = "none" if head.form is None else head.form.link, replace(head.layout, likelihood_name=likelihood)
+    if link == "none" or layout.likelihood.is_shift_invariant == link.endswith("softmax"):
+        return
+    is_sigmoid = link == "sigmoid"
+    raise DataError(
+        f"the network returns a {link.replace('_', '-')} of its {head.layout.num_outputs} outputs, which does "
+        f"not match {head.layout.num_classes} classes: "
+        + (
+            "a sigmoid of each output means that classes are not mutually exclusive"
+            if is_sigmoid
+            else "its outputs sum to one"
+        ),
+        code="not_the_head",
+        hint="return the output of the last linear layer unchanged"
+        + (", or add \0task\0 multilabel if each output is a separate label" if is_sigmoid else ""),
+    )
+
+
+def is_vector(output: Tensor, num_rows: int) -> bool:
+    """Whether an output has one number or one vector for each of so many examples."""
+    return output.shape[:1] == (num_rows,) and sum(size > 1 for size in output.shape[1:]) <= 1
+
+
+def advise_layer(error: DataError, model: nn.Module, *, has_logits: bool) -> DataError:
+    """The error of a layer that is not the head, with what could be named in its place.
+
+    Args:
+        has_logits: whether the network's output can be taken for logits.
+    """
+    linear = linear_layers(model)
+    others = f"; \0last_layer\0 NAME selects another linear layer (have: {listed(linear, limit=20)})" * (
+        len(linear) > 1
+    )
+    identity = f"; {IDENTITY_HINT}" * has_logits
+    return DataError(error.message, code=error.code, hint=f"{error.hint}{others}{identity}")
+
+
+def _explain(logits: Tensor, output: Tensor) -> str:
+    """What the network does to the logits, when it is one of the usual things."""
+    centered = logits - logits.mean(dim=1, keepdim=True)
+    usual: Mapping[str, Tensor] = {
+        "the output is the ReLU of the logits: remove the ReLU": logits.relu(),
+        "the output is the logits minus their mean: remove the centring": centered,
+    }
+    for text, changed in usual.items():
+        if (changed - output).abs().max() <= HEAD_TOLERANCE * (1 + output.abs().max()):
+            return text
+    return "another operation follows that layer"
+
+
+def forward(model: nn.Module, inputs: Inputs) -> Tensor:
+    """The network's output tensor for inputs (n, ...), without gradients; logits are found in tuples and mappings.
+
+    Raises:
+        DataError: the network cannot take the inputs, or returns no tensor.
+        DeviceError: not enough memory.
+    """
+    return logits_of(run_network(model, inputs))
+
+
+def run_network(model: nn.Module, inputs: Inputs) -> Any:
+    """Whatever the network returns for inputs (n, ...), or for those of several names. Raises as `forward` does."""
+    try:
+        with torch.inference_mode(), running("the network", but=(RuntimeError, IndexError)):
+            return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    except torch.OutOfMemoryError as error:
+        first = next(iter(inputs.values())) if isinstance(inputs, dict) else inputs
+        raise DeviceError(
+            f"not enough memory on {first.device} for {len(first)} inputs", code="out_of_memory"
+        ) from error
+    except (RuntimeError, IndexError) as error:
+        first_line = str(error).strip().split("\n")[0][:200]
+        hint: str | None = "check that \0data\0 matches \0model\0; \0resize\0 and \0crop\0 change image sizes"
+        if (
+            isinstance(inputs, Tensor)
+            and inputs.ndim == 3
+            and any(isinstance(one, nn.Conv2d) for one in model.modules())
+        ):
+            hint = "images need a channel axis, (N, C, H, W): for greyscale images, save x[:, None]"
+        message = f"the network failed on inputs of shape {_shapes(inputs)}: {first_line}"
+        if (beyond := _beyond_embedding(model, inputs)) is not None:
+            message, hint = beyond, "tokenize the inputs with the network's own tokenizer"
+        raise DataError(message, code="wrong_inputs", hint=hint) from error
+
+
+def _beyond_embedding(model: nn.Module, inputs: Inputs) -> str | None:
+    """What is wrong with token ids that the network's largest embedding does not have; None where nothing is."""
+    sizes = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
+    given = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
+    if not sizes or given is None or given.is_floating_point() or not given.numel() or int(given.max()) < max(sizes):
+        return None
+    return (
+        f"the network's embedding has {max(sizes)} tokens, numbered from 0, but the inputs contain token "
+        f"{int(given.max())}; they were made with a different tokenizer"
+    )
+
+
+def _shapes(inputs: Inputs) -> str:
+    """The shape of inputs, or the shapes of each by its name."""
+    if isinstance(inputs, dict):
+        return ", ".join(f"{tuple(tensor.shape)} ({name})" for name, tensor in inputs.items())
+    return str(tuple(inputs.shape))
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in what a network returned. Raises DataError where there is no tensor."""
+    if isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    elif isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    output = getattr(output, "logits", output)
+    if not isinstance(output, Tensor):
+        raise DataError(f"the network returned {type(output).__name__}, expected a tensor of logits", code="no_logits")
+    return output
+
+
+def outputs_of(returned: Any) -> dict[str, Tensor]:
+    """The tensors of numbers that a network returned, by their names, or places in a tuple; "" for a tensor alone."""
+    if isinstance(returned, Tensor):
+        return {"": returned}
+    if isinstance(returned, (tuple, list)):
+        returned = dict(enumerate(returned))
+    elif not isinstance(returned, Mapping):
+        returned = {"logits": getattr(returned, "logits", None)}
+    return {
+        str(name): one for name, one in returned.items() if isinstance(one, Tensor) and one.is_floating_point()
+    }  # fmt: skip
+
+
+def chosen_output(returned: Any, name: str) -> Tensor:
+    """The output of that name. Raises UsageError where there is none."""
+    outputs = outputs_of(returned)
+    if name not in outputs and {*outputs} <= {""}:
+        raise UsageError(f"\0output\0: the network's outputs have no names; omit \0output\0; got {name!r}")
+    if name not in outputs:
+        raise UsageError(
+            f"\0output\0: expected one of {listed(outputs, limit=20)}; got {name!r}", hint=near_miss(name, [*outputs])
+        )
+    return outputs[name]
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """All linear layers by name, in the order they were declared."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+
+
+def plain_copy(tensor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An ordinary tensor on the CPU, free of inference mode and of the network's own memory."""
+    return tensor.detach().to("cpu", dtype, copy=True)

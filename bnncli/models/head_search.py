@@ -1,0 +1,490 @@
+"""Find the head of a network: the map, linear in features, that one of its outputs is given by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bnncli.data.splits import Inputs
+from bnncli.errors import DataError, UsageError
+from bnncli.lazy import torch
+from bnncli.models.features import explain_refusal
+from bnncli.models.head import (
+    IDENTITY_HINT,
+    LINKS,
+    Head,
+    HeadForm,
+    Tap,
+    chosen_output,
+    head_of,
+    is_vector,
+    last_linear,
+    logits_of,
+    no_head,
+    outputs_of,
+    plain_copy,
+    run_network,
+)
+from bnncli.models.tape import LINK_OF, Place, Product, Tape, tap_number
+from bnncli.names import listed, quoted
+from bnncli.options.extract_features import IDENTITY
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+TOLERANCE = 1e-3  # of the largest output: what the rounding of float32 layers explains
+
+
+@dataclass
+class _Part:
+    """A share of the logits (n, K): features that pass as one tensor, times weight (K, D)."""
+
+    inputs: Tensor
+    product: Product
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Logits (n, K) = features (n, D) times weight (K, D), float64, plus bias (K,) or None.
+
+    Attributes:
+        target: the logits.
+        products: indices of the calls that they come from.
+        names: of the products.
+    """
+
+    target: Tensor
+    products: tuple[int, ...]
+    names: tuple[str, ...]
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    taps: tuple[Tap, ...]
+    positions: str
+    reduce_range: bool | None
+    notes: tuple[str, ...]
+
+    def is_in(self, layer: str) -> bool:
+        """Whether all products lie in modules, or are of parameters, named with + between them."""
+        names = layer.split("+")
+        return all(any(f"{own}.".startswith(f"{name}.") for name in names) for own in self.names)
+
+    def is_made_from(self, tape: Tape, other: Traced) -> bool:
+        """Whether another's logits are among what these are made from."""
+        return other is not self and tape.depends(self.target, other.target)
+
+
+def trace(tape: Tape, target: Tensor) -> Traced | None:
+    """A tensor of a row for each example as features times weights; None where it is not."""
+    linear = _linear(tape, target)
+    if linear is None or target.numel() != tape.num_rows * len(linear[2]):
+        return None
+    products, scales, shift = linear
+    parts, bias, merged = _parts(tape, products, scales, shift)
+    has_bias = bool(shift.any()) or any(product.bias is not None for product in [*products, *merged])
+    weight = torch.cat([part.weight for part in parts], 1)
+    taps = tuple(_tap(tape, part) for part in parts)
+    for way in _ways([part.product for part in parts], tape.num_rows):
+        rounds = {product.reduce_range for product in products}
+        form = HeadForm(taps, way, "", "none", rounds.pop() if len(rounds) == 1 else None, ())
+        if rounds or not _agrees(form, parts, weight, bias, target):
+            continue
+        names = tuple(dict.fromkeys(product.name for product in [*products, *merged]))
+        return Traced(
+            target=target,
+            products=tuple(product.at for product in products),
+            names=names,
+            name=_one_name(tape, names),
+            weight=weight,
+            bias=bias if has_bias else None,
+            taps=taps,
+            positions=way,
+            reduce_range=form.reduce_range,
+            notes=tuple(_notes(form, names, scales, has_positions=_has_positions(parts[0].product))),
+        )
+    return None
+
+
+def _linear(tape: Tape, target: Tensor) -> tuple[list[Product], list[Tensor], Tensor] | None:
+    """The products that a tensor comes from, with the scale (K,) of each and the shift (K,) that follow them, float64."""
+    before = tape.before(target)
+    if before is None:
+        return None
+    products = [product for product in map(tape.product, before[0]) if product is not None]
+    sizes = {len(product.weight) for product in products}
+    num_outputs = sizes.pop()
+    if sizes or target.numel() % num_outputs:
+        return None
+
+    def made_of(outputs: Sequence[Tensor]) -> Tensor:
+        values = {one.at: value for one, value in zip(products, outputs, strict=True)}
+        return tape.replay(target, before[1], values).reshape(-1, num_outputs)
+
+    def after(values: Sequence[Tensor]) -> Tensor:
+        return made_of([_spread(value, one) for value, one in zip(values, products, strict=True)])
+
+    zero = torch.zeros(num_outputs, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+
+    def some() -> Tensor:
+        size = 1 + torch.rand(num_outputs, dtype=torch.float64, generator=generator)
+        return size * torch.randint(0, 2, (num_outputs,), generator=generator).mul(2).sub(1)
+
+    def anything() -> list[Tensor]:
+        return [torch.randn(one.outputs.shape, dtype=torch.float64, generator=generator) for one in products]
+
+    try:
+        shift = after([zero] * len(products))
+        probes = [some() for _ in products]
+        rows = [
+            after([zero] * index + [probe] + [zero] * (len(probes) - index - 1)) for index, probe in enumerate(probes)
+        ]
+        scales = [(row - shift)[0] / probe for row, probe in zip(rows, probes, strict=True)]
+        others = [some() for _ in products]
+        moved = sum(scale * other for scale, other in zip(scales, others, strict=True))
+        first, second = anything(), anything()
+        both = [one + other for one, other in zip(first, second, strict=True)]
+        pairs = [
+            (after(others), shift + moved),
+            (after([-other for other in others]), shift - moved),  # a ReLU is linear on one side
+            (shift, shift[:1].expand_as(shift)),
+            (made_of(both) + shift, made_of(first) + made_of(second)),  # unlike a maximum over positions
+        ]
+        is_linear = all(torch.allclose(one, expected) for one, expected in pairs)
+    except (RuntimeError, TypeError, ValueError):  # an operation that cannot be run again by itself
+        return None
+    return (products, scales, shift[0]) if is_linear and all(bool(scale.any()) for scale in scales) else None
+
+
+def _spread(value: Tensor, product: Product) -> Tensor:
+    """Outputs of a product that are the same (K,) everywhere."""
+    shape = [1] * product.outputs.ndim
+    shape[product.axis] = len(value)
+    return value.reshape(shape).expand(product.outputs.shape)
+
+
+def _ways(products: list[Product], num_rows: int) -> list[str]:
+    """How the inputs of products may become one vector an example, the likelier first."""
+    if any(product.inputs.ndim < 2 or len(product.inputs) != num_rows for product in products):
+        return []
+    if any(product.is_whole for product in products):
+        return ["all"] if all(product.is_whole for product in products) else []
+    if all(product.inputs.ndim == 2 for product in products):
+        return ["row"]
+    if any(product.inputs.ndim == 2 for product in products):
+        return []
+    ways = ["one"] if len(products) == 1 else []
+    return ["mean", *ways] if products[0].axis == 1 else [*ways, "mean"]
+
+
+def _parts(
+    tape: Tape, products: list[Product], scales: list[Tensor], shift: Tensor
+) -> tuple[list[_Part], Tensor, list[Product]]:
+    """Shares by the tensor that they are made from, the bias (K,), and the products inside that were merged into others.
+
+    A share whose features are themselves products of the features of others (an adapter of low rank) joins these.
+    """
+    parts: dict[int, _Part] = {}
+    bias, merged = shift, list[Product]()
+
+    def add(product: Product, weight: Tensor, constant: Tensor) -> None:
+        nonlocal bias
+        inputs = tape.origin(product.inputs, product.at)
+        bias = bias + constant
+        if id(inputs) in parts:
+            parts[id(inputs)].weight = parts[id(inputs)].weight + weight
+        else:
+            parts[id(inputs)] = _Part(inputs, product, weight)
+
+    for product, scale in zip(products, scales, strict=True):
+        add(product, scale[:, None] * product.weight, scale * (0 if product.bias is None else product.bias))
+    for key in list(parts) if len(parts) > 1 else ():
+        inner = _linear(tape, parts[key].inputs)
+        others = {id(tape.origin(one.inputs, one.at)) for one in inner[0]} if inner else {key}
+        if inner is None or not others <= parts.keys() - {key}:
+            continue
+        outer = parts.pop(key).weight
+        bias = bias + outer @ inner[2]
+        for product, scale in zip(inner[0], inner[1], strict=True):
+            own = scale * (0 if product.bias is None else product.bias)
+            add(product, outer @ (scale[:, None] * product.weight), outer @ own)
+            merged.append(product)
+    return list(parts.values()), bias, merged
+
+
+def _agrees(form: HeadForm, parts: list[_Part], weight: Tensor, bias: Tensor, target: Tensor) -> bool:
+    """Whether the features of the pass times the weights are the tensor."""
+    passed = [part.inputs.detach().cpu().double() for part in parts]
+    actual = target.detach().cpu().double().reshape(-1, len(weight))
+    features = form.features(passed, actual, weight, bias)
+    if features.shape[1:] != weight.shape[1:]:
+        return False
+    error = (form.rounded(features) @ weight.T + bias - actual).abs().max()
+    return bool(error <= TOLERANCE * actual.abs().max() + 1e-6)
+
+
+def _tap(tape: Tape, part: _Part) -> Tap:
+    """Where the features of a share pass: best into the module that multiplies them."""
+    product = part.product
+    places = [*tape.places.get(id(product.inputs), ()), *tape.places.get(id(part.inputs), ())]
+    modules = tape.calls[product.at].modules
+    own = [place for place in places if place.slot is not None and place.module in modules]
+    inner = max(own, key=lambda place: modules.index(place.module), default=None)
+    at: Place | int = inner or next(iter(places), None) or tap_number(tape, product.at)
+    return Tap(at, product.axis)
+
+
+def _one_name(tape: Tape, names: tuple[str, ...]) -> str:
+    """A name for products: their own, that of the module that has them and no others, or all with + between them."""
+    if len(names) == 1:
+        return names[0]
+    first = names[0].split(".")
+    for size in range(len(first) - 1, 0, -1):
+        parent = ".".join(first[:size])
+        within = {product.name for product in tape.products() if product.name.startswith(f"{parent}.")}
+        if {*names} == within:
+            return parent
+    return "+".join(names)
+
+
+def _has_positions(product: Product) -> bool:
+    """Whether it is applied at more than one."""
+    return product.outputs.numel() > len(product.outputs) * len(product.weight)
+
+
+def _notes(form: HeadForm, names: tuple[str, ...], scales: list[Tensor], *, has_positions: bool) -> list[str]:
+    notes = []
+    if len(form.taps) > 1:
+        notes.append(f"features are the concatenated outputs of {len(form.taps)} layers: {', '.join(names)}")
+    elif len(names) > 1:
+        notes.append(f"merged {len(names)} layers over the same features into one head: {', '.join(names)}")
+    if len(scales) == 1 and not bool((scales[0] == 1).all()):
+        notes.append("the scale or shift applied to each logit after the last layer is part of the head")
+    if form.positions == "mean" and has_positions:
+        notes.append(
+            "the last layer is applied at every position and averaged, so features are averages over positions"
+        )
+    if form.positions == "one":
+        notes.append(
+            "the last layer is applied at every position and one position is selected, so features come from "
+            "that position"
+        )
+    if form.reduce_range is not None:
+        notes.append(
+            "the last layer is quantised to 8 bits: the head is dequantised, the rest of the network runs as saved"
+        )
+    return notes
+
+
+_VIEWS = {
+    *("aten::view", "aten::reshape", "aten::flatten", "aten::squeeze", "aten::unsqueeze", "aten::_unsafe_view"),
+    *("aten::contiguous", "aten::clone", "aten::detach", "aten::alias", "aten::to", "aten::_to_copy"),
+}
+IDENTITY_NOTE = (
+    "the head is an identity layer on the network's logits: the posterior covers a scale, mixing and shift of "
+    "the logits, not weights of the network"
+)
+UNIT_NOTE = (
+    "the outputs for the first examples are between 0 and 1 and are treated as logits; a network that returns "
+    "probabilities must return logits instead"
+)
+_USUAL = ("logits", "out")  # what networks call their logits where they return more
+
+
+class _Found(NamedTuple):
+    """A head, with the output that it gives and what that was made from."""
+
+    head: Head
+    form: HeadForm
+    traced: Traced
+
+
+def find_head(
+    model: nn.Module, first: Callable[[int], Inputs], *, layer: str | None = None, output: str | None = None
+) -> Head:
+    """The head of a network, which is put in evaluation mode.
+
+    Args:
+        first: gives the inputs (n, ...) of the first n examples.
+        layer: where its weights are: a module, a parameter, or several with + between them; IDENTITY for an identity layer
+            on the logits, unless weights of the network are called so; None for any.
+        output: the name or number of the network's output that are the logits; None for the one that is found.
+
+    Raises:
+        DataError: there is none, or there are several.
+        UsageError: there is no such layer or output, or the model cannot take the inputs.
+    """
+    is_identity = layer == IDENTITY and not any(name.split(".")[0] == IDENTITY for name, _ in model.named_parameters())
+    if layer is not None and not is_identity:
+        _check_names(model, layer)
+    try:
+        plain = None if is_identity else last_linear(model.eval(), first(1), layer=layer, output=output)
+    except DataError as error:
+        raise explain_refusal(model, first, error) from error.__cause__
+    if plain is not None and plain.is_head:
+        return plain.head
+    inputs = first(2)
+    with Tape(model.eval(), inputs) as tape:
+        returned = run_network(model, inputs)
+    if is_identity:
+        return _identity_head(tape, returned, output)
+    missing = getattr(model, "no_head", None)  # a graph has been looked through already
+    found = _heads(tape, returned, output) if missing is None else []
+    fitting = [one for one in found if layer is None or one.traced.is_in(layer)]
+    fitting = _outermost(tape, [one for one in fitting if one.head.name == layer] or fitting)
+    if len(fitting) > 1:
+        fitting = [one for one in fitting if one.form.output in _USUAL] or fitting
+    if len(fitting) == 1:
+        return fitting[0].head
+    if len(fitting) > 1 or (layer is not None and found and plain is None):
+        raise _not_one(fitting or found, layer, returned)
+    if plain is None:
+        if not outputs_of(returned):
+            logits_of(returned)  # raises: there is no tensor in it
+        raise _offering_identity(missing or _no_linear(tape, returned) or no_head(model), tape, returned, output)
+    return plain.head  # the proof on all rows says what is wrong with it
+
+
+def _check_names(model: nn.Module, layer: str) -> None:
+    known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+    for name in layer.split("+"):
+        if name not in known:
+            head_of(model, name)  # refuses it
+
+
+def _heads(tape: Tape, returned: Any, output: str | None) -> list[_Found]:
+    """The heads that the network's outputs are given by, in the order of these."""
+    outputs = outputs_of(returned)
+    if output is not None:
+        outputs = {output: chosen_output(returned, output)}
+    found = []
+    for name, tensor in outputs.items():
+        link, index = _link(tape, tensor)
+        traced = trace(tape, tensor if index is None else tape.calls[index].args[0])
+        if traced is None:
+            continue
+        notes = (*_link_notes(link), *traced.notes)
+        form = HeadForm(traced.taps, traced.positions, name, link, traced.reduce_range, notes)
+        bias = None if traced.bias is None else plain_copy(traced.bias)
+        found.append(_Found(Head(traced.name, plain_copy(traced.weight), bias, form), form, traced))
+    return found
+
+
+def _identity_head(tape: Tape, returned: Any, output: str | None) -> Head:
+    """An identity layer on the logits that an output is, or is a softmax or sigmoid of.
+
+    Raises:
+        DataError: no output has a vector for each example, several have, or it is probabilities of unknown origin.
+        UsageError: there is no such output.
+    """
+    outputs = outputs_of(returned) if output is None else {output: chosen_output(returned, output)}
+    if not outputs:
+        logits_of(returned)  # raises: there is no tensor in it
+    fitting = {name: one for name, one in outputs.items() if is_vector(one, tape.num_rows)}
+    usual = [name for name in fitting if name in _USUAL]
+    names = usual if len(fitting) > 1 and usual else [*fitting]
+    if len(names) != 1:
+        shapes = ", ".join(f"{quoted(name)} {tuple(one.shape)}" for name, one in outputs.items())
+        raise DataError(
+            f"an identity layer needs one output with one vector per example; {tape.num_rows} examples gave {shapes}",
+            code="not_the_head", hint="choose one with \0output\0 NAME" if fitting else None,
+        )  # fmt: skip
+    tensor = outputs[names[0]]
+    link, index = _link(tape, tensor)
+    rows = tensor.reshape(tape.num_rows, -1)
+    sums = rows.sum(1)
+    if link == "none" and bool((rows >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
+        raise DataError(
+            "the network's outputs look like probabilities (they sum to one), but no softmax was found",
+            code="not_the_head", hint="return the input of the softmax, or log-probabilities",
+        )  # fmt: skip
+    taps = () if index is None else (Tap(tap_number(tape, index), -1),)
+    doubt = (UNIT_NOTE,) if link == "none" and bool(((rows >= 0) & (rows <= 1)).all()) else ()
+    form = HeadForm(taps, "all", names[0], link, None, (*_link_notes(link), *doubt, IDENTITY_NOTE))
+    return Head(IDENTITY, torch.eye(rows.shape[1]), torch.zeros(rows.shape[1]), form)
+
+
+def _offering_identity(error: DataError, tape: Tape, returned: Any, output: str | None) -> DataError:
+    """The error that there is no head, with the way out where there is that one."""
+    try:
+        _identity_head(tape, returned, output)
+    except DataError:
+        return error
+    return DataError(error.message, code=error.code, hint=f"{error.hint}; {IDENTITY_HINT}")
+
+
+def _link_notes(link: str) -> tuple[str, ...]:
+    return (
+        ()
+        if link == "none"
+        else (f"the network returns {LINKS[link].returns}; bnncli uses the logits before this step",)
+    )
+
+
+def _link(tape: Tape, output: Tensor) -> tuple[str, int | None]:
+    """The last softmax or sigmoid that gave an output, by its name and the call's index; none, and None."""
+    tensor, index = output, tape.writer(output, len(tape.calls))
+    is_log = False
+    while index is not None:
+        call = tape.calls[index]
+        if call.operation in LINK_OF:
+            link = LINK_OF[call.operation]
+            known = {"softmax": "log_softmax"}.get(link) if is_log else link
+            return ("none", None) if known is None else (known, index)
+        if call.operation == "aten::log" and not is_log:
+            is_log = True
+        elif call.operation not in _VIEWS:
+            break
+        tensor = call.args[0]
+        index = tape.writer(tensor, index)
+    return "none", None
+
+
+def _outermost(tape: Tape, found: list[_Found]) -> list[_Found]:
+    """Those from which no other is made: features that a network returns beside its logits are none. One for each head."""
+    unique: dict[tuple[int, ...], _Found] = {}
+    for one in found:
+        known = unique.get(one.traced.products)
+        if known is None or (known.form.link != "none" and one.form.link == "none"):
+            unique[one.traced.products] = one
+    heads = [*unique.values()]
+    return [one for one in heads if not any(other.traced.is_made_from(tape, one.traced) for other in heads)]
+
+
+def _no_linear(tape: Tape, returned: Any) -> DataError | None:
+    """That what follows the last weights is not linear; None where no output comes from weights."""
+    for output in outputs_of(returned).values():
+        before = tape.before(output)
+        if before is not None:
+            names = listed(product.name for product in map(tape.product, before[0]) if product is not None)
+            after = ", ".join(dict.fromkeys(tape.calls[index].operation.partition("::")[2] for index in before[1]))
+            return DataError(
+                f"the network's output is not linear in any features: it is computed from {names} by "
+                f"{after or 'nothing else'}",
+                code="no_head",
+                hint="after the last weights, bnncli supports only a scale, an average over positions, a softmax or "
+                "a sigmoid",
+            )
+    return None
+
+
+def _not_one(found: list[_Found], layer: str | None, returned: Any) -> DataError | UsageError:
+    """That there are several heads, or none of the name; lists them."""
+    heads = listed_heads(found)
+    if layer is not None and not any(one.traced.is_in(layer) for one in found):
+        return UsageError(
+            f"\0last_layer\0: {quoted(layer)} does not produce an output of the network; these do: {heads}"
+        )
+    first = f"the network returns {len(returned)} outputs, and the first is used; " * isinstance(
+        returned, (tuple, list)
+    )
+    hint = f"add \0last_layer\0 {found[0].head.name}" if first else "choose one with \0last_layer\0 NAME"
+    return DataError(f"{first}the network has several heads: {heads}", code="not_the_head", hint=hint)
+
+
+def listed_heads(found: list[_Found]) -> str:
+    """Heads with their sizes and the outputs that they give."""
+    return ", ".join(f"{quoted(one.head.name)} ({one.head.layout}; output {quoted(one.form.output)})" for one in found)

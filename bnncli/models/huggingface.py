@@ -1,0 +1,670 @@
+"""Folders of `save_pretrained`: what is in them, their tokenizers and processors, and networks filled strictly."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors import safe_open
+
+from bnncli.data.sound import at_rate
+from bnncli.data.transform import Transformed
+from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
+from bnncli.lazy import torch
+from bnncli.models.checkpoints import check_finite, load_checkpoint
+from bnncli.models.libraries import part, require
+from bnncli.names import listed, quoted
+from bnncli.numerics.digests import file_sha256, json_sha256
+from bnncli.system.input_files import MAX_BYTES, open_regular, read_object
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+_NAME = "bnncli_plain"
+_CHOOSE = "set_attn_implementation"
+
+
+def with_plain_attention(network: nn.Module) -> nn.Module:
+    """The network itself; what is in it of the library transformers makes its attention masks whatever they hold from now on."""
+    for module in network.modules():
+        if hasattr(module, _CHOOSE):
+            _choose(module)
+            break
+    return network
+
+
+def _choose(network: Any) -> None:
+    transformers = require("transformers", extra="hf")
+    masks = require("transformers.masking_utils", extra="hf")
+    attention = require("transformers.integrations.sdpa_attention", extra="hf")
+
+    def mask(*sizes: Any, **settings: Any) -> Any:
+        return masks.sdpa_mask(
+            *sizes, **{**settings, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        )
+
+    transformers.AttentionMaskInterface.register(_NAME, mask)
+    transformers.AttentionInterface.register(_NAME, attention.sdpa_attention_forward)
+    try:
+        network.set_attn_implementation(_NAME)
+    except (ValueError, ImportError):  # a network without that kind of attention has one that can be differentiated
+        network.set_attn_implementation("eager")
+
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"  # beside NAME.index.json where they are in shards
+TOKENIZER = (
+    "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.spm", "bpe.codes",
+)  # fmt: skip
+PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+_CLASSIFIER = re.compile(r"\w+For(Sequence|Image|Audio)Classification\w*")
+_NO_NAME = re.compile(r"LABEL_\d+")
+_REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_PATIENCE = 30.0  # seconds for the first answer; without a limit the library waits for one for ever
+
+
+def folder_of(place: str, *, option: str, allow_download: bool) -> Path:
+    """The folder that a place names; of a name on the Hugging Face Hub its copy on this machine, fetched where that is allowed.
+
+    Raises:
+        MissingInput: there is no such folder, or it could not be fetched.
+    """
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        hint = f"give the folder that contains it: {folder.parent}"
+        raise MissingInput(
+            f"{option}: {quoted(folder, limit=300)} is a file, expected a folder", path=folder, hint=hint
+        )
+    if not allow_download or not _REPOSITORY.fullmatch(place):
+        is_name = _REPOSITORY.fullmatch(place) and not allow_download
+        hint = "give a local folder, or add \0allow_download\0 to fetch the model from the Hugging Face Hub"
+        message = f"{option}: no folder {quoted(folder, limit=300)}"
+        raise MissingInput(message, path=folder, hint=hint if is_name else None)
+    hub = require("huggingface_hub", extra="hf")
+    wanted = ["*.json", "*.txt", "*.model", "*.spm", "*.safetensors"]
+    try:
+        with suppress(FileNotFoundError):  # it is not on this machine yet
+            there = Path(hub.snapshot_download(place, allow_patterns=wanted, local_files_only=True))
+            if next(there.glob("*.safetensors"), None) is not None:  # else a tokenizer alone, or the like
+                return there
+        hub.model_info(place, timeout=_PATIENCE)
+        return Path(hub.snapshot_download(place, allow_patterns=wanted))
+    except Exception as error:  # of the library, of the network, of the disk
+        why = " ".join(str(error).split())[:200]
+        raise MissingInput(f"{option}: could not fetch {place!r}: {why}", path=folder) from error
+
+
+def files_like(folder: Path, patterns: Iterable[str]) -> tuple[Path, ...]:
+    """The files of a folder whose names match one of the patterns, sorted."""
+    return tuple(sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}))
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files that a model's weights are in: one, or an index and its shards; none where there are no weights.
+
+    Raises:
+        MissingInput: a shard is missing. DataError: the index is damaged.
+    """
+    there = [name for one in (WEIGHTS, PICKLED) for name in (one, f"{one}.index.json") if (folder / name).is_file()]
+    if not there or there[0] in (WEIGHTS, PICKLED):
+        return tuple(folder / name for name in there[:1])
+    index = folder / there[0]
+    names = read_object(index).get("weight_map")
+    shards = sorted({*names.values()}) if isinstance(names, dict) and all(map(_is_name, names.values())) else []
+    if not shards:
+        raise DataError(f"{quoted(index, limit=300)} lists no weight files", path=index)
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        message = (
+            f"{quoted(folder, limit=300)}: {len(missing)} of {len(shards)} weight files are missing: {listed(missing)}"
+        )
+        raise MissingInput(message, path=folder / missing[0], hint="copy or download all of them")
+    return (index, *(folder / name for name in shards))
+
+
+def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a safetensors file, by its header. Raises MissingInput, or DataError where it is damaged."""
+    with open_regular(path) as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        raw = stream.read(length) if length <= MAX_BYTES else b""
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        return {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise DataError(f"{quoted(path, limit=300)} is truncated or damaged", code="truncated", path=path) from None
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and Path(value).name == value
+
+
+def architecture_of(config: Mapping[str, Any]) -> str | None:
+    """The class that the model was saved from, as config.json names it."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
+def classified_by(architecture: str | None) -> str | None:
+    """Sequence, Image or Audio, by the name of a class; None where that is no classifier's."""
+    match = _CLASSIFIER.fullmatch(architecture) if architecture is not None else None
+    return match[1] if match is not None else None
+
+
+def kind_of(config: Mapping[str, Any], folder: Path) -> str:
+    """Sequence, Image or Audio: what the model classifies; networks of audio are called those of sequences by many.
+
+    Raises:
+        DataError: the model is no classifier, or a regression; or its weights are quantised.
+    """
+    name, where = architecture_of(config), quoted(folder, limit=300)
+    kind = classified_by(name)
+    if kind is None:
+        has = "config.json names no architecture" if name is None else f"the model is {quoted(name)}"
+        expected = "expected a sequence, image or audio classifier"
+        raise DataError(f"{where}: {has}, {expected}", code="not_a_classifier", path=folder / CONFIG)
+    check_plain(config, folder)
+    return "Audio" if kind == "Sequence" and feature_extractor(folder) is not None else kind
+
+
+def check_plain(config: Mapping[str, Any], folder: Path) -> None:
+    """Nothing, when a model is a classifier with plain weights. Raises DataError for a regression and quantised weights."""
+    where = quoted(folder, limit=300)
+    if config.get("problem_type") == "regression":
+        message = f"{where}: expected a classifier, got a regression model (problem_type regression)"
+        raise DataError(message, code="regression", path=folder / CONFIG)
+    if config.get("quantization_config") is not None:
+        method = (
+            config["quantization_config"].get("quant_method")
+            if isinstance(config["quantization_config"], dict)
+            else None
+        )
+        raise DataError(
+            f"{where}: the weights are quantised ({method or 'quantization_config'}), which is not supported",
+            code="quantised", path=folder / CONFIG, hint="save the model before quantisation, or after model.dequantize()",
+        )  # fmt: skip
+
+
+def feature_extractor(folder: Path) -> dict[str, Any] | None:
+    """What a folder says of the feature extractor that makes inputs of sound; None where it has none."""
+    for name in reversed(PROCESSOR):  # the library's own order
+        found = read_object(folder / name) if (folder / name).is_file() else {}
+        for one in (found.get("feature_extractor"), found):
+            if isinstance(one, dict) and "sampling_rate" in one:
+                return one
+    return None
+
+
+def input_patterns(kind: str) -> tuple[str, ...]:
+    """Names of the files that make inputs, for models of Sequence, Image or Audio."""
+    return TOKENIZER if kind == "Sequence" else PROCESSOR
+
+
+def num_labels(config: Mapping[str, Any]) -> int:
+    """Outputs of a classifier; the library's own default is two."""
+    names = config.get("id2label")
+    return len(names) if isinstance(names, dict) else int(config.get("num_labels", 2))
+
+
+def classes_of(config: Mapping[str, Any], folder: Path) -> tuple[str, ...] | None:
+    """Names of the outputs; None where config.json has none of the user's, or several outputs have one.
+
+    Raises:
+        DataError: id2label does not number its names 0, 1, 2, ...
+    """
+    names = config.get("id2label")
+    if not isinstance(names, dict) or len(names) < 2:
+        return None
+    found = [names.get(str(index)) for index in range(len(names))]
+    if not all(isinstance(name, str | int) for name in found):
+        message = f"{quoted(folder / CONFIG, limit=300)}: the keys of id2label are not 0 to {len(names) - 1}"
+        raise DataError(message, path=folder / CONFIG)
+    texts = tuple(str(name) for name in found)
+    is_named = len(set(texts)) == len(texts) and not all(map(_NO_NAME.fullmatch, texts))
+    return texts if is_named else None
+
+
+def task_of(config: Mapping[str, Any]) -> str | None:
+    """multiclass, binary or multilabel; None where config.json does not tell."""
+    if num_labels(config) == 1:
+        return "binary"
+    of_types = {"single_label_classification": "multiclass", "multi_label_classification": "multilabel"}
+    return of_types.get(str(config.get("problem_type")))
+
+
+_LARGEST = 1 << 24  # a larger model_max_length is the library's way to say that there is none
+# Positions are counted from behind the padding token's number.
+_OFFSET_TYPES = {
+    "camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
+    "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+_PARALLEL = "TOKENIZERS_PARALLELISM"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A tokenizer: texts, or pairs of them, padded to the longest of a batch and cut at `max_length` tokens; None never cuts.
+
+    Where it has no token for padding, the network sees each text by itself.
+    """
+
+    folder: str
+    digest: str
+    max_length: int | None
+    takes: str = "texts"
+    mode: str = ""
+
+    def __call__(self, items: Sequence[Any]) -> Transformed:
+        """Token ids and what goes with them, (n, length) int64 by name, and how many texts were cut."""
+        _settle_threads()
+        tokenizer = _loaded("AutoTokenizer", self.folder, self.digest)
+        texts: tuple[list[str], ...] = (list(items),)
+        if items and not isinstance(items[0], str):
+            texts = [first for first, _ in items], [second for _, second in items]
+        cut = {"truncation": True, "max_length": self.max_length} if self.max_length is not None else {}
+        has_padding = tokenizer.pad_token_id is not None
+        found = tokenizer(*texts, padding=has_padding, **cut)
+        lengths = None if has_padding else tuple(map(len, found["input_ids"]))
+        inputs = {
+            name: np.asarray(rows, np.int64) if has_padding else _padded([np.asarray([row], np.int64) for row in rows])
+            for name, rows in found.items()
+        }
+        num_truncated = 0
+        if self.max_length is not None and tokenizer.is_fast:
+            num_truncated = sum(bool(one.overflowing) for one in found.encodings)
+        elif self.max_length is not None:
+            whole = tokenizer(*texts, truncation=False, verbose=False)["input_ids"]
+            num_truncated = sum(len(one) > self.max_length for one in whole)
+        return Transformed(inputs, num_truncated, lengths=lengths)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token that texts are padded with; None where there is none."""
+        _settle_threads()
+        found = _loaded("AutoTokenizer", self.folder, self.digest).pad_token_id
+        return None if found is None else int(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """The digest of the tokenizer's files, and where texts are cut."""
+        return {"tokenizer": self.digest, "max_length": self.max_length}
+
+
+@dataclass(frozen=True)
+class Images:
+    """An image processor: whatever resizing, cropping, scaling and normalising it does."""
+
+    folder: str
+    digest: str
+    mode: str
+    backend: str
+    takes: str = "images"
+
+    def __call__(self, items: Sequence[Any]) -> Transformed:
+        """Pixels (n, C, H, W) float32, and what goes with them, by name; photographs are turned upright, as the library's load_image does."""
+        from PIL import ImageOps  # here, for its time
+
+        processor = _loaded("AutoImageProcessor", self.folder, self.digest)
+        found = processor(images=[ImageOps.exif_transpose(item) for item in items], return_tensors="pt")
+        return Transformed({name: tensor.numpy() for name, tensor in found.items()})
+
+    def to_json(self) -> dict[str, Any]:
+        """The digest of the processor's files, and the library that resizes: they round differently."""
+        return {"image_processor": self.digest, "mode": self.mode, "backend": self.backend}
+
+
+@dataclass(frozen=True)
+class Sounds:
+    """A feature extractor: each clip is resampled to its rate, and given to it by itself.
+
+    Attributes:
+        rate: in Hz.
+        min_length: samples that the network needs.
+        max_length: samples, what is behind them is cut; None never cuts.
+        backend: the library that makes its spectra, where the result depends on what is installed.
+    """
+
+    folder: str
+    digest: str
+    rate: int
+    min_length: int
+    max_length: int | None
+    backend: str | None
+    takes: str = "audio"
+    mode: str = ""
+
+    def __call__(self, items: Sequence[Any]) -> Transformed:
+        """What the network takes, by name: (n, T) waves or (n, T, bins) spectra, with zeros behind the shorter ones."""
+        extractor = _loaded("AutoFeatureExtractor", self.folder, self.digest)
+        found, num_truncated = [], 0
+        for sound in items:
+            samples = at_rate(sound, self.rate)
+            if len(samples) < self.min_length:
+                what = f"got {len(samples)} samples at {self.rate:,} Hz, expected at least {self.min_length}"
+                raise DataError(f"{sound.where} is too short for the model: {what}", code="empty_clip")
+            num_truncated += self.max_length is not None and len(samples) > self.max_length
+            found.append(extractor(samples, sampling_rate=self.rate, return_tensors="np"))
+        num_converted = sum(sound.rate != self.rate or sound.num_channels > 1 for sound in items)
+        inputs = {name: _padded([np.asarray(one[name]) for one in found]) for name in found[0]}
+        lengths = tuple(next(iter(one.values())).shape[1] for one in found)
+        return Transformed(inputs, num_truncated, num_converted, lengths)
+
+    def to_json(self) -> dict[str, Any]:
+        """The digest of the extractor's files, and what is done before it."""
+        own = {"feature_extractor": self.digest, "sampling_rate": self.rate, "max_length": self.max_length}
+        made = {"resampling": "scipy.signal.resample_poly", "channels": "mean"}
+        return {**own, **made, **({} if self.backend is None else {"backend": self.backend})}
+
+
+def inputs_of(folder: Path, kind: str, config: Mapping[str, Any]) -> Texts | Images | Sounds | None:
+    """What makes the inputs of a model of Sequence, Image or Audio; None where the folder has nothing for that."""
+    if kind == "Audio":
+        return audio_inputs(folder, config)
+    return text_inputs(folder, config) if kind == "Sequence" else image_inputs(folder, config)
+
+
+def audio_inputs(folder: Path, config: Mapping[str, Any]) -> Sounds | None:
+    """The feature extractor of a folder; None where it has none."""
+    own = feature_extractor(folder)
+    if own is None:
+        return None
+    rate = own["sampling_rate"]
+    if not isinstance(rate, int) or rate < 1:
+        message = (
+            f"{quoted(folder, limit=300)}: its feature extractor has sampling_rate {quoted(rate)}, expected an "
+            "integer in Hz"
+        )
+        raise DataError(message, path=folder)
+    is_kaldi = own.get("feature_extractor_type") == "ASTFeatureExtractor"
+    backend = ("torchaudio" if find_spec("torchaudio") is not None else "numpy") if is_kaldi else None
+    digest = _digest(files_like(folder, PROCESSOR))
+    return Sounds(str(folder.absolute()), digest, rate, _fewest_samples(own, config), _most_samples(own, rate), backend)
+
+
+def _fewest_samples(own: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Samples of the first spectrum, or those that a network's convolutions make one position of."""
+    if own.get("feature_extractor_type") in ("ASTFeatureExtractor", "SeamlessM4TFeatureExtractor"):
+        return 400
+    kernels, strides = config.get("conv_kernel"), config.get("conv_stride")
+    if not isinstance(kernels, list) or not isinstance(strides, list):
+        return 1
+    found = int(config.get("squeeze_factor", 1))  # positions that are taken as one
+    for kernel, stride in zip(reversed(kernels), reversed(strides), strict=False):
+        found = (found - 1) * stride + kernel
+    return found
+
+
+def _most_samples(own: Mapping[str, Any], rate: int) -> int | None:
+    """Samples behind which a feature extractor cuts, of the two that do; None for others, whatever `max_length` they were given.
+
+    Whisper's takes `n_samples`; AST's `max_length` spectra of 400 samples, one each 160.
+    """
+    kind, frames = own.get("feature_extractor_type"), own.get("max_length")
+    if kind == "WhisperFeatureExtractor":
+        return int(own.get("chunk_length", 30)) * rate
+    if kind == "ASTFeatureExtractor" and isinstance(frames, int):
+        return 400 + frames * 160 - 1
+    return None
+
+
+def _padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays (1, T, ...) as one (n, longest T, ...), with zeros behind the shorter ones."""
+    first = arrays[0]
+    if first.ndim < 2:
+        return np.concatenate(arrays)
+    padded = np.zeros((len(arrays), max(one.shape[1] for one in arrays), *first.shape[2:]), first.dtype)
+    for row, one in zip(padded, arrays, strict=True):
+        row[: one.shape[1]] = one[0]
+    return padded
+
+
+def text_inputs(folder: Path, config: Mapping[str, Any]) -> Texts | None:
+    """The tokenizer of a folder; None where it has none."""
+    files = files_like(folder, TOKENIZER)
+    if not files:
+        return None
+    own = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    limits = [own.get("model_max_length"), _positions(config)]
+    lengths = [int(limit) for limit in limits if isinstance(limit, int | float) and 0 < limit < _LARGEST]
+    return Texts(str(folder.absolute()), _digest(files), min(lengths, default=None))
+
+
+def image_inputs(folder: Path, config: Mapping[str, Any]) -> Images | None:
+    """The image processor of a folder; None where it has none."""
+    files = files_like(folder, PROCESSOR)
+    if not files:
+        return None
+    mode = "L" if config.get("num_channels") == 1 else "RGB"
+    backend = "torchvision" if find_spec("torchvision") is not None else "pil"
+    return Images(str(folder.absolute()), _digest(files), mode, backend)
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    """Tokens that a model has positions for; None where it counts from a token to another."""
+    if config.get("model_type") in ("gpt2", "openai-gpt", "ctrl"):
+        return config.get("n_positions")
+    number = config.get("max_position_embeddings")
+    if number is not None and config.get("model_type") in _OFFSET_TYPES:
+        return int(number) - int(config.get("pad_token_id") or 0) - 1
+    return number
+
+
+def _digest(files: Sequence[Path]) -> str:
+    return f"sha256:{json_sha256([[file.name, file_sha256(file)] for file in files])}"
+
+
+@lru_cache(maxsize=4)
+def _loaded(auto: str, folder: str, digest: str) -> Any:
+    """The tokenizer, image processor or feature extractor of a folder whose files have this digest.
+
+    Raises:
+        DataError: the library cannot make it of the folder's files.
+        Untrusted: it is code in the folder.
+    """
+    maker = part(require("transformers", extra="hf"), auto, extra="hf")
+    try:
+        return maker.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library's own, of what is in the files
+        why = " ".join(str(error).split())[:200]
+        what = {"AutoTokenizer": "tokenizer", "AutoFeatureExtractor": "feature extractor"}.get(auto, "image processor")
+        if "trust_remote_code" in why or "custom code" in why:
+            raise Untrusted(
+                f"{quoted(folder, limit=300)}: its {what} is defined by code in the folder (auto_map), which "
+                "bnncli never runs",
+                path=folder,
+            ) from error
+        raise DataError(f"{quoted(folder, limit=300)}: cannot load its {what}: {why}", path=folder) from error
+
+
+def _settle_threads() -> None:
+    """Threads in this process; none in one that reads ahead beside others, where the library would deadlock or complain."""
+    import torch.utils.data
+
+    if torch.utils.data.get_worker_info() is not None:
+        os.environ[_PARALLEL] = "false"
+    else:
+        os.environ.setdefault(_PARALLEL, "true")
+
+
+NO_PADDING = -1  # the number of no token
+_COUNTER = ".num_batches_tracked"  # of batch norms, which files from before torch 0.4.1 have not; prediction needs none
+
+
+def classifier(folder: Path, config: Mapping[str, Any], state: Mapping[str, Tensor] | None) -> nn.Module:
+    """The classifier of a folder of `save_pretrained`, in evaluation mode, float32, on the CPU.
+
+    Args:
+        config: of config.json.
+        state: what fills it; None for the folder's own weights.
+
+    Raises:
+        DataError: a weight is missing, unknown or of another shape, or the library cannot make the network.
+        Untrusted: its definition is code in its folder.
+    """
+    made_by, name = load_config(folder), architecture_of(config)
+    transformers = require("transformers", extra="hf")
+    made = part(transformers, str(name), extra="hf")
+    if made is None:
+        raise _unknown(folder, config, f"transformers {transformers.__version__} has no {name}")
+    if state is None:
+        state = pickled_state(folder)
+    network, info = load(made, folder, made_by, state)
+    check_filled(
+        info, what=f"the {'checkpoint' if state is not None else 'folder'} does not match {name}", folder=folder
+    )
+    return settled(network)
+
+
+def load_config(folder: Path, **changes: Any) -> Any:
+    """The library's own reading of config.json; it never runs code of the folder.
+
+    Raises:
+        DataError, Untrusted: it cannot.
+    """
+    transformers = require("transformers", extra="hf")
+    with told(folder):
+        return transformers.AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False, **changes
+        )
+
+
+def load(made: Any, folder: Path, config: Any, state: Mapping[str, Tensor] | None) -> tuple[nn.Module, dict[str, Any]]:
+    """A network of a class of the library, and what it says of names that did not fit."""
+    if state is None and not weight_files(folder):
+        message = f"{quoted(folder, limit=300)} has no weights; looked for {WEIGHTS}, its index, and {PICKLED}"
+        raise MissingInput(message, path=folder, hint="pass a weights file as the checkpoint")
+    given = {} if state is None else {"state_dict": dict(state)}
+    with told(folder):
+        network, info = made.from_pretrained(
+            str(folder) if state is None else None, config=config, dtype=torch.float32, output_loading_info=True,
+            ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=False, use_safetensors=True, **given,
+        )  # fmt: skip
+        own, whole = network.state_dict(), _no_reals(folder, state)
+    if odd := sorted(name for name in whole & own.keys() if own[name].is_floating_point()):
+        raise DataError(
+            f"{quoted(folder, limit=300)}: the weights {listed(odd)} are integers, but the network expects "
+                "floating-point numbers",
+            code="quantised", path=folder, hint="save the model before quantisation",
+        )  # fmt: skip
+    return network, info
+
+
+def _no_reals(folder: Path, state: Mapping[str, Tensor] | None) -> set[str]:
+    """Names of the tensors whose numbers are whole, which the library would take for real ones."""
+    if state is not None:
+        return {name for name, tensor in state.items() if not tensor.is_floating_point()}
+    found: set[str] = set()
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as stored:
+                names = list(stored.keys())
+                found |= {name for name in names if not stored.get_slice(name).get_dtype().startswith(("F", "BF"))}
+    return found
+
+
+def check_filled(
+    info: Mapping[str, Any],
+    *,
+    what: str,
+    folder: Path,
+    may_miss: Callable[[str], bool] = lambda name: False,
+    may_have: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Nothing, when every weight of a network came out of its file, and every one of the file went into it.
+
+    Args:
+        info: as from_pretrained gives it; names that the architecture itself declares ignorable are not in it.
+        may_miss, may_have: names that may be missing or of another shape, and ones that may be unknown.
+
+    Raises:
+        DataError: with the names.
+    """
+    missing = sorted(name for name in info["missing_keys"] if not name.endswith(_COUNTER) and not may_miss(name))
+    unknown = sorted(name for name in info["unexpected_keys"] if not may_have(name))
+    odd = sorted((name, tuple(came), tuple(own)) for name, came, own in info["mismatched_keys"] if not may_miss(name))
+    parts = [f"missing from the weights ({len(missing)}): {listed(missing)}"] if missing else []
+    parts += [f"not in the network ({len(unknown)}): {listed(unknown)}"] if unknown else []
+    parts += [f"{quoted(name)} has shape {came} in the weights, {own} in the network" for name, came, own in odd[:3]]
+    parts += [" ".join(str(text).split())[:200] for text in info.get("error_msgs", [])[:1]]
+    if parts:
+        raise DataError(f"{quoted(folder, limit=300)}: {what}; {'; '.join(parts)}", code="wrong_weights", path=folder)
+
+
+def settled(network: nn.Module) -> nn.Module:
+    """The network in evaluation mode, float32, without gradients; it keeps no cache of what it has seen."""
+    check_finite({name: value for name, value in network.state_dict().items() if isinstance(value, torch.Tensor)})
+    config: Any = network.config
+    if getattr(config, "use_cache", None):
+        config.use_cache = False
+    return network.float().eval().requires_grad_(False)
+
+
+def with_padding(network: nn.Module, transform: Texts | Images | Sounds | None) -> nn.Module:
+    """The network, told the token that its tokenizer pads texts with where its configuration names none.
+
+    Decoders classify by a text's last token that is no padding. Without a token for it they see texts unpadded, and take the last.
+    """
+    config: Any = network.config
+    if isinstance(transform, Texts) and getattr(config, "pad_token_id", None) is None:
+        token = transform.pad_token_id
+        config.pad_token_id = NO_PADDING if token is None else token
+    return network
+
+
+@contextmanager
+def told(folder: Path) -> Iterator[None]:
+    """The library is silent inside the block, and what it raises is an error in the folder.
+
+    Raises:
+        DataError, Untrusted: with the first line of what was raised.
+    """
+    logging = require("transformers.utils.logging", extra="hf")
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    except (BnnError, MemoryError):
+        raise
+    except Exception as error:  # others' code: whatever it raises, this folder cannot be used
+        why = " ".join(str(error).split())
+        if "trust_remote_code" in why:
+            raise _is_code(folder) from error
+        message = f"{quoted(folder, limit=300)}: cannot load the model: {type(error).__name__}: {why[:200]}"
+        raise DataError(message, path=folder) from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()
+
+
+def _is_code(folder: Path) -> Untrusted:
+    return Untrusted(
+        f"{quoted(folder, limit=300)}: the model is defined by code in the folder (auto_map in {CONFIG}), which "
+        "bnncli never runs",
+        hint="if you trust this code, use \0model\0 file.py:factory with a factory that builds the network",
+        path=folder / CONFIG,
+    )
+
+
+def _unknown(folder: Path, config: Mapping[str, Any], why: str) -> BnnError:
+    if "auto_map" in config:
+        return _is_code(folder)
+    return DataError(f"{quoted(folder, limit=300)}: {why}", path=folder / CONFIG)
+
+
+def pickled_state(folder: Path) -> dict[str, Tensor] | None:
+    """Weights that are in torch's own format; None where they are safetensors."""
+    files = weight_files(folder)
+    return load_checkpoint(files[0]).state if files and files[0].name.startswith(PICKLED) else None

@@ -1,0 +1,82 @@
+"""`hf:DIR`: a Hugging Face text, image or audio classifier in a `save_pretrained` folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnncli.errors import MissingInput
+from bnncli.models import Asked
+from bnncli.models.huggingface import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    Images,
+    Sounds,
+    Texts,
+    classes_of,
+    files_like,
+    folder_of,
+    input_patterns,
+    inputs_of,
+    kind_of,
+    task_of,
+    weight_files,
+)
+from bnncli.names import quoted
+from bnncli.options.parts import Form
+from bnncli.system.input_files import read_object
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+FORM = Form("hf:DIR", 10, "A Hugging Face classifier saved by save_pretrained.")
+EXTRA: str | None = "hf"
+TAKES: tuple[str, ...] = ("allow_download",)
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A model for sequence, image or audio classification; its weights are those of the folder, unless others fill it."""
+
+    folder: Path
+    config: Mapping[str, Any] = field(repr=False)
+    classes: tuple[str, ...] | None
+    transform: Texts | Images | Sounds | None
+    files: tuple[Path, ...]
+    task: str | None
+
+    def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
+        """The network with the folder's weights, or with those of `state`; see `classifier`."""
+        from bnncli.models.huggingface import classifier, with_padding  # here, for torch
+
+        return with_padding(classifier(self.folder, self.config, state), self.transform)
+
+
+def open_model(place: str, asked: Asked) -> Classifier:
+    """The classifier of a folder, or of a name on the Hugging Face Hub where downloads are allowed.
+
+    Raises:
+        MissingInput: no folder, no config.json in it, or a shard is missing.
+        DataError: a file is damaged, the model is no classifier, or its weights are quantised.
+    """
+    folder = folder_of(place, option="\0model\0", allow_download=asked.allow_download)
+    if not (folder / CONFIG).is_file():
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        hint = (
+            f"this is an adapter: use \0model\0 peft:{place}"
+            if is_adapter
+            else "expected a folder written by save_pretrained"
+        )
+        raise MissingInput(f"no {CONFIG} in {quoted(folder, limit=300)}", path=folder / CONFIG, hint=hint)
+    config = read_object(folder / CONFIG)
+    kind = kind_of(config, folder)
+    return Classifier(
+        folder,
+        config,
+        classes_of(config, folder),
+        transform=inputs_of(folder, kind, config),
+        files=(folder / CONFIG, *weight_files(folder), *files_like(folder, input_patterns(kind))),
+        task=task_of(config),
+    )

@@ -1,0 +1,286 @@
+"""`peft:DIR`: a peft adapter, merged into the classifier it was trained on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.lazy import torch
+from bnncli.models import Asked
+from bnncli.models.huggingface import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    Images,
+    Sounds,
+    Texts,
+    architecture_of,
+    check_filled,
+    check_plain,
+    classes_of,
+    classified_by,
+    feature_extractor,
+    files_like,
+    folder_of,
+    input_patterns,
+    inputs_of,
+    load,
+    load_config,
+    pickled_state,
+    safetensors_shapes,
+    settled,
+    task_of,
+    told,
+    weight_files,
+)
+from bnncli.models.libraries import require
+from bnncli.names import listed, quoted
+from bnncli.options.parts import Form
+from bnncli.system.input_files import read_object
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+_COPIES = ".modules_to_save."  # with bias="all" the library writes the biases of modules that are saved whole twice
+_PREFIX = "base_model.model."
+_WEIGHTS = "adapter_model.safetensors"
+
+
+def adapted(folder: Path, base: Path, kind: str, architecture: str | None, *, is_merged: bool = True) -> nn.Module:
+    """The classifier of a base folder with an adapter merged into it, or beside it, in evaluation mode, float32, on the CPU.
+
+    What the adapter has whole (modules_to_save, such as the classifier) may be missing from the base; and where the base is
+    no classifier, its own head is left out.
+
+    Args:
+        kind: Sequence, Image or Audio.
+        architecture: the class that the base was saved from.
+
+    Raises:
+        DataError: a weight is missing, unknown or of another shape, or the libraries cannot make the network.
+    """
+    auto = getattr(require("transformers", extra="hf"), f"AutoModelFor{kind}Classification")
+    saved = {
+        name.removeprefix(_PREFIX): shape
+        for name, shape in safetensors_shapes(folder / _WEIGHTS).items() if ".lora_" not in name
+    }  # fmt: skip
+    config = load_config(base)
+    with told(base), torch.device("meta"):
+        empty = auto.from_config(config)
+    labels = _num_labels(empty, config, saved)
+    if labels is not None:
+        config = load_config(base, num_labels=labels)
+    network, info = load(type(empty), base, config, pickled_state(base))
+    check_filled(
+        info,
+        what=f"the base model does not match {type(network).__name__}",
+        folder=base,
+        may_miss=lambda name: name in saved,
+        may_have=lambda name: classified_by(architecture) is None,
+    )
+    return settled(_with_adapter(network, folder, is_merged=is_merged))
+
+
+def _num_labels(empty: nn.Module, config: Any, saved: Mapping[str, tuple[int, ...]]) -> int | None:
+    """Outputs of the adapter's own head, where they are not as many as the base's config says."""
+    own = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
+    found = {
+        shape[0]
+        for name, shape in saved.items()
+        if name in own and shape and own[name][1:] == shape[1:] and own[name][0] == config.num_labels != shape[0]
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _unknown(weights: Path, names: Sequence[str]) -> list[str]:
+    """Names that the library could not place, but for copies of tensors that it could."""
+    with safe_open(weights, "pt") as stored:
+        known = {*stored.keys()}
+        return [
+            name
+            for name in names
+            if _COPIES not in name
+            or (own := name.replace(_COPIES, ".")) not in known
+            or not torch.equal(stored.get_tensor(name), stored.get_tensor(own))
+        ]
+
+
+def _with_adapter(network: nn.Module, folder: Path, *, is_merged: bool) -> nn.Module:
+    """The network with the adapter's changes in its own weights, or in layers around its own.
+
+    Raises:
+        DataError: names of the adapter's file are missing or unknown, or its kind cannot be merged.
+    """
+    peft = require("peft", extra="peft")
+    with told(folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about names, which are errors here
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        model = peft.get_peft_model(network, config)
+        found = model.load_adapter(str(folder), "default", is_trainable=False, torch_device="cpu")
+    parts = [
+        f"{what} ({len(names)}): {listed(sorted(names))}"
+        for what, names in (
+            ("missing from the adapter", found.missing_keys),
+            ("not in the network", _unknown(folder / _WEIGHTS, found.unexpected_keys)),
+        )
+        if names
+    ]
+    if parts:
+        message = (
+            f"{quoted(folder, limit=300)}: the adapter does not match {type(network).__name__}; {'; '.join(parts)}"
+        )
+        raise DataError(message, code="wrong_weights", path=folder)
+    if not hasattr(model.base_model, "merge_and_unload"):
+        message = f"{quoted(folder, limit=300)}: adapters of kind {config.peft_type} cannot be merged into the weights"
+        raise DataError(message, code="not_supported", path=folder)
+    if not is_merged:
+        apart: nn.Module = model.base_model.model
+        return apart
+    with told(folder):
+        merged: nn.Module = model.merge_and_unload(safe_merge=True)
+    return merged
+
+
+FORM = Form("peft:DIR", 20, "A PEFT adapter, merged into its base model.")
+EXTRA: str | None = "peft"
+TAKES: tuple[str, ...] = ("base_model", "allow_download")
+
+_ADAPTER, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+_CHOOSERS = {"XLORA": "selects adapters from other folders for each input"}  # which would be fetched
+_PROMPTS = ("PROMPT", "PREFIX", "P_TUNING")  # kinds of adapters that are more inputs, not other weights
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A classifier with an adapter; its weights are those of both folders.
+
+    Attributes:
+        kind: Sequence, Image or Audio, what it classifies.
+        config: of the base model.
+    """
+
+    folder: Path
+    base: Path
+    kind: str
+    config: Mapping[str, Any] = field(repr=False)
+    classes: tuple[str, ...] | None
+    transform: Texts | Images | Sounds | None
+    files: tuple[Path, ...]
+    task: str | None
+
+    def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
+        """The network with the adapter merged into its weights; see `adapted`. Raises UsageError for other weights."""
+        from bnncli.models.huggingface import with_padding  # here, for torch
+
+        if state is not None:
+            raise UsageError(
+                "\0model\0 peft:DIR has its own weights (adapter and base model), but the checkpoint is a "
+                "different file",
+                hint="give the adapter's folder as the checkpoint; if you only need a name for the run, any name "
+                "will do",
+            )
+        return with_padding(adapted(self.folder, self.base, self.kind, architecture_of(self.config)), self.transform)
+
+    def build_apart(self) -> nn.Module:
+        """The same network with the adapter's parameters beside those that they change."""
+        from bnncli.models.huggingface import with_padding  # here, for torch
+
+        apart = adapted(self.folder, self.base, self.kind, architecture_of(self.config), is_merged=False)
+        return with_padding(apart, self.transform)
+
+
+def open_model(place: str, asked: Asked) -> Adapted:
+    """The classifier that an adapter's folder and its base folder make.
+
+    Raises:
+        MissingInput: a folder or a file is missing.
+        DataError: a file is damaged, it is no classifier, or the adapter cannot be merged.
+        UsageError: the base folder is not known.
+    """
+    folder = folder_of(place, option="\0model\0", allow_download=asked.allow_download)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        hint = f"this is a full model: use \0model\0 hf:{place}" if (folder / CONFIG).is_file() else None
+        raise MissingInput(
+            f"no {ADAPTER_CONFIG} in {quoted(folder, limit=300)}", path=folder / ADAPTER_CONFIG, hint=hint
+        )
+    adapter = read_object(folder / ADAPTER_CONFIG)
+    weights = _weights(folder, adapter)
+    base = _base_of(adapter, folder, asked)
+    config = read_object(base / CONFIG)
+    check_plain(config, base)
+    kind = _kind(adapter, config, folder)
+    if kind == "Sequence" and any(feature_extractor(one) is not None for one in (folder, base)):
+        kind = "Audio"  # many networks of audio are called those of sequences
+    patterns = input_patterns(kind)
+    inputs = folder if files_like(folder, patterns) else base
+    return Adapted(
+        folder,
+        base,
+        kind,
+        config,
+        _classes(config, base, weights),
+        transform=inputs_of(inputs, kind, config),
+        files=(folder / ADAPTER_CONFIG, weights, base / CONFIG, *weight_files(base), *files_like(inputs, patterns)),
+        task=task_of(config) if config.get("problem_type") else None,
+    )
+
+
+def _weights(folder: Path, adapter: Mapping[str, Any]) -> Path:
+    """The adapter's own file. Raises MissingInput, or DataError where its kind is not supported."""
+    where, kind = quoted(folder, limit=300), str(adapter.get("peft_type")).upper()
+    does = "adds inputs" if any(word in kind for word in _PROMPTS) else _CHOOSERS.get(kind)
+    if does is not None:
+        message = (
+            f"{where}: an adapter of kind {kind} {does}, so it cannot be merged into the weights; this is not supported"
+        )
+        raise DataError(message, code="not_supported", path=folder / ADAPTER_CONFIG)
+    if (folder / _ADAPTER).is_file():
+        return folder / _ADAPTER
+    if (folder / _PICKLED).is_file():
+        message = f"{where}: expected {_ADAPTER}, got the pickle {_PICKLED}"
+        raise DataError(
+            message, code="needs_code", path=folder / _PICKLED, hint="save it again with model.save_pretrained(DIR)"
+        )
+    raise MissingInput(f"no {_ADAPTER} in {where}", path=folder / _ADAPTER)
+
+
+def _base_of(adapter: Mapping[str, Any], folder: Path, asked: Asked) -> Path:
+    """The base folder: as given, or as the adapter names it where that is on this machine."""
+    named = adapter.get("base_model_name_or_path")
+    place = asked.base_model or (named if isinstance(named, str) and named else None)
+    if place is None:
+        raise UsageError(f"{quoted(folder, limit=300)} does not name its base model; give it with \0base_model\0 DIR")
+    if asked.base_model is None and not Path(place).is_dir() and not asked.allow_download:
+        message = f"{quoted(folder, limit=300)} is an adapter for {quoted(place)}, which is not a local folder"
+        raise UsageError(message, hint="give the folder of the base model: \0base_model\0 DIR")
+    base = folder_of(place, option="\0base_model\0", allow_download=asked.allow_download)
+    if not (base / CONFIG).is_file():
+        raise MissingInput(f"\0base_model\0: no {CONFIG} in {quoted(base, limit=300)}", path=base / CONFIG)
+    return base
+
+
+def _kind(adapter: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> str:
+    """Sequence, Image or Audio. Raises DataError for an adapter that is for none of them."""
+    mapping, task = adapter.get("auto_mapping"), adapter.get("task_type")
+    made_by = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    kind = "Sequence" if task == "SEQ_CLS" else classified_by(made_by or architecture_of(config))
+    if kind is None or task not in ("SEQ_CLS", "FEATURE_EXTRACTION", None):
+        what = f"for {made_by or architecture_of(config)}" + (f" for {task}" if task else "")
+        message = (
+            f"{quoted(folder, limit=300)}: expected an adapter of a sequence, image or audio classifier, got one {what}"
+        )
+        raise DataError(message, code="not_a_classifier", path=folder / ADAPTER_CONFIG)
+    return kind
+
+
+def _classes(config: Mapping[str, Any], base: Path, weights: Path) -> tuple[str, ...] | None:
+    """The base model's, unless the adapter has a head of its own for another number of them."""
+    classes = classes_of(config, base)
+    shapes = [shape for name, shape in safetensors_shapes(weights).items() if ".lora_" not in name]
+    return classes if classes is None or not shapes or any(shape[:1] == (len(classes),) for shape in shapes) else None

@@ -1,0 +1,258 @@
+"""`timm:NAME`, a timm classifier filled with the checkpoint; `timm:DIR`, a folder that timm wrote, with its own weights.
+
+The preprocessing is timm's for evaluation, `create_transform(**resolve_data_config(...), is_training=False)`, of the pretrained_cfg of
+NAME (that of resnet50.a1_in1k is its tag's) or of the folder's config.json. The number of classes is the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.models import Asked
+from bnncli.models.libraries import building, require, require_torchvision, stacked, told_apart
+from bnncli.names import listed, quoted
+from bnncli.options.parts import Form
+from bnncli.system.input_files import read_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from bnncli.data.transform import Transformed
+
+FORM = Form("timm:NAME-or-DIR", 30, "A timm model filled with CKPT, or a folder with its own weights.")
+EXTRA: str | None = "timm"
+TAKES: tuple[str, ...] = ("model_arg",)
+
+_CONFIG = "config.json"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there, as timm itself looks for them
+_NOT_ARGUMENTS = (
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "checkpoint_path",
+    "cache_dir",
+    "features_only",
+)
+_OF_INPUTS = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
+_MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass(frozen=True)
+class EvaluationTransform:
+    """timm's preprocessing for evaluation.
+
+    Attributes:
+        name: of the network whose pretrained_cfg it is; empty where `config` says it all.
+        config: what a folder says of inputs, in JSON.
+        size: height and width in place of the configured ones.
+    """
+
+    name: str
+    config: str = "{}"
+    size: tuple[int, int] | None = None
+    mode: str = "RGB"
+    takes: str = "images"
+
+    def __call__(self, items: Sequence[Any]) -> Transformed:
+        """Inputs (n, C, H, W) float32 of PIL images."""
+        return stacked(_made(self), items)
+
+    def to_json(self) -> dict[str, Any]:
+        """The library, and the network or the configuration, which tells what is done."""
+        what = {"network": self.name} if self.name else {"config": json.loads(self.config)}
+        return {"library": "timm", **what, **({"size": list(self.size)} if self.size else {})}
+
+
+@dataclass(frozen=True)
+class TimmModel:
+    """A network of timm.
+
+    Attributes:
+        place: what the user names.
+        network: its name in timm.
+        config: the pretrained_cfg of a folder; None for timm's own.
+        saved: arguments of timm.create_model that the folder tells.
+        arguments: of the user's, as typed.
+        files: config.json and the weights of a folder.
+    """
+
+    place: str
+    network: str
+    arguments: Mapping[str, str]
+    transform: EvaluationTransform | None
+    config: Mapping[str, Any] | None = field(default=None, repr=False)
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+    classes: tuple[str, ...] | None = None
+    task: None = None
+
+    def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
+        """The network with the weights of `state`, or of its folder.
+
+        Raises:
+            UsageError: timm is missing, or has no such network, or an argument is wrong.
+            DataError: names or shapes of the weights do not fit the network.
+        """
+        from bnncli.models.build import fill_network  # here, for torch
+        from bnncli.models.checkpoints import load_checkpoint
+        from bnncli.system.user_code import convert_arguments
+
+        if state is None:
+            state = load_checkpoint(self.files[-1]).state
+        config = self.config if self.config is not None else _config_of(self.network)
+        given = convert_arguments(_timm().create_model, self.arguments, option="\0model_arg\0")
+        arguments = {**self.saved, **_num_classes(config.get("classifier"), state), **given}
+        with building(f"timm:{self.place}"):
+            network: nn.Module = _timm().create_model(
+                self.network, pretrained_cfg=self.config and dict(self.config), **arguments
+            )
+        fill_network(network, state, f"timm:{self.place}")
+        return network.float().eval()
+
+    def published_classes(self, num_classes: int) -> tuple[str, ...] | None:
+        """Those of the part of ImageNet that the pretrained_cfg is for, by its number of classes, as timm itself tells it."""
+        config = self.config if self.config is not None else _config_of(self.network)
+        if config.get("num_classes") != num_classes:
+            return None
+        from timm.data import ImageNetInfo, infer_imagenet_subset
+
+        subset = infer_imagenet_subset({"num_classes": num_classes})
+        info = None if subset is None else ImageNetInfo(subset)
+        return None if info is None else told_apart([info.index_to_description(index) for index in range(num_classes)])
+
+
+def open_model(place: str, asked: Asked) -> TimmModel:
+    """The network of a name, or of a folder.
+
+    Raises:
+        UsageError: an argument that is not the network's, or a name on the network.
+        MissingInput: no such folder, or no config.json or weights in it.
+        DataError: config.json is not one of timm.
+    """
+    for argument in asked.arguments:
+        if argument in _NOT_ARGUMENTS:
+            raise UsageError(
+                f"\0model_arg\0 {argument} is not supported: the weights come from the checkpoint, and bnncli "
+                "uses the full network"
+            )
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        return _of_folder(place, folder, asked.arguments)
+    if ":" in place or place.endswith(("/", ".json", ".safetensors", ".bin", ".pth")):
+        raise UsageError(f"\0model\0: expected timm:NAME, or timm:DIR with an existing folder; got {'timm:' + place!r}")
+    if "/" in place:
+        raise MissingInput(f"no folder {quoted(place, limit=300)}", path=folder)
+    channels = asked.arguments.get("in_chans", "3")
+    transform = EvaluationTransform(place, size=_size(asked.arguments.get("img_size"))) if channels == "3" else None
+    return TimmModel(place, place, asked.arguments, transform)
+
+
+def _of_folder(place: str, folder: Path, arguments: Mapping[str, str]) -> TimmModel:
+    """The model of a folder that timm's save_for_hf or push_to_hf_hub wrote."""
+    found = read_object(folder / _CONFIG)
+    config = found.get("pretrained_cfg", found)  # older ones have all in one
+    network = found.get("architecture")
+    saved = found.get("model_args") or {}
+    if not isinstance(network, str) or not isinstance(config, dict) or not isinstance(saved, dict):
+        hint = f"\0model\0 hf:{place}" if "architectures" in found or "model_type" in found else None
+        raise DataError(
+            f"{quoted(folder / _CONFIG, limit=300)} names no timm architecture", path=folder / _CONFIG, hint=hint
+        )
+    weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if weights is None:
+        raise MissingInput(f"no {' or '.join(_WEIGHTS)} in {quoted(folder, limit=300)}", path=folder / _WEIGHTS[0])
+    config = {name: value for name, value in config.items() if name not in ("architecture", "num_features", "labels")}
+    names = next(
+        (one for one in (found.get("label_names"), config.get("label_names"), found.get("labels")) if one), None
+    )
+    return TimmModel(
+        place, network, arguments, _folder_transform(config, {**saved, **arguments}), config, saved,
+        (folder / _CONFIG, weights), _classes(names),
+    )  # fmt: skip
+
+
+def _folder_transform(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> EvaluationTransform | None:
+    """What the folder says of inputs; None where its means are not as many as the channels, or those of no image."""
+    told = {name: config[name] for name in _OF_INPUTS if config.get(name) is not None}
+    channels = int(arguments.get("in_chans") or (told.get("input_size") or [3])[0])
+    if len(told.get("mean", (0, 0, 0))) != channels or channels not in _MODES:
+        return None
+    size = _size(arguments.get("img_size")) if config.get("fixed_input_size") or "img_size" in arguments else None
+    return EvaluationTransform("", json.dumps(told, sort_keys=True), size, _MODES[channels])
+
+
+def _size(value: Any) -> tuple[int, int] | None:
+    """Height and width of an argument img_size, one number or two. Raises UsageError."""
+    if value is None:
+        return None
+    try:
+        numbers = json.loads(value.strip().replace("(", "[").replace(")", "]")) if isinstance(value, str) else value
+        height, width = (numbers, numbers) if isinstance(numbers, int) else numbers
+        return int(height), int(width)
+    except (ValueError, TypeError):
+        raise UsageError(f"\0model_arg\0 img_size: expected a number of pixels, got {value!r}") from None
+
+
+def _classes(names: Any) -> tuple[str, ...] | None:
+    """Label names in a list, or by their number without gaps; None for none."""
+    if isinstance(names, dict):
+        names = [names.get(str(number)) for number in range(len(names))]
+    is_list = isinstance(names, list) and bool(names) and all(isinstance(name, str) for name in names)
+    return tuple(names) if is_list else None
+
+
+def _timm() -> Any:
+    """The library. Raises UsageError where it, or the torchvision that it needs, is missing."""
+    require_torchvision("timm")
+    return require("timm", extra="timm")
+
+
+@cache
+def _config_of(name: str) -> Mapping[str, Any]:
+    """The pretrained_cfg of a network's name. Raises UsageError where timm has no such network, or no such tag of it."""
+    timm = _timm()
+    network, _, tag = name.partition(".")
+    if not timm.is_model(network):
+        near = difflib.get_close_matches(network, timm.list_models()) or ["resnet50"]
+        raise UsageError(f"\0model\0 timm: no network {network!r}; similar names: {listed(near)}")
+    try:
+        config = timm.get_pretrained_cfg(name)
+    except RuntimeError:
+        tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{network}.*")]
+        raise UsageError(f"\0model\0 timm: {network} has the tags {listed(tags, limit=20)}; got {tag!r}") from None
+    if config is None:
+        raise UsageError(f"\0model\0 timm: {name!r} is a deprecated name; use timm's current name for it")
+    found: dict[str, Any] = config.to_dict()
+    return found
+
+
+@cache
+def _made(transform: EvaluationTransform) -> Callable[[Any], Tensor]:
+    """The transform of single images, made once in a process."""
+    _timm()
+    from timm.data import create_transform, resolve_data_config
+
+    config = _config_of(transform.name) if transform.name else json.loads(transform.config)
+    asked = {}
+    if transform.size is not None:
+        asked["input_size"] = (len(transform.mode), *transform.size)
+    made: Callable[[Any], Tensor] = create_transform(
+        **resolve_data_config(asked, pretrained_cfg=config), is_training=False
+    )
+    return made
+
+
+def _num_classes(classifier: Any, state: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of classes that the shape of the head in a checkpoint tells; nothing where it has no such head."""
+    names = classifier if isinstance(classifier, (list, tuple)) else [classifier]
+    found = (state.get(f"{name}.{part}") for name in names for part in ("weight", "bias"))
+    return next(({"num_classes": int(tensor.shape[0])} for tensor in found if tensor is not None and tensor.ndim), {})

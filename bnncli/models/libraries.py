@@ -1,0 +1,118 @@
+"""Optional libraries that models need, and the torchvision build that belongs to the installed torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from bnncli.data.transform import Transformed
+from bnncli.errors import UsageError
+
+
+def require(name: str, *, extra: str, kind: str | None = None, what: str | None = None) -> ModuleType:
+    """The module called `name`, imported now.
+
+    Args:
+        extra: of this package, with which the library is installed.
+        kind: of model that needs it; None where it is called as the extra is.
+        what: needs it, where that is no model.
+
+    Raises:
+        UsageError: it is not installed, or cannot be imported; one line, with what installs it.
+    """
+    what, hint = what or f"\0model\0 {kind or extra}", f"pip install 'bnncli[{extra}]'"
+    library = name.partition(".")[0]
+    if importlib.util.find_spec(library) is None:
+        raise UsageError(f"{what} needs {library}, which is not installed", code="missing_library", hint=hint)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # others' code: a library that fails to import may raise anything
+        why = " ".join(str(error).split())[:200]
+        message = f"{what} needs {library}, which cannot be imported: {type(error).__name__}: {why}"
+        raise UsageError(message, code="missing_library", hint=hint) from error
+
+
+def part(library: ModuleType, name: str, *, extra: str) -> Any:
+    """What a library has of this name, imported by it now; None where it has none.
+
+    Raises:
+        UsageError: it cannot be imported, as where a library that this one uses is made for another torch.
+    """
+    try:
+        return getattr(library, name, None)
+    except Exception as error:  # as above
+        first: BaseException = error
+        while (deeper := first.__cause__ or first.__context__) is not None:
+            first = deeper
+        message = (
+            f"{library.__name__} cannot import {name}: {type(first).__name__}: {' '.join(str(first).split())[:200]}"
+        )
+        hint = (
+            f"fix or uninstall the library that raises this error, or run pip install 'bnncli[{extra}]' in a new "
+            "environment"
+        )
+        raise UsageError(message, code="missing_library", hint=hint) from error
+
+
+def require_torchvision(kind: str) -> ModuleType:
+    """torchvision, imported now.
+
+    Args:
+        kind: of model that needs it.
+
+    Raises:
+        UsageError: it is not installed, or its compiled part is for another torch.
+    """
+    try:
+        return require("torchvision", extra=kind)
+    except UsageError as error:
+        if error.__cause__ is None:
+            raise
+        hint = (
+            f"install the torchvision release that matches torch {_torch()}, built for the same platform (CPU, or "
+            "the same CUDA version)"
+        )
+        raise UsageError(error.message, code=error.code, hint=hint) from error
+
+
+def _torch() -> str:
+    import torch  # here, for its time
+
+    return str(torch.__version__)
+
+
+def stacked(transform: Callable[[Any], Any], items: Sequence[Any]) -> Transformed:
+    """What a transform of single images makes of several: (n, C, H, W) float32."""
+    return Transformed(np.stack([transform(item).numpy() for item in items]).astype(np.float32, copy=False))
+
+
+def told_apart(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, with its number after each that several classes have: a crane is a bird, and a machine."""
+    counts = Counter(names)
+    return tuple(name if counts[name] == 1 else f"{name} ({index})" for index, name in enumerate(names))
+
+
+@contextmanager
+def building(spec: str) -> Iterator[None]:
+    """What the library raises inside the block is about the arguments that the user gave: one line."""
+    try:
+        yield
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AssertionError,
+        LookupError,
+        AttributeError,
+        NotImplementedError,
+    ) as error:
+        reason = " ".join(str(error).split())[:200]
+        message = f"cannot build \0model\0 {spec}: {type(error).__name__}: {reason}"
+        raise UsageError(message, hint="check the names and values of \0model_arg\0") from error

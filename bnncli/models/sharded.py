@@ -1,0 +1,457 @@
+"""Checkpoints in several files: indices of shards, torch.distributed.checkpoint (FSDP) and DeepSpeed (ZeRO)."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from bnncli.errors import DataError, MissingInput, Untrusted
+from bnncli.lazy import torch
+from bnncli.models.checkpoint_files import check_checksums, harmful, load_tensors, needs_trust
+from bnncli.names import listed, quoted
+from bnncli.numerics.digests import file_sha256, json_sha256
+from bnncli.options.command_line import pasted
+from bnncli.progress import SILENT, Progress
+from bnncli.system.input_files import open_regular, reading
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+INDEX_SUFFIX = ".index.json"
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin|pt|pth)")
+_DEEPSPEED = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|.*zero_pp_rank_\d+_.*_optim_states\.pt")
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A checkpoint whose tensors lie in several files of one folder.
+
+    Attributes:
+        files: that hold the tensors, in order.
+        index: the file that says where each is; None without one.
+        weight_map: the file of each tensor, as the index says it; empty without one.
+    """
+
+    files: tuple[Path, ...]
+    index: Path | None
+    weight_map: dict[str, str]
+
+    @property
+    def every(self) -> tuple[Path, ...]:
+        """All files, the index too."""
+        return self.files if self.index is None else (self.index, *self.files)
+
+
+class Sharded(NamedTuple):
+    """What a checkpoint in several files is that is not read as it is, in words, and what makes one file of it.
+
+    Attributes:
+        kind: distributed or deepspeed; empty for a single shard.
+        folder: where the files are.
+    """
+
+    what: str
+    hint: str
+    kind: str = ""
+    folder: Path = Path()
+
+
+def shards_of(path: Path) -> Shards | None:
+    """The files that a folder or an index file stands for; None for any other place.
+
+    Raises:
+        MissingInput: some of them are not there.
+        DataError: the index is damaged, or the folder holds several checkpoints.
+    """
+    with reading(path):
+        if path.is_dir():
+            names = sorted(entry.name for entry in path.iterdir())
+            return _shards_in(path, names)
+        return _indexed(path) if path.name.endswith(INDEX_SUFFIX) and path.is_file() else None
+
+
+def checkpoint_sha256(path: Path, progress: Progress = SILENT) -> str:
+    """The hexadecimal digest of a checkpoint's bytes; of several files, of their names and bytes.
+
+    Raises:
+        MissingInput, DeviceError, ReadError: a file cannot be read, as open_regular says.
+        DataError: as shards_of says.
+    """
+    shards = shards_of(path)
+    if shards is None:
+        with open_regular(path) as stream:
+            return file_sha256(stream, progress)
+    found = []
+    for file in shards.every:
+        with open_regular(file) as stream:
+            found.append([file.name, file_sha256(stream, progress)])
+    return json_sha256(sorted(found))
+
+
+def sharded_folder(folder: Path) -> Sharded | None:
+    """The distributed checkpoint that a folder is; None for any other folder."""
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    distcp = [name for name in names if name.endswith(".distcp")]
+    states = [name for name in names if _DEEPSPEED.fullmatch(name)]
+    if distcp:
+        kind, what = "distributed", f"a torch distributed checkpoint ({len(distcp)} .distcp files)"
+    elif states:
+        kind, what = "deepspeed", f"a DeepSpeed checkpoint ({len(states)} files)"
+    else:
+        below = _tagged(folder) if "latest" in names else None
+        return None if below is None else sharded_folder(below)
+    out = folder.absolute().parent / f"{folder.absolute().name}.safetensors"
+    hint = f"merge it into one file: {pasted('convert', str(folder), str(out))}"
+    return Sharded(f"{quoted(folder, limit=300)} is {what}", hint, kind, folder)
+
+
+def sharded_file(path: Path) -> Sharded | None:
+    """What a file that is a part of a checkpoint in several files belongs to; None for any other file."""
+    match = _SHARD.fullmatch(path.name)
+    if path.suffix == ".distcp" or path.name == ".metadata":
+        whole = sharded_folder(path.parent)
+        if whole is not None:
+            return Sharded(f"the file is part of a sharded checkpoint: {whole.what}", whole.hint)
+        what = "the file is part of a sharded checkpoint, but the other files are not in its folder"
+        return Sharded(what, "copy or download all of them")
+    if match is None or int(match[3]) < 2:
+        return None
+    what = f"the file is one of {int(match[3])} shards of a checkpoint"
+    return Sharded(what, f"give the folder: {path.parent}")
+
+
+def _tagged(folder: Path) -> Path | None:
+    """The folder that DeepSpeed's `latest` names."""
+    try:
+        tag = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+    below = folder / tag
+    return below if tag and "/" not in tag and tag not in (".", "..") and below.is_dir() else None
+
+
+def _shards_in(folder: Path, names: list[str]) -> Shards | None:
+    """The shards in a folder: by its index, of safetensors files before others, or by their names alone."""
+    for suffix in ("safetensors", "bin"):
+        indexes = [name for name in names if name.endswith(f".{suffix}{INDEX_SUFFIX}")]
+        if len(indexes) > 1:
+            raise DataError(
+                f"{quoted(folder, limit=300)} holds {len(indexes)} sharded checkpoints: {listed(indexes)}",
+                code="several_states", hint=f"give one index: {folder / indexes[0]}",
+            )  # fmt: skip
+        if indexes:
+            return _indexed(folder / indexes[0])
+    matches = [match for name in names if (match := _SHARD.fullmatch(name)) and int(match[3]) > 1]
+    kinds = sorted({(match[4] != "safetensors", match[1], match[3], match[4]) for match in matches})
+    if not kinds:
+        return None
+    _, stem, total, suffix = kinds[0]
+    files = [f"{stem}-{place:05}-of-{total}.{suffix}" for place in range(1, int(total) + 1)]
+    return _found(folder, files, None, {})
+
+
+def _indexed(index: Path) -> Shards:
+    """The shards that an index names."""
+    with open_regular(index) as stream:
+        text = stream.read()
+    try:
+        content: Any = json.loads(text)
+        places = content["weight_map"]
+        weight_map = {name: str(file) for name, file in places.items()}
+        is_plain = all(isinstance(file, str) for file in places.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        is_plain, weight_map = False, {}
+    if not is_plain or not weight_map:
+        raise DataError(
+            f"{quoted(index, limit=300)} lists no shards: expected a weight_map from tensors to files",
+            code="bad_index", path=index, hint="copy or download it again",
+        )  # fmt: skip
+    odd = sorted({file for file in weight_map.values() if "/" in file or "\0" in file or file in ("", ".", "..")})
+    if odd:
+        raise DataError(
+            f"{quoted(index, limit=300)} refers to {quoted(odd[0])}, which is outside its folder", code="bad_index"
+        )
+    return _found(index.parent, sorted(set(weight_map.values())), index, weight_map)
+
+
+def _found(folder: Path, names: list[str], index: Path | None, weight_map: dict[str, str]) -> Shards:
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise MissingInput(
+            f"{quoted(folder, limit=300)} is missing {len(missing)} of its {len(names)} shards: {listed(missing)}",
+            code="missing_shards", path=folder, hint="copy or download all of them",
+        )  # fmt: skip
+    return Shards(tuple(folder / name for name in names), index, weight_map)
+
+
+METADATA = ".metadata"
+_OF_METADATA = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+_OPTIMIZER = re.compile(r"optim|lr_sched", re.IGNORECASE)
+_RANK = re.compile(r"zero_pp_rank_(\d+)_")
+_SHARED, _SMALL = 16, 1 << 24
+_DAMAGE = (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError)
+
+
+def read_distributed(folder: Path) -> dict[str, Any]:
+    """The tensors of a distributed checkpoint of torch, nested as they were saved; optimizers' and other objects left out.
+
+    Raises:
+        MissingInput: a file is not there.
+        DataError: it is damaged, or made with extensions.
+        Untrusted: its metadata names a class that describes no tensors.
+    """
+    try:
+        return _distributed(folder)
+    except (*_DAMAGE, EOFError, OverflowError, pickle.UnpicklingError, MemoryError) as error:
+        what = f"{quoted(folder, limit=300)}: the distributed checkpoint is damaged"
+        raise DataError(f"{what}: {type(error).__name__}: {str(error)[:120]}", code="truncated") from error
+
+
+def described(folder: Path) -> dict[str, str]:
+    """Type and shape of each tensor of a distributed checkpoint, as its metadata say. Raises as read_distributed does."""
+    try:
+        with open_regular(folder / METADATA) as stream:
+            entries = _Descriptions(stream).load().state_dict_metadata
+        return {
+            str(name): f"{str(entry.properties.dtype).removeprefix('torch.')} {tuple(entry.size)}"
+            for name, entry in entries.items() if hasattr(entry, "chunks")
+        }  # fmt: skip
+    except (*_DAMAGE, EOFError, OverflowError, pickle.UnpicklingError, MemoryError) as error:
+        what = f"{quoted(folder, limit=300)}: the distributed checkpoint is damaged"
+        raise DataError(f"{what}: {type(error).__name__}: {str(error)[:120]}", code="truncated") from error
+
+
+def _distributed(folder: Path) -> dict[str, Any]:
+    with open_regular(folder / METADATA) as stream:
+        metadata = _Descriptions(stream).load()
+    kept = {
+        name: entry for name, entry in metadata.state_dict_metadata.items()
+        if hasattr(entry, "chunks") and not any(_OPTIMIZER.match(str(part)) for part in _path(metadata, name))
+    }  # fmt: skip
+    _check_size(folder, (math.prod(entry.size) * entry.properties.dtype.itemsize for entry in kept.values()))
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in kept.items()}
+    places: dict[str, list[Any]] = {}
+    for index, place in metadata.storage_data.items():
+        if index.fqn in state:
+            places.setdefault(place.relative_path, []).append((index, place))
+    is_filled = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in state.items()}
+    for name in sorted(places):
+        if "/" in name or name in ("", ".", ".."):
+            raise DataError(
+                f"{quoted(folder, limit=300)} refers to {quoted(name)}, which is outside the folder", code="bad_index"
+            )
+        with open_regular(folder / name) as stream:
+            for index, place in places[name]:
+                part = _slice(stream, place)
+                _part_of(state[index.fqn], index, part).copy_(part)
+                numbers = _part_of(is_filled[index.fqn], index, part)
+                if bool(numbers.any()):
+                    message = f"{quoted(folder, limit=300)} has overlapping parts of {quoted(index.fqn)}"
+                    raise DataError(message, code="bad_index")
+                numbers.fill_(True)
+    if short := [name for name, numbers in is_filled.items() if not bool(numbers.all())]:
+        raise DataError(f"{quoted(folder, limit=300)} is missing parts of {listed(short)}", code="truncated")
+    nested: dict[str, Any] = {}
+    for name, tensor in state.items():
+        *above, last = _path(metadata, name)
+        inner = nested
+        for key in above:
+            inner = inner.setdefault(key, {})
+        inner[last] = tensor
+    return nested
+
+
+class _Descriptions(pickle.Unpickler):
+    """Reads what describes tensors, and refuses every other class or function before it is looked up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name not in _OF_METADATA.get(module, ()) and not is_type:
+            raise Untrusted(
+                f"the checkpoint's {METADATA} refers to {quoted(f'{module}.{name}')}, which is not needed to "
+                "describe tensors; nothing was run",
+                code="needs_code",
+            )
+        return super().find_class(module, name)
+
+
+def _path(metadata: Any, name: str) -> Sequence[Any]:
+    """Where a tensor stood in what was saved."""
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    return paths.get(name) or (name,)
+
+
+def _slice(stream: IO[bytes], place: Any) -> Tensor:
+    """The tensor that a stretch of a file holds."""
+    if getattr(place, "transform_descriptors", None):
+        raise DataError(f"its files use unsupported transforms: {listed(place.transform_descriptors)}", code="packed")
+    is_there = place.offset >= 0 and 0 < place.length <= stream.seek(0, 2) - place.offset
+    stream.seek(place.offset if is_there else 0)
+    tensor = None
+    if is_there:
+        content = io.BytesIO(stream.read(place.length))
+        check_checksums(content)
+        content.seek(0)
+        tensor = load_tensors(content, kind="torch-zip")
+    if not isinstance(tensor, torch.Tensor):
+        raise DataError("a .distcp file is truncated, or holds no tensor", code="truncated")
+    return tensor
+
+
+def _part_of(whole: Tensor, index: Any, part: Tensor) -> Tensor:
+    """Return the view of a tensor where a part of it belongs."""
+    target = whole
+    for axis, (start, length) in enumerate(zip(index.offset or [0] * part.ndim, part.shape, strict=True)):
+        target = target.narrow(axis, start, length)
+    return target
+
+
+def _check_size(folder: Path, claimed: Iterator[int]) -> None:
+    total, there = sum(claimed), sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    if total > _SHARED * there + _SMALL:
+        raise DataError(f"the tensors claim {total} bytes, but the files have {there}", code="size_mismatch")
+
+
+def read_deepspeed(folder: Path) -> tuple[dict[str, Tensor], str]:
+    """The weights of a DeepSpeed checkpoint, and what was read: in float32 as the optimizer has them, else as the network ran.
+
+    Raises:
+        MissingInput: a rank's file is not there.
+        DataError: it is damaged, or split over tensor-parallel ranks.
+        Untrusted: a file asks for code.
+    """
+    names = sorted(entry.name for entry in folder.iterdir())
+    models = [name for name in names if name.endswith("_model_states.pt")]
+    if any("mp_rank_00" not in name for name in models):
+        raise DataError(
+            f"{quoted(folder, limit=300)} is split across tensor-parallel ranks, which is not supported", code="packed"
+        )
+    if not models:
+        raise MissingInput(f"no ..._model_states.pt in {quoted(folder, limit=300)}", path=folder)
+    saved = _inert(folder / models[0])
+    optimizers = {rank: name for name in names if name.endswith("_optim_states.pt") for rank in [_rank_of(name)]}
+    try:
+        if not optimizers:
+            return _as_it_ran(
+                folder, saved
+            ), "the weights in the network's own precision; the optimizer's float32 copies are missing"
+        lack = sorted({*range(max(optimizers) + 1)} - {*optimizers})
+        ranks = [_inert(folder / optimizers[rank])["optimizer_state_dict"] for rank in sorted(optimizers)]
+        count = ranks[0]["partition_count"]
+        count = max(count) if isinstance(count, Sequence) else count
+        if lack or len(ranks) != count:
+            raise MissingInput(
+                f"{quoted(folder, limit=300)} has optimizer files from {len(ranks)} ranks, expected {count}",
+                code="missing_shards", path=folder, hint="copy or download all of them",
+            )  # fmt: skip
+        shapes = {name: shape for group in saved["param_shapes"] for name, shape in group.items()}
+        _check_size(folder, (4 * math.prod(shape) for shape in shapes.values()))
+        merged = _sliced(saved["param_shapes"], ranks) if ranks[0]["zero_stage"] <= 2 else _gathered(shapes, ranks)
+        state = {**_kept(saved), **merged}
+        state |= {
+            name: state[other] for name, other in dict(saved.get("shared_params") or {}).items() if other in state
+        }
+        return state, f"float32 weights from {len(ranks)} ranks"
+    except _DAMAGE as error:
+        what = f"{quoted(folder, limit=300)}: the DeepSpeed checkpoint is damaged or has an unknown layout"
+        raise DataError(f"{what}: {type(error).__name__}: {str(error)[:120]}", code="truncated") from error
+
+
+def _as_it_ran(folder: Path, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    state = dict(saved["module"])
+    if any(tensor.numel() == 0 and name in _names_of_parameters(saved) for name, tensor in state.items()):
+        raise MissingInput(
+            f"no ..._optim_states.pt in {quoted(folder, limit=300)}; these files hold the weights", path=folder
+        )
+    return state
+
+
+def _names_of_parameters(saved: Mapping[str, Any]) -> set[str]:
+    return {name for group in saved.get("param_shapes") or [] for name, shape in group.items() if math.prod(shape)}
+
+
+def _kept(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Buffers, and parameters that were not trained, where every rank has all of them."""
+    module, buffers = saved["module"], saved.get("buffer_names") or []
+    frozen = saved.get("frozen_param_fragments") or {}
+    shapes = saved.get("frozen_param_shapes") or {}
+    whole = {name: part for name, part in frozen.items() if part.numel() == math.prod(shapes[name])}
+    if split := frozen.keys() - whole.keys():
+        raise ValueError(f"frozen parameters are split across ranks: {listed(sorted(split))}")
+    return {
+        **{name: module[name].float() for name in buffers},
+        **{n: p.float().view(shapes[n]) for n, p in whole.items()},
+    }
+
+
+def _sliced(groups: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """ZeRO 1 and 2: each rank has a stretch of every flat group."""
+    found: dict[str, Tensor] = {}
+    for place, shapes in enumerate(groups):
+        flat = torch.cat([rank["single_partition_of_fp32_groups"][place] for rank in ranks])
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        parts = flat[: sum(sizes)].split(sizes)  # the rest is padding
+        found |= {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    return found
+
+
+def _gathered(shapes: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """ZeRO 3: each rank has a stretch of every parameter."""
+    flat = [torch.cat(list(rank["fp32_flat_groups"])) for rank in ranks]
+    found: dict[str, Tensor] = {}
+    start = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        length = math.ceil(size / len(flat))
+        found[name] = torch.cat([part.narrow(0, start, length) for part in flat])[:size].reshape(shape)
+        start += length
+    return found
+
+
+def _rank_of(name: str) -> int:
+    found = _RANK.search(name)
+    return int(found[1]) if found else 0
+
+
+def _inert(path: Path) -> Any:
+    """What a file of DeepSpeed's holds, its own classes replaced by ones that do nothing."""
+    with open_regular(path) as stream:
+        check_checksums(stream)
+        stream.seek(0)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+        if foreign := harmful([name for name in names if not name.startswith("deepspeed.")]):
+            raise needs_trust(foreign)
+        stream.seek(0)
+        stand_ins: list[Any] = [
+            (type("StandIn", (_StandIn,), {}), name) for name in names if name.startswith("deepspeed.")
+        ]
+        with torch.serialization.safe_globals(stand_ins):
+            return load_tensors(stream, kind="torch-zip")
+
+
+class _StandIn:
+    """In the place of a class of DeepSpeed: takes anything, keeps nothing."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass

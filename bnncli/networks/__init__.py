@@ -1,8 +1,0 @@
-"""Networks by name: built in (one file each in this folder), importable, or in a Python file."""
-
-from __future__ import annotations
-
-from bnncli.networks._load import fill_network, load_network, recognised, takes_argument
-from bnncli.networks._names import notes_on_names
-
-__all__ = ["fill_network", "load_network", "notes_on_names", "recognised", "takes_argument"]

@@ -1,1 +1,0 @@
-"""Pages for people: one HTML file with all that it needs in it. Figures come from bnncli.figures, words from whoever writes the page."""
