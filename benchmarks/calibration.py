@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.calibration import calibration_scores
-from bnncli.evaluation.class_wise import class_wise_scores
+from bnncli.evaluation.calibration import calibration_scores, class_wise_scores
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.metric_rows import score_rows
 from bnncli.evaluation.weighted_scores import ScoreGroup

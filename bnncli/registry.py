@@ -3,7 +3,8 @@
 `flows/planar.py` is what makes `--flow planar` exist. Names are listed from the folder, without importing
 anything, so that `--help` stays fast; a part is imported when it is asked for. Installed distributions add parts by entry
 points: the group is `bnncli.flows` for flows, `bnncli.commands` for the commands of stages/, and so on, the value a module
-that is written as a file of the folder would be.
+that is written as a file of the folder would be. Scores and detectors have no folder: their families are tables in
+evaluation/, and what is listed here is what distributions add to them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -27,6 +28,7 @@ from bnncli.names import not_one_of
 
 _PACKAGE = Path(__file__).parent
 _PLAIN_BASES = ("Generic[", "nn.")  # of classes: nothing that a command decides by is inherited from these
+_IS_OURS = "bnncli has a built-in part with this name"
 _GROUPS = {"stages": "bnncli.commands"}  # entry points of the other families: bnncli. and the family
 _FOLDERS = {
     "data": "data/kinds",
@@ -165,6 +167,22 @@ def load_module(family: str, name: str) -> ModuleType:
     return module
 
 
+def with_installed(family: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table of parts with those that distributions add to it, sorted by their `place`, then by name.
+
+    Raises:
+        UsageError: an installed part has a name of the table, or cannot be used.
+    """
+    (constant,) = _NEEDS[family]
+    found = dict(table)
+    for name, part in _installed(family).items():
+        key = name.replace("-", "_")
+        if key in table:
+            raise _refusal(family, name, part.distribution, _IS_OURS)
+        found[key] = getattr(load_module(family, name), constant)
+    return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
+
+
 def load_class(family: str, name: str) -> Any:
     """The class of one part: `planar` is class Planar, `plug-in` is class PlugIn."""
     return getattr(load_module(family, name), _class_name(name))
@@ -206,7 +224,8 @@ def _refusal(family: str, name: str, distribution: str, why: str) -> UsageError:
 @cache
 def _own(family: str) -> tuple[str, ...]:
     """The names in the folder, read once: commands look names up thousands of times."""
-    found = [path for path in (_PACKAGE / _folder(family)).iterdir() if not path.name.startswith("_")]
+    folder = _PACKAGE / _folder(family)
+    found = [path for path in folder.iterdir() if not path.name.startswith("_")] if folder.is_dir() else []
     parts = [path for path in found if path.suffix == ".py" or (path / "__init__.py").is_file()]
     return tuple(sorted(path.stem.replace("_", "-") for path in parts))
 
@@ -217,7 +236,7 @@ def _installed(family: str) -> dict[str, _Installed]:
     found: dict[str, _Installed] = {}
     for name, value, distribution in _entry_points().get(_group(family), ()):
         if name in _own(family):
-            raise _refusal(family, name, distribution, "bnncli has a built-in part with this name")
+            raise _refusal(family, name, distribution, _IS_OURS)
         if name in found and found[name].distribution != distribution:
             others = found[name].distribution
             raise _refusal(family, name, distribution, f"the package {others!r} also has a part with this name")

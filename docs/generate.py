@@ -158,21 +158,19 @@ def parts_page() -> str:
 
 def scores_page() -> str:
     """Scores and detectors by name."""
-    from bnncli.scores import declared
+    from bnncli.evaluation.detectors import DETECTORS
+    from bnncli.evaluation.scores import SCORES
 
     lines = ["# Scores\n", "`evaluate --metric NAME`, assertions, `compare` and JSON use these names.\n"]
     lines += ["| Name | Column | What it is |", "|---|---|---|"]
-    for name, score in declared().items():
-        text = first_sentence(registry.source_of("scores", name.replace("_", "-")))
-        lines.append(f"| `{name}` | {cell(score.title)} | {cell(text)} |")
+    lines += [f"| `{name}` | {cell(score.title)} | {cell(score.definition)} |" for name, score in SCORES.items()]
     lines += [
         "",
         "## Out-of-distribution scores\n",
         "`--score NAME`; see [Outlier scores](../explanation/outliers.md).\n",
     ]
     lines += ["| Name | What it is |", "|---|---|"]
-    for name in registry.names("detectors"):
-        lines.append(f"| `{name.replace('-', '_')}` | {cell(first_sentence(registry.source_of('detectors', name)))} |")
+    lines += [f"| `{name}` | {cell(detector.definition)} |" for name, detector in sorted(DETECTORS.items())]
     return "\n".join([*lines, ""])
 
 

@@ -17,13 +17,28 @@ from problems.command_line import Invocation
 PACKAGE = Path(__file__).parents[1] / "bnncli"
 
 
-def run_with_files(files: Mapping[str, str], folder: Path, lines: Sequence[Sequence[object]]) -> list[Invocation]:
-    """What each command line gave back, in a copy of the package in `folder` that has these files, by path, as well."""
+def run_with_files(
+    files: Mapping[str, str],
+    folder: Path,
+    lines: Sequence[Sequence[object]],
+    *,
+    appended: Mapping[str, str] | None = None,
+) -> list[Invocation]:
+    """Run command lines by a copy of the package and return what each printed.
+
+    Args:
+        files: text of further files of the package, by path.
+        folder: where the copy goes.
+        appended: text to append to files of the package, by path, such as an entry of a table.
+    """
     shutil.copytree(PACKAGE, folder / "bnncli", ignore=shutil.ignore_patterns("__pycache__"))
     for path, text in files.items():
         target = folder / "bnncli" / path
         assert not target.exists(), f"{path} is there already"
         target.write_text(text)
+    for path, text in (appended or {}).items():
+        with open(folder / "bnncli" / path, "a", encoding="utf-8") as file:
+            file.write(f"\n\n{text}")
     process = SERVER.Process(target=_run_all, args=(folder, [[str(word) for word in words] for words in lines]))
     process.start()
     process.join(timeout=60)

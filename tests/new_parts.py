@@ -1,4 +1,4 @@
-"""One small file for each family of parts, to be dropped into a copy of the package or installed as a distribution's."""
+"""One small file for each family of parts, to be added to a copy of the package or installed as a distribution's."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def run(run, options):
 SCORE = '''
 """NAME: the mean probability of the label."""
 
-from bnncli.scores import Score
+from bnncli.evaluation.scores import Score
 
 
 def of_split(split):
@@ -309,7 +309,7 @@ class Spread:
 DETECTOR = '''
 """NAME: the sum of the squared class probabilities."""
 
-from bnncli.detectors import Detector
+from bnncli.evaluation.detectors import Detector
 
 DETECTOR = Detector(of_predictions=lambda examples, values: examples.squared_norm)
 '''

@@ -38,7 +38,7 @@ LAYERS = (
     ("covariances", "curvature", "flows", "latent", "network_curvature"),
     ("data",),
     ("options",),
-    ("decisions", "detectors", "scores"),
+    ("decisions",),
     ("acquisition", "evaluation"),
     ("targets", "training"),
     ("machine", "numerics", "registry", "theta"),

@@ -1,4 +1,4 @@
-"""A score is one file: dropped into the package, it is offered, computed, stored, shown, compared and asserted."""
+"""A score is one entry: one that a distribution adds is offered, computed, stored, shown, compared and asserted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,15 @@ from copied_package import PACKAGE, run_with_files
 from problems.command_line import Invocation
 from sklearn.metrics import roc_auc_score
 
-from bnncli import detectors
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.errors import UsageError
-from bnncli.evaluation.score_options import ScoreOption, merged
-from bnncli.scores import declared
+from bnncli.evaluation import detectors
+from bnncli.evaluation.scores import ScoreOption, declared, merged
 
 pytestmark = pytest.mark.long  # copies the package and runs it; in `.ci/run`
 
 SPHERICAL = '''"""The spherical score: the label's probability over the length of all of them."""
 
-from bnncli.evaluation.score_options import ScoreOption
-from bnncli.scores import Score
+from bnncli.evaluation.scores import Score, ScoreOption
 
 
 def of_split(split):
@@ -51,7 +47,7 @@ SCORE = Score(
 '''
 RECOGNISED = '''"""The share of out-of-distribution examples below the threshold of FPR95."""
 
-from bnncli.scores import Score
+from bnncli.evaluation.scores import Score
 
 
 def of_two_splits():
@@ -64,7 +60,7 @@ SCORE = Score(title="recognised", digits=2, told_by=("score",), of_two_splits=of
 '''
 LARGEST_SHIFT = '''"""The largest shift of a mean from the reference's."""
 
-from bnncli.scores import Score
+from bnncli.evaluation.scores import Score
 
 
 def of_draws():
@@ -81,14 +77,14 @@ SCORE = Score(title="largest shift", of_draws=of_draws)
 '''
 CONCENTRATION = '''"""The sum of the squared class probabilities."""
 
-from bnncli.detectors import Detector
+from bnncli.evaluation.detectors import Detector
 
 DETECTOR = Detector(of_predictions=lambda examples, values: examples.squared_norm)
 '''
 FEATURE_LENGTH = '''"""How much shorter features are than the longest of the training split."""
 
-from bnncli.detectors import Detector, FittedDetector
-from bnncli.evaluation.score_options import ScoreOption
+from bnncli.evaluation.detectors import Detector, FittedDetector
+from bnncli.evaluation.scores import ScoreOption
 
 
 def of_features(train):
@@ -100,19 +96,39 @@ def of_features(train):
 ROWS = ScoreOption(text="Rows of feature_length.", default=1000, minimum=1)
 DETECTOR = Detector(of_features=of_features, options={"first_rows": ROWS})
 '''
-FILES = {
-    "detectors/concentration.py": CONCENTRATION,
-    "detectors/feature_length.py": FEATURE_LENGTH,
-    "scores/spherical.py": SPHERICAL,
-    "scores/recognised.py": RECOGNISED,
-    "scores/largest_shift.py": LARGEST_SHIFT,
+MODULES = {
+    ("detectors", "concentration"): CONCENTRATION,
+    ("detectors", "feature-length"): FEATURE_LENGTH,
+    ("scores", "spherical"): SPHERICAL,
+    ("scores", "recognised"): RECOGNISED,
+    ("scores", "largest-shift"): LARGEST_SHIFT,
 }
 ASSERTED = ("--assert", "spherical-low>=0.1", "--assert", "spherical<=0.1", "--assert", "recognised:far:combined>=0")
 
 
+def install(folder: Path, modules: dict[tuple[str, str], str]) -> None:
+    """Install a distribution `more-scores` in a folder of the search path: modules by family and name of the part."""
+    metadata = folder / "more_scores-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: more-scores\nVersion: 1.0\n")
+    points = []
+    for (family, name), text in modules.items():
+        stem = f"more_{name.replace('-', '_')}"
+        (folder / f"{stem}.py").write_text(text)
+        points.append(f"[bnncli.{family}]\n{name} = {stem}\n")
+    (metadata / "entry_points.txt").write_text("".join(points))
+
+
+def evaluate_help(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Ask for the help of evaluate with this folder on the search path."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(folder)])}
+    command = [sys.executable, "-m", "bnncli", "evaluate", "--help"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
 @pytest.fixture(scope="module")
 def done(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Invocation]:
-    """The command lines below, by a package with three more scores."""
+    """Run the command lines below beside a distribution with further scores."""
     folder = tmp_path_factory.mktemp("copy")
     run = folder / "small"
     shutil.copytree(finished_run.with_name("small.bnn"), folder / "small.bnn")
@@ -134,7 +150,8 @@ def done(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[I
         ("evaluate", run, *own, "--stretch", 0.5, "--first-rows", 100, "--force", "--json"),
         ("compare", run, "--metric", "spherical", "--stretch", 0.25, "--bootstrap", 100, "--json"),
     )
-    return run_with_files(FILES, folder, lines)
+    install(folder, MODULES)
+    return run_with_files({}, folder, lines)
 
 
 @pytest.fixture
@@ -238,26 +255,47 @@ def test_a_new_score_of_features_is_set_by_an_option_of_its_own(done: list[Invoc
     assert "--first-rows: 100" in done[11].json["warnings"]
 
 
-def test_two_scores_that_have_another_option_of_one_name_are_refused() -> None:
+def test_scores_share_an_option_of_one_name() -> None:
     one = ScoreOption(text="Bins.", default=15)
     assert merged("scores", {"ece": {"bins": one}, "mce": {"bins": one}}) == {"bins": one}
-    with pytest.raises(
-        UsageError, match=r"mce.py: its option bins differs from another score's option of the same name"
-    ):
-        merged("scores", {"ece": {"bins": one}, "mce": {"bins": replace(one, default=10)}})
 
 
 def test_a_score_of_an_installed_distribution_is_offered(tmp_path: Path) -> None:
-    (tmp_path / "brevity.py").write_text(SPHERICAL)
-    (tmp_path / "more_scores-1.0.dist-info").mkdir()
-    (tmp_path / "more_scores-1.0.dist-info" / "METADATA").write_text("Name: more-scores\nVersion: 1.0\n")
-    points = tmp_path / "more_scores-1.0.dist-info" / "entry_points.txt"
-    points.write_text("[bnncli.scores]\nround-score = brevity\n")
-    command = [sys.executable, "-m", "bnncli", "evaluate", "--help"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(tmp_path)])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    install(tmp_path, {("scores", "round-score"): SPHERICAL})
+    done = evaluate_help(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "shift_p,round_score." in "".join(done.stdout.split())
+
+
+TAKEN = "bnncli has a built-in part with this name"
+OTHER_OPTION = "its option bins differs from another score's option of the same name"
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "text", "why"),
+    [
+        ("scores", "e-aurc", SPHERICAL, TAKEN),
+        ("detectors", "max-logit", CONCENTRATION, TAKEN),
+        ("scores", "round-score", SPHERICAL.replace('"stretch"', '"bins"'), OTHER_OPTION),
+        # Sorted before the score whose option it has: still the installed one is to blame.
+        (
+            "scores",
+            "round-score",
+            SPHERICAL.replace('"stretch"', '"bins"').replace("digits=5", "place=0"),
+            OTHER_OPTION,
+        ),
+    ],
+    ids=["score", "detector", "option", "option-of-a-first-score"],
+)
+def test_an_installed_score_that_collides_is_refused(
+    family: str, name: str, text: str, why: str, tmp_path: Path
+) -> None:
+    install(tmp_path, {(family, name): text})
+    done = evaluate_help(tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0] == (
+        f"error: the part '{name}' of bnncli.{family} from the package 'more-scores' cannot be used: {why}"
+    )
 
 
 OF_TABLES = ("density", "true_positive_rate", "false_positive_rate")  # of evaluate's further tables
@@ -281,6 +319,7 @@ def test_every_score_says_how_it_is_made_and_has_a_place_of_its_own() -> None:
             score.computed_by,
         )
         told = sum(hook is not None for hook in hooks)
+        assert score.definition.endswith("."), name
         assert told == (0 if name in (*OF_TABLES, *OF_RULES) else 1), name
         assert score.computed_by is None or scores[score.computed_by].of_split is not None, name
 
@@ -289,5 +328,6 @@ def test_every_score_of_examples_says_how_it_is_made() -> None:
     found = detectors.declared()
     assert [one.place for one in found.values()] == list(range(1, len(found) + 1))
     for name, one in found.items():
+        assert one.definition.endswith("."), name
         assert [one.of_predictions, one.of_features, one.computed_by].count(None) == 2, name
         assert (one.needs is None) == (one.without == ""), name

@@ -1,4 +1,4 @@
-"""Parts of every family, one small file each: in a copy of the package, and in a distribution that is installed beside it."""
+"""Parts of every family, one small file or entry each: in a copy of the package, and in a distribution installed beside it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ HELPS = (
     "greet --help",
     "salute --help",
 )
+TABLES = {"scores": ("SCORES", "SCORE"), "detectors": ("DETECTORS", "DETECTOR")}  # whose parts are entries, not files
 NEVER = "SETTINGS = {}\nraise RuntimeError('it was imported')\n"
 
 
@@ -99,7 +100,11 @@ def readme_part() -> tuple[str, str, tuple[str, str]]:
 def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Invocation]:
     """What every line did, with our parts in a copy of the package and theirs in a distribution."""
     folder = tmp_path_factory.mktemp("parts")
-    files = {f"{family}/{name}.py": text_of(family, name) for family, name in OURS.items()}
+    files = {f"{family}/{name}.py": text_of(family, name) for family, name in OURS.items() if family not in TABLES}
+    appended = {
+        f"evaluation/{family}.py": f'{text_of(family, OURS[family])}\n{table}["{OURS[family]}"] = {constant}\n'
+        for family, (table, constant) in TABLES.items()
+    }
     install(folder, THEIRS)
     install(folder, {"flows": "idle"}, name="idlers").joinpath("idlers/flows_part.py").write_text(NEVER)
     code, entries, compared = readme_part()
@@ -109,7 +114,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Invocation]:
     write_inputs(folder)
     lines = [*HELPS, *(line for of in LINES.values() for line in of.values()), *compared]
     words = [line.replace("FOLDER", str(folder)).split() for line in lines]
-    return dict(zip(lines, run_with_files({**files, "flows/never.py": NEVER}, folder, words), strict=True))
+    return dict(
+        zip(lines, run_with_files({**files, "flows/never.py": NEVER}, folder, words, appended=appended), strict=True)
+    )
 
 
 def write_inputs(folder: Path) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.calibration import NUM_BINS, Reliability, reliability
+from bnncli.evaluation.calibration import NUM_BINS, Reliability, label_reliability, reliability
 from bnncli.evaluation.example_statistics import ExampleStatistics
-from bnncli.evaluation.label_calibration import label_reliability
 from bnncli.lazy import special
 
 MAX_POINTS = 200  # of a curve: a quarter of the pixels of a figure's width

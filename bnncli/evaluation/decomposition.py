@@ -19,7 +19,7 @@ _COST = 4.0  # measured against a mean
 
 
 def decomposition_scores(examples: ExampleStatistics) -> ScoreGroup:
-    """Miscalibration, discrimination and uncertainty of the Brier score and of the NLL; score = first - second + third."""
+    """Return miscalibration, discrimination and uncertainty of the Brier score and of the NLL (nats); score = first - second + third."""
     members = [
         ScoreForm(name, {"of": of, "method": "CORP"}, higher, method=method)
         for of in ("brier", "nll")

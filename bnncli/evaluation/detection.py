@@ -1,4 +1,4 @@
-"""Out-of-distribution detection from two vectors of scores: AUROC, AUPR and FPR95, for any weights of the examples.
+"""Out-of-distribution detection from two vectors of scores: AUROC, AUPR and FPR95 for any weights, and their metric rows.
 
 A score is higher for what looks in-distribution. Hendrycks and Gimpel (2017), arXiv 1610.02136: AUROC and AUPR with
 either side as the positive class; the false positive rate at a true positive rate of 95 % is that of Liang et al. (2018),
@@ -11,17 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.errors import DataError
+from bnncli.evaluation.bootstrap import Bootstrap
 
 PERCENT_REJECTED = 5  # of the positives, by the threshold of FPR95
 _BLOCK = 2**17  # weights of one block of replicates, so that its cumulative sums stay in cache
 
+Row = dict[str, Any]
 Floats = NDArray[np.float64]
 Statistic = Callable[["Weighted"], Floats]
+# Of each score its value (N,) for every example, or the reason why there is none.
+ExampleScores = Mapping[str, NDArray | str]
+# The forms of each score, by its name.
+Forms = Mapping[str, Sequence["DetectionForm"]]
 
 
 @dataclass(frozen=True)
@@ -241,3 +248,89 @@ def fpr95_out(given: Weighted) -> Floats:
     threshold = given.ranking.outside.percentile(given.below_out, 100 - PERCENT_REJECTED)
     place = np.searchsorted(given.ranking.inside.scores, threshold, side="right")
     return given.below_in[np.arange(len(place)), place] / given.total_in
+
+
+def form_rows(forms: Forms) -> list[tuple[Row, DetectionForm]]:
+    """Return every form with its row, which has what defines it and no value."""
+    return [
+        ({"name": name, **form.choices, "higher_is_better": form.higher_is_better}, form)
+        for name, own in forms.items()
+        for form in own
+    ]
+
+
+def detection_rows(
+    scores_in: ExampleScores,
+    scores_out: ExampleScores,
+    forms: Forms,
+    *,
+    split: str,
+    ood: str,
+    bootstrap: Bootstrap | None = None,
+) -> list[Row]:
+    """Return rows of every form by every score of an example, between an in-distribution split and another one.
+
+    Args:
+        scores_in: name to (N,), higher for what looks in-distribution, or to the reason why there is no such score.
+        scores_out: the same names, (M,).
+        forms: of auroc, fpr95 and so on.
+        split, ood: names of the two splits; each is resampled on its own.
+        bootstrap: None for rows without standard errors.
+
+    Raises:
+        DataError: scores that are not finite.
+    """
+    reasons = {name: _why_undefined(scores_in[name], scores_out[name], ood) for name in scores_in}
+    rankings = {
+        name: Ranking(np.asarray(scores_in[name]), np.asarray(scores_out[name]))
+        for name, reason in reasons.items()
+        if reason is None
+    }
+    defined = form_rows(forms)
+    statistics = [form.statistic for _, form in defined]
+    replicates = {} if bootstrap is None else _replicates(rankings, statistics, bootstrap, split=split, ood=ood)
+    rows = []
+    for name, reason in reasons.items():
+        shared = {"score": name, "ood": ood, "n": _sizes(scores_in[name], scores_out[name])}
+        if reason is not None:
+            rows += [{**choices, **shared, "value": None, "undefined": reason} for choices, _ in defined]
+            continue
+        values = rankings[name].estimate(statistics)
+        for index, ((choices, form), value) in enumerate(zip(defined, values, strict=True)):
+            row = {**choices, **shared, "value": value}
+            if bootstrap is not None:
+                row |= bootstrap.describe(value, replicates[name][:, index], bounds=form.bounds)
+            rows.append(row)
+    return rows
+
+
+def _replicates(
+    rankings: Mapping[str, Ranking], statistics: Sequence[Statistic], bootstrap: Bootstrap, *, split: str, ood: str
+) -> dict[str, NDArray[np.float64]]:
+    """The statistics (R, m) of each score, all under the same weights, which are drawn once."""
+    if not rankings:
+        return {}
+
+    def statistic(*weights: NDArray) -> NDArray[np.float64]:
+        return np.stack([ranking.evaluate(statistics, *weights) for ranking in rankings.values()], axis=1)
+
+    first = next(iter(rankings.values()))
+    sizes = (split, len(first.scores_in)), (ood, len(first.scores_out))
+    values = bootstrap.replicates(statistic, *sizes)
+    return {name: values[:, index] for index, name in enumerate(rankings)}
+
+
+def _why_undefined(scores_in: NDArray | str, scores_out: NDArray | str, ood: str) -> str | None:
+    """The reason why there is no detection, or None."""
+    for scores in (scores_in, scores_out):
+        if isinstance(scores, str):
+            return scores
+    if len(scores_in) == 0:
+        return "the in-distribution split is empty"
+    return f"only one class is present: split {ood} is empty" if len(scores_out) == 0 else None
+
+
+def _sizes(scores_in: NDArray | str, scores_out: NDArray | str) -> list[int] | None:
+    if isinstance(scores_in, str) or isinstance(scores_out, str):
+        return None
+    return [len(scores_in), len(scores_out)]

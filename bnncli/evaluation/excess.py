@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.calibration import reliability
+from bnncli.evaluation.calibration import label_reliability, reliability
 from bnncli.evaluation.example_statistics import examples_of
-from bnncli.evaluation.label_calibration import label_reliability
 from bnncli.evaluation.label_statistics import THRESHOLD
 from bnncli.evaluation.paired import holm, skewness_of
 from bnncli.evaluation.weighted_scores import nll_per_example

@@ -98,23 +98,8 @@ class PredictionPair:
         return means([form], [self.per_example[place]])
 
 
-def agreement(pair: PredictionPair) -> ScoreGroup:
-    """The share of examples whose most probable class is the same; of several labels, of which all are."""
-    return pair.mean(ScoreForm("agreement", {}, True, bounds=(0.0, 1.0)), 0)
-
-
-def total_variation(pair: PredictionPair) -> ScoreGroup:
-    """The mean of half the L1 distance; of several labels, of the distance of each label's probability."""
-    return pair.mean(ScoreForm("total_variation", {"reduction": "mean"}, False, bounds=(0.0, 1.0)), 1)
-
-
-def jensen_shannon(pair: PredictionPair) -> ScoreGroup:
-    """The mean Jensen-Shannon divergence, nats, at most log 2; of several labels, of each label's."""
-    return pair.mean(ScoreForm("jensen_shannon", {"reduction": "mean"}, False, bounds=(0.0, float(np.log(2)))), 2)
-
-
 def mutual_info_correlation(pair: PredictionPair) -> ScoreGroup:
-    """Spearman's correlation of the mutual information of class and parameters."""
+    """Return Spearman's correlation of the mutual information of class and parameters."""
     form = ScoreForm(
         "mutual_info_correlation",
         {"estimator": "spearman"},
@@ -148,7 +133,7 @@ def fidelity_rows(
     bootstrap: Bootstrap | None = None,
     is_exclusive: bool = True,
 ) -> list[Row]:
-    """A row for each score, with what halves of the reference's draws have of each other: `floor`, or why there is none.
+    """Return a row for each score, with what halves of the reference's draws have of each other: `floor`, or why there is none.
 
     Args:
         split: its name and number of examples, as of score_rows.
@@ -166,7 +151,7 @@ def fidelity_rows(
 
 
 def undefined_fidelity(makers: Sequence[Maker], *, reference: str, reason: str) -> list[Row]:
-    """The rows of every score, undefined for this reason."""
+    """Return the rows of every score, undefined for this reason."""
     nothing = Forecasts(np.empty((0, 1)))
     rows = score_rows([make(PredictionPair(nothing, nothing)) for make in makers], ("", 0))
     return [{**row, "n": None, "undefined": reason, "reference": reference} for row in rows]

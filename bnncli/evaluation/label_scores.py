@@ -20,7 +20,7 @@ _AT_ONCE = 1 << 22  # weights of pooled decisions
 
 
 def decision_scores(probs: NDArray, examples: ExampleStatistics) -> list[ScoreGroup]:
-    """Accuracy (all labels of an example right), Hamming loss, NLL and Brier score, the last three label by label too.
+    """Return accuracy (all labels of an example right), Hamming loss, NLL (nats per label) and Brier score; the last three label by label, too.
 
     Args:
         probs: (N, L), what `examples` was made from; may be mapped from a file.
@@ -55,7 +55,7 @@ def decision_scores(probs: NDArray, examples: ExampleStatistics) -> list[ScoreGr
 
 
 def label_by_label_scores(probs: NDArray, examples: ExampleStatistics) -> list[ScoreGroup]:
-    """Balanced accuracy, F1 and precision, AUROC and average precision: means over labels, and of pooled decisions.
+    """Return balanced accuracy, F1 and precision, AUROC and average precision: means over labels, and of pooled decisions.
 
     Args:
         probs: (N, L), what `examples` was made from; may be mapped from a file.
@@ -79,7 +79,7 @@ def label_by_label_scores(probs: NDArray, examples: ExampleStatistics) -> list[S
 
 
 def one_sided_labels(labels: NDArray, names: list[str]) -> tuple[list[str], list[str]]:
-    """The labels (N, L) that no example has, and those that every example has: no ranking is defined for either."""
+    """Return the labels (N, L) that no example has, and those that every example has: no ranking is defined for either."""
     counts = labels.sum(axis=0)
     return (
         [name for name, count in zip(names, counts, strict=True) if count == 0],

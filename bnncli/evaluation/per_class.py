@@ -24,7 +24,7 @@ _CHOICES = {"average": "macro", "classes": "present"}
 
 
 def per_class_scores(probs: NDArray, examples: ExampleStatistics) -> list[ScoreGroup]:
-    """Balanced accuracy, macro F1 and precision; macro AUROC and average precision of each class against the rest.
+    """Return balanced accuracy, macro F1 and precision; macro AUROC and average precision of each class against the rest.
 
     Args:
         probs: (N, C), what `examples` was made from; may be mapped from a file.
@@ -41,7 +41,7 @@ def per_class_scores(probs: NDArray, examples: ExampleStatistics) -> list[ScoreG
 
 
 def rare_classes(labels: NDArray, names: list[str]) -> tuple[list[str], list[str]]:
-    """The classes without an example among labels (N,), and those with fewer than 10, with their number in brackets."""
+    """Return the classes without an example among labels (N,), and those with fewer than 10, with their number in brackets."""
     counts = np.bincount(labels, minlength=len(names))
     absent = [name for name, count in zip(names, counts, strict=True) if count == 0]
     return absent, [f"{name} ({count})" for name, count in zip(names, counts, strict=True) if 0 < count < FEW]
@@ -115,7 +115,7 @@ def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreG
 
 
 def areas_under_curves(scores: NDArray, is_positive: NDArray, weights: NDArray) -> Floats:
-    """AUROC and average precision (2, b) of scores (N,) under weights (b, N); NaN where a side has no weight."""
+    """Return AUROC and average precision (2, b) of scores (N,) under weights (b, N); NaN where a side has no weight."""
     if _is_each_once(weights):
         return _areas_of_each_once(scores, is_positive)[:, None]
     order = np.argsort(-scores)  # tied scores in any order: the sums of whole weights at their end are exact
@@ -162,7 +162,7 @@ def _is_each_once(weights: NDArray) -> bool:
 
 
 def of_every_class(shares: Callable[[NDArray], list[Floats]], size: int) -> Callable[[], list[list[float | None]]]:
-    """The values of every class with each example once, for each score; None where undefined."""
+    """Return the values of every class with each example once, for each score; None where undefined."""
 
     def values() -> list[list[float | None]]:
         found = [part[0] for part in shares(np.ones((1, size)))]

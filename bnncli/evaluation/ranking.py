@@ -24,7 +24,7 @@ NO_RANKING = "the predictions have no ranking; create one with predict \0top_k\0
 def ranking_scores(
     probs: NDArray, examples: ExampleStatistics, lengths: NDArray | None, choices: Mapping[str, Any] | None
 ) -> list[ScoreGroup]:
-    """Mean length and accuracy of the ranking, accuracy of the plain rule at the same mean length, and the difference.
+    """Return mean length and accuracy of the ranking, accuracy of the plain rule at the same mean length, and the difference.
 
     Replicates keep the lengths of the sample.
 
@@ -55,7 +55,7 @@ def ranking_scores(
 
 
 def largest_probabilities(probs: NDArray, count: int) -> Floats:
-    """The `count` largest probabilities (N, count) of each example of probs (N, C), in descending order."""
+    """Return the `count` largest probabilities (N, count) of each example of probs (N, C), in descending order."""
     out = np.empty((len(probs), count))
     for rows in row_blocks(*probs.shape):
         out[rows] = -np.partition(-np.asarray(probs[rows]), range(count), axis=1)[:, :count]

@@ -15,7 +15,7 @@ from bnncli.lazy import special
 
 
 def selective_scores(examples: ExampleStatistics) -> ScoreGroup:
-    """AURC and E-AURC by the largest probability, in [0, 1]."""
+    """Return AURC and E-AURC by the largest probability, in [0, 1]."""
     choices = {"score": "max_prob"}
     members = [ScoreForm(name, choices, bounds=(0.0, 1.0)) for name in ("aurc", "e_aurc")]
     if examples.is_right is None:

@@ -1,4 +1,4 @@
-"""Scores as functions of how often each example counts; and the ones that are means over examples.
+"""Scores as functions of how often each example counts, and the losses that scores are means of.
 
 Weights of one give a score itself, multinomial counts give its bootstrap replicates, by the same formula.
 """
@@ -69,7 +69,7 @@ class ScoreGroup:
 
 
 def means(members: Sequence[ScoreForm], values: Sequence[NDArray]) -> ScoreGroup:
-    """Scores that are the mean over examples of a vector (N,) each."""
+    """Return scores that are the mean over examples of a vector (N,) each."""
     columns = np.stack([np.asarray(value, dtype=np.float64) for value in values], axis=1)
 
     def statistic(weights: NDArray) -> Floats:
@@ -80,49 +80,24 @@ def means(members: Sequence[ScoreForm], values: Sequence[NDArray]) -> ScoreGroup
     return ScoreGroup(members, statistic)
 
 
-def confidence_scores(examples: ExampleStatistics) -> list[ScoreGroup]:
-    """Mean confidence and mean entropy, which need no labels; nats."""
-    confidence = ScoreForm("mean_confidence", {}, None, bounds=(0.0, 1.0))
-    return [means([confidence, ScoreForm("mean_entropy", {}, None)], [examples.confidence, examples.entropy])]
-
-
-def entropy_score(examples: ExampleStatistics) -> ScoreGroup:
-    """Mean entropy alone, nats."""
-    return means([ScoreForm("mean_entropy", {}, None)], [examples.entropy])
-
-
-def label_scores(examples: ExampleStatistics) -> list[ScoreGroup]:
-    """Accuracy, NLL and Brier score."""
-    rank, probability = examples.label_rank, examples.label_probability
-    is_clamped = np.zeros(0) if probability is None else probability < SMALLEST_PROBABILITY
-    members = [
-        ScoreForm("accuracy", {}, True, bounds=(0.0, 1.0)),
-        ScoreForm("nll", {"reduction": "mean"}, facts={"num_clamped": int(is_clamped.sum())}),
-        ScoreForm("brier", {"reduction": "mean", "classes": "sum"}, bounds=(0.0, 2.0)),
-    ]
-    if probability is None or rank is None:
-        return [ScoreGroup(members, None, NO_LABELS)]
-    return [means(members, [rank == 0, log_losses(probability), brier_losses(examples)])]
-
-
 def log_losses(label_probability: NDArray) -> Floats:
-    """Negative log probability (N,) of each label, nats, clamped at SMALLEST_PROBABILITY."""
+    """Return -log p(label) of each example (N,), nats, clamped at SMALLEST_PROBABILITY."""
     return -np.log(np.maximum(label_probability.astype(np.float64), SMALLEST_PROBABILITY))
 
 
 def brier_losses(examples: ExampleStatistics) -> Floats:
-    """Squared distance (N,) of the probabilities to the one-hot label, summed over classes; in [0, 2]."""
+    """Return the squared distance (N,) of the probabilities to the one-hot label, summed over classes; in [0, 2]."""
     assert examples.label_probability is not None
     return np.maximum(0.0, examples.squared_norm - 2 * examples.label_probability + 1)
 
 
 def nll(probs: NDArray, labels: NDArray) -> float:
-    """Mean negative log probability of the label, nats per example, of probs (N, C); clamped."""
+    """Return the NLL of probs (N, C), nats per example: the mean of -log p(label), clamped at SMALLEST_PROBABILITY."""
     return float(np.mean(nll_per_example(probs, labels)))
 
 
 def nll_per_example(probs: NDArray, labels: NDArray) -> Floats:
-    """Negative log probability (N,) of each example's label, nats, clamped at SMALLEST_PROBABILITY.
+    """Return -log p(label) of each example (N,), nats, clamped at SMALLEST_PROBABILITY.
 
     Of several labels an example, (N, L), the mean over them: of each being there or not.
     """

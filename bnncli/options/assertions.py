@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bnncli.errors import UsageError
+from bnncli.evaluation.scores import declared
 from bnncli.names import near_miss, not_one_of
-from bnncli.scores import declared
 
 GRAMMAR = "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT], then <=, <, >=, >, == or !=, then a number or another score"
 PARTS = ("excess", "floor", "low", "high")  # what can be asked of a metric instead of its value

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bnncli import detectors
 from bnncli.decisions import KINDS, LAC, OOD, RAPS, RISK, SCHEMES, SETS, SHIFT
 from bnncli.errors import UsageError
+from bnncli.evaluation import detectors
 from bnncli.names import percent
 from bnncli.options.declaration import Checked, check_split_name, option
 from bnncli.options.predicted import check_variant

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bnncli import detectors
 from bnncli.errors import UsageError
+from bnncli.evaluation import detectors
+from bnncli.evaluation.scores import declared
 from bnncli.options.assertions import Assertion, Quantity, parse_assertion
 from bnncli.options.declaration import Checked, collected, option
 from bnncli.options.layers import chosen_layers_option
 from bnncli.options.of_scores import of_detectors, of_scores
 from bnncli.options.predicted import check_variant
-from bnncli.scores import declared
 
 
 def _metrics() -> tuple[str, ...]:

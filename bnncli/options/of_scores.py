@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
-from bnncli import detectors, scores
-from bnncli.evaluation.score_options import ScoreOption
+from bnncli.evaluation import detectors, scores
+from bnncli.evaluation.scores import ScoreOption
 from bnncli.options.declaration import Declared, declared_as, option
 
 

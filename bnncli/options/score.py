@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bnncli import detectors
 from bnncli.errors import UsageError
+from bnncli.evaluation import detectors
 from bnncli.likelihoods import TASKS
 from bnncli.options.declaration import check_split_name, check_suffix, collected, option
 from bnncli.options.evaluate import ShownScores

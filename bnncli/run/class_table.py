@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.evaluation.scores import declared
 from bnncli.likelihoods import recorded_name
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.run.score_table import Head, number_text, run_head, score_title
 from bnncli.run.session import Table
-from bnncli.scores import declared
 
 Row = Mapping[str, Any]
 _FIRST = ("split", "posterior", "integrator")

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from bnncli.artifacts.predictions import PredictionFile
     from bnncli.evaluation.bootstrap import Bootstrap
+    from bnncli.evaluation.detection import ExampleScores
     from bnncli.evaluation.example_statistics import ExampleStatistics
     from bnncli.evaluation.metric_rows import Row
-    from bnncli.evaluation.split_detection import ExampleScores
     from bnncli.options.evaluate import EvaluateOptions
     from bnncli.run.prediction_groups import PredictionGroup
 

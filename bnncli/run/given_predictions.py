@@ -19,17 +19,17 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.data.labels import FROM_1, common_task
 from bnncli.data.prediction_files import HDF5_MAGIC, GivenFile, divide, magic_of, read_given, read_labels
-from bnncli.detectors import example_scores
 from bnncli.errors import DataError, UsageError
+from bnncli.evaluation.detectors import example_scores
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 from bnncli.evaluation.probabilities import ROW_SUM_TOLERANCE, row_blocks
+from bnncli.evaluation.scores import ScoredPredictions
 from bnncli.lazy import torch
 from bnncli.likelihoods import MULTILABEL, Likelihood, has_exclusive_classes, likelihood_of, recorded_name
 from bnncli.names import quoted
 
 if TYPE_CHECKING:
-    from bnncli.evaluation.scored_predictions import ScoredPredictions
-    from bnncli.evaluation.split_detection import ExampleScores
+    from bnncli.evaluation.detection import ExampleScores
 
 PROBS, LOGITS = "probs", "logits"
 
@@ -106,8 +106,6 @@ class GivenPredictions:
 
     def scored(self, settings: Mapping[str, Any]) -> ScoredPredictions:
         """What scores of the split are made of, set by the options that they bring."""
-        from bnncli.evaluation.scored_predictions import ScoredPredictions
-
         lengths = self.arrays.get("top_k")
         mutual_info = self.arrays.get("mutual_info")
         return ScoredPredictions(

@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.detection import DetectionForm, Ranking
-from bnncli.evaluation.split_detection import form_rows
+from bnncli.evaluation.detection import DetectionForm, Ranking, form_rows
+from bnncli.evaluation.scores import detection_forms
 from bnncli.evaluation.weighted_scores import ScoreGroup
 from bnncli.options.assertions import Quantity
 from bnncli.run.score_assertions import find_metric
-from bnncli.scores import detection_forms
 
 Row = dict[str, Any]
 Vectors = Mapping[str, NDArray | str]

@@ -15,9 +15,8 @@ import numpy as np
 
 from bnncli.artifacts.caches import detector_file, read_known, write_known
 from bnncli.artifacts.headers import Header
-from bnncli.detectors import DEFAULT_SCORE
-from bnncli.detectors.combined import FEWEST_ROWS
 from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.evaluation.detectors import DEFAULT_SCORE, FEWEST_ROWS
 from bnncli.integrators import Ready
 from bnncli.integrators._moments import drawn_theta, energy_and_max_logit, mean_theta
 from bnncli.integrators._partitions import DrawPartition, kept_rows

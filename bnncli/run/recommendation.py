@@ -91,27 +91,25 @@ def _measured_calibration(
     own: SplitProbabilities, base: SplitProbabilities, seed: int, level: float
 ) -> list[list[Measured]]:
     from bnncli.evaluation.bootstrap import Bootstrap
-    from bnncli.evaluation.scored_predictions import ScoredPredictions
+    from bnncli.evaluation.scores import ScoredPredictions, split_scores
     from bnncli.run.paired_scores import measure_split
-    from bnncli.scores import split_scores
 
     groups = [split_scores(ScoredPredictions(side.probs, side.examples), ["ece"]) for side in (own, base)]
     bootstrap = Bootstrap(level=level, seed=seed)
     return measure_split(groups, [Quantity("ece")], split=(own.name, len(own.examples)), bootstrap=bootstrap)
 
 
-def paired_quality(
-    name: str, measured: Sequence[Sequence[Measured]], *, level: float, higher_is_better: bool = False
-) -> Quality | None:
+def paired_quality(name: str, measured: Sequence[Sequence[Measured]], *, level: float) -> Quality | None:
     """Return the quality of a score measured of both sides, with a bootstrap interval of the difference; None where it is undefined of either."""
     from bnncli.evaluation.paired import Sample, difference
+    from bnncli.evaluation.scores import declared
 
     if any(not side or side[0].value is None for side in measured):
         return None
     values = [float(side[0].value or 0.0) for side in measured]
     samples = [Sample(np.array([value]), side[0].replicates) for value, side in zip(values, measured, strict=True)]
     gap = difference(*samples, level=level)
-    return Quality(name, values[0], values[1], gap.low, gap.high, higher_is_better)
+    return Quality(name, values[0], values[1], gap.low, gap.high, bool(declared()[name].higher_is_better))
 
 
 def recorded_qualities(recorded: Sequence[dict[str, Any]]) -> list[Quality]:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from bnncli.artifacts.predictions import PredictionFile
 from bnncli.errors import DataError
+from bnncli.evaluation.scores import fidelities
 from bnncli.names import quoted
 from bnncli.run.given_predictions import GivenPredictions
-from bnncli.scores import fidelities
 
 if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap

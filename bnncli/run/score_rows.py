@@ -13,25 +13,24 @@ from numpy.typing import NDArray
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
-from bnncli.detectors import example_scores
 from bnncli.errors import DataError
+from bnncli.evaluation.detectors import example_scores
 from bnncli.evaluation.example_statistics import ExampleStatistics, check_labels, examples_of
 from bnncli.evaluation.label_scores import one_sided_labels
 from bnncli.evaluation.label_statistics import check_label_sets
 from bnncli.evaluation.per_class import rare_classes
 from bnncli.evaluation.probabilities import row_blocks
+from bnncli.evaluation.scores import ScoredPredictions, detection_forms, other_split_rows, split_scores
 from bnncli.integrators import load_integrator
 from bnncli.likelihoods import name_to_record, recorded_name
 from bnncli.options.evaluate import EvaluateOptions
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.session import Run
-from bnncli.scores import detection_forms, other_split_rows, split_scores
 
 if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap
+    from bnncli.evaluation.detection import ExampleScores
     from bnncli.evaluation.metric_rows import Row
-    from bnncli.evaluation.scored_predictions import ScoredPredictions
-    from bnncli.evaluation.split_detection import ExampleScores
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,6 @@ class PredictedSplit:
 
     def scored(self, settings: Mapping[str, Any]) -> ScoredPredictions:
         """What scores of the split are made of, set by the options that they bring."""
-        from bnncli.evaluation.scored_predictions import ScoredPredictions
-
         file, ranking = self.file, self.header.meta.get("top_k")
         return ScoredPredictions(
             file.probs, self.examples, file.mutual_info, lengths=file.top_k, ranking=ranking, settings=settings
@@ -215,10 +212,10 @@ def split_rows(
 
 def detection_rows(split: Scorable, other: Scorable, names: Sequence[str], bootstrap: Bootstrap | None) -> list[Row]:
     """The rows of telling one split from another by these scores, and of how sure the predictions of the other are."""
-    from bnncli.evaluation import split_detection
+    from bnncli.evaluation import detection
 
     inside, outside = (side.detection_scores(names) for side in (split, other))
-    rows = split_detection.detection_rows(
+    rows = detection.detection_rows(
         inside, outside, detection_forms(), split=split.name, ood=other.name, bootstrap=bootstrap
     )
     return [*rows, *other_split_rows(other.examples, other.name, bootstrap)]

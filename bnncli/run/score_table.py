@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bnncli.detectors import DEFAULT_SCORE
+from bnncli.evaluation.detectors import DEFAULT_SCORE
+from bnncli.evaluation.scores import declared
 from bnncli.likelihoods import recorded_name
 from bnncli.names import posterior_title
 from bnncli.run.session import Table
-from bnncli.scores import declared
 
 _FIRST = ("split", "posterior", "integrator", "draws")
 

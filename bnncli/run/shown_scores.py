@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bnncli.detectors import DEFAULT_SCORE
 from bnncli.errors import DataError
+from bnncli.evaluation.detectors import DEFAULT_SCORE
+from bnncli.evaluation.scores import declared
 from bnncli.likelihoods import recorded_name
 from bnncli.names import percent
 from bnncli.options.evaluate import EvaluateOptions
 from bnncli.options.score import ScoreOptions
-from bnncli.scores import declared
 
 Row = dict[str, Any]
 

@@ -11,8 +11,7 @@ from scipy.special import softmax
 from bnncli.evaluation import calibrated
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.calibrated import drawn_gaps, largest_gap, shrunk
-from bnncli.evaluation.calibration import calibration_scores
-from bnncli.evaluation.class_wise import class_bins, class_wise_scores
+from bnncli.evaluation.calibration import calibration_scores, class_bins, class_wise_scores
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.weighted_scores import ScoreGroup

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation import probabilities
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.calibration import Reliability, calibration_scores, reliability
-from bnncli.evaluation.class_wise import class_wise_scores
+from bnncli.evaluation.calibration import Reliability, calibration_scores, class_wise_scores, reliability
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 from bnncli.evaluation.metric_rows import Row, score_rows
 

@@ -15,9 +15,9 @@ from sklearn.neighbors import NearestNeighbors
 from torch import Tensor
 
 from bnncli.decisions.outliers import fit_outliers
-from bnncli.detectors import default_score, usual_score
 from bnncli.evaluation import combined_score
 from bnncli.evaluation.combined_score import NUM_NEIGHBORS, Combined, TailRanks
+from bnncli.evaluation.detectors import default_score, usual_score
 from bnncli.parameters.layouts import HeadLayout
 
 CPU = torch.device("cpu")

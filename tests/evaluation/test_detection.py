@@ -11,14 +11,13 @@ import torch
 from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 
-from bnncli.detectors import example_scores, of_predictions
 from bnncli.errors import DataError
 from bnncli.evaluation import detection
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.detection import Ranking
-from bnncli.evaluation.example_statistics import examples_of
-from bnncli.evaluation.split_detection import detection_rows, mmc_row
-from bnncli.scores import detection_forms
+from bnncli.evaluation.detection import Ranking, detection_rows
+from bnncli.evaluation.detectors import example_scores, of_predictions
+from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
+from bnncli.evaluation.scores import detection_forms, other_split_rows
 
 FORMS = detection_forms()
 STATISTICS = {
@@ -198,12 +197,19 @@ def test_a_score_that_is_not_there_says_why_beside_one_that_is() -> None:
     assert (found["aupr", "out", "b"]["value"], found["aupr", "out", "b"]["undefined"]) == (None, "no b")
 
 
+def sure(confidence: NDArray) -> ExampleStatistics:
+    """Statistics of examples with this largest probability (N,) and nothing else."""
+    nothing = np.zeros(len(confidence))
+    return ExampleStatistics(2, confidence, nothing.astype(np.int64), nothing, nothing)
+
+
 def test_mmc_is_the_mean_of_the_largest_probabilities() -> None:
     confidence = random_pair()[1]
-    row = mmc_row(confidence, ood="svhn", bootstrap=Bootstrap(2000))
+    (row,) = other_split_rows(sure(confidence), "svhn", Bootstrap(2000))
     assert (row["name"], row["value"], row["n"], row["ood"]) == ("mmc", pytest.approx(confidence.mean()), 67, "svhn")
     assert row["standard_error"] == pytest.approx(confidence.std() / np.sqrt(67), rel=0.08)
-    assert mmc_row(np.empty(0), ood="svhn")["undefined"] == "split svhn is empty"
+    (row,) = other_split_rows(sure(np.empty(0)), "svhn", None)
+    assert row["undefined"] == "split svhn is empty"
 
 
 def test_every_score_is_higher_for_what_looks_in_distribution() -> None:

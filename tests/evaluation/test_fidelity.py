@@ -18,7 +18,7 @@ from bnncli.evaluation.fidelity import (
     mutual_info_correlation,
     undefined_fidelity,
 )
-from bnncli.scores import fidelities
+from bnncli.evaluation.scores import fidelities
 
 N, C = 300, 4
 

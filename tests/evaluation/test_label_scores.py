@@ -12,15 +12,14 @@ from sklearn import metrics
 from bnncli.errors import DataError
 from bnncli.evaluation import label_scores
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.calibration import label_reliability, pooled_calibration
 from bnncli.evaluation.curves import curve_of_bins
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
-from bnncli.evaluation.label_calibration import label_reliability, pooled_calibration
 from bnncli.evaluation.label_scores import decision_scores, one_sided_labels
 from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.probabilities import check_probabilities
-from bnncli.evaluation.scored_predictions import ScoredPredictions
+from bnncli.evaluation.scores import ScoredPredictions, split_scores
 from bnncli.evaluation.weighted_scores import nll_per_example
-from bnncli.scores import split_scores
 
 SIZE, NUM_LABELS = 150, 5
 NEVER, ALWAYS = 3, 4

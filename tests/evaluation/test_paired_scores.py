@@ -7,15 +7,13 @@ import pytest
 from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.detection import Ranking
+from bnncli.evaluation.detection import Ranking, detection_rows
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 from bnncli.evaluation.metric_rows import score_rows
-from bnncli.evaluation.scored_predictions import ScoredPredictions
-from bnncli.evaluation.split_detection import detection_rows
+from bnncli.evaluation.scores import ScoredPredictions, detection_forms, split_scores
 from bnncli.options.assertions import parse_score
 from bnncli.options.compare import compared
 from bnncli.run.paired_scores import measure_detection, measure_split, needed_scores
-from bnncli.scores import detection_forms, split_scores
 
 SIZE = 150
 

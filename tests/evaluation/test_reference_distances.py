@@ -14,8 +14,8 @@ from torch import Tensor
 from bnncli.evaluation.draw_blocks import ThinnedDraws, compare_draws, thin_draws
 from bnncli.evaluation.mmd import median_bandwidth, mmd2, published_bandwidth, squared_distances, thin
 from bnncli.evaluation.reference_distances import WeightDraws, num_draws_for, reference_rows
+from bnncli.evaluation.scores import distances
 from bnncli.evaluation.weight_space import mean_error, reference_scale, wasserstein_distances
-from bnncli.scores import distances
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

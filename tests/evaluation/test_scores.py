@@ -8,20 +8,35 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from scipy import stats
 from sklearn.metrics import accuracy_score, log_loss, top_k_accuracy_score
 
+from bnncli.decisions.prediction_sets import SetRule
+from bnncli.decisions.scored import acceptance_scores, alarm_scores, set_scores
+from bnncli.decisions.set_scores import SetScore
 from bnncli.errors import DataError
 from bnncli.evaluation import bootstrap as bootstrap_module
 from bnncli.evaluation import metric_rows
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.density import density_rows, used_density
+from bnncli.evaluation.detection import form_rows
 from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.fidelity import Forecasts, PredictionPair
+from bnncli.evaluation.input_selection import selection_rows
 from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.ranking import NO_RANKING
-from bnncli.evaluation.scored_predictions import ScoredPredictions
+from bnncli.evaluation.scores import (
+    ScoredPredictions,
+    declared,
+    detection_forms,
+    distances,
+    fidelities,
+    other_split_rows,
+    split_scores,
+)
 from bnncli.evaluation.weighted_scores import nll, nll_per_example
-from bnncli.scores import declared, split_scores
 
 
 def rows_of(
@@ -164,6 +179,34 @@ def test_every_score_of_a_row_can_be_asked_for_by_name_and_its_forms_differ() ->
     assert {row["name"] for row in rows} <= set(declared())
     told = [{key: row[key] for key in row if key not in ("value", "undefined")} for row in rows]
     assert len({json.dumps(choices, sort_keys=True) for choices in told}) == len(rows)
+
+
+def test_every_row_has_the_direction_of_the_table() -> None:
+    probs, labels = predictions(2)
+    several = examples_of(probs, np.eye(2, dtype=np.int64)[labels], is_exclusive=False)
+    pair = PredictionPair(Forecasts(probs), Forecasts(probs))
+    rule, chosen = SetRule(SetScore("lac"), np.array([0.6])), labels == 0
+    groups = [
+        *split_scores(ScoredPredictions(probs, examples_of(probs, labels))),
+        *split_scores(ScoredPredictions(probs, several)),
+        *(make(pair) for make in fidelities()),
+        *set_scores(rule, probs, labels, None, {}),
+        *acceptance_scores(chosen, chosen, {}),
+        *(group for is_ood in (False, True) for group in alarm_scores(chosen, {}, is_ood=is_ood)),
+    ]
+    inclusion = torch.rand(2, 3)
+    rows = [
+        *({"name": form.name, "higher_is_better": form.higher_is_better} for group in groups for form in group.members),
+        *(row for row, _ in form_rows(detection_forms())),
+        *other_split_rows(examples_of(probs), "far", None),
+        *({**form, "name": name} for name, distance in distances().items() for form in distance.forms),
+        *density_rows([inclusion], [inclusion[0]]),
+        *used_density([inclusion]),
+        *selection_rows(inclusion, [1]),
+    ]
+    found = {(row["name"], row["higher_is_better"]) for row in rows}
+    expected = {(name, score.higher_is_better) for name, score in declared().items()}
+    assert found == expected - {("shift_p", None)}  # a p-value: of rules that are stored
 
 
 @pytest.mark.parametrize(

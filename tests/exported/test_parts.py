@@ -152,7 +152,7 @@ def test_scores_of_the_centre_are_those_of_predict(layout: HeadLayout) -> None:
 
 
 def test_every_score_of_the_option_is_a_detector_with_its_sign_turned() -> None:
-    from bnncli import detectors
+    from bnncli.evaluation import detectors
 
     assert set(EXPORTED_SCORES) == {*exported_parts.SCORES, "combined"}
     assert set(EXPORTED_SCORES) <= set(detectors.of_predictions())

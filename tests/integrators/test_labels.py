@@ -13,8 +13,8 @@ from problems.seeds import seeded
 from scipy import stats
 from torch import Tensor
 
-from bnncli.detectors.dirichlet_variance import DETECTOR
 from bnncli.errors import UsageError
+from bnncli.evaluation.detectors import DETECTORS
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import Prediction, entropy, load_integrator
 from bnncli.integrators._moments import energy_and_max_logit
@@ -142,8 +142,9 @@ def test_the_bridge_gives_each_label_the_beta_of_its_logit(normalize: bool) -> N
     )
     values = found.log_concentration
     assert values is not None
-    assert DETECTOR.of_predictions is not None
-    rows = DETECTOR.of_predictions(None, values.numpy())  # type: ignore[arg-type]
+    of_predictions = DETECTORS["dirichlet_variance"].of_predictions
+    assert of_predictions is not None
+    rows = of_predictions(None, values.numpy())  # type: ignore[arg-type]
     np.testing.assert_allclose(rows, -beta.var().sum(axis=1), rtol=1e-4)
 
 

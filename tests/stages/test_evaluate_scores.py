@@ -16,7 +16,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.neighbors import NearestNeighbors
 
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.detectors import of_features, of_predictions
+from bnncli.evaluation.detectors import of_features, of_predictions
 from bnncli.options.evaluate import EvaluateOptions
 from bnncli.run.inputs import open_posterior
 

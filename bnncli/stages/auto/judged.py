@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from bnncli.artifacts.files import read_header, write_metrics
 from bnncli.artifacts.headers import Header
 from bnncli.decisions.outliers import fit_outliers
-from bnncli.detectors import DEFAULT_SCORE
 from bnncli.errors import CheckFailed
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.detection import detection_rows
+from bnncli.evaluation.detectors import DEFAULT_SCORE
 from bnncli.evaluation.excess import Scored
 from bnncli.evaluation.layer_gain import LEVEL
 from bnncli.evaluation.recommendation import (
@@ -26,7 +27,7 @@ from bnncli.evaluation.recommendation import (
     recommend,
     sentence,
 )
-from bnncli.evaluation.split_detection import detection_rows
+from bnncli.evaluation.scores import detection_forms
 from bnncli.integrators import supports
 from bnncli.run.inputs import Split
 from bnncli.run.predictor import Predictor, TrainData
@@ -34,7 +35,6 @@ from bnncli.run.produce import Computed, Request
 from bnncli.run.recommendation import SplitProbabilities, qualities
 from bnncli.run.session import Run
 from bnncli.run.val_report import predicted_on, predictive_on_val, temperature_on_val
-from bnncli.scores import detection_forms
 from bnncli.stages.auto.ladder import ENSEMBLE, Rung
 
 _INTEGRATORS = ("mc", "probit", "mean-field", "plug-in")  # the first whose uncertainty says most

@@ -11,8 +11,8 @@ from bnncli.artifacts.posteriors import RULE_KIND, write_decision
 from bnncli.artifacts.predictions import stored_arrays
 from bnncli.artifacts.provenance import Source
 from bnncli.decisions import OOD, RISK, SETS, SHIFT
-from bnncli.detectors import DEFAULT_SCORE, default_score
 from bnncli.errors import BnnError, CheckFailed, DataError, MissingInput, UsageError
+from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.options.calibrate import CalibrateOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.common import InputOptions, NameOptions

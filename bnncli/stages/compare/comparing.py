@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.artifacts.files import read_header
-from bnncli.detectors import of_predictions
 from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.evaluation.detectors import of_predictions
 from bnncli.evaluation.standings import standings
 from bnncli.options.assertions import Quantity
 from bnncli.options.compare import CompareOptions

@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 
 from bnncli.artifacts.headers import Header
-from bnncli.detectors import example_scores, of_probabilities
+from bnncli.evaluation.detectors import example_scores, of_probabilities
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 from bnncli.evaluation.integration_error import DrawGroups, IntegrationError, integration_errors
-from bnncli.evaluation.scored_predictions import ScoredPredictions
+from bnncli.evaluation.scores import ScoredPredictions, split_scores
 from bnncli.integrators import load_integrator
 from bnncli.options.assertions import Quantity
 from bnncli.run.paired_scores import Measured, measure_detection, measure_split
 from bnncli.run.score_rows import PredictedSplit
-from bnncli.scores import split_scores
 
 Key = tuple[tuple[str, str], ...]
 # Of each score: its error, or the reason why it is not known.

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from bnncli.detectors import of_predictions
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.detectors import of_predictions
 from bnncli.evaluation.integration_error import IntegrationError
 from bnncli.evaluation.paired import Sample, integration
+from bnncli.evaluation.scores import declared, split_scores
 from bnncli.numerics.random import stream_seed
 from bnncli.options.assertions import Quantity
 from bnncli.options.compare import CompareOptions
@@ -20,7 +21,6 @@ from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.score_assertions import find_metric, forms
 from bnncli.run.score_rows import PredictedSplit
 from bnncli.run.session import Run
-from bnncli.scores import declared, split_scores
 from bnncli.stages.compare.integration import Known, detection_errors, split_errors
 
 OF_TWO_SPLITS = tuple(name for name, score in declared().items() if score.of_two_splits is not None)

@@ -12,8 +12,9 @@ from bnncli.artifacts.files import read_header, write_metrics
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.predictions import stored_arrays
 from bnncli.artifacts.provenance import Source
-from bnncli.detectors import DEFAULT_SCORE, FALLBACK_SCORES, default_score
 from bnncli.errors import CheckFailed, MissingInput, OutputExists
+from bnncli.evaluation.detectors import DEFAULT_SCORE, FALLBACK_SCORES, default_score
+from bnncli.evaluation.scores import further_names
 from bnncli.options.assertions import Assertion
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.common import InputOptions
@@ -30,7 +31,6 @@ from bnncli.run.score_rows import PredictedSplit, group_rows, warn_of_rare_class
 from bnncli.run.score_table import score_table
 from bnncli.run.session import Result, Run
 from bnncli.run.shown_scores import legend, with_metrics
-from bnncli.scores import further_names
 from bnncli.stages.evaluate.curves import curves_of, draw_plots, planned_plots
 from bnncli.stages.evaluate.features import evaluate_features, row_name
 from bnncli.stages.evaluate.fidelity import FidelityReference, draws_name, find_fidelity, why_anew

@@ -7,14 +7,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from bnncli.evaluation.calibration import calibration_scores
+from bnncli.evaluation.calibration import calibration_scores, pooled_calibration
 from bnncli.evaluation.density import Row, density_rows, density_thresholds, inclusion_histogram, used_density
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.input_selection import selection_rows
-from bnncli.evaluation.label_calibration import pooled_calibration
 from bnncli.evaluation.label_scores import decision_scores
 from bnncli.evaluation.metric_rows import score_rows
-from bnncli.evaluation.weighted_scores import ScoreGroup, label_scores
+from bnncli.evaluation.scores import accuracy_nll_brier, input_numbers
+from bnncli.evaluation.weighted_scores import ScoreGroup
 from bnncli.integrators import load_integrator
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.lazy import torch
@@ -22,7 +22,6 @@ from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.run.inputs import load_split, open_posterior
 from bnncli.run.session import Run
-from bnncli.scores.true_positive_rate import input_numbers
 
 DRAWN_NETWORKS = 10  # whose shares of weights are told
 
@@ -96,4 +95,4 @@ def _scores(probs: NDArray, labels: NDArray, num_bins: int) -> list[ScoreGroup]:
         examples = examples_of(probs, labels, is_exclusive=False)
         return [*decision_scores(probs, examples), pooled_calibration(probs, labels, num_bins=num_bins)]
     examples = examples_of(probs, labels)
-    return [*label_scores(examples), *calibration_scores(examples, num_bins=num_bins)]
+    return [*accuracy_nll_brier(examples), *calibration_scores(examples, num_bins=num_bins)]

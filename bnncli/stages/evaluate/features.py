@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from bnncli.artifacts.files import write_metrics
 from bnncli.artifacts.headers import Header
-from bnncli.detectors import Detector, FittedDetector, TrainingFeatures, declared, of_features
 from bnncli.errors import DataError
-from bnncli.evaluation.split_detection import detection_rows
+from bnncli.evaluation.detection import detection_rows
+from bnncli.evaluation.detectors import Detector, FittedDetector, TrainingFeatures, declared, of_features
+from bnncli.evaluation.scores import detection_forms, further_names
 from bnncli.lazy import torch
 from bnncli.options.evaluate import FEATURES_NAME, EvaluateOptions
 from bnncli.run import revisions as _revisions
@@ -23,7 +24,6 @@ from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.score_rows import bootstrap_of
 from bnncli.run.session import Result, Run
-from bnncli.scores import detection_forms, further_names
 
 _INTEGRATOR = "none"
 _GROUP = f"{FEATURES_NAME}.{_INTEGRATOR}"  # what its metrics file is called

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from bnncli.artifacts.files import read_header
 from bnncli.errors import UsageError
+from bnncli.evaluation.scores import input_numbers
 from bnncli.posteriors import LATENT_BINARY, SPARSE
 from bnncli.run.integrator_choice import type_of
 from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.scores.true_positive_rate import input_numbers
 
 
 def is_latent(path: Path | None) -> bool:

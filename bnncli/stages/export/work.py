@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.data.splits import Inputs
 from bnncli.decisions.prediction_sets import SetRule
-from bnncli.detectors import DEFAULT_SCORE
 from bnncli.errors import UsageError
+from bnncli.evaluation.detectors import DEFAULT_SCORE
 from bnncli.export import graphs
 from bnncli.export.network import WholeNetwork
 from bnncli.export.parts import HeadParts, head_parts, thinned, with_combined_score, with_ood_score

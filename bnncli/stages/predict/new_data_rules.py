@@ -12,9 +12,9 @@ import numpy as np
 from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.artifacts.predictions import PredictionFile
 from bnncli.decisions.shift import ShiftRule
-from bnncli.detectors import example_scores
+from bnncli.evaluation.detection import ExampleScores
+from bnncli.evaluation.detectors import example_scores
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
-from bnncli.evaluation.split_detection import ExampleScores
 from bnncli.run.decisions import maker_as, open_decisions, scores_of, why_unfit_for
 from bnncli.run.session import Run
 from bnncli.stages.predict.decided import NONE, RuleColumns, SplitDecisions, columns_of

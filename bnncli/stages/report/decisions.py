@@ -6,11 +6,11 @@ from typing import Any
 
 from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.decisions import KINDS, OOD, RISK, SETS
+from bnncli.evaluation.scores import declared
 from bnncli.figures.pages import Block, DataTable, Missing, TableCell
 from bnncli.names import percent
 from bnncli.run.decisions import open_decisions
 from bnncli.run.score_table import score_title
-from bnncli.scores import declared
 from bnncli.stages.report.subject import Subject
 
 

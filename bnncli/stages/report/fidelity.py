@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bnncli.evaluation.scores import declared
 from bnncli.figures.pages import Block, DataTable, Missing, TableCell
 from bnncli.run.score_table import score_title
-from bnncli.scores import declared
 from bnncli.stages.report.subject import Subject
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 from bnncli.api.metrics import metrics_of
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
-from bnncli.detectors import usual_score
 from bnncli.errors import NOT_OF_CONTENT, BnnError, MissingInput
 from bnncli.evaluation.binned_confidence import BinnedConfidence, bin_confidence
+from bnncli.evaluation.detectors import usual_score
 from bnncli.evaluation.verdict import POINTS
 from bnncli.figures.pages import Missing
 from bnncli.names import posterior_title

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bnncli.artifacts.files import read_header, read_metrics
-from bnncli.detectors import DEFAULT_SCORE
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.detectors import DEFAULT_SCORE
 from bnncli.evaluation.paired import holm
 from bnncli.evaluation.recommendation import Quality
 from bnncli.figures.pages import (
@@ -166,7 +166,7 @@ def _detection(subject: Subject, own: PredictionGroup, base: PredictionGroup, oo
         ood=(ood, outside),
         bootstrap=Bootstrap(level=0.95, seed=subject.run.compute.seed),
     )
-    return paired_quality("auroc", measured, level=0.95, higher_is_better=True)
+    return paired_quality("auroc", measured, level=0.95)
 
 
 def _pays(beside: Beside, subject: Subject) -> list[Block]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bnncli.data.prediction_files import divide, read_texts
-from bnncli.detectors import default_score
 from bnncli.errors import CheckFailed, DataError, UsageError
+from bnncli.evaluation.detectors import default_score
 from bnncli.evaluation.weighted_scores import NO_LABELS
 from bnncli.likelihoods import name_to_record
 from bnncli.names import quoted
