@@ -20,9 +20,13 @@ from bnncli.errors import Locked, MissingInput, OutputExists, UsageError, WriteE
 from bnncli.models.sharded import sharded_folder, shards_of
 from bnncli.names import near_miss
 from bnncli.options.declaration import check_artifact_name, check_split_name
-from bnncli.options.evaluate import FEATURES_NAME
-from bnncli.options.export import FORMATS
 from bnncli.system.workers import is_leader
+
+FORMATS = {"onnx": ".onnx", "pt2": ".pt2", "torch": ".safetensors"}  # and what the files end in
+
+
+FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone
+
 
 POSTERIOR_SUFFIXES = (".safetensors", ".nc")
 FEATURES_SUFFIX = ".h5"

@@ -23,9 +23,6 @@ def _scores() -> tuple[str, ...]:
     return *detectors.of_predictions(), *detectors.of_features(), "all"
 
 
-FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone
-
-
 @dataclass(frozen=True)
 class ShownScores(Checked):
     """Options of commands that score: what they show and assert."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from bnncli.artifacts.run_folder import FORMATS
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, collected, option
 
-FORMATS = {"onnx": ".onnx", "pt2": ".pt2", "torch": ".safetensors"}  # and what the files end in
 EXPORTED_SCORES = (
     "combined",
     "max_prob",

@@ -11,13 +11,12 @@ from bnncli.names import listed, quoted
 from bnncli.numerics.corruptions import CORRUPTIONS, NUM_SEVERITIES
 from bnncli.options import network_inputs
 from bnncli.options.declaration import Checked, option
+from bnncli.options.network_inputs import NO_NETWORK
 from bnncli.options.parts import declaration, forms
 from bnncli.options.shift import check_corruption
 from bnncli.registry import check_name, has_name, names
 from bnncli.system.input_files import reading
 
-NO_NETWORK = "flatten"
-IDENTITY = "identity"  # as the name of a last layer: an identity layer on the network's own logits
 EITHER = "give either \0model\0 MODEL with \0data\0 SPLIT=SPEC, or \0from_npz\0 FILE"
 
 

@@ -8,6 +8,9 @@ from bnncli.likelihoods import TASKS
 from bnncli.options.declaration import option
 from bnncli.options.parts import forms
 
+NO_NETWORK = "flatten"
+IDENTITY = "identity"  # as the name of a last layer: an identity layer on the network's own logits
+
 
 def model_arg() -> Any:
     """Arguments of the network."""

@@ -161,3 +161,11 @@ def _help(settings: Mapping[str, Setting]) -> str:
         each = (f"{part}: {setting.own.format(default=setting.default)}." for part, setting in settings.items())
         return f"{shown}. {' '.join(each)}"
     return f"{shown} ({', '.join(' '.join([part, *setting.condition]) for part, setting in settings.items())})."
+
+
+RANK = Setting("Rank of the flow's update; {default} by default", int, 16, minimum=1, at_most="num_params", place=10)
+HIDDEN = Setting("Hidden units of the flow's network; {default} by default", int, 64, minimum=1, place=20)
+
+
+QMC = Setting("Use scrambled Sobol points instead of pseudo-random numbers", bool, False, place=10)
+PROJECTION = Setting("How to project the logits first", place=20)

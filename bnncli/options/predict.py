@@ -9,11 +9,9 @@ from typing import Any
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, check_suffix, collected, option
 from bnncli.options.layers import chosen_layers_option, trust_code_option
-from bnncli.options.parts import Setting, declarations
+from bnncli.options.parts import declarations
 
-QMC = Setting("Use scrambled Sobol points instead of pseudo-random numbers", bool, False, place=10)
 STDIN = "-"  # the data whose files are named there
-PROJECTION = Setting("How to project the logits first", place=20)
 
 
 def _samples_help() -> str:

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bnncli.options.declaration import collected, option
-from bnncli.options.parts import Setting
 from bnncli.options.target import SearchedPriorOptions
 
 # Of several flows.
-RANK = Setting("Rank of the flow's update; {default} by default", int, 16, minimum=1, at_most="num_params", place=10)
-HIDDEN = Setting("Hidden units of the flow's network; {default} by default", int, 64, minimum=1, place=20)
 
 TRIAL_DRAWS = 256  # that judge a prior precision on val; fewer of large heads
 BASE = "laplace"  # the default base of the last layer, and what that of other layers begins with

@@ -20,7 +20,7 @@ from bnncli.models.features import Extracted, collect, counted, extract
 from bnncli.models.head import Head
 from bnncli.models.head_search import find_head
 from bnncli.numerics.digests import tensor_digest
-from bnncli.options.extract_features import NO_NETWORK
+from bnncli.options.network_inputs import NO_NETWORK
 from bnncli.run.checkpoint_record import record_of, record_of_files
 from bnncli.run.model_files import arguments_by_name, own_files
 from bnncli.run.resumable_features import FeatureStore

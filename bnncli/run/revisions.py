@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from bnncli import registry
 from bnncli.artifacts.headers import Header, interpreting
-from bnncli.artifacts.run_folder import RECOMMENDED
-from bnncli.options.evaluate import FEATURES_NAME
+from bnncli.artifacts.run_folder import FEATURES_NAME, RECOMMENDED
 
 EXTRACT_FEATURES = 1
 FIT_TEMPERATURE = 1

@@ -13,11 +13,11 @@ from PIL import Image
 from problems.command_line import Cli
 
 from bnncli import data
-from bnncli import options as o
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.options import option_fields
 from bnncli.errors import DataError
 from bnncli.models.checkpoints import load_checkpoint
+from bnncli.options.common import CommonOptions
 from bnncli.registry import load_module
 
 Arrays = dict[str, np.ndarray]
@@ -189,7 +189,7 @@ def test_no_flag_stands_alone_in_one_command_and_takes_a_value_in_another() -> N
         for name, (_, hint) in option_fields(command).items():
             kinds.setdefault(name, set()).add(hint is bool)
     assert all(len(kind) == 1 for kind in kinds.values())
-    assert o.CommonOptions in {group for command in COMMANDS for group in command.groups}
+    assert CommonOptions in {group for command in COMMANDS for group in command.groups}
 
 
 @pytest.mark.parametrize("slash", ["", "/"])

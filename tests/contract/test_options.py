@@ -12,13 +12,23 @@ from typing import Any
 import pytest
 from problems.command_line import Cli
 
-from bnncli import options as o
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.options import option_fields, read_config
 from bnncli.errors import ConfigError
 from bnncli.options.command import SECTIONS, Command
+from bnncli.options.common import (
+    CommonOptions,
+    ComputeOptions,
+    InputOptions,
+    LockOptions,
+    NameOptions,
+    RecordOptions,
+    RunOptions,
+    WriteOptions,
+)
 from bnncli.options.declaration import flag_of, help_of, made
+from bnncli.options.refine import RefineOptions
 
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
@@ -103,7 +113,7 @@ def test_every_option_works_after_its_command(command: Command) -> None:
 
 @every_command
 def test_the_common_options_are_on_every_command(command: Command) -> None:
-    assert {spec.name for spec in fields(o.CommonOptions)} <= set(option_fields(command))
+    assert {spec.name for spec in fields(CommonOptions)} <= set(option_fields(command))
     if command.arguments and command.arguments[0].name == "ckpt" and command.name != "train":  # which has no run yet
         assert "run_dir" in option_fields(command)
 
@@ -343,17 +353,17 @@ def test_the_resolved_options_are_recorded_in_the_artifact(cli: Cli, small_run: 
     path = small_run.with_name("small.bnn") / "posteriors" / "refine.safetensors"
     params = cli("inspect", path, "--json").json["provenance"]["params"]
     numeric = {
-        spec.name for spec in fields(o.RefineOptions) if spec.metadata["numeric"] and "collected" not in spec.metadata
+        spec.name for spec in fields(RefineOptions) if spec.metadata["numeric"] and "collected" not in spec.metadata
     }
     assert numeric <= set(params)
     assert (params["length"], params["flow"], params["learning_rate"]) == (2, "affine", 0.03)
 
 
 def test_only_options_that_an_artifact_records_say_that_they_change_no_number() -> None:
-    shared = {o.CommonOptions, o.RunOptions, o.ComputeOptions, o.WriteOptions, o.LockOptions, o.InputOptions}
-    shared |= {o.RecordOptions, o.NameOptions}
+    shared = {CommonOptions, RunOptions, ComputeOptions, WriteOptions, LockOptions, InputOptions}
+    shared |= {RecordOptions, NameOptions}
     own = {command.name: set(command.groups) - shared for command in COMMANDS}
-    recorded = {one for command in COMMANDS if o.RecordOptions in command.groups for one in own[command.name]}
+    recorded = {one for command in COMMANDS if RecordOptions in command.groups for one in own[command.name]}
     parts = {base for group in recorded for base in group.__mro__ if is_dataclass(base)}
     for command in COMMANDS:
         for group in set(command.groups) - recorded:

@@ -14,7 +14,6 @@ from forged import forge
 from problems.command_line import Cli
 from recorded_lines import LINES
 
-from bnncli import options as o
 from bnncli.artifacts.freshness import UNKNOWN_MAKER
 from bnncli.artifacts.resume import write_state
 from bnncli.cli.build import parser
@@ -22,11 +21,13 @@ from bnncli.cli.commands import COMMANDS
 from bnncli.cli.options import _from_text, option_fields
 from bnncli.errors import Interrupted, UsageError
 from bnncli.options.command_line import CommandLine, own_command
+from bnncli.options.common import CommonOptions, RecordOptions, RunOptions, WriteOptions
 from bnncli.options.declaration import choices_of, flag_of, made
+from bnncli.options.fit_laplace import FitLaplaceOptions
 from bnncli.run import resumable
 
-MAKERS = {one.name: one.groups for one in COMMANDS if o.RecordOptions in one.groups}
-LEFT_OUT = {spec.name for group in (o.CommonOptions, o.RunOptions) for spec in fields(group)} | {"force", "dry_run"}
+MAKERS = {one.name: one.groups for one in COMMANDS if RecordOptions in one.groups}
+LEFT_OUT = {spec.name for group in (CommonOptions, RunOptions) for spec in fields(group)} | {"force", "dry_run"}
 SAMPLES = (
     "3", "0.5", "x", "-1", "a=b", "x.png", "x.csv", "nll", "ece<=0.1", "rhat<=1.01", "test", "x.safetensors",
     "val=test:20", "max_prob", "cpu", "2,3", "mc", "16", "5000", "5m", "jpeg:3",
@@ -227,6 +228,6 @@ def test_lines_are_read_as_the_command_line_reads_them(command: Any) -> None:
 
 
 def test_a_command_is_made_of_its_options() -> None:
-    line = CommandLine.of("fit-laplace", "-c", o.FitLaplaceOptions(structure="kron"), o.WriteOptions(force=True))
+    line = CommandLine.of("fit-laplace", "-c", FitLaplaceOptions(structure="kron"), WriteOptions(force=True))
     assert line.words() == ["bnncli", "fit-laplace", "./-c", "--structure", "kron", "--force"]
     assert line.having("structure", "-x").having("force", False).words()[3:] == ["--structure=-x"]

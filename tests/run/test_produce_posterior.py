@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from bnncli import options as o
 from bnncli.artifacts.posteriors import read_posterior
 from bnncli.console import Console
 from bnncli.errors import CheckFailed, UsageError
 from bnncli.options.command_line import CommandLine
+from bnncli.options.common import CommonOptions, ComputeOptions, NameOptions, RunOptions, WriteOptions
 from bnncli.posteriors.point import Point
 from bnncli.run.inputs import load_split
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
@@ -31,13 +31,13 @@ class Halving:
         self.divisor = divisor
         self.run = Run(
             command="halve",
-            line=CommandLine.of("halve", str(run), o.NameOptions(name=name)),
+            line=CommandLine.of("halve", str(run), NameOptions(name=name)),
             arguments={"ckpt": run},
-            console=Console("halve", o.CommonOptions(quiet=True)),
-            run_options=o.RunOptions(),
-            write=o.WriteOptions(),
-            compute=o.ComputeOptions(device="cpu"),
-            naming=o.NameOptions(name=name),
+            console=Console("halve", CommonOptions(quiet=True)),
+            run_options=RunOptions(),
+            write=WriteOptions(),
+            compute=ComputeOptions(device="cpu"),
+            naming=NameOptions(name=name),
         )
 
     def produce(self) -> Result:

@@ -9,15 +9,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bnncli import options as o
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.resume import state_path
 from bnncli.errors import DataError, DeviceError, MissingInput, NumericError, OutputExists, Untrusted, UsageError
 from bnncli.evaluation.excess import WORSE_SHARE
+from bnncli.options.auto import AutoOptions
 from bnncli.options.command_line import CommandLine
+from bnncli.options.common import NameOptions
 from bnncli.options.declaration import Checked
-from bnncli.options.fit_ensemble import TEMPERATURE
+from bnncli.options.diagnose import DiagnoseOptions
+from bnncli.options.fit_ensemble import TEMPERATURE, FitEnsembleOptions
+from bnncli.options.fit_laplace import FitLaplaceOptions
+from bnncli.options.fit_temperature import FitTemperatureOptions
+from bnncli.options.hmc import HmcOptions
+from bnncli.options.refine import RefineOptions
+from bnncli.options.stack import StackOptions
 from bnncli.options.target import INHERIT
 from bnncli.run.inputs import Split, posterior_source
 from bnncli.run.session import Result, Run
@@ -74,7 +81,7 @@ class Suffix:
     is_needed: bool = False
 
     @classmethod
-    def of(cls, options: o.AutoOptions) -> Suffix:
+    def of(cls, options: AutoOptions) -> Suffix:
         """-auto, -val, -marglik, or -prior3 of a number."""
         given = options.prior_precision
         if given in ("auto", "val", "marglik"):
@@ -93,7 +100,7 @@ class Ladder:
     """
 
     run: Run
-    options: o.AutoOptions
+    options: AutoOptions
     judged: Mapping[str, bool]
     score: Callable[[Rung], object]
     deadline: float | None
@@ -115,26 +122,26 @@ class Ladder:
             network = run.folder.posterior("map")
             self._add(Rung("network", "map", posterior_source(run, network, "map")[1], None, 0.0))
             # It takes a moment, and nothing is recommended that is worse: the budget is for what comes after it.
-            temperature = o.FitTemperatureOptions()
+            temperature = FitTemperatureOptions()
             self._step("fit-temperature", temperature, "temperature", suffix=plain, is_judged=False, is_limited=False)
         if siblings:
             self._ensemble(val, siblings)
         is_late = can_stack and not self._has_time_to_stack(train, val)
         if can_stack and not is_late:
-            self._step("stack", o.StackOptions(), "stack", suffix=plain, is_judged=False)
-        gaussian, suffix = o.FitLaplaceOptions(prior_precision=options.prior_precision), Suffix.of(options)
+            self._step("stack", StackOptions(), "stack", suffix=plain, is_judged=False)
+        gaussian, suffix = FitLaplaceOptions(prior_precision=options.prior_precision), Suffix.of(options)
         base = self._step("fit-laplace", gaussian, "laplace", suffix=suffix)
         if is_late:
-            self._step("stack", o.StackOptions(), "stack", suffix=plain, is_judged=False)
+            self._step("stack", StackOptions(), "stack", suffix=plain, is_judged=False)
         if base.source is None or (base.is_good and not options.full):
             return self.rungs
         # Each searches for the precision that suits it, where that of the Gaussian was searched for on val too.
         prior: dict[str, Any] = {} if options.prior_precision in ("auto", "val") else {"prior_precision": INHERIT}
-        refined = self._step("refine", o.RefineOptions(base=base.posterior, **prior), "refine", suffix=suffix)
+        refined = self._step("refine", RefineOptions(base=base.posterior, **prior), "refine", suffix=suffix)
         if not refined.is_good or options.full:
             behind = None if options.full else self._behind(refined)
             if behind is None:
-                self._step("hmc", o.HmcOptions(base=base.posterior, **prior), "hmc", suffix=suffix)
+                self._step("hmc", HmcOptions(base=base.posterior, **prior), "hmc", suffix=suffix)
             else:
                 self._add(Rung("hmc", "hmc", None, None, 0.0, f"skipped: {behind}; --full samples anyway"))
         return self.rungs
@@ -192,7 +199,7 @@ class Ladder:
         if not found.usable:
             self._add(Rung(ENSEMBLE, "ensemble", None, None, looked, note or others))
             return
-        options = o.FitEnsembleOptions(each=TEMPERATURE, trust_code=trust)
+        options = FitEnsembleOptions(each=TEMPERATURE, trust_code=trust)
         rung = self._step(ENSEMBLE, options, "ensemble", suffix=Suffix("-auto"), is_judged=False, members=found.usable)
         note = "; ".join(filter(None, (rung.note, others)))
         self.rungs[-1] = replace(rung, seconds=rung.seconds + looked, note=note)
@@ -242,7 +249,7 @@ def _as_command(
     members: Sequence[Path] = (),
 ) -> Run:
     """The run as another command sees it."""
-    naming = o.NameOptions(name=name)
+    naming = NameOptions(name=name)
     line = CommandLine.of(command, str(run.arguments["ckpt"]), options, run.compute, naming, run.run_options)
     return replace(
         run,
@@ -303,6 +310,6 @@ def _continued(stage: Any, step: Run, options: Checked, name: str) -> Result:
 
 def _is_good(run: Run, name: str) -> bool:
     """Whether a posterior is good for its target, as diagnose judges it alone."""
-    options = o.DiagnoseOptions(posterior=[name])
+    options = DiagnoseOptions(posterior=[name])
     found = importlib.import_module("bnncli.stages.diagnose").run(_as_command(run, "diagnose", options), options)
     return bool(found.extra["verdict"]["is_good"])

@@ -7,13 +7,20 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from bnncli import options as o
 from bnncli.artifacts.atomic import check_writable, publish_bytes
 from bnncli.errors import OutputExists
 from bnncli.options.command import Command
 from bnncli.options.command_line import CommandLine
 from bnncli.options.common import CommonOptions, ComputeOptions
 from bnncli.options.demo import DemoOptions
+from bnncli.options.evaluate import EvaluateOptions
+from bnncli.options.extract_features import ExtractFeaturesOptions
+from bnncli.options.fit_laplace import FitLaplaceOptions
+from bnncli.options.fit_temperature import FitTemperatureOptions
+from bnncli.options.hmc import HmcOptions
+from bnncli.options.predict import PredictOptions
+from bnncli.options.refine import RefineOptions
+from bnncli.options.report import ReportOptions
 from bnncli.run.session import Result, Run
 from bnncli.stages.demo.fixtures import fixture_path
 
@@ -33,7 +40,7 @@ DATA = ("train", "val", "test")
 OUTSIDE = ("mnist",)
 
 
-def run(run: Run, options: o.DemoOptions) -> Result:
+def run(run: Run, options: DemoOptions) -> Result:
     """Run every step into the demo's folder; the result is the table of evaluate."""
     folder = Path(options.dir)
     checkpoint = _copy_fixture(folder, may_replace=not options.files_only)
@@ -42,13 +49,13 @@ def run(run: Run, options: o.DemoOptions) -> Result:
         return Result(lines=files, extra={"files": files})
     steps = (
         ("extract-features", _extract(folder)),
-        ("fit-temperature", o.FitTemperatureOptions()),
-        ("fit-laplace", o.FitLaplaceOptions()),
-        ("refine", o.RefineOptions()),
-        ("hmc", o.HmcOptions()),
-        ("predict", o.PredictOptions()),
-        ("evaluate", o.EvaluateOptions()),
-        ("report", o.ReportOptions()),
+        ("fit-temperature", FitTemperatureOptions()),
+        ("fit-laplace", FitLaplaceOptions()),
+        ("refine", RefineOptions()),
+        ("hmc", HmcOptions()),
+        ("predict", PredictOptions()),
+        ("evaluate", EvaluateOptions()),
+        ("report", ReportOptions()),
     )
     total, seconds = Result(), {}
     for command, chosen in steps:
@@ -92,11 +99,11 @@ def _copy_fixture(folder: Path, *, may_replace: bool) -> Path:
     return folder / CHECKPOINT
 
 
-def _extract(folder: Path) -> o.ExtractFeaturesOptions:
+def _extract(folder: Path) -> ExtractFeaturesOptions:
     """Options of extract-features."""
     data = [f"{split}=npz:{folder / f'{split}.npz'}" for split in DATA]
     outside = [f"{split}=npz:{folder / f'{split}.npz'}" for split in OUTSIDE]
-    return o.ExtractFeaturesOptions(model="lenet5", data=data, ood=outside)
+    return ExtractFeaturesOptions(model="lenet5", data=data, ood=outside)
 
 
 def _where(folder: Path, checkpoint: Path, seconds: dict[str, float]) -> list[str]:

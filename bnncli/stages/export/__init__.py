@@ -10,13 +10,14 @@ from typing import Any
 from bnncli.artifacts.exports import KIND
 from bnncli.artifacts.headers import Header, interpreting
 from bnncli.artifacts.provenance import Source
+from bnncli.artifacts.run_folder import FORMATS
 from bnncli.errors import MissingInput, UsageError
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.export.graphs import require_onnx
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.common import InputOptions, NameOptions
-from bnncli.options.export import FORMATS, ExportOptions
-from bnncli.options.extract_features import NO_NETWORK
+from bnncli.options.export import ExportOptions
+from bnncli.options.network_inputs import NO_NETWORK
 from bnncli.options.predict import PredictOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source

@@ -13,7 +13,8 @@ from bnncli.artifacts.features import FeatureFile
 from bnncli.artifacts.files import read_header
 from bnncli.models import SavedModel
 from bnncli.options.command import COMPUTE, Argument, Command
-from bnncli.options.extract_features import NO_NETWORK, ExtractFeaturesOptions
+from bnncli.options.extract_features import ExtractFeaturesOptions
+from bnncli.options.network_inputs import NO_NETWORK
 from bnncli.run.model_files import own_files
 from bnncli.run.network_fit import MISREAD, recorded_fit
 from bnncli.run.session import Result, Run

@@ -12,7 +12,8 @@ from bnncli.artifacts.caches import KnownData
 from bnncli.artifacts.features import FeatureFile
 from bnncli.errors import DataError
 from bnncli.models import SavedModel
-from bnncli.options.extract_features import NO_NETWORK, ExtractFeaturesOptions
+from bnncli.options.extract_features import ExtractFeaturesOptions
+from bnncli.options.network_inputs import NO_NETWORK
 from bnncli.run.checkpoint_record import recorded_checkpoint
 from bnncli.run.input_statistics import unlike_inputs
 from bnncli.run.model_files import own_files

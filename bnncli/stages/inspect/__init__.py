@@ -7,13 +7,13 @@ from typing import Any
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header, check_is_file
+from bnncli.artifacts.run_folder import FORMATS
 from bnncli.errors import BnnError, DataError
 from bnncli.models.checkpoint_files import sniff, sniff_zip
 from bnncli.models.sharded import INDEX_SUFFIX
 from bnncli.names import quoted
 from bnncli.options.command import Argument, Command
 from bnncli.options.common import CommonOptions
-from bnncli.options.export import FORMATS
 from bnncli.registry import has_name
 from bnncli.run.session import Result, Run, Table
 from bnncli.stages.inspect.data_files import idx_found, npz_found, table_found

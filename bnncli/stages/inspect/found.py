@@ -8,7 +8,7 @@ from typing import Any
 
 from bnncli.names import quoted
 from bnncli.options.command_line import pasted
-from bnncli.options.extract_features import IDENTITY
+from bnncli.options.network_inputs import IDENTITY
 from bnncli.run.session import Result, Table
 
 MAX_ROWS = 400
