@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.cli.options import option_fields
 from bnncli.options.declaration import flag_of
 
@@ -154,7 +154,7 @@ def texts(path: Path) -> list[str]:
     return [node.value for node in found if isinstance(node.value, str)]
 
 
-FLAGS = {flag_of(name) for command in COMMANDS for name in option_fields(command)}
+FLAGS = {flag_of(name) for command in own_commands() for name in option_fields(command)}
 SILENT = [path for path in MODULES if own_part(path) not in ("__main__", "cli", "stages")]
 SPELLING = {
     "declaration.py": ["--"],
@@ -186,7 +186,7 @@ def test_what_lies_loose_is_what_everything_stands_on() -> None:
 
 def test_stages_has_one_entry_a_command() -> None:
     entries = {path.stem for path in (PACKAGE / "stages").iterdir() if not path.name.startswith("_")}
-    assert entries == {command.stage for command in COMMANDS}
+    assert entries == {command.stage for command in own_commands()}
 
 
 def test_only_the_command_line_knows_a_terminal() -> None:

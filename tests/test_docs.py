@@ -17,7 +17,7 @@ from PIL import Image
 from problems.documented import DOCS, ROOT, Block, blocks_of, run_block, shortened
 
 from bnncli.cli.build import parser
-from bnncli.cli.commands import COMMANDS, all_commands
+from bnncli.cli.commands import all_commands, own_commands
 from bnncli.cli.options import option_fields
 from bnncli.options.declaration import flag_of
 
@@ -66,12 +66,12 @@ def test_inline_commands_and_options_exist() -> None:
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for code in re.findall(r"`([^`\n]+)`", text):
-            if not code.startswith(("bnncli", "--", *(command.name for command in COMMANDS))):
+            if not code.startswith(("bnncli", "--", *(command.name for command in own_commands()))):
                 continue
             for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code):
                 assert flag in flags, f"{page.name}: {code}"
             if found := re.match(r"bnncli ([a-z][a-z-]*)", code):
-                known = {command.parent or command.name for command in COMMANDS}
+                known = {command.parent or command.name for command in own_commands()}
                 assert found[1] in known, f"{page.name}: {code}"
 
 

@@ -10,7 +10,7 @@ import pytest
 from recorded_lines import LINES
 from recorded_runs import RECORD, Record, differences, load, run_lines
 
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 
 RECORDED = load(RECORD)
 
@@ -52,7 +52,7 @@ def test_the_record_is_of_these_lines() -> None:
 def test_every_command_is_in_the_record_but_those_that_are_others() -> None:
     others = {"demo", "grid", "reproduce"}  # the other commands, on larger data and in other processes
     commands = set(RECORDED[0]["stdout"]) - others
-    assert commands == {command.parent or command.name for command in COMMANDS} - others
+    assert commands == {command.parent or command.name for command in own_commands()} - others
     assert commands <= {line.argv[0] for line in LINES}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from gpu_steps.lines import command_of
 
 from bnncli import registry
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.stages.demo.fixtures import fixture_path
 
 # Sums of float32 differ by their order; a weaker prior leaves Hessians near enough to singular for that to be seen.
@@ -71,7 +71,7 @@ def cases(*, is_slow: bool = False) -> list[Case]:
 def without_line(all_cases: list[Case]) -> list[str]:
     """Commands that no line of any case runs."""
     there = {command_of(line) for case in all_cases for line in case.lines}
-    return sorted({command.name for command in COMMANDS} - there - {*COMPUTES_NOTHING})
+    return sorted({command.name for command in own_commands()} - there - {*COMPUTES_NOTHING})
 
 
 def _values(line: str, flag: str) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import bnncli
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.cli.execute import run_command_line
 from bnncli.options.common import CommonOptions, ComputeOptions
 
@@ -55,14 +55,14 @@ class Done:
 
 
 def command_of(line: str) -> str:
-    """The name of a line's command, as COMMANDS has it."""
+    """The name of a line's command, as own_commands() has it."""
     words = line.split()
     return "-".join(words[:2]) if words[0] == "config" else words[0]
 
 
 def takes_device(line: str) -> bool:
     """Whether its command computes, so that it has a --device."""
-    (command,) = (command for command in COMMANDS if command.name == command_of(line))
+    (command,) = (command for command in own_commands() if command.name == command_of(line))
     return ComputeOptions in command.groups
 
 
@@ -137,7 +137,7 @@ def start_line(
 def _arguments(line: str, folder: Path, device: str, words: Sequence[str]) -> list[str]:
     """Return the command's words, with what makes it print one document."""
     argv = [word.replace("FOLDER", str(folder)) for word in line.split()] + list(words)
-    (command,) = (command for command in COMMANDS if command.name == command_of(line))
+    (command,) = (command for command in own_commands() if command.name == command_of(line))
     if takes_device(line):
         argv += ["--device", device]
     if CommonOptions in command.groups:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from numbers import Integral
 from os import PathLike, fspath
 from pathlib import Path
@@ -17,25 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli import registry
 from bnncli.artifacts.caches import State, checks_remembered, state_of
 from bnncli.artifacts.run_folder import MAX_NAME_BYTES, RunFolder
 from bnncli.data.sound import clip_of, is_clip
 from bnncli.errors import BnnError, BnnWarning, DataError, UsageError, machine_error
 from bnncli.lazy import torch
 from bnncli.models.sharded import shards_of
-from bnncli.options.command_line import CommandLine, Groups
+from bnncli.options.command_line import CommandLine
 from bnncli.options.common import (
     CommonOptions,
     ComputeOptions,
     InputOptions,
     NameOptions,
-    RecordOptions,
     RunOptions,
     WriteOptions,
 )
 from bnncli.options.declaration import spelled
-from bnncli.options.parts import declaration
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.run.session import Run
 from bnncli.system.devices import configure_torch, device_name, random_numbers_kept, select_device, settings_kept
@@ -357,7 +353,6 @@ class Session:
             write=WriteOptions(),
             compute=self._compute,
             naming=NameOptions(),
-            makers=_makers(),
         )
 
 
@@ -442,10 +437,3 @@ def _state_of(path: Path) -> State | None:
         return sum((state_of(file.stat()) for file in files), ())
     except (OSError, ValueError, BnnError):
         return None
-
-
-@cache
-def _makers() -> Mapping[str, Groups]:
-    """The commands that make artifacts, each with its options: a hint repeats none but these."""
-    found: dict[str, Any] = {name: declaration("stages", name, "COMMAND") for name in registry.own_names("stages")}
-    return {name: command.groups for name, command in found.items() if RecordOptions in command.groups}

@@ -1,4 +1,4 @@
-"""The list of commands, out of what the files of stages/ and installed distributions declare; no stage is imported for it."""
+"""The list of commands, from what the files of the commands and installed distributions declare; none is imported for it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,41 @@ from bnncli.options.parts import declaration
 _FAMILY = "stages"
 
 
-def all_commands() -> tuple[Command, ...]:
-    """Ours and those of installed distributions. Raises UsageError when one of these is no good."""
-    return _declared(tuple(registry.names(_FAMILY)))
-
-
-def find_command(words: Sequence[str]) -> Command | None:
-    """The command that the first words name; what is installed is looked at only where it is none of ours."""
-    for command in COMMANDS:
-        if command.parent and list(words[:2]) == [command.parent, command.name.removeprefix(command.parent + "-")]:
-            return command
-        if not command.parent and list(words[:1]) == [command.name]:
-            return command
-    if words and registry.has_name(_FAMILY, words[0]):
-        return _declared((words[0],))[0]
-    return None
+@cache
+def own_commands() -> tuple[Command, ...]:
+    """Return bnncli's own commands, in the order of the help."""
+    return _sorted(registry.own_names(_FAMILY))
 
 
 @cache
-def _declared(names: tuple[str, ...]) -> tuple[Command, ...]:
-    """The commands of these names, in the order of the help. Raises UsageError for one that declares none."""
-    found = []
-    for name in names:
-        command = declaration(_FAMILY, name, "COMMAND")
-        if not isinstance(command, Command):
-            raise registry.broken(_FAMILY, name, "it declares no COMMAND")
-        found.append(replace(command, name=name))
-    return tuple(sorted(found, key=lambda one: (SECTIONS.index(one.section), one.place)))
+def all_commands() -> tuple[Command, ...]:
+    """Return bnncli's own commands and those of installed distributions. Raises UsageError when one of these cannot be used."""
+    return _sorted(registry.names(_FAMILY))
 
 
-COMMANDS = _declared(tuple(registry.own_names(_FAMILY)))
+def find_command(words: Sequence[str]) -> Command | None:
+    """Return the command that the first words name, one word or two; only its own file is read."""
+    for name in ("-".join(words[:2]), *words[:1]):
+        if registry.has_name(_FAMILY, name):
+            command = _declared(name)
+            if bool(command.parent) == (name != words[0]):
+                return command
+    return None
+
+
+def is_parent(words: Sequence[str]) -> bool:
+    """Return whether a word is the first of commands of two words."""
+    return bool(words) and any(command.parent == words[0] for command in own_commands())
+
+
+def _sorted(names: Sequence[str]) -> tuple[Command, ...]:
+    return tuple(sorted(map(_declared, names), key=lambda one: (SECTIONS.index(one.section), one.place)))
+
+
+@cache
+def _declared(name: str) -> Command:
+    """Return what a command's file declares. Raises UsageError when it declares nothing."""
+    command = declaration(_FAMILY, name, "COMMAND")
+    if not isinstance(command, Command):
+        raise registry.broken(_FAMILY, name, "it declares no COMMAND")
+    return replace(command, name=name)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.cli.topics import TOPICS
 from bnncli.errors import BnnError
 from bnncli.options.compare import compared
@@ -43,9 +43,9 @@ def completes(name: str, meta: Any) -> Callable[..., list[str]] | None:
 def completes_argument(name: str) -> Callable[..., list[str]] | None:
     """Return the same for an argument: names of commands, topics and artifacts."""
     if name == "of":
-        return _of(lambda: [one.name for one in COMMANDS])
+        return _of(lambda: [one.name for one in own_commands()])
     if name == "topic":
-        return _of(lambda: [*TOPICS, *(one.parent or one.name for one in COMMANDS)])
+        return _of(lambda: [*TOPICS, *(one.parent or one.name for one in own_commands())])
     return _of(_removable) if name == "name" else None
 
 

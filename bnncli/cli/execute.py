@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TextIO
 
 from bnncli import registry
@@ -18,7 +18,7 @@ from bnncli.artifacts.caches import checks_remembered
 from bnncli.cli import spread
 from bnncli.cli.advice import memory_advice
 from bnncli.cli.build import parser
-from bnncli.cli.commands import COMMANDS, find_command
+from bnncli.cli.commands import find_command, is_parent
 from bnncli.cli.options import (
     OptionValue,
     config_path,
@@ -220,6 +220,10 @@ class _Invocation:
     def execute(self, command: Command, values: dict[str, Any]) -> None:
         """Build the options, run the stage, print the result."""
         self.command = command.name
+        stage = registry.load_module("stages", command.name)
+        command = replace(
+            stage.COMMAND, name=command.name
+        )  # with its own classes in place of those that were read for help
         options: dict[type, Any] = {group: made(group, values) for group in command.groups}
         common = spread.quiet(options[CommonOptions]) if spread.is_follower() else options[CommonOptions]
         self.is_json = common.json
@@ -254,14 +258,13 @@ class _Invocation:
             lock=options.get(LockOptions, LockOptions()),
             inputs=options.get(InputOptions, InputOptions()),
             record=options.get(RecordOptions, RecordOptions()),
-            makers={one.name: one.groups for one in (*COMMANDS, command) if RecordOptions in one.groups},
             started=self.started,
         )
         with (
             spread.printed_aside(),
             spread.workers_joined(command.name, own, compute, self.console) as has_work,
         ):
-            result = registry.load_module("stages", command.name).run(run, own) if has_work else None
+            result = stage.run(run, own) if has_work else None
         self.console.stop_bar()
         if result is not None and not spread.is_follower():
             self._print(run, result)
@@ -381,7 +384,7 @@ def _without_help(argv: list[str]) -> list[str]:
     words = [word for word in argv[1:] if not word.startswith("-")] + [
         word for word in argv[1:] if word.startswith("-")
     ]
-    is_command = find_command(words) is not None or any(words[:1] == [one.parent] for one in COMMANDS)
+    is_command = find_command(words) is not None or is_parent(words[:1])
     return [*words, "--help"] if argv[:1] == ["help"] and is_command else argv
 
 

@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError, Exit, Interrupted, UsageError, bug, left_by, machine_error
 from bnncli.lazy import torch
 from bnncli.names import counted
 from bnncli.options.common import CommonOptions, ComputeOptions
-from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.system import signals, workers
 from bnncli.system.devices import device_name
 from bnncli.system.workers import LOST
@@ -77,7 +77,7 @@ def workers_joined(command: str, own: object, options: ComputeOptions, console: 
         yield True
         return
     is_in_step = command in SPREAD or size == 1
-    extraction = own if isinstance(own, ExtractFeaturesOptions) else None
+    extraction: Any = own if command == "extract-features" else None
     if not is_in_step and (extraction is None or not extraction.has_network):
         what = command if extraction is None else f"{command} without a network"
         if rank == 0:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from shutil import get_terminal_size
 
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.cli.help import MAX_WIDTH
 from bnncli.cli.options import option_fields
 from bnncli.errors import Exit
@@ -64,7 +64,7 @@ def lines_of(topic: str | None) -> list[str]:
             "For a command, see `bnncli help COMMAND`. For the list, see `bnncli --help`.",
         ]
     if topic not in TOPICS:
-        raise not_one_of("help", topic, [*TOPICS, *(one.parent or one.name for one in COMMANDS)])
+        raise not_one_of("help", topic, [*TOPICS, *(one.parent or one.name for one in own_commands())])
     return TOPICS[topic][1]()
 
 
@@ -83,7 +83,7 @@ def _common() -> list[str]:
 
 
 def _environment() -> list[str]:
-    every = {name: spec for command in COMMANDS for name, (spec, _) in option_fields(command).items()}
+    every = {name: spec for command in own_commands() for name, (spec, _) in option_fields(command).items()}
     shared = [flag_of(name) for name, spec in every.items() if spec.metadata["env_common"]]
     options = {
         "BNNCLI_<COMMAND>_<OPTION>": "Default of an option, such as BNNCLI_REFINE_EPOCHS=5. Separate the values of repeatable options by semicolons.",

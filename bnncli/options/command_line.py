@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import shlex
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass, fields, replace
 
+from bnncli import registry
 from bnncli.errors import UsageError
-from bnncli.options.common import CommonOptions, RunOptions
+from bnncli.options.common import CommonOptions, RecordOptions, RunOptions
 from bnncli.options.declaration import Checked, declared, flag_of, made
 from bnncli.options.parts import declaration
 
@@ -107,7 +108,7 @@ def pasted(command: str, /, *arguments: str, **options: object) -> str:
     return line.pasted()
 
 
-def own_command(words: Sequence[object], commands: Mapping[str, Groups], argument: str) -> CommandLine | None:
+def own_command(words: Sequence[object], argument: str) -> CommandLine | None:
     """A recorded command `bnncli COMMAND ...`, to be pasted; None where it is none of ours.
 
     A file may be forged, and hints are pasted: what is shown is one of our own commands, with options that it has and values
@@ -115,22 +116,28 @@ def own_command(words: Sequence[object], commands: Mapping[str, Groups], argumen
 
     Args:
         words: as they are recorded; anything.
-        commands: the options of each command that makes artifacts.
         argument: stands where the record has the command's own argument, CKPT; others behind it are kept.
     """
     texts = [word for word in words if isinstance(word, str) and word.isprintable()]
     if len(texts) != len(words) or len(texts) < 3 or sum(map(len, texts)) > MAX_LENGTH:
         return None
-    if texts[0] != "bnncli" or texts[1] not in commands:
+    groups = _groups_of_maker(texts[1]) if texts[0] == "bnncli" else None
+    if groups is None:
         return None
     try:
-        line = CommandLine.parse(texts[1], texts[2:], commands[texts[1]])
+        line = CommandLine.parse(texts[1], texts[2:], groups)
         _check(line, is_of_many=_takes_many(line.command))
     except (UsageError, ValueError, LookupError, TypeError):
         return None
     first = next(place for place, (name, _) in enumerate(line.parts) if name is None)
     parts = [(None, argument) if place == first else part for place, part in enumerate(line.parts)]
     return replace(line, parts=tuple(part for part in parts if part[0] not in _NOT_SHOWN))
+
+
+def _groups_of_maker(command: str) -> Groups | None:
+    """Return the options of a command that makes artifacts; None for any other word."""
+    found = declaration("stages", command, "COMMAND") if registry.has_name("stages", command) else None
+    return found.groups if found is not None and RecordOptions in found.groups else None
 
 
 def _takes_many(command: str) -> bool:

@@ -1,7 +1,7 @@
 """What the parts of a family declare of themselves, read from their files without importing them: that may take seconds.
 
-A declaration is one statement, `SETTINGS = {...}` or `COMMAND = Command(...)`, at the left margin of the part's file. It may use
-what the file imports from bnncli.options, by statements of their own, and nothing else.
+A declaration is one statement, `SETTINGS = {...}` or `COMMAND = Command(...)`, at the left margin of the part's file, with the
+classes, functions and imports of the file that it uses.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from bnncli import registry
 
-_IMPORT = re.compile(r"^from bnncli\.options[\w.]* import (?:\([^)]*\)|[^\n(]*)$", re.MULTILINE)
+# A statement at the left margin, with its decorators, up to the next one; the names that it imports or defines.
+_BLOCK = re.compile(r"^(?:@.*\n(?:[ \t)\]}].*\n)*)*[A-Za-z_].*\n(?:(?:[ \t)\]}#].*)?\n)*", re.MULTILINE)
+_IMPORT = re.compile(r"from ([\w.]+) import (\([^)]*\)|[^\n(]*)")
+_DEFINED = re.compile(r"(?:@.*\n(?:[ \t)\]}].*\n)*)*(?:(?:class|def) (\w+)|(\w+)(?:: [^=\n]+)? = )")
 
 
 @dataclass(frozen=True)
@@ -82,22 +87,49 @@ def forms(family: str = "data") -> list[str]:
 
 @cache
 def declaration(family: str, part: str, name: str) -> Any:
-    """What the part's file declares as `name`; None where it does not.
+    """Return what the part's file declares as `name`; None where it does not.
+
+    Only the statements that `name` is made of are executed, so that a command's help imports nothing of its work.
 
     Raises:
         UsageError: it cannot be read; one line that names the file or the distribution.
     """
     path = registry.source_of(family, part)
-    text = path.read_text(encoding="utf-8")
-    found = re.search(rf"^{name}(?:: [^=\n]+)? = (?:.*\n)(?:(?:[ \t)\]}}].*)?\n)*", text + "\n", re.MULTILINE)
-    if found is None:
+    blocks = _top_level_blocks(path.read_text(encoding="utf-8"))
+    if name not in blocks:
         return None
-    space: dict[str, Any] = {}
+    module = ModuleType(f"{__name__}:{family}/{part}")  # dataclasses and type hints look their module up by its name
+    sys.modules[module.__name__] = module
     try:
-        exec(compile("\n".join([*_IMPORT.findall(text), found[0]]), str(path), "exec"), space)
+        exec(compile("\n".join(_needed(name, blocks)), str(path), "exec"), module.__dict__)
     except (SyntaxError, ValueError, TypeError, LookupError, AttributeError, ImportError, NameError) as error:
         raise registry.broken(family, part, f"{name} cannot be read: {type(error).__name__}: {error}") from error
-    return space[name]
+    return module.__dict__[name]
+
+
+def _top_level_blocks(text: str) -> dict[str, str]:
+    """Map each name that a file defines or imports at its left margin to the text of the statement."""
+    found: dict[str, str] = {}
+    for block in _BLOCK.findall(text + "\n"):
+        imported = _IMPORT.fullmatch(block.rstrip())
+        if imported is not None:
+            for one in re.sub(r"[()]|#.*", "", imported[2]).split(","):
+                if one.strip():
+                    found[one.split()[-1]] = f"from {imported[1]} import {one.strip()}"
+        elif defined := _DEFINED.match(block):
+            found[defined[1] or defined[2]] = block
+    return found
+
+
+def _needed(name: str, blocks: Mapping[str, str]) -> list[str]:
+    """Return the statements that the one of `name` needs, in the order of the file, itself last."""
+    needed, waiting = {name}, [name]
+    while waiting:
+        tree = ast.parse(blocks[waiting.pop()])
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & blocks.keys()
+        waiting += used - needed
+        needed |= used
+    return ["from __future__ import annotations", *(blocks[one] for one in blocks if one in needed)]
 
 
 def declarations(family: str, name: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.lazy import torch
 from bnncli.models.sharded import checkpoint_sha256
 from bnncli.numerics import random
-from bnncli.options.command_line import CommandLine, Groups, own_command, pasted
+from bnncli.options.command_line import CommandLine, own_command, pasted
 from bnncli.options.common import (
     CommonOptions,
     ComputeOptions,
@@ -108,7 +107,6 @@ class Run:
 
     Attributes:
         line: the command as it was given, with what the environment and the configuration file gave.
-        makers: the commands that make artifacts, each with its groups of options.
         is_named: whether CKPT is just the run's name: the command makes a run that has no checkpoint.
         has_device: whether the command computes, so that its result names the device.
         followed: what is known of files that artifacts were made from, until the command writes one.
@@ -125,7 +123,6 @@ class Run:
     lock: LockOptions = field(default_factory=LockOptions)
     inputs: InputOptions = field(default_factory=InputOptions)
     record: RecordOptions = field(default_factory=RecordOptions)
-    makers: Mapping[str, Groups] = field(default_factory=dict)
     is_named: bool = False
     started: float = field(default_factory=time.monotonic)
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -166,7 +163,7 @@ class Run:
 
     def made_by(self, header: Header) -> CommandLine | None:
         """The command that made an artifact, on the checkpoint where it is now; None where the record is no command of ours."""
-        line = own_command(header.provenance["command"], self.makers, str(self.arguments["ckpt"]))
+        line = own_command(header.provenance["command"], str(self.arguments["ckpt"]))
         if line is None:
             return None
         takes_recommended = line.command == "predict" and not any(

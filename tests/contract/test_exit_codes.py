@@ -21,7 +21,7 @@ from kills import run_to_files, start
 from problems.command_line import SCRIPT, Cli
 
 from bnncli.cli.advice import memory_advice
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.cli.options import option_fields
 from bnncli.errors import DeviceError
 from bnncli.inference import memory
@@ -174,14 +174,14 @@ def test_69_is_memory_for_draws_that_does_not_suffice(
 
 def assert_options_exist(name: str, hint: str) -> None:
     """Every option that a hint of a command names is its own, or of the other command that stands before it."""
-    known = {command.name: {flag_of(option) for option in option_fields(command)} for command in COMMANDS}
+    known = {command.name: {flag_of(option) for option in option_fields(command)} for command in own_commands()}
     for word in hint.replace(",", " ").split():
         name = word if word in known else name
         assert not word.startswith("--") or word in known[name], (name, hint)
 
 
 @pytest.mark.parametrize("is_gpu", [False, True])
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda one: one.name)
+@pytest.mark.parametrize("command", own_commands(), ids=lambda one: one.name)
 def test_what_helps_without_memory_are_options_that_the_command_has(command: Command, is_gpu: bool) -> None:
     assert_options_exist(command.name, memory_advice(command, is_gpu=is_gpu))
     flags = {flag_of(option) for option in option_fields(command)}

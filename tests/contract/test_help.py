@@ -15,7 +15,7 @@ import pytest
 from problems.command_line import Cli
 
 import bnncli
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.cli.help import common_names
 from bnncli.cli.topics import ENVIRONMENT, TOPICS
 from bnncli.errors import Exit
@@ -66,7 +66,7 @@ def test_every_kind_of_model_and_data_is_described(cli: Cli) -> None:
     assert all(name in lines for name in names("networks"))
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", own_commands(), ids=lambda command: command.name)
 def test_the_help_of_a_command_is_a_topic(cli: Cli, command: Command) -> None:
     words = command.name.split("-", 1) if command.parent else [command.name]
     assert cli("help", *words).stdout == cli(*words, "--help").stdout

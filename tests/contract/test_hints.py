@@ -13,7 +13,7 @@ from PIL import Image
 from problems.command_line import Cli
 
 from bnncli import data
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.cli.options import option_fields
 from bnncli.errors import DataError
 from bnncli.models.checkpoints import load_checkpoint
@@ -185,11 +185,11 @@ def test_hints_of_a_copy_find_the_argument_behind_options(cli: Cli, small_run: P
 
 def test_no_flag_stands_alone_in_one_command_and_takes_a_value_in_another() -> None:
     kinds: dict[str, set[bool]] = {}
-    for command in COMMANDS:
+    for command in own_commands():
         for name, (_, hint) in option_fields(command).items():
             kinds.setdefault(name, set()).add(hint is bool)
     assert all(len(kind) == 1 for kind in kinds.values())
-    assert CommonOptions in {group for command in COMMANDS for group in command.groups}
+    assert CommonOptions in {group for command in own_commands() for group in command.groups}
 
 
 @pytest.mark.parametrize("slash", ["", "/"])

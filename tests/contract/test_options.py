@@ -13,7 +13,7 @@ import pytest
 from problems.command_line import Cli
 
 from bnncli.cli.build import parser
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.cli.options import option_fields, read_config
 from bnncli.errors import ConfigError
 from bnncli.options.command import SECTIONS, Command
@@ -87,7 +87,7 @@ def parse(words: list[str]) -> tuple[Command, dict[str, Any]]:
     return command, values
 
 
-every_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+every_command = pytest.mark.parametrize("command", own_commands(), ids=lambda command: command.name)
 
 
 def settable(command: Command) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def test_a_command_of_few_options_has_no_groups(cli: Cli) -> None:
     assert titles == ["Arguments:", "Options:", "Examples:"]
 
 
-EXAMPLES = [example for command in COMMANDS for example in command.examples]
+EXAMPLES = [example for command in own_commands() for example in command.examples]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -192,7 +192,7 @@ def test_an_example_that_does_not_parse_would_be_seen() -> None:
 
 def test_the_list_of_commands_is_in_the_help(cli: Cli) -> None:
     done = cli("--help")
-    assert all(command.name in done.stdout for command in COMMANDS if not command.parent)
+    assert all(command.name in done.stdout for command in own_commands() if not command.parent)
     titles = [line.removesuffix(":") for line in done.stdout.splitlines() if line.removesuffix(":") in SECTIONS]
     assert titles == list(SECTIONS[:-1])  # every command of ours is in one
     assert "Exit codes:" in done.stdout
@@ -362,10 +362,10 @@ def test_the_resolved_options_are_recorded_in_the_artifact(cli: Cli, small_run: 
 def test_only_options_that_an_artifact_records_say_that_they_change_no_number() -> None:
     shared = {CommonOptions, RunOptions, ComputeOptions, WriteOptions, LockOptions, InputOptions}
     shared |= {RecordOptions, NameOptions}
-    own = {command.name: set(command.groups) - shared for command in COMMANDS}
-    recorded = {one for command in COMMANDS if RecordOptions in command.groups for one in own[command.name]}
+    own = {command.name: set(command.groups) - shared for command in own_commands()}
+    recorded = {one for command in own_commands() if RecordOptions in command.groups for one in own[command.name]}
     parts = {base for group in recorded for base in group.__mro__ if is_dataclass(base)}
-    for command in COMMANDS:
+    for command in own_commands():
         for group in set(command.groups) - recorded:
             inherited = {spec.name for base in group.__mro__[1:] if base in parts for spec in fields(base)}
             said = [spec for spec in fields(group) if spec.name not in inherited]

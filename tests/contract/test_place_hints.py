@@ -8,7 +8,7 @@ import pytest
 from problems.command_line import Cli
 
 from bnncli.cli.advice import place_advice
-from bnncli.cli.commands import COMMANDS, find_command
+from bnncli.cli.commands import find_command, own_commands
 from bnncli.options.command_line import CommandLine
 
 LAPLACE = ("--posterior", "laplace")
@@ -60,7 +60,7 @@ def test_a_lock_lies_beside_what_is_locked() -> None:
     assert place_advice(command, line, "here/.locks/x") == "choose another place with --table"
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", own_commands(), ids=lambda command: command.name)
 def test_no_option_is_named_that_the_command_has_not(cli: Cli, command: object) -> None:
     name = getattr(command, "name", "")
     said = place_advice(find_command(name.split("-", 1) if name == "config-show" else [name]), None, "there/x")

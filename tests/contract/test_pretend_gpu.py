@@ -22,7 +22,7 @@ import torch
 
 from bnncli import registry
 from bnncli.artifacts.files import read_header
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.cli.execute import run_command_line
 from bnncli.inference import refine, sghmc, swag, vi
 from bnncli.latent import fit as latent_fit
@@ -448,7 +448,7 @@ def test_a_capture_that_fails_is_not_silent(
 
 
 def test_every_command_that_takes_a_device_has_a_line() -> None:
-    named = {command.name for command in COMMANDS if ComputeOptions in command.groups}
+    named = {command.name for command in own_commands() if ComputeOptions in command.groups}
     assert named - {line.split()[0] for line in LINES} == set(LEFT_OUT)
 
 
@@ -476,7 +476,9 @@ def covered_by(line: str) -> set[tuple[str, str, str]]:
 
 
 def test_every_choice_of_every_option_has_a_line() -> None:
-    commands = [command for command in COMMANDS if ComputeOptions in command.groups and command.name not in LEFT_OUT]
+    commands = [
+        command for command in own_commands() if ComputeOptions in command.groups and command.name not in LEFT_OUT
+    ]
     wanted = set().union(*map(values_to_cover, commands))
     assert wanted - set().union(*map(covered_by, LINES)) == set(WITHOUT_LINE)
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from problems.command_line import Cli
 
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.cli.execute import run_command_line
 from bnncli.system import devices
 
@@ -175,12 +175,12 @@ def test_what_has_nothing_to_do_says_so_without_slow_imports(folder: Path) -> No
 
 def test_every_command_that_may_have_nothing_to_do_is_tried() -> None:
     tried = {line.split()[0] for line in NOTHING_TO_DO} | {"-".join(line.split()[:2]) for line in NOTHING_TO_DO}
-    assert {command.name for command in COMMANDS} - tried == ALWAYS_WORK
+    assert {command.name for command in own_commands()} - tried == ALWAYS_WORK
 
 
 def test_a_missing_input_is_told_without_slow_imports(folder: Path) -> None:
     commands = [
-        one for one in COMMANDS if one.arguments and one.name not in ("config-show", "help", "train", "reproduce")
+        one for one in own_commands() if one.arguments and one.name not in ("config-show", "help", "train", "reproduce")
     ]
     lines = [f"{one.name} absent.pt {MISSING.get(one.name, '')}" for one in commands]
     for line, (code, _, stderr) in zip(lines, results_of(folder, lines), strict=True):

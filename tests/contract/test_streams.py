@@ -15,7 +15,7 @@ import torch
 from kills import run_to_files, start
 from problems.command_line import SCRIPT, Cli
 
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 
 NOISY = """
 import os, warnings
@@ -87,7 +87,7 @@ def broken_words_of(name: str, run: Path) -> list[object]:
 
 
 PIPELINE = ("extract-features", "fit-laplace", "refine", "hmc", "predict")
-NAMES = [command.name for command in COMMANDS]
+NAMES = [command.name for command in own_commands()]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.cli.execute import run_command_line
 
 DEAD_PID = 2**22 + 7  # above the kernel's largest pid
@@ -61,7 +61,7 @@ class Line:
 def _computing() -> set[str]:
     from bnncli.options.common import ComputeOptions
 
-    return {command.name for command in COMMANDS if ComputeOptions in command.groups}
+    return {command.name for command in own_commands() if ComputeOptions in command.groups}
 
 
 _COMPUTING = _computing()

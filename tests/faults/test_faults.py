@@ -13,7 +13,7 @@ from kills import SERVER, start
 from problems.command_line import Cli
 from problems.long_run import long_but
 
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.options.declaration import declared, flag_of
 from faults.lines import LINES, READ, WRITTEN, prepare
 from faults.trials import serve
@@ -64,7 +64,7 @@ def failures(
 def test_every_command_has_a_line() -> None:
     names = {
         (command.parent + " " if command.parent else "") + command.name.removeprefix(f"{command.parent}-")
-        for command in COMMANDS
+        for command in own_commands()
     }
     assert {key.split("/")[0] for key in LINES} == names
 
@@ -72,7 +72,7 @@ def test_every_command_has_a_line() -> None:
 def test_every_option_that_names_a_file_is_known() -> None:
     named = {
         flag_of(spec.name): spec.metadata["writes"]
-        for command in COMMANDS
+        for command in own_commands()
         for group in command.groups
         for spec, _ in declared(group).values()
         if {"FILE", "DIR"} & {*str(spec.metadata.get("metavar")).split("|")} and "NAME" not in spec.metadata["metavar"]

@@ -17,7 +17,7 @@ from recorded_lines import LINES
 from bnncli.artifacts.freshness import UNKNOWN_MAKER
 from bnncli.artifacts.resume import write_state
 from bnncli.cli.build import parser
-from bnncli.cli.commands import COMMANDS
+from bnncli.cli.commands import own_commands
 from bnncli.cli.options import _from_text, option_fields
 from bnncli.errors import Interrupted, UsageError
 from bnncli.options.command_line import CommandLine, own_command
@@ -26,7 +26,7 @@ from bnncli.options.declaration import choices_of, flag_of, made
 from bnncli.options.fit_laplace import FitLaplaceOptions
 from bnncli.run import resumable
 
-MAKERS = {one.name: one.groups for one in COMMANDS if RecordOptions in one.groups}
+MAKERS = {one.name: one.groups for one in own_commands() if RecordOptions in one.groups}
 LEFT_OUT = {spec.name for group in (CommonOptions, RunOptions) for spec in fields(group)} | {"force", "dry_run"}
 SAMPLES = (
     "3", "0.5", "x", "-1", "a=b", "x.png", "x.csv", "nll", "ece<=0.1", "rhat<=1.01", "test", "x.safetensors",
@@ -77,7 +77,7 @@ def words_of(name: str, value: str | None) -> list[str]:
     return [flag] if value is None else [f"{flag}={value}"] if value.startswith("-") else [flag, value]
 
 
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one.name in MAKERS], ids=lambda one: one.name)
+@pytest.mark.parametrize("command", [one for one in own_commands() if one.name in MAKERS], ids=lambda one: one.name)
 def test_every_option_of_every_command_that_makes_artifacts_is_shown_again(command: Any) -> None:
     for name in option_fields(command):
         words, beside = sample(command, name)
@@ -211,7 +211,7 @@ def test_the_command_that_continues_a_fit_is_one_that_runs(
     assert (again.code, "resuming" in again.stderr) == (0, True), again.stderr
 
 
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one.name in MAKERS], ids=lambda one: one.name)
+@pytest.mark.parametrize("command", [one for one in own_commands() if one.name in MAKERS], ids=lambda one: one.name)
 def test_lines_are_read_as_the_command_line_reads_them(command: Any) -> None:
     parse = parser(command)
     forms = (["-vfo", "a=b", "--", "-x"], ["-ob", "--seed=3", "c"], ["c", "-n", "--record-host", "--device", "-1"])
