@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from bnncli.errors import MORE_ADDRESSES, DeviceError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch as torch
     from scipy import sparse as sparse
     from scipy import special as special
@@ -53,7 +54,7 @@ else:
             self.__dict__ = module.__dict__
             return getattr(module, attribute)
 
-    torch, special, sparse = _Later("torch"), _Later("scipy.special"), _Later("scipy.sparse")
+    np, torch, special, sparse = map(_Later, ("numpy", "torch", "scipy.special", "scipy.sparse"))
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -126,3 +126,9 @@ def prefixes_of(names: Iterable[str]) -> list[str]:
 def is_averaged(name: str) -> bool:
     """Whether the name of a state, or what stands before the names in one, says that it is a running average of another."""
     return _AVERAGED.search(name) is not None
+
+
+FORMATS = {"onnx": ".onnx", "pt2": ".pt2", "torch": ".safetensors"}  # and what the files end in
+
+
+FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone

@@ -16,21 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli.artifacts.caches import State, checks_remembered, state_of
+from bnncli.artifacts.known_files import State, checks_remembered, state_of
 from bnncli.artifacts.run_folder import MAX_NAME_BYTES, RunFolder
 from bnncli.data.sound import clip_of, is_clip
 from bnncli.errors import BnnError, BnnWarning, DataError, UsageError, machine_error
 from bnncli.lazy import torch
 from bnncli.models.sharded import shards_of
 from bnncli.options.command_line import CommandLine
-from bnncli.options.common import (
-    CommonOptions,
-    ComputeOptions,
-    InputOptions,
-    NameOptions,
-    RunOptions,
-    WriteOptions,
-)
+from bnncli.options.common import CommonOptions, ComputeOptions, InputOptions, NameOptions, RunOptions, WriteOptions
 from bnncli.options.declaration import spelled
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.run.session import Run

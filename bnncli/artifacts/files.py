@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.artifacts.atomic import publish_bytes
-from bnncli.artifacts.caches import is_settled, known_header, remember_header, state_of
 from bnncli.artifacts.exports import EXPORT_MAGIC, read_export_header
 from bnncli.artifacts.headers import SCHEMA, Header, check_header, check_is_file, parse_document, with_digest
+from bnncli.artifacts.known_files import is_settled, known_header, remember_header, state_of
 from bnncli.artifacts.posteriors import read_posterior_header
 from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.numerics.digests import json_sha256

@@ -19,8 +19,16 @@ import h5py
 import numpy as np
 
 from bnncli.artifacts.atomic import publish, publish_bytes
-from bnncli.artifacts.caches import State, is_checked, is_settled, known_header, remember, remember_header, state_of
 from bnncli.artifacts.headers import SCHEMA, Header, check_header, check_is_file, parse_json
+from bnncli.artifacts.known_files import (
+    State,
+    is_checked,
+    is_settled,
+    known_header,
+    remember,
+    remember_header,
+    state_of,
+)
 from bnncli.errors import DAMAGED_HINT, DataError, Untrusted
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.system.input_files import is_failure, read_error, reading

@@ -18,21 +18,25 @@ from pathlib import Path
 from bnncli.artifacts.atomic import write_error
 from bnncli.errors import Locked, MissingInput, OutputExists, UsageError, WriteError
 from bnncli.models.sharded import sharded_folder, shards_of
-from bnncli.names import near_miss
+from bnncli.names import FEATURES_NAME, FORMATS, near_miss
 from bnncli.options.declaration import check_artifact_name, check_split_name
 from bnncli.system.workers import is_leader
 
-FORMATS = {"onnx": ".onnx", "pt2": ".pt2", "torch": ".safetensors"}  # and what the files end in
-
-
-FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone
-
-
 POSTERIOR_SUFFIXES = (".safetensors", ".nc")
+
+
 FEATURES_SUFFIX = ".h5"
+
+
 RECOMMENDED = "recommended.json"
+
+
 MAX_NAME_BYTES = 255
+
+
 _LOCKS = ".locks"
+
+
 # How a folder with this file is named.
 _MODELS = {
     "adapter_config.json": "pass it as the model: \0model\0 peft:DIR \0base_model\0 BASE",
@@ -238,6 +242,8 @@ def lock_beside(target: Path) -> Path:
 
 
 POLL_SECONDS = 0.1
+
+
 WRITING = ("another bnncli is writing this artifact", "wait for it, or use \0wait\0 SECONDS")
 
 

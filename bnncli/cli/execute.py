@@ -14,9 +14,8 @@ from dataclasses import fields, replace
 from typing import Any, TextIO
 
 from bnncli import registry
-from bnncli.artifacts.caches import checks_remembered
+from bnncli.artifacts.known_files import checks_remembered
 from bnncli.cli import spread
-from bnncli.cli.advice import memory_advice
 from bnncli.cli.build import parser
 from bnncli.cli.commands import find_command, is_parent
 from bnncli.cli.options import (
@@ -48,6 +47,8 @@ from bnncli.system import signals
 from bnncli.system.workers import LOST
 
 _EXTRA = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)", re.DOTALL)
+
+
 _EXPECTED = {
     "float": "a number",
     "int": "a whole number",
@@ -73,6 +74,8 @@ def usage_words(error: Any) -> str:
 
 
 WIDE = 100_000
+
+
 _EMPTY = ("", "-")  # a column of nothing else is not shown
 
 
@@ -229,7 +232,7 @@ class _Invocation:
         self.is_json = common.json
         self.line = self._line(command)
         if any(os.path.isfile(value) for _, value in self.line.parts):
-            from bnncli.cli.advice import check_outputs  # here, for what knows run folders
+            from bnncli.cli.places import check_outputs  # here, for what knows run folders
 
             check_outputs(command, self.line, config_path(common.config, os.environ))
         self.console = Console(command.name, common)
@@ -323,7 +326,7 @@ class _Invocation:
             elif is_gpu and command is not None and "device" in option_fields(command):
                 error.hint = f"{error.hint}, or --device cpu"
         if error.hint == ELSEWHERE:
-            from bnncli.cli.advice import place_advice  # here, for what knows run folders
+            from bnncli.cli.places import place_advice  # here, for what knows run folders
 
             error.hint = place_advice(self._named_command(), self.line, error.path)
 
@@ -367,6 +370,8 @@ class _Invocation:
 
 
 _NOT_RECORDED = {spec.name for spec in fields(CommonOptions)} | {"force", "dry_run", "wait", "run_dir"}
+
+
 _SHARED = (
     CommonOptions,
     RunOptions,
@@ -421,3 +426,32 @@ def _forget(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except (OSError, ValueError):
         return
+
+
+# Options that decide how much is held at once, the one that helps most first.
+_WAYS = {
+    "structure": "a smaller {}",
+    "chains": "fewer {}",
+    "repeats": "fewer {}",
+    "batch_size": "a smaller {}",
+    "samples": "fewer {}",
+    "grid_size": "a smaller {}",
+    "posterior": "fewer {} at a time",
+}
+
+
+_MOST_NAMED = 2
+
+
+def memory_advice(command: Command | None, *, is_gpu: bool) -> str:
+    """What to do when a command needs more memory than there is.
+
+    Args:
+        command: the one that ran; None before it is known.
+        is_gpu: whether it is a GPU's memory that is too small.
+    """
+    options = option_fields(command) if command is not None else {}
+    ways = [text.format(flag_of(name)) for name, text in _WAYS.items() if name in options][:_MOST_NAMED]
+    if is_gpu and "device" in options:
+        ways.append("--device cpu")
+    return "use " + " or ".join(ways) if ways else "free memory, or use a machine with more"

@@ -16,11 +16,12 @@ from bnncli.parameters.module import ModuleLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors import draws_at_once, made_at_once
 from bnncli.system.memory import LARGE_BLOCK, budget, require
-from bnncli.targets.network import HESSIAN, CurvatureChoice, NetworkTarget, pairs_at_once
+from bnncli.targets.curvature_choice import HESSIAN, CurvatureChoice
+from bnncli.targets.network import NetworkTarget, pairs_at_once
 
 if TYPE_CHECKING:
     from bnncli.network_curvature._uses import Piece
-    from bnncli.parameters.module import Growth
+    from bnncli.parameters.tensor_bytes import Growth
 
 
 # Of a process on a CPU: libraries that work loads, their tables, and kernels that it uses for the first time.
@@ -288,7 +289,7 @@ class NetworkPlan:
 
     def _measured(self, structure: str, device: torch.device) -> int:
         """Of the first block of examples, from its work on fewer."""
-        from bnncli.parameters.module import growth
+        from bnncli.parameters.tensor_bytes import growth
 
         curvature, layout = registry.load_class("network_curvature", structure), self.layout
         every = self._target(torch.zeros(1, layout.num_features).expand(self.num_examples, -1), device)

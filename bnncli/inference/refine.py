@@ -18,7 +18,8 @@ from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.system.devices import single_threaded
-from bnncli.targets.target import LogJoint, Target, ValueWithGradient
+from bnncli.targets.own_gradient import ValueWithGradient
+from bnncli.targets.target import LogJoint, Target
 from bnncli.training.loop import Course, Save, State, num_batches, steps_at_once, train
 from bnncli.training.optimizers import Adam
 

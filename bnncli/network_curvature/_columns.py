@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
-from bnncli.targets.network import FISHER
+from bnncli.targets.curvature_choice import FISHER
 
 if TYPE_CHECKING:
     from torch import Tensor

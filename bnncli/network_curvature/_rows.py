@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
 from bnncli.system.signals import between_blocks
-from bnncli.targets.network import FISHER
+from bnncli.targets.curvature_choice import FISHER
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -78,7 +78,7 @@ class LowRank:
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """Of the default rank: P for each."""
-        from bnncli.targets.network import DEFAULT_RANK
+        from bnncli.targets.curvature_choice import DEFAULT_RANK
 
         return min(DEFAULT_RANK, layout.num_params) * layout.num_params
 

@@ -14,7 +14,7 @@ from bnncli.lazy import torch
 from bnncli.network_curvature._rows import examples_at_once, weighted_rows
 from bnncli.network_curvature.diag import Diag
 from bnncli.network_curvature.full import hessian_between
-from bnncli.targets.network import HESSIAN
+from bnncli.targets.curvature_choice import HESSIAN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +69,7 @@ class Subnetwork:
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """Of the default size: N^2."""
-        from bnncli.targets.network import DEFAULT_SIZE
+        from bnncli.targets.curvature_choice import DEFAULT_SIZE
 
         return min(DEFAULT_SIZE, layout.num_params) ** 2
 

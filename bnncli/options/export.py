@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bnncli.artifacts.run_folder import FORMATS
 from bnncli.errors import UsageError
+from bnncli.names import FORMATS
 from bnncli.options.declaration import Checked, collected, option
 
 EXPORTED_SCORES = (

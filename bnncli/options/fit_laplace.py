@@ -9,7 +9,7 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.options.declaration import check_suffix, option, parse_positive
 from bnncli.options.layers import LayersOptions
-from bnncli.targets.network import DEFAULT_RANK, DEFAULT_SIZE, GGN, KINDS, CurvatureChoice
+from bnncli.targets.curvature_choice import DEFAULT_RANK, DEFAULT_SIZE, GGN, KINDS, CurvatureChoice
 
 LOO = "loo"
 _FAMILIES = ("curvature", "network_curvature")  # of the last layer, of other layers

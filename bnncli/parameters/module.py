@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,11 +11,8 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-
 from bnncli.errors import UsageError
+from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
 from bnncli.names import listed
 from bnncli.parameters.layouts import HeadLayout, LogitMaker, ParamLayout, ParamPart, consecutive, parts_to_json
@@ -24,130 +20,7 @@ from bnncli.parameters.layouts import HeadLayout, LogitMaker, ParamLayout, Param
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that tensors made by the work hold together, on whichever devices."""
-    return sum(_watched(work).at_peak)
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Bytes as a function of examples.
-
-    Args:
-        fixed: whatever their number.
-        each: of one.
-        storages: bytes of each at the peak of `num_examples`.
-        num_examples: that they are of.
-        small_fixed, small_each: of the most that storages below a size held together at any time, at the peak or not.
-    """
-
-    fixed: int
-    each: int
-    storages: tuple[int, ...]
-    num_examples: int
-    small_fixed: int = 0
-    small_each: int = 0
-
-    def of(self, count: int) -> int:
-        """Bytes of so many."""
-        return self.fixed + count * self.each
-
-    def holes(self, count: int, least: int) -> int:
-        """Bytes in holes between storages that with so many examples are smaller than `least` bytes, beside all that are in use.
-
-        As much as those hold at the peak, or all that they held together at another time, of which these fill a part again.
-        """
-        small = sum(size for size in self.storages if size * count < least * self.num_examples)
-        at_peak = self.of(count) * small // max(1, sum(self.storages))
-        return max(at_peak, self.small_fixed + count * self.small_each - at_peak)
-
-    def times(self, factor: int) -> Growth:
-        """Of work in another precision."""
-        storages = tuple(size * factor for size in self.storages)
-        fixed, each, small_fixed, small_each = (
-            factor * size for size in (self.fixed, self.each, self.small_fixed, self.small_each)
-        )
-        return Growth(fixed, each, storages, self.num_examples, small_fixed, small_each)
-
-
-def growth(work: Callable[[int], object], few: int, more: int, *, small: float = 0.0) -> Growth:
-    """What work on so many examples takes at its peak, as measured on few and on more.
-
-    Args:
-        small: bytes an example, of a storage, below which it counts as small.
-    """
-    low, high = (_watched(lambda count=count: work(count), int(small * count)) for count in (few, more))  # type: ignore[misc]
-    fixed, each = _line(few, sum(low.at_peak), more, sum(high.at_peak))
-    return Growth(fixed, each, high.at_peak, more, *_line(few, low.small_peak, more, high.small_peak))
-
-
-def _line(few: int, low: int, more: int, high: int) -> tuple[int, int]:
-    """What is fixed and what each adds, neither below 0."""
-    each = max(0, (high - low) // (more - few))
-    return max(0, low - few * each), each
-
-
-def _watched(work: Callable[[], object], small: int = 0) -> _Live:
-    with _Live(small) as live:
-        work()
-    return live
-
-
-class _Live(TorchDispatchMode):
-    """Sees every tensor that a kernel returns; its storage is counted until that is freed, but for views of what was there."""
-
-    def __init__(self, small: int = 0) -> None:
-        super().__init__()
-        self.small, self.small_now, self.small_peak = small, 0, 0
-        self.sizes: dict[int, int] = {}
-        self.now = self.peak = 0
-        self.at_peak: tuple[int, ...] = ()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inside = _copied_bytes(func, args, kwargs or {})
-        if inside and self.now + inside > self.peak:
-            self.peak, self.at_peak = self.now + inside, (*self.sizes.values(), inside)
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        returned = func(*args, **(kwargs or {}))
-        for storage in _storages(returned):
-            if storage._cdata not in given:
-                self._note(storage)
-        return returned
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if size and key not in self.sizes:
-            self.sizes[key] = size
-            self.now += size
-            if size < self.small:
-                self.small_now += size
-                self.small_peak = max(self.small_peak, self.small_now)
-            if self.now > self.peak:
-                self.peak, self.at_peak = self.now, tuple(self.sizes.values())
-            weakref.finalize(storage, self._forget, key).atexit = False
-
-    def _forget(self, key: int) -> None:
-        size = self.sizes.pop(key, 0)
-        self.now -= size
-        if size < self.small:
-            self.small_now -= size
-
-
-def _storages(found: object) -> list[torch.UntypedStorage]:
-    """Of all dense tensors in what was found; sparse ones have none of their own."""
-    tensors = [tensor for tensor in tree_iter(found) if isinstance(tensor, torch.Tensor)]
-    return [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
-
-
-def _copied_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Of the copy that a sum makes of its input."""
-    dtype = kwargs.get("dtype")
-    if dtype is None or func.overloadpacket is not torch.ops.aten.sum:
-        return 0
-    summed: torch.Tensor = args[0]
-    is_copied = summed.device.type == "cpu" and summed.dtype != dtype
-    return summed.numel() * dtype.itemsize if is_copied else 0
+    from bnncli.parameters.tensor_bytes import Growth
 
 
 @contextmanager
@@ -304,6 +177,8 @@ class ModuleNetwork:
 
 
 _CHANNELS = {"AVX512": 16}  # that a CPU's convolutions work on at once, float32; 8 on all others
+
+
 _FEW, _MORE = 2, 6  # examples that are measured: what does not grow with them is not counted
 
 
@@ -361,6 +236,8 @@ def output_numbers(network: ModuleNetwork, owners: Collection[str], input_shape:
 def _growth(work: Callable[[int], object]) -> Growth:
 
     work(1)  # what a network keeps from its first call on is no part of it
+    from bnncli.parameters.tensor_bytes import growth  # it imports torch
+
     return growth(work, _FEW, _MORE)
 
 
@@ -404,6 +281,8 @@ def _kept_bytes(network: ModuleNetwork, input_shape: Sequence[int], count: int) 
 
 
 ALL, LAST = "all", "last"
+
+
 STATE = "all+buffers"  # of networks that were trained apart: buffers of real numbers beside all parameters
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bnncli.artifacts.caches import State, is_settled, state_of
 from bnncli.artifacts.freshness import is_same_file
+from bnncli.artifacts.known_files import State, is_settled, state_of
 from bnncli.errors import MissingInput, UsageError
 from bnncli.models import Asked, SavedModel, is_kind, open_model
 from bnncli.numerics.digests import file_sha256, json_sha256

@@ -19,7 +19,8 @@ from bnncli.integrators._partitions import NUM_GROUPS, num_kept_rows
 from bnncli.integrators.mc import affordable_draws
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import HeadLayout
-from bnncli.parameters.module import Growth, ModuleLayout, forward_growth
+from bnncli.parameters.module import ModuleLayout, forward_growth
+from bnncli.parameters.tensor_bytes import Growth
 from bnncli.posteriors import draws_at_once, made_at_once
 from bnncli.run.integrator_choice import OF_THETA, type_of
 from bnncli.run.predictor import LINEARISED

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli.artifacts.caches import detector_file, read_known, write_known
+from bnncli.artifacts.features import detector_file, read_known, write_known
 from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.evaluation.detectors import DEFAULT_SCORE, FEWEST_ROWS

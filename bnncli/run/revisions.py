@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from bnncli import registry
 from bnncli.artifacts.headers import Header, interpreting
-from bnncli.artifacts.run_folder import FEATURES_NAME, RECOMMENDED
+from bnncli.artifacts.run_folder import RECOMMENDED
+from bnncli.names import FEATURES_NAME
 
 EXTRACT_FEATURES = 1
 FIT_TEMPERATURE = 1

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from bnncli.artifacts.run_folder import FEATURES_NAME
 from bnncli.errors import MissingInput, UsageError
 from bnncli.evaluation.detectors import of_features, usual_score
 from bnncli.evaluation.scores import declared
-from bnncli.names import posterior_title, quoted
+from bnncli.names import FEATURES_NAME, posterior_title, quoted
 from bnncli.options.assertions import Assertion, Quantity
 
 Row = dict[str, Any]

@@ -19,13 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from bnncli.errors import BnnError, DeviceError, Exit
-from bnncli.lazy import torch
+from bnncli.lazy import np, torch
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -301,7 +299,6 @@ class Team:
         Args:
             to_all: whether all are given them; else the first alone is, and the others get an empty list.
         """
-        import numpy as np  # here: signals are handled before it is there
         from safetensors.torch import load, save
 
         own = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
@@ -499,7 +496,7 @@ def _lost() -> BnnError:
     return killed(patience=ENDING) or lost
 
 
-Kind = TypeVar("Kind", bound=np.generic)
+Kind = TypeVar("Kind", bound="np.generic")
 
 
 def brought_to_leader(own: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]] | None:

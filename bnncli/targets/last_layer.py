@@ -20,15 +20,8 @@ from bnncli.parameters.prior import Prior
 from bnncli.shapes import check_shapes
 from bnncli.system.devices import has_bfloat16_products, has_coarse_products, tf32_products
 from bnncli.targets.blocks import BLOCK_ELEMENTS, FeatureBlocks, Work, slices
-from bnncli.targets.target import (
-    Curvature,
-    ValueWithGradient,
-    check_labels,
-    count_passes,
-    counting_products,
-    label_shape,
-    rough_structure,
-)
+from bnncli.targets.own_gradient import ValueWithGradient
+from bnncli.targets.target import Curvature, check_labels, count_passes, counting_products, label_shape, rough_structure
 
 if TYPE_CHECKING:
     from torch import Tensor

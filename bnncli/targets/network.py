@@ -9,61 +9,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from bnncli import registry
 from bnncli.errors import DataError
+from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
 from bnncli.parameters.module import ModuleLayout
 from bnncli.parameters.prior import Prior
 from bnncli.shapes import check_shapes
 from bnncli.system.memory import CPU_ACTIVATION_BYTES, budget
 from bnncli.system.signals import between_blocks
-from bnncli.targets.target import (
-    Curvature,
-    ValueWithGradient,
-    check_labels,
-    count_passes,
-    counting_products,
-    label_shape,
-)
+from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
+from bnncli.targets.own_gradient import ValueWithGradient
+from bnncli.targets.target import Curvature, check_labels, count_passes, counting_products, label_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-GGN, HESSIAN, FISHER = KINDS = ("ggn", "hessian", "fisher")
-DEFAULT_RANK = 50
-DEFAULT_SIZE = 1000
-
-
-@dataclass(frozen=True)
-class CurvatureChoice:
-    """What H is, and what is kept of it.
-
-    Args:
-        kind: ggn, the generalised Gauss-Newton matrix; hessian, all second derivatives; fisher, the sum of the outer products
-            of each example's gradient at its label (the empirical Fisher matrix).
-        rank: eigenvectors that the structure low-rank keeps.
-        size: parameters of the structure subnetwork.
-    """
-
-    kind: str = GGN
-    rank: int = DEFAULT_RANK
-    size: int = DEFAULT_SIZE
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(KINDS)}; got {self.kind!r}")
-        for name in ("rank", "size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-
-
-USUAL = CurvatureChoice()
-
-
 _MOST_BYTES = {"cpu": CPU_ACTIVATION_BYTES}  # of activations at once
+
+
 _SHARE = 4  # one part in so many of what is free when a target is first asked; on a CPU where that is less
 
 
@@ -74,15 +39,15 @@ def share_of(device: torch.device) -> int:
 
 
 def pairs_at_once(
-    layout: ModuleLayout, device: torch.device, dtype: torch.dtype = torch.float32, *, share: int | None = None
+    layout: ModuleLayout, device: torch.device, dtype: torch.dtype | None = None, *, share: int | None = None
 ) -> int:
     """Pairs of a draw and an example whose activations have room at once, in a share of the device, by default share_of it."""
     return max(1, (share or share_of(device)) // activation_bytes_of(layout, dtype))
 
 
-def activation_bytes_of(layout: ModuleLayout, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes that a pair takes at the peak of a backward pass, as measured in float32."""
-    return layout.working_bytes * dtype.itemsize // 4
+def activation_bytes_of(layout: ModuleLayout, dtype: torch.dtype | None = None) -> int:
+    """Bytes that a pair takes at the peak of a backward pass, as measured in float32, the default."""
+    return layout.working_bytes * (dtype or torch.float32).itemsize // 4
 
 
 _GRAPHS = 2  # the backward pass is kept beside the forward one
@@ -112,6 +77,8 @@ def second_derivatives(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor
 
 
 _COPIES = 3  # of the numbers that a draw of logits holds while it is made
+
+
 _FEWEST = 64  # examples at once, before draws are taken one after the other
 
 

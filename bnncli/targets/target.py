@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from bnncli.errors import DataError
+from bnncli.lazy import torch
 from bnncli.parameters.layouts import ParamLayout
 from bnncli.parameters.prior import Prior
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bnncli.likelihoods import Likelihood
 
 
@@ -90,26 +90,6 @@ def counting_products(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
         return product(vectors)
 
     return counted
-
-
-ValueAndGradient: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
-
-
-class ValueWithGradient(torch.autograd.Function):
-    """Lets autograd through a function that computes its own gradient: apply(theta (S, P), value_and_grad) -> (S,)."""
-
-    @staticmethod
-    def forward(ctx: Any, theta: Tensor, value_and_grad: ValueAndGradient) -> Tensor:
-        """The values; their gradient is kept for backward."""
-        value, gradient = value_and_grad(theta.detach())
-        ctx.save_for_backward(gradient.to(theta.dtype))
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        """The kept gradient times the upstream one."""
-        (gradient,) = ctx.saved_tensors
-        return upstream.to(gradient.dtype).unsqueeze(-1) * gradient, None
 
 
 class LogJoint(Protocol):

@@ -20,8 +20,8 @@ import torch
 from kills import run_to_files, start
 from problems.command_line import SCRIPT, Cli
 
-from bnncli.cli.advice import memory_advice
 from bnncli.cli.commands import own_commands
+from bnncli.cli.execute import memory_advice
 from bnncli.cli.options import option_fields
 from bnncli.errors import DeviceError
 from bnncli.inference import memory

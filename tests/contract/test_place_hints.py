@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from problems.command_line import Cli
 
-from bnncli.cli.advice import place_advice
 from bnncli.cli.commands import find_command, own_commands
+from bnncli.cli.places import place_advice
 from bnncli.options.command_line import CommandLine
 
 LAPLACE = ("--posterior", "laplace")

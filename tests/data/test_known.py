@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from problems.transforms import WordLengths
 
-from bnncli.artifacts.caches import KnownData
+from bnncli.artifacts.features import KnownData
 from bnncli.data.kinds import csv, jsonl, webdataset
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import InputSplit, hold_out, load_split

@@ -10,7 +10,7 @@ from bnncli.data.splits import Inputs
 from bnncli.errors import DataError
 from bnncli.models import features as parts
 from bnncli.models.features import InParts
-from bnncli.parameters.module import peak_bytes
+from bnncli.parameters.tensor_bytes import peak_bytes
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from problems.tiny_networks import tiny_target
 from bnncli.curvature import ggn
 from bnncli.inference.laplace import fit_gaussian, num_effective
 from bnncli.parameters.prior import Prior
-from bnncli.targets.network import CurvatureChoice
+from bnncli.targets.curvature_choice import CurvatureChoice
 
 PRIORS = {"one": Prior(2.0), "bias": Prior(2.0, 0.5)}
 

@@ -16,7 +16,8 @@ from bnncli.inference.prior_criterion import linearised_losses, noise_size, shar
 from bnncli.inference.prior_search import search
 from bnncli.numerics.random import quasi_normal
 from bnncli.parameters.prior import Prior
-from bnncli.targets.network import CurvatureChoice, HeldOutInputs, NetworkTarget
+from bnncli.targets.curvature_choice import CurvatureChoice
+from bnncli.targets.network import HeldOutInputs, NetworkTarget
 
 
 def held_out_of(target: NetworkTarget) -> HeldOutInputs:

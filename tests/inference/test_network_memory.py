@@ -16,9 +16,11 @@ from bnncli.inference import network_memory
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.mode import CLIMBING_VECTORS
 from bnncli.inference.network_memory import NetworkDraws, NetworkPlan, gradient_bytes, prediction_bytes
-from bnncli.parameters.module import ModuleLayout, ModuleNetwork, peak_bytes
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
-from bnncli.targets.network import CurvatureChoice, NetworkTarget
+from bnncli.parameters.tensor_bytes import peak_bytes
+from bnncli.targets.curvature_choice import CurvatureChoice
+from bnncli.targets.network import NetworkTarget
 
 CPU = torch.device("cpu")
 STRUCTURES = ("full", "block", "ekfac", "kron", "low-rank", "diag")

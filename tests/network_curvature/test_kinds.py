@@ -20,7 +20,8 @@ from bnncli.network_curvature import _rows
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.targets.network import CurvatureChoice, NetworkTarget
+from bnncli.targets.curvature_choice import CurvatureChoice
+from bnncli.targets.network import NetworkTarget
 
 every_output = pytest.mark.parametrize("outputs", [3, 1])
 

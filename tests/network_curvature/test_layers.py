@@ -26,8 +26,9 @@ from bnncli.network_curvature._uses import tried
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork, module_places
 from bnncli.parameters.prior import Prior
+from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.network import CurvatureChoice, NetworkTarget
+from bnncli.targets.network import NetworkTarget
 
 K = 3
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -14,7 +14,8 @@ from bnncli.inference.prior_search import search
 from bnncli.network_curvature.low_rank import LowRank as LowRankCurvature
 from bnncli.network_curvature.low_rank import _trace_outside, largest_eigenpairs
 from bnncli.parameters.prior import Prior
-from bnncli.targets.network import CurvatureChoice, NetworkTarget
+from bnncli.targets.curvature_choice import CurvatureChoice
+from bnncli.targets.network import NetworkTarget
 
 CPU = torch.device("cpu")
 PRIORS = (Prior(1.0), Prior(2.0, 0.5), Prior(1e-2))

@@ -18,7 +18,8 @@ from bnncli.inference.prior_search import search
 from bnncli.inference.prior_variants import choose_layer_precisions
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.targets.network import CurvatureChoice, NetworkTarget
+from bnncli.targets.curvature_choice import CurvatureChoice
+from bnncli.targets.network import NetworkTarget
 
 SIZE = 12
 PRIOR = Prior(2.0, 0.5)

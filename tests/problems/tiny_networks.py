@@ -8,7 +8,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
-from bnncli.targets.network import USUAL, CurvatureChoice, NetworkTarget
+from bnncli.targets.curvature_choice import USUAL, CurvatureChoice
+from bnncli.targets.network import NetworkTarget
 from problems.seeds import seeded
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from bnncli.errors import DeviceError
-from bnncli.parameters.module import ModuleLayout, ModuleNetwork, peak_bytes
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
+from bnncli.parameters.tensor_bytes import peak_bytes
 from bnncli.run.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
 
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ import pytest
 from problems.command_line import Cli
 
 from bnncli.artifacts import caches, files, hdf5, headers, posteriors
-from bnncli.artifacts.caches import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.hdf5 import open_hdf5, write_hdf5
+from bnncli.artifacts.known_files import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
 from bnncli.cli import execute
 from bnncli.errors import BnnError, DataError, Untrusted
 

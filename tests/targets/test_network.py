@@ -23,8 +23,9 @@ from bnncli.parameters.module import ModuleLayout, ModuleNetwork, activation_byt
 from bnncli.parameters.prior import Prior
 from bnncli.system import signals
 from bnncli.system import signals as between_blocks
+from bnncli.targets.curvature_choice import FISHER, GGN, HESSIAN, CurvatureChoice
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.network import FISHER, GGN, HESSIAN, CurvatureChoice, NetworkTarget
+from bnncli.targets.network import NetworkTarget
 
 K, N = 3, 40
 PRIOR = Prior(2.0, 0.5)

@@ -13,10 +13,12 @@ from bnncli.inference.network_memory import trying_bytes
 from bnncli.network_curvature._matrices import matrices_of
 from bnncli.network_curvature._uses import tried
 from bnncli.network_curvature.full import hessian_between
-from bnncli.parameters.module import ModuleLayout, ModuleNetwork, _Live, peak_bytes
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
+from bnncli.parameters.tensor_bytes import _Live, peak_bytes
 from bnncli.run.network_checks import check_derivatives
-from bnncli.targets.network import CurvatureChoice, NetworkTarget
+from bnncli.targets.curvature_choice import CurvatureChoice
+from bnncli.targets.network import NetworkTarget
 
 WIDTH = 500
 REST = WIDTH * WIDTH + 11 * WIDTH + 3  # numbers in all but the last layer

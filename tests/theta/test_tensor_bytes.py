@@ -6,15 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from bnncli.parameters.module import (
-    ModuleLayout,
-    ModuleNetwork,
-    _Live,
-    activation_bytes,
-    growth,
-    laid_out_bytes,
-    peak_bytes,
-)
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork, activation_bytes, laid_out_bytes
+from bnncli.parameters.tensor_bytes import _Live, growth, peak_bytes
 
 
 def test_the_peak_is_of_what_is_held_at_once() -> None:

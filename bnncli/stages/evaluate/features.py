@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from bnncli.artifacts.files import write_metrics
 from bnncli.artifacts.headers import Header
-from bnncli.artifacts.run_folder import FEATURES_NAME
 from bnncli.errors import DataError
 from bnncli.evaluation.detection import detection_rows
 from bnncli.evaluation.detectors import Detector, FittedDetector, TrainingFeatures, declared, of_features
 from bnncli.evaluation.scores import detection_forms, further_names
 from bnncli.lazy import torch
+from bnncli.names import FEATURES_NAME
 from bnncli.options.evaluate import EvaluateOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split

@@ -10,10 +10,10 @@ from typing import Any
 from bnncli.artifacts.exports import KIND
 from bnncli.artifacts.headers import Header, interpreting
 from bnncli.artifacts.provenance import Source
-from bnncli.artifacts.run_folder import FORMATS
 from bnncli.errors import MissingInput, UsageError
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.export.graphs import require_onnx
+from bnncli.names import FORMATS
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.common import InputOptions, NameOptions
 from bnncli.options.export import ExportOptions

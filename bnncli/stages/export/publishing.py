@@ -11,9 +11,9 @@ from bnncli.artifacts.exports import KIND, write_export
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.outputs import check_side_output
 from bnncli.artifacts.posteriors import write_tensors
-from bnncli.artifacts.run_folder import FORMATS
 from bnncli.errors import UsageError
 from bnncli.export import MARK
+from bnncli.names import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,8 +8,7 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from bnncli import data
-from bnncli.artifacts.caches import KnownData
-from bnncli.artifacts.features import FeatureFile
+from bnncli.artifacts.features import FeatureFile, KnownData
 from bnncli.errors import DataError
 from bnncli.models import SavedModel
 from bnncli.options.extract_features import ExtractFeaturesOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from bnncli.artifacts.caches import KnownData
+from bnncli.artifacts.features import KnownData
 from bnncli.models import SavedModel
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.run.session import Result, Run

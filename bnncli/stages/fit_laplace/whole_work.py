@@ -23,7 +23,8 @@ from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Run
 from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter, warn_of_shortfall
 from bnncli.stages.fit_laplace.work import fit_metrics
-from bnncli.targets.network import HESSIAN, NetworkTarget
+from bnncli.targets.curvature_choice import HESSIAN
+from bnncli.targets.network import NetworkTarget
 from bnncli.targets.target import counted_passes
 
 if TYPE_CHECKING:

@@ -7,11 +7,10 @@ from typing import Any
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header, check_is_file
-from bnncli.artifacts.run_folder import FORMATS
 from bnncli.errors import BnnError, DataError
 from bnncli.models.checkpoint_files import sniff, sniff_zip
 from bnncli.models.sharded import INDEX_SUFFIX
-from bnncli.names import quoted
+from bnncli.names import FORMATS, quoted
 from bnncli.options.command import Argument, Command
 from bnncli.options.common import CommonOptions
 from bnncli.registry import has_name

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
-from bnncli.artifacts.caches import checks_remembered
+from bnncli.artifacts.known_files import checks_remembered
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError
 from bnncli.names import counted

@@ -1,4 +1,4 @@
-"""What to do when a command runs out of memory or cannot write where it was told to."""
+"""Where a command writes: never over what it reads; and where to write instead when a place cannot be written."""
 
 from __future__ import annotations
 
@@ -19,35 +19,12 @@ from bnncli.options.command_line import CommandLine
 from bnncli.options.declaration import flag_of
 from bnncli.run.model_files import ModelFiles
 
-# Options that decide how much is held at once, the one that helps most first.
-_WAYS = {
-    "structure": "a smaller {}",
-    "chains": "fewer {}",
-    "repeats": "fewer {}",
-    "batch_size": "a smaller {}",
-    "samples": "fewer {}",
-    "grid_size": "a smaller {}",
-    "posterior": "fewer {} at a time",
-}
-_MOST_NAMED = 2
-
-
-def memory_advice(command: Command | None, *, is_gpu: bool) -> str:
-    """What to do when a command needs more memory than there is.
-
-    Args:
-        command: the one that ran; None before it is known.
-        is_gpu: whether it is a GPU's memory that is too small.
-    """
-    options = option_fields(command) if command is not None else {}
-    ways = [text.format(flag_of(name)) for name, text in _WAYS.items() if name in options][:_MOST_NAMED]
-    if is_gpu and "device" in options:
-        ways.append("--device cpu")
-    return "use " + " or ".join(ways) if ways else "free memory, or use a machine with more"
-
-
 _INPUT = re.compile("FILE|DIR|SPEC|MODEL")  # in the metavar of an option whose value names files
+
+
 _BESIDE = {".csv", ".npz", ".log", ".txt", ".html"}  # what people may write into a folder of inputs
+
+
 _WHERE = ("run_dir", "out")  # an artifact lies, where nothing that was given says it
 
 

@@ -1,0 +1,44 @@
+"""Which second derivatives of a network's log posterior a fit uses, and how many of them the structures keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+
+GGN, HESSIAN, FISHER = KINDS = ("ggn", "hessian", "fisher")
+
+
+DEFAULT_RANK = 50
+
+
+DEFAULT_SIZE = 1000
+
+
+@dataclass(frozen=True)
+class CurvatureChoice:
+    """What H is, and what is kept of it.
+
+    Args:
+        kind: ggn, the generalised Gauss-Newton matrix; hessian, all second derivatives; fisher, the sum of the outer products
+            of each example's gradient at its label (the empirical Fisher matrix).
+        rank: eigenvectors that the structure low-rank keeps.
+        size: parameters of the structure subnetwork.
+    """
+
+    kind: str = GGN
+    rank: int = DEFAULT_RANK
+    size: int = DEFAULT_SIZE
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}; got {self.kind!r}")
+        for name in ("rank", "size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+
+USUAL = CurvatureChoice()
