@@ -25,7 +25,7 @@ from bnncli.artifacts.features import read_features
 from bnncli.evaluation.integration_error import DrawGroups, balanced_halves, integration_error
 from bnncli.integrators import load_integrator
 from bnncli.parameters.prior import Prior
-from bnncli.run.inputs import open_posterior, posterior_prior
+from bnncli.session.inputs import open_posterior, posterior_prior
 from bnncli.targets.last_layer import LastLayerTarget
 
 NUM_EXAMPLES = 10_000

@@ -25,7 +25,7 @@ import torch
 
 from bnncli.evaluation.convergence import convergence
 from bnncli.posteriors.samples import Samples
-from bnncli.run.inputs import open_posterior
+from bnncli.session.inputs import open_posterior
 
 NUM_DRAWS = 20_000  # of a posterior that can be drawn from at will
 FITS = {

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from bnncli.errors import BnnError
 from bnncli.names import printable
-from bnncli.options.common import CommonOptions
+from bnncli.options.command import CommonOptions
 from bnncli.options.declaration import spelled
 from bnncli.progress import Task
 from bnncli.system import signals

@@ -22,8 +22,7 @@ from bnncli.cli.commands import all_commands
 from bnncli.cli.options import default_of, option_fields
 from bnncli.cli.topics import ADVICE, ENVIRONMENT
 from bnncli.options.command import COMPUTE, SECTIONS, Command
-from bnncli.options.declaration import choices_of, flag_of, help_of
-from bnncli.options.parts import Setting, declarations
+from bnncli.options.declaration import Setting, choices_of, declarations, flag_of, help_of
 
 FAMILIES = (
     ("data", "Data", "`--data SPLIT=SPEC`"),

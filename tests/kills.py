@@ -40,9 +40,9 @@ def kill_midway(run: Path, name: str, command: str, *words: object, saves: int =
 def fit_until_killed(argv: list[str], saves: int) -> None:
     """In the child: the command, and SIGKILL when the state is saved the last time."""
     from bnncli.cli.execute import run_command_line
-    from bnncli.run import resumable
+    from bnncli.session import produce
 
-    write, left = resumable.write_state, [saves]
+    write, left = produce.write_state, [saves]
 
     def counted(*words: Any) -> None:
         write(*words)
@@ -50,7 +50,7 @@ def fit_until_killed(argv: list[str], saves: int) -> None:
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    resumable.write_state = counted
+    produce.write_state = counted
     run_command_line(argv, io.StringIO())
 
 
@@ -84,16 +84,16 @@ def run_python(words: list[str]) -> None:
 def run_stopped_once(argv: list[str]) -> None:
     """In the child: a fit that stops itself where it saves its state first; SIGCONT lets it go on."""
     from bnncli.cli.execute import run_command_line
-    from bnncli.run import resumable
+    from bnncli.session import produce
 
-    write = resumable.write_state
+    write = produce.write_state
 
     def stop(*words: Any) -> None:
-        resumable.write_state = write
+        produce.write_state = write
         os.kill(os.getpid(), signal.SIGSTOP)
         write(*words)
 
-    resumable.write_state = stop
+    produce.write_state = stop
     sys.exit(run_command_line(argv, io.StringIO()))
 
 

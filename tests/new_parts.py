@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bnncli.flows import PUBLISHED, SPACES, loaded, tensors_of
-from bnncli.options.parts import Setting
+from bnncli.options.declaration import Setting
 
 SETTINGS = {"NAME_push": Setting("How far NAME pushes; {default} by default", float, 1.0)}
 
@@ -53,7 +53,7 @@ from typing import ClassVar
 import torch
 
 from bnncli.integrators import Integrator, Prediction, require_support
-from bnncli.options.parts import Setting
+from bnncli.options.declaration import Setting
 from bnncli.progress import SILENT
 
 SETTINGS = {"blend": Setting("Share of equal probabilities; {default} by default", float, 0.25, minimum=0, maximum=1)}
@@ -89,7 +89,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 
 FORM = Form("NAME:FILE")
 EXTRA = None
@@ -127,7 +127,7 @@ from pathlib import Path
 import numpy as np
 
 from bnncli.data.arrays import array_dataset
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 
 FORM = Form("NAME:FILE")
 
@@ -157,7 +157,7 @@ COMMAND = Command(
 
 
 def run(run, options):
-    from bnncli.run.session import Result
+    from bnncli.session.run import Result
 
     return Result(lines=[f"NAME {run.checkpoint_path.name}"] * options.times)
 '''

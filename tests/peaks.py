@@ -26,7 +26,7 @@ from bnncli.latent.model import LatentModel, SpikeAndSlab
 from bnncli.parameters.layouts import HeadLayout, NetworkLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.run.inputs import open_samples
+from bnncli.session.inputs import open_samples
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 

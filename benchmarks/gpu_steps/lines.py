@@ -19,7 +19,7 @@ from typing import Any
 import bnncli
 from bnncli.cli.commands import own_commands
 from bnncli.cli.execute import run_command_line
-from bnncli.options.common import CommonOptions, ComputeOptions
+from bnncli.options.command import CommonOptions, ComputeOptions
 
 BNNCLI = (sys.executable, "-m", "bnncli")  # what starts a command in a process of its own
 

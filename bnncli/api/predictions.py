@@ -15,10 +15,9 @@ from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
 from bnncli.numerics.random import stream
-from bnncli.options.parts import settings_of
+from bnncli.options.declaration import settings_of
 from bnncli.options.predict import PredictOptions
-from bnncli.run.integrator_choice import AskedIntegrators, IntegratorChoice, num_stored
-from bnncli.run.predictor import Predictor
+from bnncli.session.predictor import AskedIntegrators, IntegratorChoice, Predictor, num_stored
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bnncli import data
-from bnncli.api.metrics import metrics_of
 from bnncli.api.predictions import ClassProbabilities, OpenedPosterior, check_request, choose, predict
 from bnncli.api.session import (
     Items,
@@ -35,12 +34,11 @@ from bnncli.data.arrays import ArrayDataset
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.models import is_kind
 from bnncli.options.extract_features import ExtractFeaturesOptions
-from bnncli.run.classes import posterior_classes
-from bnncli.run.inputs import load_split, posterior_source
-from bnncli.run.named_posterior import find_named
-from bnncli.run.predictor import Predictor, TrainData, warn_of_draws, warn_of_few_draws
-from bnncli.run.recommendation import recommended
-from bnncli.run.recorded_network import RecordedNetwork
+from bnncli.session.inputs import load_split, posterior_classes, posterior_source
+from bnncli.session.network import RecordedNetwork
+from bnncli.session.predictions import find_named
+from bnncli.session.predictor import Predictor, TrainData, warn_of_draws, warn_of_few_draws
+from bnncli.session.recommendation import metrics_of, recommended
 from bnncli.system.devices import random_numbers_kept
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.api.predictions import LoadedPredictor
-    from bnncli.run.session import Run
+    from bnncli.session.run import Run
 
 
 BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of the command by default: sums depend on it
@@ -340,7 +338,7 @@ class OpenedRun:
 
     def _layers_network(self, run: Run) -> RecordedNetwork:
         """The run's network a second time: posteriors over other layers may change how it computes attention."""
-        from bnncli.run.recorded_network import RecordedNetwork, network_header, open_recorded
+        from bnncli.session.network import RecordedNetwork, network_header, open_recorded
 
         return open_recorded(RecordedNetwork, run, network_header(run), self._named_model())
 
@@ -359,7 +357,7 @@ class OpenedRun:
 
     def _input_network(self, run: Run) -> InputNetwork:
         """The run's network, loaded once as long as its features and its code are the same."""
-        from bnncli.run.recorded_network import network_header, open_recorded
+        from bnncli.session.network import network_header, open_recorded
 
         self._forget_other_weights()
         self._network = open_recorded(InputNetwork, run, network_header(run), self._named_model(), self._network)

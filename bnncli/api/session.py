@@ -22,18 +22,25 @@ from bnncli.data.sound import clip_of, is_clip
 from bnncli.errors import BnnError, BnnWarning, DataError, UsageError, machine_error
 from bnncli.lazy import torch
 from bnncli.models.sharded import shards_of
-from bnncli.options.command_line import CommandLine
-from bnncli.options.common import CommonOptions, ComputeOptions, InputOptions, NameOptions, RunOptions, WriteOptions
+from bnncli.options.command import (
+    CommandLine,
+    CommonOptions,
+    ComputeOptions,
+    InputOptions,
+    NameOptions,
+    RunOptions,
+    WriteOptions,
+)
 from bnncli.options.declaration import spelled
 from bnncli.progress import SILENT, Progress, Task
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.system.devices import configure_torch, device_name, random_numbers_kept, select_device, settings_kept
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.artifacts.headers import Header
-    from bnncli.run.predictor import Predictor
+    from bnncli.session.predictor import Predictor
 
 
 def is_of_network(header: Header) -> bool:

@@ -8,7 +8,7 @@ from functools import cache
 
 from bnncli import registry
 from bnncli.options.command import SECTIONS, Command
-from bnncli.options.parts import declaration
+from bnncli.options.declaration import declaration
 
 _FAMILY = "stages"
 

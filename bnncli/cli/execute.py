@@ -30,9 +30,9 @@ from bnncli.cli.options import (
 from bnncli.console import Console
 from bnncli.errors import ELSEWHERE, BnnError, Exit, UsageError, WriteError, bug, left_by, machine_error
 from bnncli.names import counted, printable
-from bnncli.options.command import Command
-from bnncli.options.command_line import CommandLine
-from bnncli.options.common import (
+from bnncli.options.command import (
+    Command,
+    CommandLine,
     CommonOptions,
     ComputeOptions,
     InputOptions,
@@ -80,7 +80,7 @@ _EMPTY = ("", "-")  # a column of nothing else is not shown
 
 
 def print_table(table: Any, stream: TextIO) -> None:
-    """Print a Table (bnncli.run.session.Table): title, header, rows, notes."""
+    """Print a Table (bnncli.session.run.Table): title, header, rows, notes."""
     from rich.console import Console
 
     console = Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False, emoji=False, markup=False)
@@ -238,7 +238,7 @@ class _Invocation:
         self.console = Console(command.name, common)
         if common.verbose >= 2:
             logging.basicConfig(stream=sys.stderr, level=logging.DEBUG, force=True)
-        from bnncli.run.session import Run
+        from bnncli.session.run import Run
 
         arguments = {argument.name: values[argument.name] for argument in command.arguments}
         if command.name == "config-show":

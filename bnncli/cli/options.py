@@ -19,7 +19,7 @@ from bnncli.errors import ConfigError, UsageError
 from bnncli.names import not_one_of
 from bnncli.options.command import Command
 from bnncli.options.declaration import check_value, declared, flag_of
-from bnncli.options.toml_values import base_type, closest, faults_of, line_of, option_value, read_toml, type_name
+from bnncli.options.toml import base_type, closest, faults_of, line_of, option_value, read_toml, type_name
 
 # Numbers as nearly everybody writes them, and all readers read them.
 _NUMBERS = {int: re.compile("-?[0-9]{1,18}"), float: re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,30})?([eE]-?[0-9]{1,2})?")}

@@ -14,10 +14,9 @@ from bnncli.artifacts.run_folder import RunFolder, lock_beside
 from bnncli.cli.options import option_fields
 from bnncli.errors import ELSEWHERE, BnnError, UsageError
 from bnncli.models.sharded import shards_of
-from bnncli.options.command import Command
-from bnncli.options.command_line import CommandLine
+from bnncli.options.command import Command, CommandLine
 from bnncli.options.declaration import flag_of
-from bnncli.run.model_files import ModelFiles
+from bnncli.session.run import ModelFiles
 
 _INPUT = re.compile("FILE|DIR|SPEC|MODEL")  # in the metavar of an option whose value names files
 

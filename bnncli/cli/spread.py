@@ -15,7 +15,7 @@ from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError, Exit, Interrupted, UsageError, bug, left_by, machine_error
 from bnncli.lazy import torch
 from bnncli.names import counted
-from bnncli.options.common import CommonOptions, ComputeOptions
+from bnncli.options.command import CommonOptions, ComputeOptions
 from bnncli.system import signals, workers
 from bnncli.system.devices import device_name
 from bnncli.system.workers import LOST

@@ -12,9 +12,8 @@ from bnncli.cli.options import option_fields
 from bnncli.errors import Exit
 from bnncli.names import not_one_of
 from bnncli.options.command import COMPUTE, Command
-from bnncli.options.declaration import choices_of, flag_of, help_of
-from bnncli.options.parts import Form, declarations
-from bnncli.options.toml_values import base_type
+from bnncli.options.declaration import Form, choices_of, declarations, flag_of, help_of
+from bnncli.options.toml import base_type
 from bnncli.registry import names
 
 # What each exit code means, and what to do.

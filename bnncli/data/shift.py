@@ -15,7 +15,7 @@ import numpy as np
 from bnncli.data.pixels import channels_axis
 from bnncli.errors import DataError
 from bnncli.numerics.corruptions import CORRUPTIONS
-from bnncli.options.shift import parse_corruption
+from bnncli.options.shared import parse_corruption
 from bnncli.progress import Progress
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.names import near_miss
 from bnncli.numerics.digests import file_sha256, json_sha256, tensor_digest
 from bnncli.numerics.random import permutation
-from bnncli.options.declaration import check_split_name
-from bnncli.options.parts import forms
+from bnncli.options.declaration import check_split_name, forms
 from bnncli.progress import SILENT, Progress
 from bnncli.system.input_files import open_regular, reading
 

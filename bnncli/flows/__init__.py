@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.lazy import torch
-from bnncli.options.parts import Setting, class_attribute, declaration
+from bnncli.options.declaration import Setting, class_attribute, declaration
 from bnncli.parameters.layouts import ParamLayout
 
 if TYPE_CHECKING:

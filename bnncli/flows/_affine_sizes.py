@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bnncli.options.parts import RANK
+from bnncli.options.declaration import RANK
 from bnncli.parameters.layouts import MatrixLayout
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bnncli.flows import SPACES, Recipe, resolve, tensors_of, zeros
 from bnncli.flows._layers import orthonormal_columns, reflection_vectors
-from bnncli.options.parts import RANK, Setting
+from bnncli.options.declaration import RANK, Setting
 from bnncli.parameters.layouts import MatrixLayout
 
 SETTINGS = {

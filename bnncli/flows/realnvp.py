@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bnncli.flows import ALL_DATA, SPACES, Recipe, loaded, place_buffer, tensors_of
 from bnncli.flows._layers import Conditioner, bounded_log_scale, half_sizes, join_halves, settings_in, split_halves
-from bnncli.options.parts import HIDDEN
+from bnncli.options.declaration import HIDDEN
 from bnncli.parameters.layouts import ParamLayout
 
 SETTINGS = {"hidden": HIDDEN}

@@ -16,7 +16,7 @@ from torch.nn.functional import softplus
 from bnncli.flows import ALL_DATA, SPACES, Recipe, loaded, place_buffer, tensors_of
 from bnncli.flows._layers import Conditioner, half_sizes, join_halves, settings_in, split_halves
 from bnncli.numerics.running_sum import running_sum
-from bnncli.options.parts import HIDDEN
+from bnncli.options.declaration import HIDDEN
 from bnncli.parameters.layouts import ParamLayout
 
 NUM_BINS = 8

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bnncli.flows import ALL_DATA, SPACES, Recipe, resolve, tensors_of, zeros
 from bnncli.flows._layers import orthonormal_columns, reflection_vectors
-from bnncli.options.parts import RANK
+from bnncli.options.declaration import RANK
 from bnncli.parameters.layouts import ParamLayout
 
 # Halving an interval this often leaves less than a float64 rounding error of it.

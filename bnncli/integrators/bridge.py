@@ -18,7 +18,7 @@ from bnncli.integrators import Integrator, Prediction, check_features, entropy, 
 from bnncli.integrators._moments import HasLogitMoments, check_choice, example_blocks
 from bnncli.lazy import torch
 from bnncli.numerics import dirichlet
-from bnncli.options.parts import PROJECTION, Setting
+from bnncli.options.declaration import PROJECTION, Setting
 from bnncli.progress import SILENT, Progress
 
 if TYPE_CHECKING:

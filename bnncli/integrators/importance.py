@@ -17,7 +17,7 @@ from bnncli.integrators import HasLayout, Prediction, Ready, SamplingIntegrator,
 from bnncli.integrators._partitions import DrawPartition, group_ends
 from bnncli.integrators.mc import DrawnMc, check_num_samples
 from bnncli.lazy import torch
-from bnncli.options.parts import Draws
+from bnncli.options.declaration import Draws
 from bnncli.posteriors import sample_from_noise
 from bnncli.progress import SILENT, Progress
 

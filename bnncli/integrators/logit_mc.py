@@ -28,7 +28,7 @@ from bnncli.integrators.mc import check_num_samples, quasi_sample
 from bnncli.lazy import torch
 from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.numerics.random import balance_warning, quasi_normal, row_shifts, shifted_normal, uniform_points
-from bnncli.options.parts import QMC, Draws
+from bnncli.options.declaration import QMC, Draws
 from bnncli.parameters.layouts import ClassifierLayout
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress

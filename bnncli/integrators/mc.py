@@ -18,7 +18,7 @@ from bnncli.integrators._draws import ThetaDraws, average
 from bnncli.integrators._partitions import DrawPartition, group_ends, interval_level, scramble_ends
 from bnncli.lazy import torch
 from bnncli.numerics.random import balance_warning
-from bnncli.options.parts import QMC, Draws
+from bnncli.options.declaration import QMC, Draws
 from bnncli.parameters.layouts import ClassifierLayout
 from bnncli.progress import SILENT, Progress
 

@@ -15,7 +15,7 @@ from bnncli.errors import UsageError
 from bnncli.integrators import Integrator, Prediction, check_features, require_support
 from bnncli.integrators._moments import HasLogitMarginals, check_choice, example_blocks
 from bnncli.lazy import torch
-from bnncli.options.parts import PROJECTION
+from bnncli.options.declaration import PROJECTION
 from bnncli.progress import SILENT, Progress
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from bnncli.integrators import (
 from bnncli.integrators._moments import HasLogitMoments, check_choice
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
-from bnncli.options.parts import Setting
+from bnncli.options.declaration import Setting
 from bnncli.progress import SILENT, Progress
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from bnncli import registry
 from bnncli.errors import UsageError
-from bnncli.options.parts import declaration, declarations
+from bnncli.options.declaration import declaration, declarations
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -22,7 +22,7 @@ import numpy as np
 from bnncli.errors import DataError, Untrusted, is_short_of_memory
 from bnncli.lazy import torch
 from bnncli.names import listed, quoted
-from bnncli.options.command_line import pasted
+from bnncli.options.command import pasted
 from bnncli.progress import SILENT, Progress
 from bnncli.system.input_files import is_failure
 

@@ -31,7 +31,7 @@ from bnncli.models.head import (
 )
 from bnncli.models.tape import Call, Tape
 from bnncli.names import percent, quoted
-from bnncli.options.network_inputs import IDENTITY
+from bnncli.options.shared import IDENTITY
 from bnncli.parameters.tensor_bytes import peak_bytes
 from bnncli.progress import SILENT, Progress
 from bnncli.system.memory import budget

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from bnncli.errors import DataError, DeviceError, UsageError
 from bnncli.models.tape import Place, TappedInputs
 from bnncli.names import listed, near_miss, quoted
-from bnncli.options.network_inputs import IDENTITY
+from bnncli.options.shared import IDENTITY
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.system.user_code import running
 

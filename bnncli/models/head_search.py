@@ -28,7 +28,7 @@ from bnncli.models.head import (
 )
 from bnncli.models.tape import LINK_OF, Place, Product, Tape, tap_number
 from bnncli.names import listed, quoted
-from bnncli.options.network_inputs import IDENTITY
+from bnncli.options.shared import IDENTITY
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

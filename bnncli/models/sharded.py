@@ -17,7 +17,7 @@ from bnncli.lazy import torch
 from bnncli.models.checkpoint_files import check_checksums, harmful, load_tensors, needs_trust
 from bnncli.names import listed, quoted
 from bnncli.numerics.digests import file_sha256, json_sha256
-from bnncli.options.command_line import pasted
+from bnncli.options.command import pasted
 from bnncli.progress import SILENT, Progress
 from bnncli.system.input_files import open_regular, reading
 

@@ -16,7 +16,7 @@ import numpy as np
 from bnncli.errors import DataError, Untrusted
 from bnncli.models.checkpoint_files import check_members, list_globals, needs_trust, sniff
 from bnncli.names import listed, quoted
-from bnncli.options.command_line import pasted
+from bnncli.options.command import pasted
 from bnncli.system.input_files import open_regular
 
 NAMES = ("coef_", "intercept_", "classes_", "mean_", "scale_")  # of the arrays; the first must be there

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli.options.declaration import Checked, check_split_name, check_suffix, option
-from bnncli.options.layers import trust_code_option
+from bnncli.options.shared import trust_code_option
 
 RULES = ("bald", "batchbald", "entropy", "margin", "random")
 

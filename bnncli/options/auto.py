@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 
 from bnncli.errors import UsageError
-from bnncli.options.common import accept_poor_network_option
+from bnncli.options.command import accept_poor_network_option
 from bnncli.options.declaration import Checked, option, parse_positive
-from bnncli.options.layers import trust_code_option
+from bnncli.options.shared import trust_code_option
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 

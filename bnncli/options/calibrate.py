@@ -9,7 +9,7 @@ from bnncli.errors import UsageError
 from bnncli.evaluation import detectors
 from bnncli.names import percent
 from bnncli.options.declaration import Checked, check_split_name, option
-from bnncli.options.predicted import check_variant
+from bnncli.options.shared import check_variant
 
 DEFAULT_CONFIDENCE = 0.95  # of a bound on the risk, which without one is none
 TUNING_SHARE = 0.2  # of the calibration examples, that choose how raps is regularised

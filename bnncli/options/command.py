@@ -1,12 +1,143 @@
-"""What a command is: a stage's file declares it as COMMAND, a statement that is read without importing the stage."""
+"""A command: its declaration, the options that commands share, and command lines taken apart and rendered again."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, make_dataclass
+import functools
+import shlex
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, make_dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from bnncli.options.common import CommonOptions, ComputeOptions, LockOptions, RecordOptions, RunOptions, WriteOptions
-from bnncli.options.declaration import Checked
+from bnncli import registry
+from bnncli.errors import UsageError
+from bnncli.options.declaration import Checked, check_artifact_name, declaration, declared, flag_of, made, option
+
+
+@dataclass(frozen=True)
+class CommonOptions(Checked):
+    """Options of every command: streams, verbosity, configuration."""
+
+    json: bool = option(False, "Print one JSON document on stdout instead of text.", env_common=True)
+    quiet: bool = option(False, "Print errors only.", short="-q", env_common=True)
+    verbose: int = option(0, "Print more. Repeat it to print the libraries' messages too.", short="-v", env_common=True)
+    log_format: str = option("text", "Format of log lines.", choices=("text", "json"), env_common=True)
+    log_file: str | None = option(
+        None, "Also write log lines to this file.", metavar="FILE", writes=True, env_common=True
+    )
+    progress: str = option(
+        "auto",
+        "Progress display. auto shows a bar on a terminal and log lines otherwise.",
+        choices=("auto", "bar", "log", "none"),
+        env_common=True,
+    )
+    config: str | None = option(
+        None,
+        "TOML file with option defaults. Default: $BNNCLI_CONFIG, then ./bnncli.toml.",
+        metavar="FILE",
+        env_common=True,
+    )
+
+
+@dataclass(frozen=True)
+class RunOptions(Checked):
+    """Options of every command that has a run."""
+
+    run_dir: str | None = option(
+        None,
+        "Run folder. Default: CKPT.bnn beside the checkpoint.",
+        metavar="DIR",
+        env_common=True,
+    )
+
+
+@dataclass(frozen=True)
+class WriteOptions(Checked):
+    """Options of commands that write artifacts."""
+
+    force: bool = option(False, "Recompute and replace existing output.", short="-f")
+    dry_run: bool = option(False, "Print what would be done, without doing it.", short="-n")
+
+
+@dataclass(frozen=True)
+class LockOptions(Checked):
+    """Options of commands that lock what they write."""
+
+    wait: float = option(
+        0.0,
+        "Seconds to wait for another bnncli that is writing the same artifact.",
+        minimum=0,
+        env_common=True,
+    )
+
+
+@dataclass(frozen=True)
+class InputOptions(Checked):
+    """Options of commands that take artifacts as inputs."""
+
+    allow_stale: bool = option(
+        False,
+        "Use stale inputs (made from files that have changed since). The artifact records a warning.",
+        group="Inputs",
+        is_rare=True,
+    )
+
+
+def accept_poor_network_option(*, is_recorded: bool = True) -> Any:
+    """Declare the option of commands that stop on a misread network, of a group that artifacts record or of another."""
+    return option(
+        False,
+        "Continue even if the network probably misreads its inputs or labels.",
+        numeric=not is_recorded,
+        group="Inputs",
+        is_rare=True,
+    )
+
+
+@dataclass(frozen=True)
+class ComputeOptions(Checked):
+    """Options of commands that compute."""
+
+    seed: int = option(0, "Random seed.", minimum=0, env_common=True)
+    device: str = option("auto", "Device: auto (a GPU if there is one), cpu, cuda or cuda:N.", env_common=True)
+    threads: int | None = option(None, "CPU threads. Default: all cores.", minimum=1, maximum=1024, env_common=True)
+    deterministic: bool = option(False, "Use deterministic kernels only.", env_common=True)
+    shards: int | None = option(
+        None,
+        "Sum over this many fixed parts of the data, so that results do not depend on the number of workers. "
+        "Default: 64 under torchrun, else 1.",
+        minimum=1,
+        maximum=4096,
+        env_common=True,
+    )
+
+
+@dataclass(frozen=True)
+class RecordOptions(Checked):
+    """Options of commands whose artifacts say where they come from."""
+
+    record_host: bool = option(False, "Record this machine's name in the artifact.", env_common=True)
+
+
+@dataclass(frozen=True)
+class NameOptions(Checked):
+    """Options that say where one artifact goes."""
+
+    name: str | None = option(None, "Name of the artifact. Default: the method's name.", metavar="NAME", group="Output")
+    out: str | None = option(
+        None, "Write to this file instead of the run folder.", short="-o", metavar="FILE", writes=True, group="Output"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name is not None and self.out is not None:
+            raise UsageError("\0name\0 and \0out\0 are mutually exclusive: give one of them")
+        if self.out is not None and Path(self.out).name in ("", ".."):
+            raise UsageError(f"\0out\0: expected a file; got {self.out!r}", hint="add a file name: \0out\0 FOLDER/NAME")
+        if self.name is not None:
+            check_artifact_name(self.name, "\0name\0")
+
 
 COMPUTE = (ComputeOptions, RecordOptions, WriteOptions, LockOptions, RunOptions, CommonOptions)
 READ = (RunOptions, CommonOptions)
@@ -63,3 +194,193 @@ def own_options(**specs: Any) -> type[Checked]:
         is_list = spec.default is MISSING
         found.append((name, list[str] if is_list else str | None if spec.default is None else type(spec.default), spec))
     return make_dataclass("OwnOptions", found, bases=(Checked,), frozen=True)
+
+
+Groups = Sequence[type[Checked]]
+Part = tuple[str | None, str]  # an option's name and its value as it is typed; None and the argument
+MAX_LENGTH = 10_000  # of all words: a list of data sets may be long
+# How a command talks, where its run lies, and what it may replace, is for whoever pastes it to say.
+_NOT_SHOWN = {spec.name for group in (CommonOptions, RunOptions) for spec in fields(group)} | {"force", "dry_run"}
+_NO_VALUE = "True"
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """One of our commands with what it was given.
+
+    Attributes:
+        command: its name, such as refine; of two words, with a dash.
+        groups: its options.
+        parts: arguments and options, in the order they came.
+    """
+
+    command: str
+    groups: tuple[type[Checked], ...]
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def parse(cls, command: str, words: Sequence[str], groups: Groups) -> CommandLine:
+        """What the words after a command's name say, read as the command line reads them; values are not looked at.
+
+        Raises:
+            LookupError: an option that it has not, without its value, or with one that it takes none of.
+        """
+        return cls(command, tuple(groups), tuple(_parse(words, tuple(groups))))
+
+    @classmethod
+    def of(cls, command: str, argument: str, *options: Checked) -> CommandLine:
+        """A command whose options are these; those with another value than their default are given."""
+        line = cls(command, tuple(type(group) for group in options), ((None, argument),))
+        for group in options:
+            for name, value in group.given().items():
+                line = line.having(name, value)
+        return line
+
+    def gives(self, name: str) -> bool:
+        """Whether an option is given."""
+        return any(name == given for given, _ in self.parts)
+
+    def having(self, name: str, value: object) -> CommandLine:
+        """The same, with an option that has this value, whatever it was given before: True gives a switch, False none."""
+        others = tuple(part for part in self.parts if part[0] != name)
+        values = value if isinstance(value, list) else [] if value is False or value is None else [value]
+        return replace(self, parts=(*others, *((name, str(one)) for one in values)))
+
+    def pasted(self) -> str:
+        """The command that says it, quoted for a shell."""
+        return shlex.join(self.words())
+
+    def words(self) -> list[str]:
+        """The words that say it, to be quoted for a shell, from `bnncli` on."""
+        said = ["bnncli", self.command]
+        for name, value in self.parts:
+            if name is None:
+                said.append(f"./{value}" if value.startswith("-") and value != "-" else value)
+            elif _is_alone(name, self.groups):
+                said.append(flag_of(name))
+            else:  # joined where the value looks like an option itself
+                said += [f"{flag_of(name)}={value}"] if value.startswith("-") else [flag_of(name), value]
+        return said
+
+    def values(self) -> dict[str, object]:
+        """The options that are given, each in its own type; -v, which is counted, is left out. Raises ValueError."""
+        options = _options(self.groups)
+        found: dict[str, object] = {}
+        for name, text in self.parts:
+            if name is None or name == "verbose":
+                continue
+            kind = _kind(options[name][1])
+            if kind is list:
+                found[name] = [*typing.cast(list[str], found.get(name, [])), text]
+            else:
+                found[name] = True if kind is bool else kind(text)
+        return found
+
+
+def pasted(command: str, /, *arguments: str, **options: object) -> str:
+    """One of our own commands, with its options by field, to be pasted: pasted("predict", "c.pt", integrator="mc", qmc=True)."""
+    groups = declaration("stages", command, "COMMAND").groups
+    line = CommandLine(command, groups, tuple((None, argument) for argument in arguments))
+    for name, value in options.items():
+        line = line.having(name, value)
+    return line.pasted()
+
+
+def own_command(words: Sequence[object], argument: str) -> CommandLine | None:
+    """A recorded command `bnncli COMMAND ...`, to be pasted; None where it is none of ours.
+
+    A file may be forged, and hints are pasted: what is shown is one of our own commands, with options that it has and values
+    that they accept; of anything else nothing is shown.
+
+    Args:
+        words: as they are recorded; anything.
+        argument: stands where the record has the command's own argument, CKPT; others behind it are kept.
+    """
+    texts = [word for word in words if isinstance(word, str) and word.isprintable()]
+    if len(texts) != len(words) or len(texts) < 3 or sum(map(len, texts)) > MAX_LENGTH:
+        return None
+    groups = _groups_of_maker(texts[1]) if texts[0] == "bnncli" else None
+    if groups is None:
+        return None
+    try:
+        line = CommandLine.parse(texts[1], texts[2:], groups)
+        _check(line, is_of_many=_takes_many(line.command))
+    except (UsageError, ValueError, LookupError, TypeError):
+        return None
+    first = next(place for place, (name, _) in enumerate(line.parts) if name is None)
+    parts = [(None, argument) if place == first else part for place, part in enumerate(line.parts)]
+    return replace(line, parts=tuple(part for part in parts if part[0] not in _NOT_SHOWN))
+
+
+def _groups_of_maker(command: str) -> Groups | None:
+    """Return the options of a command that makes artifacts; None for any other word."""
+    found = declaration("stages", command, "COMMAND") if registry.has_name("stages", command) else None
+    return found.groups if found is not None and RecordOptions in found.groups else None
+
+
+def _takes_many(command: str) -> bool:
+    """Whether a command takes further arguments behind its own."""
+    arguments = declaration("stages", command, "COMMAND").arguments
+    return len(arguments) > 1 and bool(arguments[-1].is_many)
+
+
+def _parse(words: Sequence[str], groups: tuple[type[Checked], ...]) -> Iterator[Part]:
+    """Names of options with their values as they were typed, and None with the argument. Raises LookupError."""
+    names = {name: spec.name for spec, _ in _options(groups).values() for name in _names(spec)}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            yield from ((None, one) for one in rest)
+            return
+        if not word.startswith("-") or word == "-":
+            yield None, word
+            continue
+        flag, equals, value = word.partition("=") if word.startswith("--") else (word[:2], "", "")
+        name = names[flag]
+        if _is_alone(name, groups):
+            if equals:
+                raise LookupError(word)
+            if not word.startswith("--") and len(word) > 2:
+                rest.insert(0, f"-{word[2:]}")  # -qf is -q -f
+            yield name, _NO_VALUE
+        elif not word.startswith("--") and len(word) > 2:
+            yield name, word[2:]
+        else:
+            yield name, value if equals else rest.pop(0)
+
+
+def _check(line: CommandLine, *, is_of_many: bool) -> None:
+    """Raise unless there is one argument, or more where there may be, and the options accept their values, alone and together."""
+    count = sum(name is None for name, _ in line.parts)
+    if count < 1 or (count > 1 and not is_of_many):
+        raise LookupError("one argument")
+    values = line.values()
+    for group in line.groups:
+        made(group, values)
+
+
+@functools.cache
+def _options(groups: tuple[type[Checked], ...]) -> dict[str, tuple[Field[typing.Any], typing.Any]]:
+    """Every option of a command by name: its field and its type."""
+    found: dict[str, tuple[Field[typing.Any], typing.Any]] = {}
+    for group in groups:
+        found |= declared(group)
+    return found
+
+
+def _names(spec: Field[typing.Any]) -> list[str]:
+    return [flag_of(spec.name), *([spec.metadata["short"]] if spec.metadata["short"] else [])]
+
+
+def _is_alone(name: str, groups: tuple[type[Checked], ...]) -> bool:
+    """Whether no value follows an option; -v is counted."""
+    return name == "verbose" or _kind(_options(groups)[name][1]) is bool
+
+
+def _kind(hint: typing.Any) -> typing.Any:
+    """int for `int | None`, list for `list[str]`, the type itself otherwise."""
+    if typing.get_origin(hint) is list:
+        return list
+    arguments = [item for item in typing.get_args(hint) if item is not type(None)]
+    return arguments[0] if arguments else hint

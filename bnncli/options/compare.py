@@ -7,11 +7,9 @@ from typing import Any
 
 from bnncli.errors import UsageError
 from bnncli.evaluation.scores import declared
-from bnncli.options.assertions import Quantity, parse_score
 from bnncli.options.declaration import Checked, collected, option
-from bnncli.options.layers import chosen_layers_option
-from bnncli.options.of_scores import of_compared_scores
-from bnncli.options.predicted import check_variant
+from bnncli.options.scoring import Quantity, of_compared_scores, parse_score
+from bnncli.options.shared import check_variant, chosen_layers_option
 
 
 def compared() -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli.options.declaration import Checked, option
-from bnncli.options.layers import chosen_layers_option, trust_code_option
+from bnncli.options.shared import chosen_layers_option, trust_code_option
 
 
 @dataclass(frozen=True)

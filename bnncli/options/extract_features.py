@@ -9,11 +9,9 @@ from pathlib import Path
 from bnncli.errors import UsageError
 from bnncli.names import listed, quoted
 from bnncli.numerics.corruptions import CORRUPTIONS, NUM_SEVERITIES
-from bnncli.options import network_inputs
-from bnncli.options.declaration import Checked, option
-from bnncli.options.network_inputs import NO_NETWORK
-from bnncli.options.parts import declaration, forms
-from bnncli.options.shift import check_corruption
+from bnncli.options import shared
+from bnncli.options.declaration import Checked, declaration, forms, option
+from bnncli.options.shared import NO_NETWORK, check_corruption
 from bnncli.registry import check_name, has_name, names
 from bnncli.system.input_files import reading
 
@@ -40,7 +38,7 @@ class ExtractFeaturesOptions(Checked):
     """Options of extract-features."""
 
     model: str | None = option(None, _model_help, metavar="MODEL", group="Network")
-    model_arg: list[str] = network_inputs.model_arg()
+    model_arg: list[str] = shared.model_arg()
     base_model: str | None = option(
         None,
         "Folder that holds the adapter's base model, for \0model\0 peft:DIR.",
@@ -58,7 +56,7 @@ class ExtractFeaturesOptions(Checked):
     allow_download: bool = option(
         False, "Let \0model\0 download what is missing on this machine.", numeric=False, group="Network"
     )
-    data: list[str] = network_inputs.data()
+    data: list[str] = shared.data()
     ood: list[str] = option(
         [],
         "Out-of-distribution split. SPEC is as for \0data\0, labels are ignored; with \0from_npz\0, give just "
@@ -66,7 +64,7 @@ class ExtractFeaturesOptions(Checked):
         metavar="SPLIT=SPEC",
         group="Data",
     )
-    hold_out: list[str] = network_inputs.hold_out()
+    hold_out: list[str] = shared.hold_out()
     from_npz: str | None = option(
         None,
         "Arrays from your own feature extractor: features_<split>, labels_<split>, head_weight, head_bias.",
@@ -79,7 +77,7 @@ class ExtractFeaturesOptions(Checked):
         metavar="FILE|A,B,C",
         group="Data",
     )
-    task: str | None = network_inputs.task()
+    task: str | None = shared.task()
     last_layer: str | None = option(
         None,
         "Name of the last linear layer, or identity to use the logits as features. Default: the last linear "
@@ -102,12 +100,12 @@ class ExtractFeaturesOptions(Checked):
         metavar="NAME",
         group="Network",
     )
-    mean: str | None = network_inputs.mean()
-    std: str | None = network_inputs.std()
-    resize: int | None = network_inputs.resize()
-    crop: int | None = network_inputs.crop()
-    no_exif: bool = network_inputs.no_exif()
-    background: str | None = network_inputs.background()
+    mean: str | None = shared.mean()
+    std: str | None = shared.std()
+    resize: int | None = shared.resize()
+    crop: int | None = shared.crop()
+    no_exif: bool = shared.no_exif()
+    background: str | None = shared.background()
     rotate: float | None = option(
         None,
         "Rotate the images in the splits given here counter-clockwise by this angle, and fill the corners with black.",
@@ -131,7 +129,7 @@ class ExtractFeaturesOptions(Checked):
         is_rare=True,
     )
     batch_size: int = option(256, "Inputs per batch.", minimum=1, numeric=False, group="Computation")
-    num_workers: int = network_inputs.num_workers()
+    num_workers: int = shared.num_workers()
 
     resume: bool = option(
         False, "Continue an interrupted run that had the same inputs and options.", numeric=False, group="Computation"

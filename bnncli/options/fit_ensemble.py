@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bnncli.options.declaration import Checked, option
-from bnncli.options.layers import trust_code_option
+from bnncli.options.shared import trust_code_option
 
 TRAINED, TEMPERATURE, LAPLACE = "trained", "temperature", "laplace"
 

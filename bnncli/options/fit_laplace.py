@@ -8,7 +8,7 @@ from typing import Any
 from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.options.declaration import check_suffix, option, parse_positive
-from bnncli.options.layers import LayersOptions
+from bnncli.options.shared import LayersOptions
 from bnncli.targets.curvature_choice import DEFAULT_RANK, DEFAULT_SIZE, GGN, KINDS, CurvatureChoice
 
 LOO = "loo"

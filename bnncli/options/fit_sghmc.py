@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import option
-from bnncli.options.target import GivenPriorOptions
+from bnncli.options.shared import GivenPriorOptions
 
 CYCLICAL, SGHMC, SGLD = "cyclical", "sghmc", "sgld"
 BASE, RMSPROP, NONE = "base", "rmsprop", "none"

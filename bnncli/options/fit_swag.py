@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bnncli.errors import DataError, UsageError
 from bnncli.options.declaration import option
-from bnncli.options.target import GivenPriorOptions
+from bnncli.options.shared import GivenPriorOptions
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import option
-from bnncli.options.target import GivenPriorOptions
+from bnncli.options.shared import GivenPriorOptions
 
 # By default: a fit to 1,000 examples of 10 features ends 100 nats short of its ELBO after 200 steps, within 0.1 after 4,000.
 LEAST_STEPS, LEAST_NETWORK_STEPS = 4000, 2000

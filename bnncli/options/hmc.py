@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import option
-from bnncli.options.target import SearchedPriorOptions, TargetOptions
-from bnncli.options.until import Condition, parse_until
+from bnncli.options.shared import Condition, SearchedPriorOptions, TargetOptions, parse_until
 
 _TRIED_DRAWS = 256  # of all chains together
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bnncli.errors import UsageError
-from bnncli.options.declaration import Checked, check_suffix, collected, option
-from bnncli.options.layers import chosen_layers_option, trust_code_option
-from bnncli.options.parts import declarations
+from bnncli.options.declaration import Checked, check_suffix, collected, declarations, option
+from bnncli.options.shared import chosen_layers_option, trust_code_option
 
 STDIN = "-"  # the data whose files are named there
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bnncli.options.declaration import collected, option
-from bnncli.options.target import SearchedPriorOptions
+from bnncli.options.shared import SearchedPriorOptions
 
 # Of several flows.
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bnncli.errors import UsageError
-from bnncli.options.common import accept_poor_network_option
+from bnncli.options.command import accept_poor_network_option
 from bnncli.options.declaration import Checked, option
-from bnncli.options.layers import trust_code_option
+from bnncli.options.shared import trust_code_option
 
 FIGURE_FORMATS = ("png", "pdf", "svg")  # the first is what is taken where none is named
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bnncli.errors import UsageError
-from bnncli.options import network_inputs
+from bnncli.options import shared
 from bnncli.options.declaration import Checked, option
 from bnncli.registry import check_name, has_name, names
 
@@ -62,14 +62,14 @@ class TrainOptions(Checked):
 
     recipe: str | None = option(None, _recipe_help, choices=tuple(RECIPES), group="Network")
     model: str | None = option(None, _model_help, metavar="MODEL", group="Network")
-    model_arg: list[str] = network_inputs.model_arg()
-    data: list[str] = network_inputs.data()
-    hold_out: list[str] = network_inputs.hold_out()
-    task: str | None = network_inputs.task()
-    mean: str | None = network_inputs.mean()
-    std: str | None = network_inputs.std()
-    resize: int | None = network_inputs.resize()
-    crop: int | None = network_inputs.crop()
+    model_arg: list[str] = shared.model_arg()
+    data: list[str] = shared.data()
+    hold_out: list[str] = shared.hold_out()
+    task: str | None = shared.task()
+    mean: str | None = shared.mean()
+    std: str | None = shared.std()
+    resize: int | None = shared.resize()
+    crop: int | None = shared.crop()
     optimizer: str | None = option(
         None, "Optimizer. Default: adam; nesterov is sgd with Nesterov momentum.", choices=OPTIMIZERS, group="Training"
     )
@@ -126,7 +126,7 @@ class TrainOptions(Checked):
         group="Training",
         is_rare=True,
     )
-    num_workers: int = network_inputs.num_workers()
+    num_workers: int = shared.num_workers()
     resume: bool = option(
         False, "Continue an interrupted run that had the same inputs and options.", numeric=False, group="Training"
     )

@@ -9,11 +9,10 @@ from bnncli.artifacts import resume
 from bnncli.artifacts.atomic import temporaries, write_error
 from bnncli.artifacts.run_folder import FEATURES_SUFFIX, POSTERIOR_SUFFIXES, artifact_lock
 from bnncli.errors import Locked
-from bnncli.options.command import READ, Command, own_options
-from bnncli.options.common import LockOptions
+from bnncli.options.command import READ, Command, LockOptions, own_options
 from bnncli.options.declaration import option
-from bnncli.run.artifact_states import STALE, artifact_files, artifact_states, remove_artifacts
-from bnncli.run.session import Result, Run
+from bnncli.session.run import Result, Run
+from bnncli.session.states import STALE, artifact_files, artifact_states, remove_artifacts
 
 COMMAND = Command(
     "Remove temporary files of dead runs, and stale artifacts with --stale.",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bnncli.options.command import Argument, Command
-from bnncli.options.common import CommonOptions
+from bnncli.options.command import Argument, Command, CommonOptions
 from bnncli.options.declaration import flag_of
-from bnncli.run.session import Result, Run, Table
+from bnncli.session.run import Result, Run, Table
 
 COMMAND = Command(
     "Print the value of every option of a command, and where it comes from.",

@@ -14,10 +14,9 @@ from bnncli.errors import OutputExists, UsageError
 from bnncli.models.checkpoint_files import sniff, sniff_zip
 from bnncli.models.sharded import sharded_folder, shards_of
 from bnncli.numerics.digests import tensor_digest
-from bnncli.options.command import Argument, Command
-from bnncli.options.common import CommonOptions, WriteOptions
+from bnncli.options.command import Argument, Command, CommonOptions, WriteOptions
 from bnncli.options.convert import ConvertOptions
-from bnncli.run.session import Result, Run
+from bnncli.session.run import Result, Run
 from bnncli.system.input_files import open_regular
 
 COMMAND = Command(

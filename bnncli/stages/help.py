@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bnncli.options.command import Argument, Command
-from bnncli.options.common import CommonOptions
-from bnncli.run.session import Result, Run
+from bnncli.options.command import Argument, Command, CommonOptions
+from bnncli.session.run import Result, Run
 
 COMMAND = Command(
     "Explain exit codes, common options, environment variables or specs.",

@@ -7,11 +7,10 @@ from typing import Any
 
 from bnncli.errors import MissingInput, UsageError
 from bnncli.names import near_miss
-from bnncli.options.command import CKPT, READ, Argument, Command, own_options
-from bnncli.options.common import LockOptions
+from bnncli.options.command import CKPT, READ, Argument, Command, LockOptions, own_options
 from bnncli.options.declaration import option
-from bnncli.run.artifact_states import artifact_files, dependents, remove_artifacts
-from bnncli.run.session import Result, Run
+from bnncli.session.run import Result, Run
+from bnncli.session.states import artifact_files, dependents, remove_artifacts
 
 COMMAND = Command(
     "Remove posteriors or predictions, and everything made from them.",

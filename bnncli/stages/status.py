@@ -11,8 +11,8 @@ from bnncli.artifacts.files import read_header
 from bnncli.errors import NOT_OF_CONTENT, BnnError, CheckFailed
 from bnncli.options.command import READ, Command
 from bnncli.options.status import StatusOptions
-from bnncli.run.artifact_states import STALE, ArtifactState, artifact_files, artifact_states
-from bnncli.run.session import Result, Run, Table
+from bnncli.session.run import Result, Run, Table
+from bnncli.session.states import STALE, ArtifactState, artifact_files, artifact_states
 
 COMMAND = Command(
     "List a run's artifacts and whether each is up to date.",

@@ -16,10 +16,9 @@ from bnncli.artifacts.posteriors import read_decision, read_trained
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, MissingInput
 from bnncli.evaluation.probabilities import check_probabilities
-from bnncli.options.command import Argument, Command
-from bnncli.options.common import CommonOptions
-from bnncli.run.inputs import open_posterior
-from bnncli.run.session import Result, Run, Table
+from bnncli.options.command import Argument, Command, CommonOptions
+from bnncli.session.inputs import open_posterior
+from bnncli.session.run import Result, Run, Table
 
 COMMAND = Command(
     "Check artifacts in full: digests and invariants. Exit 65 if any is bad.",

@@ -17,7 +17,7 @@ from bnncli import console as console_module
 from bnncli.console import Console
 from bnncli.errors import DataError, Interrupted
 from bnncli.names import printable
-from bnncli.options.common import CommonOptions
+from bnncli.options.command import CommonOptions
 from bnncli.system import signals
 
 

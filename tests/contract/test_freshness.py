@@ -16,7 +16,7 @@ from kills import is_stopped, run_stopped_once, start
 from problems.command_line import Cli
 
 from bnncli.numerics import random
-from bnncli.run import revisions as _revisions
+from bnncli.session import revisions as _revisions
 
 REQUESTS = {
     "extract-features": ("--from-npz", "features.npz", "--ood", "far"),

@@ -20,8 +20,7 @@ from bnncli.cli.help import common_names
 from bnncli.cli.topics import ENVIRONMENT, TOPICS
 from bnncli.errors import Exit
 from bnncli.options.command import Command
-from bnncli.options.declaration import flag_of
-from bnncli.options.parts import forms
+from bnncli.options.declaration import flag_of, forms
 from bnncli.registry import names
 
 # What other libraries read and we only set; and the line that a shell completes.

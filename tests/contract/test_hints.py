@@ -17,7 +17,7 @@ from bnncli.cli.commands import own_commands
 from bnncli.cli.options import option_fields
 from bnncli.errors import DataError
 from bnncli.models.checkpoints import load_checkpoint
-from bnncli.options.common import CommonOptions
+from bnncli.options.command import CommonOptions
 from bnncli.registry import load_module
 
 Arrays = dict[str, np.ndarray]

@@ -16,8 +16,9 @@ from bnncli.cli.build import parser
 from bnncli.cli.commands import own_commands
 from bnncli.cli.options import option_fields, read_config
 from bnncli.errors import ConfigError
-from bnncli.options.command import SECTIONS, Command
-from bnncli.options.common import (
+from bnncli.options.command import (
+    SECTIONS,
+    Command,
     CommonOptions,
     ComputeOptions,
     InputOptions,

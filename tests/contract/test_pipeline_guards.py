@@ -11,7 +11,7 @@ import pytest
 from problems.command_line import Cli
 
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.run import inputs
+from bnncli.session import inputs
 
 Arrays = dict[str, np.ndarray]
 

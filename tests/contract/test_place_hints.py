@@ -9,7 +9,7 @@ from problems.command_line import Cli
 
 from bnncli.cli.commands import find_command, own_commands
 from bnncli.cli.places import place_advice
-from bnncli.options.command_line import CommandLine
+from bnncli.options.command import CommandLine
 
 LAPLACE = ("--posterior", "laplace")
 NOWHERE = [  # a folder that not even root can make files in

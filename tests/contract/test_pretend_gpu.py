@@ -28,13 +28,12 @@ from bnncli.inference import refine, sghmc, swag, vi
 from bnncli.latent import fit as latent_fit
 from bnncli.models.architectures import mlp
 from bnncli.numerics import random
-from bnncli.options.command import Command
-from bnncli.options.common import CommonOptions, ComputeOptions
+from bnncli.options.command import Command, CommonOptions, ComputeOptions
 from bnncli.options.declaration import choices_of, declared, flag_of
-from bnncli.options.evaluate import EvaluateOptions
 from bnncli.options.export import ExportOptions
 from bnncli.options.fit_lbbnn import FitLbbnnOptions
 from bnncli.options.report import ReportOptions
+from bnncli.options.scoring import EvaluateOptions
 from bnncli.options.train import AUGMENTATIONS, OPTIMIZERS, SCHEDULES
 from bnncli.stages.export import measures as export
 from bnncli.stages.fit_lbbnn import report

@@ -20,8 +20,8 @@ from bnncli.artifacts.posteriors import read_decision
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.artifacts.samples import read_samples
 from bnncli.decisions.prediction_sets import SetRule
-from bnncli.run.inputs import open_posterior
-from bnncli.run.revisions import is_another
+from bnncli.session.inputs import open_posterior
+from bnncli.session.revisions import is_another
 
 SCHEMA = Path(__file__).parents[2] / "fixtures" / "schema"
 VERSIONS = sorted(path for path in SCHEMA.iterdir() if path.is_dir() and path.name[0].isdigit())

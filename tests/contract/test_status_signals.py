@@ -12,7 +12,7 @@ import pytest
 from problems.command_line import Cli
 
 from bnncli.evaluation import bootstrap
-from bnncli.run import artifact_states
+from bnncli.session import states
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -20,7 +20,7 @@ from bnncli.run import artifact_states
 def test_status_ends_at_a_signal_and_says_where(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, last: int
 ) -> None:
-    count, plain = 0, artifact_states.read_header
+    count, plain = 0, states.read_header
 
     def signalled(path: Path) -> Any:
         nonlocal count
@@ -29,7 +29,7 @@ def test_status_ends_at_a_signal_and_says_where(
             os.kill(os.getpid(), number)
         return plain(path)
 
-    monkeypatch.setattr(artifact_states, "read_header", signalled)
+    monkeypatch.setattr(states, "read_header", signalled)
     done = cli("status", small_run)
     assert done.code == 128 + number
     assert f"interrupted by {number.name} at " in done.stderr

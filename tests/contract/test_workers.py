@@ -16,7 +16,7 @@ from problems.workers import ended, run_processes, run_workers, start_workers
 from bnncli.cli import spread
 from bnncli.errors import UsageError
 from bnncli.inference import mode
-from bnncli.options.common import ComputeOptions
+from bnncli.options.command import ComputeOptions
 from bnncli.system import memory
 
 FITS = {

@@ -11,9 +11,9 @@ from bnncli.evaluation.detection import Ranking, detection_rows
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 from bnncli.evaluation.metric_rows import score_rows
 from bnncli.evaluation.scores import ScoredPredictions, detection_forms, split_scores
-from bnncli.options.assertions import parse_score
 from bnncli.options.compare import compared
-from bnncli.run.paired_scores import measure_detection, measure_split, needed_scores
+from bnncli.options.scoring import parse_score
+from bnncli.session.recommendation import measure_detection, measure_split, needed_scores
 
 SIZE = 150
 

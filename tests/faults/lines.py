@@ -59,7 +59,7 @@ class Line:
 
 
 def _computing() -> set[str]:
-    from bnncli.options.common import ComputeOptions
+    from bnncli.options.command import ComputeOptions
 
     return {command.name for command in own_commands() if ComputeOptions in command.groups}
 

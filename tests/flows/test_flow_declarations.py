@@ -11,7 +11,7 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.flows import SPACES, Recipe, choose_recipe, choose_space, resolved_settings, settings_of
 from bnncli.flows._affine_sizes import num_elements
-from bnncli.options.parts import class_attribute
+from bnncli.options.declaration import class_attribute
 
 
 @every_flow

@@ -25,7 +25,7 @@ from bnncli.errors import DataError, Interrupted
 from bnncli.models import Asked, SavedModel, open_model
 from bnncli.models.features import Extracted, collect, extract, unpadded
 from bnncli.models.head_search import find_head
-from bnncli.run.resumable_features import FeatureStore
+from bnncli.session.network import FeatureStore
 
 transformers = library("transformers")
 QUICK = ("Wav2Vec2", "AST", "Whisper")

@@ -115,7 +115,7 @@ def test_what_sees_no_padding_is_refused_before_the_work(
     cli: Cli, write: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit(cli, write())
-    monkeypatch.setattr("bnncli.run.predictor.Predictor.ready", lambda *words: pytest.fail("work was begun"))
+    monkeypatch.setattr("bnncli.session.predictor.Predictor.ready", lambda *words: pytest.fail("work was begun"))
     done = cli(*EXPORT, "--format", "pt2")
     assert done.code == 65, done.stderr
     assert "the network processes each example without its padding, which an exported file cannot" in done.stderr

@@ -12,7 +12,7 @@ from bnncli.artifacts.headers import odd_field
 from bnncli.errors import UsageError
 from bnncli.models import is_kind
 from bnncli.models.libraries import part, require
-from bnncli.run.model_files import ModelFiles, own_files
+from bnncli.session.run import ModelFiles, own_files
 
 
 @pytest.mark.parametrize("spec", ["mlp", "net.py:make", "package.module:make", "hf", "no-such-kind:x", ""])

@@ -15,7 +15,7 @@ from problems.command_line import Cli
 import bnncli
 from bnncli.api.session import open_session
 from bnncli.errors import BnnError, BnnWarning, DataError, DeviceError, WriteError
-from bnncli.run.inputs import open_posterior
+from bnncli.session.inputs import open_posterior
 
 
 def extract_another_train(run: Path, cli: Cli) -> None:
@@ -75,7 +75,7 @@ def test_a_posterior_stays_what_it_was_when_it_was_asked_for(small_run: Path) ->
 def test_a_posterior_that_is_replaced_while_it_is_read_is_refused(
     small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bnncli.run import predictor
+    from bnncli.session import predictor
 
     other = small_run.with_name("small.bnn") / "posteriors" / "refine.safetensors"
     monkeypatch.setattr(predictor, "open_posterior", lambda path: open_posterior(other))
@@ -99,7 +99,7 @@ class OutOfMemoryError(RuntimeError):
 def test_what_the_machine_lacks_is_an_error_of_ours(
     finished_run: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, kind: type[BnnError], message: str
 ) -> None:
-    from bnncli.run.predictor import Predictor
+    from bnncli.session.predictor import Predictor
 
     def fail(*_: object) -> None:
         raise raised

@@ -10,8 +10,8 @@ import pytest
 from problems.command_line import Cli
 
 from bnncli.errors import MissingInput, UsageError
-from bnncli.options.assertions import Quantity, parse_assertion, parse_score
-from bnncli.run.score_assertions import Absent, check_names, failure_text, forms, hold_against
+from bnncli.options.scoring import Quantity, parse_assertion, parse_score
+from bnncli.session.score_rows import Absent, check_names, failure_text, forms, hold_against
 
 METRICS = ("nll", "ece", "auroc", "mmd2")
 

@@ -20,11 +20,10 @@ from bnncli.cli.build import parser
 from bnncli.cli.commands import own_commands
 from bnncli.cli.options import _from_text, option_fields
 from bnncli.errors import Interrupted, UsageError
-from bnncli.options.command_line import CommandLine, own_command
-from bnncli.options.common import CommonOptions, RecordOptions, RunOptions, WriteOptions
+from bnncli.options.command import CommandLine, CommonOptions, RecordOptions, RunOptions, WriteOptions, own_command
 from bnncli.options.declaration import choices_of, flag_of, made
 from bnncli.options.fit_laplace import FitLaplaceOptions
-from bnncli.run import resumable
+from bnncli.session import produce
 
 MAKERS = {one.name: one.groups for one in own_commands() if RecordOptions in one.groups}
 LEFT_OUT = {spec.name for group in (CommonOptions, RunOptions) for spec in fields(group)} | {"force", "dry_run"}
@@ -203,7 +202,7 @@ def test_the_command_that_continues_a_fit_is_one_that_runs(
         if len(saved) == 2:
             raise Interrupted(15, "interrupted")
 
-    monkeypatch.setattr(resumable, "write_state", save_once)
+    monkeypatch.setattr(produce, "write_state", save_once)
     words = ("--epochs", 80, "--patience", 0, "--save-every", 0, "--elbo-draws", 8, "--name", "cut")
     done = cli("refine", *words, "--", small_run)
     assert done.code == 143

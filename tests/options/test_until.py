@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bnncli.errors import UsageError
-from bnncli.options.until import parse_until, unmet
+from bnncli.options.shared import parse_until, unmet
 
 
 def test_conditions_are_parsed_and_written_back() -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bnncli.models import Asked
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from problems.transforms import WordLengths
 
 FORM = Form("words:FILE")

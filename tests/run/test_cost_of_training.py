@@ -9,7 +9,7 @@ import pytest
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
-from bnncli.run.cost import TotalCost, total_cost
+from bnncli.session.posteriors import TotalCost, total_cost
 
 
 @pytest.fixture
@@ -28,7 +28,9 @@ def test_training_that_nobody_told_of_is_unknown(laplace: Header) -> None:
 def test_training_is_that_of_the_network_beside_it(laplace: Header, monkeypatch: pytest.MonkeyPatch) -> None:
     network = read_header(laplace.path.with_name("map.safetensors"))
     told = replace(network, meta={**network.meta, "gradient_passes": 100})
-    monkeypatch.setattr("bnncli.run.cost.read_header", lambda path: told if path == network.path else read_header(path))
+    monkeypatch.setattr(
+        "bnncli.session.posteriors.read_header", lambda path: told if path == network.path else read_header(path)
+    )
     assert total_cost(laplace).training == 100
     assert total_cost(told) == TotalCost(0.0, 0.0, 100.0)
 

@@ -11,7 +11,7 @@ from torch import nn
 from bnncli.errors import DeviceError
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.tensor_bytes import peak_bytes
-from bnncli.run.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
+from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,9 @@ def test_draws_of_a_mixture_are_of_the_last_layer_alone() -> None:
 
 
 def test_a_pass_of_examples_takes_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bnncli.run.prediction_memory.with_kernels", lambda work, layout, count, device: work.of(count))
+    monkeypatch.setattr(
+        "bnncli.session.prediction_memory.with_kernels", lambda work, layout, count, device: work.of(count)
+    )
     memory = make_memory("point")
     theta, inputs = memory.layout.trained().float().unsqueeze(0), torch.rand(200, 64)
 

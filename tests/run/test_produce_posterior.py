@@ -13,12 +13,11 @@ import torch
 from bnncli.artifacts.posteriors import read_posterior
 from bnncli.console import Console
 from bnncli.errors import CheckFailed, UsageError
-from bnncli.options.command_line import CommandLine
-from bnncli.options.common import CommonOptions, ComputeOptions, NameOptions, RunOptions, WriteOptions
+from bnncli.options.command import CommandLine, CommonOptions, ComputeOptions, NameOptions, RunOptions, WriteOptions
 from bnncli.posteriors.point import Point
-from bnncli.run.inputs import load_split
-from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.session import Result, Run
+from bnncli.session.inputs import load_split
+from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.run import Result, Run
 
 STAGES = Path(__file__).parents[2] / "bnncli" / "stages"
 

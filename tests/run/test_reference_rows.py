@@ -9,8 +9,7 @@ import pytest
 
 from bnncli.artifacts.predictions import PredictionFile
 from bnncli.errors import DataError
-from bnncli.run.given_predictions import GivenPredictions
-from bnncli.run.reference_predictions import MatchedForecasts, matching_rows
+from bnncli.session.prediction_files import GivenPredictions, MatchedForecasts, matching_rows
 
 IDS = np.array([7, 2, 5])  # rows of its data that a split holds
 

@@ -17,7 +17,7 @@ from bnncli.artifacts.posteriors import read_posterior
 from bnncli.artifacts.samples import read_samples
 from bnncli.inference.elbo import elbo
 from bnncli.parameters.prior import Prior
-from bnncli.run.inputs import open_posterior, recorded_prior
+from bnncli.session.inputs import open_posterior, recorded_prior
 from bnncli.targets.last_layer import LastLayerTarget
 
 PRIOR = Prior(10.0, 0.1)

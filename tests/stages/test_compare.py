@@ -206,7 +206,7 @@ def test_unlabelled_scores_that_are_named_are_an_error_and_not_shown_otherwise(c
 def test_posteriors_of_different_examples_are_refused(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bnncli.run.prediction_groups import open_groups
+    from bnncli.session.predictions import open_groups
     from bnncli.stages.compare import comparing
 
     def changed(*words: Any, **names: Any) -> Any:

@@ -16,8 +16,8 @@ from bnncli.artifacts.predictions import read_predictions
 from bnncli.decisions.outliers import OutlierRule
 from bnncli.evaluation.combined_score import Combined
 from bnncli.parameters.layouts import HeadLayout
-from bnncli.run import predictor, revisions
-from bnncli.run.predictor import TrainData
+from bnncli.session import predictor, revisions
+from bnncli.session.predictor import TrainData
 
 HEAD = ("--head-only", "--format", "torch")
 

@@ -272,7 +272,7 @@ def test_each_posterior_is_measured_on_its_own_target(cli: Cli, small_run: Path)
 
 
 def test_diagnostics_that_are_not_stored_are_computed(cli: Cli, small_run: Path) -> None:
-    from bnncli.run.inputs import open_samples
+    from bnncli.session.inputs import open_samples
     from bnncli.stages.diagnose import diagnosis
     from bnncli.system.devices import resolve_device
 

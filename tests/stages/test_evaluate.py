@@ -11,7 +11,7 @@ from problems.command_line import Cli, new_run
 
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.evaluation import probabilities
-from bnncli.run.score_table import score_table
+from bnncli.session.score_tables import score_table
 
 
 def by_form(row: dict[str, Any]) -> dict[str, dict[str, Any]]:

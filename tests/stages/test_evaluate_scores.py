@@ -17,8 +17,8 @@ from sklearn.neighbors import NearestNeighbors
 
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.evaluation.detectors import of_features, of_predictions
-from bnncli.options.evaluate import EvaluateOptions
-from bnncli.run.inputs import open_posterior
+from bnncli.options.scoring import EvaluateOptions
+from bnncli.session.inputs import open_posterior
 
 Metrics = list[dict[str, Any]]
 

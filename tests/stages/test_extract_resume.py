@@ -15,7 +15,7 @@ from bnncli.artifacts import resume
 from bnncli.artifacts.features import CHECK_ROWS, read_features
 from bnncli.artifacts.files import read_header
 from bnncli.errors import Interrupted, WriteError
-from bnncli.run.resumable_features import FeatureStore
+from bnncli.session.network import FeatureStore
 
 NETWORK = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))\n"
 DATA = """

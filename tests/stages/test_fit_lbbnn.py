@@ -22,7 +22,7 @@ from bnncli.latent.model import LatentModel, SpikeAndSlab
 from bnncli.options.fit_lbbnn import FitLbbnnOptions
 from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
-from bnncli.run.inputs import open_posterior
+from bnncli.session.inputs import open_posterior
 from bnncli.stages.fit_lbbnn import work
 from bnncli.stages.fit_lbbnn.report import TrainingData, measure
 

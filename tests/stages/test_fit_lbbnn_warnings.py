@@ -21,7 +21,7 @@ from bnncli.cli.execute import run_command_line
 from bnncli.errors import DataError
 from bnncli.latent.fit import History, Plan
 from bnncli.options.fit_lbbnn import FitLbbnnOptions
-from bnncli.run.inputs import open_posterior
+from bnncli.session.inputs import open_posterior
 from bnncli.stages.fit_lbbnn.underfitting import guessing, reach, rise, short_plan, still_rising
 
 

@@ -28,8 +28,8 @@ from bnncli.inference.temperature import LabelledLogits, fit_temperature
 from bnncli.integrators import load_integrator
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.run.inputs import open_posterior
-from bnncli.run.out_of_fold import GaussianFolds
+from bnncli.session.inputs import open_posterior
+from bnncli.session.out_of_fold import GaussianFolds
 from bnncli.system import memory
 from bnncli.targets.last_layer import LastLayerTarget
 

@@ -11,7 +11,7 @@ import torch
 from problems.command_line import Cli
 
 from bnncli.artifacts.files import read_header
-from bnncli.run.inputs import open_posterior
+from bnncli.session.inputs import open_posterior
 
 QUICK = ("--epochs", 1, "--length", 2, "--elbo-draws", 8)
 

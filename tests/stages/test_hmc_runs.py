@@ -26,8 +26,8 @@ from bnncli.evaluation.predictive_convergence import log_probabilities
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.options.hmc import HmcOptions
 from bnncli.parameters.layouts import HeadLayout
-from bnncli.run import chain_judges
-from bnncli.run.resumable import ResumableDraws
+from bnncli.session import chains
+from bnncli.session.produce import ResumableDraws
 from bnncli.stages.hmc import work as hmc
 from bnncli.stages.hmc.report import hmc_warnings
 from bnncli.system import signals
@@ -342,10 +342,8 @@ def test_chains_are_judged_on_the_device(cli: Cli, small_run: Path, monkeypatch:
     seen: list[Any] = []
 
     def spied(name: str) -> None:
-        plain = getattr(chain_judges, name)
-        monkeypatch.setattr(
-            chain_judges, name, lambda *args, **rest: seen.append(rest["device"]) or plain(*args, **rest)
-        )
+        plain = getattr(chains, name)
+        monkeypatch.setattr(chains, name, lambda *args, **rest: seen.append(rest["device"]) or plain(*args, **rest))
 
     spied("convergence")
     spied("held_out_convergence")

@@ -18,7 +18,7 @@ from bnncli.data.splits import InputSplit, load_split
 from bnncli.models.architectures.mlp import build
 from bnncli.models.features import InputSums
 from bnncli.numerics.corruptions import CORRUPTIONS
-from bnncli.run.input_statistics import difference
+from bnncli.session.network_fit import difference
 
 DATA = Path(__file__).resolve().parents[3] / "shared/data"
 KINDS = ("fmnist-train", "fmnist-test", "mnist-test", "kmnist-test", "notmnist-test", "emnist-letters-test")

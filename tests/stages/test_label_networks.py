@@ -13,7 +13,7 @@ from problems.label_sets import label_arrays
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.run.inputs import open_posterior
+from bnncli.session.inputs import open_posterior
 from bnncli.stages.fit_lbbnn.underfitting import guessing
 
 

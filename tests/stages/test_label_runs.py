@@ -18,8 +18,8 @@ from problems.outputs import table_rows
 import bnncli
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.run.class_table import class_table
-from bnncli.run.inputs import open_posterior
+from bnncli.session.inputs import open_posterior
+from bnncli.session.score_tables import class_table
 
 STEPS: tuple[tuple[object, ...], ...] = (
     ("fit-laplace", "--prior-precision", "2"),

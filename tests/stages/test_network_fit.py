@@ -14,7 +14,7 @@ from sklearn.metrics import accuracy_score, log_loss
 from bnncli.artifacts.features import FeatureFile
 from bnncli.artifacts.files import read_header
 from bnncli.progress import SILENT
-from bnncli.run.network_fit import NetworkFit, fit_of, recorded_fit
+from bnncli.session.network_fit import NetworkFit, fit_of, recorded_fit
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 NUM_SIMULATIONS = 500

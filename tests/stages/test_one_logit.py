@@ -9,7 +9,7 @@ import pytest
 from problems.command_line import Cli
 
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.run.inputs import open_posterior
+from bnncli.session.inputs import open_posterior
 
 
 def write(folder: Path, num_classes: int) -> None:

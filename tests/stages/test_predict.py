@@ -18,14 +18,13 @@ from bnncli.integrators import Ready, load_integrator, settings_of
 from bnncli.integrators._moments import energy_and_max_logit, mean_theta
 from bnncli.integrators.mc import Mc
 from bnncli.integrators.probit import Probit
-from bnncli.options.declaration import declared, help_of
-from bnncli.options.parts import declaration
+from bnncli.options.declaration import declaration, declared, help_of
 from bnncli.options.predict import PredictOptions
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.samples import Samples
 from bnncli.registry import load_class, names
-from bnncli.run import inputs as run_inputs
-from bnncli.run.inputs import open_posterior
+from bnncli.session import inputs as run_inputs
+from bnncli.session.inputs import open_posterior
 
 pytestmark = pytest.mark.gpu
 

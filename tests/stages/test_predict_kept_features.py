@@ -70,7 +70,7 @@ def test_the_split_is_the_one_that_extract_features_writes(folder: Path, cli: Cl
 def test_features_that_are_there_are_not_made_again(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     predict(cli, *DATA, *KEPT)
     before = NEW.read_bytes()
-    monkeypatch.setattr("bnncli.run.network.Network.features", None)
+    monkeypatch.setattr("bnncli.session.network.Network.features", None)
     assert f"{NEW}: up to date" in predict(cli, *DATA, *KEPT).stderr
     assert NEW.read_bytes() == before
 

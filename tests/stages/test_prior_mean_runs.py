@@ -16,7 +16,7 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.posteriors import read_posterior, write_posterior
 from bnncli.inference.elbo import elbo
 from bnncli.parameters.prior import Prior
-from bnncli.run.inputs import open_posterior, recorded_prior
+from bnncli.session.inputs import open_posterior, recorded_prior
 from bnncli.targets.last_layer import LastLayerTarget
 
 STEPS = (

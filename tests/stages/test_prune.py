@@ -27,7 +27,7 @@ from bnncli.latent.model import LatentModel, SpikeAndSlab
 from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
-from bnncli.run.inputs import open_posterior
+from bnncli.session.inputs import open_posterior
 from bnncli.stages.evaluate import density as evaluate_density
 from bnncli.stages.prune.work import chosen_weights
 

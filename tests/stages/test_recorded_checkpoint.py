@@ -75,7 +75,7 @@ def test_features_of_another_revision_do_not_speak_for_the_checkpoint(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli("extract-features", *WORDS).code == 0
-    monkeypatch.setattr("bnncli.run.revisions.EXTRACT_FEATURES", 99)
+    monkeypatch.setattr("bnncli.session.revisions.EXTRACT_FEATURES", 99)
     parses = parsed(monkeypatch)
     assert cli("extract-features", *WORDS, "--dry-run").code == 0
     assert len(parses) == 1
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_an_error(cli: Cli, monkeypat
         torch.save({name: value + 1 for name, value in STATE.items()}, path)
         return whole(path)
 
-    monkeypatch.setattr("bnncli.run.network.load_checkpoint", replaced)
+    monkeypatch.setattr("bnncli.session.network.load_checkpoint", replaced)
     done = cli("extract-features", *WORDS, "--force")
     assert (done.code, "was replaced while this command ran" in done.stderr) == (65, True), done.stderr
     np.testing.assert_array_equal(read_features(TRAIN).head_weight, before)

@@ -26,8 +26,8 @@ from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import has_attribute, names
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import open_posterior
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import open_posterior
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 
@@ -209,7 +209,7 @@ def test_draws_are_the_prior_outside_and_know_their_log_joint(cli: Cli, run: Pat
 
 
 def test_interrupted_chains_continue_to_the_same_draws(cli: Cli, run: Path) -> None:
-    from bnncli.run.resumable import ResumableDraws
+    from bnncli.session.produce import ResumableDraws
     from bnncli.system import signals
 
     words = ("hmc", run, "--chains", 2, "--warmup", 4, "--draws", 8, "--save-every", 0)

@@ -245,9 +245,9 @@ def test_scores_of_every_class_and_curtailed_rows(
 def test_many_rows_have_no_bootstrap_unless_it_is_asked_for(
     cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bnncli.options import score
+    from bnncli.options import scoring
 
-    monkeypatch.setattr(score, "MOST_ROWS", 50)
+    monkeypatch.setattr(scoring, "MOST_ROWS", 50)
     done = cli("score", "p.npz", "--json")
     assert "interval" not in json.loads(done.stdout)["rows"][0]["metrics"][0]
     assert "60 rows: no bootstrap intervals" in done.stderr

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from bnncli.artifacts.posteriors import gradient_passes
 from bnncli.errors import Interrupted
 from bnncli.models.build import load_network
-from bnncli.run import resumable
+from bnncli.session import produce
 
 NETWORK = """
 import torch
@@ -143,7 +143,7 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(
 ) -> None:
     words = (*model, *SHORT, "--ema", 0.9, "--save-every", 1000)
     assert cli("train", "whole.safetensors", *words).code == 0
-    plain, calls = resumable.Resumable.save, []
+    plain, calls = produce.Resumable.save, []
 
     def stopping(self: Any, state: Any, is_last: bool) -> None:
         calls.append(is_last)
@@ -152,7 +152,7 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(
         plain(self, state, is_last)
 
     with monkeypatch.context() as patch:
-        patch.setattr(resumable.Resumable, "save", stopping)
+        patch.setattr(produce.Resumable, "save", stopping)
         done = cli("train", "a.safetensors", *words)
     assert done.code == 143
     assert "--resume" in done.stderr
@@ -189,7 +189,7 @@ def test_seeds_that_workers_share_out_go_on_where_all_of_them_were(cli: Cli, mon
         return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(resumable.Resumable, "is_due", stopping)
+        patch.setattr(produce.Resumable, "is_due", stopping)
         done = cli("train", "a.safetensors", *words)
     assert done.code == 143
     kept = load_file(".a-0.resume.safetensors")
@@ -201,7 +201,7 @@ def test_seeds_that_workers_share_out_go_on_where_all_of_them_were(cli: Cli, mon
     assert (other.code, "saved with networks grouped into different batches" in other.stderr) == (65, True)
     calls.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(resumable.Resumable, "is_due", lambda self: calls.append(0) or False)
+        patch.setattr(produce.Resumable, "is_due", lambda self: calls.append(0) or False)
         assert cli("train", "a.safetensors", *words, "--resume").code == 0
     assert len(calls) == 2  # one epoch is left, and the meeting where all are done
     for seed in (0, 1):

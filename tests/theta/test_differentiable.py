@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bnncli.errors import DataError
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
-from bnncli.run.network_checks import check_derivatives
+from bnncli.session.network_splits import check_derivatives
 
 TEXTS = torch.tensor([[1, 2, 0, 0], [3, 0, 0, 4], [1, 1, 1, 2]]).double()
 

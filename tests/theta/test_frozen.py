@@ -16,7 +16,7 @@ from bnncli.network_curvature.full import hessian_between
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.parameters.tensor_bytes import _Live, peak_bytes
-from bnncli.run.network_checks import check_derivatives
+from bnncli.session.network_splits import check_derivatives
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import NetworkTarget
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from bnncli.data.arrow_files import ArrowBlocks, BlockTable, files_of
 from bnncli.data.pixels import Preprocess
 from bnncli.data.tables import TableDataset, divide, table_dataset
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 
 FORM = Form("arrow:FILE-or-DIR[:text=COL,label=COL]", 15, "Arrow or Feather tables.")
 

@@ -16,7 +16,7 @@ from bnncli.data.labels import files_in
 from bnncli.data.pixels import Preprocess
 from bnncli.data.sound import SUFFIXES, Sound, check_decodable, read_sound
 from bnncli.numerics.digests import file_sha256
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.progress import Progress
 from bnncli.system.input_files import open_regular
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from bnncli.data.delimited import DelimitedTable
 from bnncli.data.pixels import Preprocess
 from bnncli.data.tables import TableDataset, divide, table_dataset
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 
 FORM = Form("csv:FILE[:text=COL,label=COL]", 11, "A comma-separated table with column names; may be gzipped.")
 

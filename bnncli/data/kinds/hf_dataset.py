@@ -17,7 +17,7 @@ from bnncli.data.pixels import Preprocess
 from bnncli.data.tables import TableDataset, divide, table_dataset
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.names import listed, quoted
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.system.input_files import read_object
 
 FORM = Form("hf-dataset:DIR[:split]", 16, "A Hugging Face dataset on disk.")

@@ -19,7 +19,7 @@ from bnncli.data.arrays import ArrayDataset, array_dataset, can_hold, check_memo
 from bnncli.data.pixels import Preprocess
 from bnncli.errors import DataError
 from bnncli.names import quoted
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.system.input_files import is_failure, open_regular
 
 FORM = Form("idx:IMAGES,LABELS", 20, "Files in the MNIST format; may be gzipped.")

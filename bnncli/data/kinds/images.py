@@ -17,7 +17,7 @@ from bnncli.data.labels import files_in
 from bnncli.data.pixels import SUFFIXES, Preprocess, check_same_size, decoded_image, mode_of, opened_image, sized
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.progress import Progress
 from bnncli.system.input_files import open_regular
 

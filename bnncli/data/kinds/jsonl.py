@@ -15,7 +15,7 @@ from bnncli.data.pixels import Preprocess
 from bnncli.data.tables import FILE, LIST, OTHER, REAL, TEXT, WHOLE, TableDataset, divide, table_dataset
 from bnncli.errors import DataError
 from bnncli.names import quoted
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.progress import Progress
 
 FORM = Form("jsonl:FILE[:text=COL,label=COL]", 13, "One JSON object per line; may be gzipped.")

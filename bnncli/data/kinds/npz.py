@@ -17,7 +17,7 @@ from bnncli.data.pixels import Preprocess
 from bnncli.data.sound import WaveDataset, is_waves, wave_dataset
 from bnncli.errors import DataError, UsageError
 from bnncli.names import quoted
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 
 FORM = Form("npz:FILE[:x,y]", 10, "Arrays of inputs and labels in a NumPy archive.")
 

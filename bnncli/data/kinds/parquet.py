@@ -7,7 +7,7 @@ from pathlib import Path
 from bnncli.data.arrow_files import BlockTable, ParquetBlocks, files_of
 from bnncli.data.pixels import Preprocess
 from bnncli.data.tables import TableDataset, divide, table_dataset
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 
 FORM = Form("parquet:FILE-or-DIR[:text=COL,label=COL]", 14, "Parquet tables.")
 

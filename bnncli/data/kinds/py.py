@@ -23,7 +23,7 @@ from bnncli.data.sound import clip_of, is_clip
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
 from bnncli.names import listed, quoted
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.progress import Progress
 from bnncli.system import user_code
 

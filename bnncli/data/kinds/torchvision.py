@@ -21,7 +21,7 @@ from bnncli.data.labels import check_labels
 from bnncli.data.pixels import Preprocess
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
 from bnncli.names import quoted
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.system.input_files import is_failure, open_regular
 
 DIGITS = tuple(map(str, range(10)))  # torchvision's "0 - zero", ... fit no model's names

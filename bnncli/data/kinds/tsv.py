@@ -7,7 +7,7 @@ from pathlib import Path
 from bnncli.data.delimited import DelimitedTable
 from bnncli.data.pixels import Preprocess
 from bnncli.data.tables import TableDataset, divide, table_dataset
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 
 FORM = Form("tsv:FILE[:text=COL,label=COL]", 12, "A tab-separated table with column names; may be gzipped.")
 

@@ -38,7 +38,7 @@ from bnncli.data.tables import labels_of, unlabelled_note
 from bnncli.errors import DataError, Untrusted
 from bnncli.names import listed, quoted
 from bnncli.numerics.digests import file_sha256
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.progress import Progress
 from bnncli.system.input_files import open_regular
 

@@ -20,7 +20,7 @@ from bnncli.models.checkpoint_files import check_checksums, check_members, sniff
 from bnncli.models.checkpoints import check_sizes
 from bnncli.models.graphs import GraphFile, not_a_program
 from bnncli.names import quoted
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.system.input_files import open_regular
 
 if TYPE_CHECKING:

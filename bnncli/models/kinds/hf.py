@@ -25,7 +25,7 @@ from bnncli.models.huggingface import (
     weight_files,
 )
 from bnncli.names import quoted
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.system.input_files import read_object
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from bnncli.models import Asked
 from bnncli.models.checkpoint_files import check_checksums, sniff, sniff_zip
 from bnncli.models.graphs import GraphFile, GraphStep, aten_step, not_a_program
 from bnncli.names import listed, quoted
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.system import signals
 from bnncli.system.input_files import open_regular
 from bnncli.system.signals import interruptible

@@ -24,7 +24,7 @@ from bnncli.models.libraries import require
 from bnncli.models.onnx_files import onnx_files
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256, json_sha256
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.system.devices import available_memory
 
 # Largest difference of the two that rounding explains, of each number and in units of 1 + the largest.

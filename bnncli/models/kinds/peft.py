@@ -40,7 +40,7 @@ from bnncli.models.huggingface import (
 )
 from bnncli.models.libraries import require
 from bnncli.names import listed, quoted
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.system.input_files import read_object
 
 if TYPE_CHECKING:

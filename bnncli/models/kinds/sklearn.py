@@ -17,8 +17,8 @@ from bnncli.likelihoods import likelihood_of
 from bnncli.models import Asked
 from bnncli.models.sklearn_arrays import NAMES, arrays_of, read_skops
 from bnncli.names import listed, quoted
-from bnncli.options.command_line import pasted
-from bnncli.options.parts import Form
+from bnncli.options.command import pasted
+from bnncli.options.declaration import Form
 from bnncli.system.input_files import open_regular
 
 

@@ -18,7 +18,7 @@ from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.models import Asked
 from bnncli.models.libraries import building, require, require_torchvision, stacked, told_apart
 from bnncli.names import listed, quoted
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 from bnncli.system.input_files import read_object
 
 if TYPE_CHECKING:

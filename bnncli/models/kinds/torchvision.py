@@ -18,7 +18,7 @@ from bnncli.errors import UsageError
 from bnncli.models import Asked
 from bnncli.models.libraries import building, require_torchvision, stacked, told_apart
 from bnncli.names import listed
-from bnncli.options.parts import Form
+from bnncli.options.declaration import Form
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

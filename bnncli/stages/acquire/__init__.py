@@ -17,19 +17,17 @@ from bnncli.errors import DataError, UsageError
 from bnncli.likelihoods import has_exclusive_classes
 from bnncli.names import listed, quoted
 from bnncli.options.acquire import AcquireOptions
-from bnncli.options.command import READ, Command
-from bnncli.options.common import ComputeOptions, InputOptions, WriteOptions
+from bnncli.options.command import READ, Command, ComputeOptions, InputOptions, WriteOptions
 from bnncli.options.predict import PredictOptions
-from bnncli.run.inputs import Split, load_split, posterior_source
-from bnncli.run.integrator_choice import AskedIntegrators, IntegratorChoice
-from bnncli.run.named_posterior import find_named
-from bnncli.run.predictor import Predictor, TrainData
-from bnncli.run.recommendation import recommended
-from bnncli.run.session import Result, Run
+from bnncli.session.inputs import Split, load_split, posterior_source
+from bnncli.session.predictions import find_named
+from bnncli.session.predictor import AskedIntegrators, IntegratorChoice, Predictor, TrainData
+from bnncli.session.recommendation import recommended
+from bnncli.session.run import Result, Run
 from bnncli.system.input_files import open_regular
 
 if TYPE_CHECKING:
-    from bnncli.run.predicted_rows import Predicted
+    from bnncli.session.predictor import Predicted
 
 COMMAND = Command(
     "Choose the examples of a pool to label next.",

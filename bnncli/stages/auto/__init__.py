@@ -10,15 +10,14 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.options.auto import AutoOptions
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, load_split
-from bnncli.run.network_fit import check_network_fits
-from bnncli.run.produce import Request, produce
-from bnncli.run.recommendation import judged_before, recorded_qualities
-from bnncli.run.session import Result, Run, Table
-from bnncli.run.val_report import gain_table, has_labeled_val
+from bnncli.options.command import COMPUTE, Command, InputOptions
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split, load_split
+from bnncli.session.network_fit import check_network_fits
+from bnncli.session.produce import Request, produce
+from bnncli.session.recommendation import judged_before, recorded_qualities
+from bnncli.session.run import Result, Run, Table
+from bnncli.session.val_report import gain_table, has_labeled_val
 from bnncli.stages.auto.ladder import ENSEMBLE, Ladder, Rung
 from bnncli.stages.stack import FEWEST_ROWS
 

@@ -29,12 +29,12 @@ from bnncli.evaluation.recommendation import (
 )
 from bnncli.evaluation.scores import detection_forms
 from bnncli.integrators import supports
-from bnncli.run.inputs import Split
-from bnncli.run.predictor import Predictor, TrainData
-from bnncli.run.produce import Computed, Request
-from bnncli.run.recommendation import SplitProbabilities, qualities
-from bnncli.run.session import Run
-from bnncli.run.val_report import predicted_on, predictive_on_val, temperature_on_val
+from bnncli.session.inputs import Split
+from bnncli.session.predictor import Predictor, TrainData
+from bnncli.session.produce import Computed, Request
+from bnncli.session.recommendation import SplitProbabilities, qualities
+from bnncli.session.run import Run
+from bnncli.session.val_report import predicted_on, predictive_on_val, temperature_on_val
 from bnncli.stages.auto.ladder import ENSEMBLE, Rung
 
 _INTEGRATORS = ("mc", "probit", "mean-field", "plug-in")  # the first whose uncertainty says most

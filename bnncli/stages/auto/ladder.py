@@ -15,8 +15,7 @@ from bnncli.artifacts.resume import state_path
 from bnncli.errors import DataError, DeviceError, MissingInput, NumericError, OutputExists, Untrusted, UsageError
 from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.options.auto import AutoOptions
-from bnncli.options.command_line import CommandLine
-from bnncli.options.common import NameOptions
+from bnncli.options.command import CommandLine, NameOptions
 from bnncli.options.declaration import Checked
 from bnncli.options.diagnose import DiagnoseOptions
 from bnncli.options.fit_ensemble import TEMPERATURE, FitEnsembleOptions
@@ -24,10 +23,10 @@ from bnncli.options.fit_laplace import FitLaplaceOptions
 from bnncli.options.fit_temperature import FitTemperatureOptions
 from bnncli.options.hmc import HmcOptions
 from bnncli.options.refine import RefineOptions
+from bnncli.options.shared import INHERIT
 from bnncli.options.stack import StackOptions
-from bnncli.options.target import INHERIT
-from bnncli.run.inputs import Split, posterior_source
-from bnncli.run.session import Result, Run
+from bnncli.session.inputs import Split, posterior_source
+from bnncli.session.run import Result, Run
 from bnncli.system import signals
 from bnncli.system.signals import BudgetSpent
 

@@ -10,9 +10,9 @@ from bnncli.evaluation.excess import score
 from bnncli.lazy import no_grad, torch
 from bnncli.names import percent
 from bnncli.parameters.module import STATE
-from bnncli.run.inputs import Split
-from bnncli.run.network_splits import NetworkReader
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.network_splits import NetworkReader
+from bnncli.session.run import Run
 from bnncli.stages.fit_ensemble.work import open_member, read_theta
 
 if TYPE_CHECKING:

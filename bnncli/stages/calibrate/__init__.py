@@ -14,15 +14,14 @@ from bnncli.decisions import OOD, RISK, SETS, SHIFT
 from bnncli.errors import BnnError, CheckFailed, DataError, MissingInput, UsageError
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.options.calibrate import CalibrateOptions
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions, NameOptions
-from bnncli.run import revisions as _revisions
-from bnncli.run.decisions import maker_of
-from bnncli.run.prediction_groups import PredictionGroup, open_groups
-from bnncli.run.produce import Computed, Request, produce
-from bnncli.run.recommendation import recommended
-from bnncli.run.session import Result, Run
-from bnncli.run.split_uses import fresh_split, require_unused
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
+from bnncli.session import revisions as _revisions
+from bnncli.session.decisions import maker_of
+from bnncli.session.predictions import PredictionGroup, open_groups
+from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.recommendation import recommended
+from bnncli.session.run import Result, Run
+from bnncli.session.splits import fresh_split, require_unused
 from bnncli.stages.calibrate.report import said
 
 COMMAND = Command(

@@ -19,8 +19,8 @@ from bnncli.decisions.shift import ShiftRule
 from bnncli.errors import DataError
 from bnncli.numerics.random import stream_seed
 from bnncli.options.calibrate import TUNING_SHARE
-from bnncli.run.decisions import scores_of
-from bnncli.run.score_rows import PredictedSplit
+from bnncli.session.decisions import scores_of
+from bnncli.session.score_rows import PredictedSplit
 
 Fit = tuple[Rule, dict[str, Any]]
 

@@ -7,13 +7,11 @@ from contextlib import suppress
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import DataError, UsageError
-from bnncli.options.command import READ, Argument, Command
-from bnncli.options.common import InputOptions, WriteOptions
+from bnncli.options.command import READ, Argument, Command, InputOptions, WriteOptions
 from bnncli.options.compare import CompareOptions
-from bnncli.run.each_checkpoint import each_checkpoint
-from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.run.session import Result, Run, Table, source_json
-from bnncli.run.val_report import gain_table
+from bnncli.session.predictions import PredictionGroup
+from bnncli.session.run import Result, Run, Table, each_checkpoint, source_json
+from bnncli.session.val_report import gain_table
 from bnncli.stages.compare.comparing import compared, compared_groups
 from bnncli.stages.compare.plot import draw_plot, planned_plot, planned_result
 from bnncli.stages.compare.power import power_warnings

@@ -11,13 +11,13 @@ from bnncli.artifacts.files import read_header
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.evaluation.detectors import of_predictions
 from bnncli.evaluation.standings import standings
-from bnncli.options.assertions import Quantity
 from bnncli.options.compare import CompareOptions
-from bnncli.run.cost import TotalCost, total_cost
-from bnncli.run.prediction_groups import PredictionGroup, open_groups
-from bnncli.run.recommendation import recommended
-from bnncli.run.score_rows import num_draws
-from bnncli.run.session import Run
+from bnncli.options.scoring import Quantity
+from bnncli.session.posteriors import TotalCost, total_cost
+from bnncli.session.predictions import PredictionGroup, open_groups
+from bnncli.session.recommendation import recommended
+from bnncli.session.run import Run
+from bnncli.session.score_rows import num_draws
 from bnncli.stages.compare.measure import OF_TWO_SPLITS, Column, measure
 from bnncli.stages.compare.tables import Comparison, Name
 

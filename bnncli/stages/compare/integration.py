@@ -13,9 +13,9 @@ from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 from bnncli.evaluation.integration_error import DrawGroups, IntegrationError, integration_errors
 from bnncli.evaluation.scores import ScoredPredictions, split_scores
 from bnncli.integrators import load_integrator
-from bnncli.options.assertions import Quantity
-from bnncli.run.paired_scores import Measured, measure_detection, measure_split
-from bnncli.run.score_rows import PredictedSplit
+from bnncli.options.scoring import Quantity
+from bnncli.session.recommendation import Measured, measure_detection, measure_split
+from bnncli.session.score_rows import PredictedSplit
 
 Key = tuple[tuple[str, str], ...]
 # Of each score: its error, or the reason why it is not known.

@@ -14,13 +14,12 @@ from bnncli.evaluation.integration_error import IntegrationError
 from bnncli.evaluation.paired import Sample, integration
 from bnncli.evaluation.scores import declared, split_scores
 from bnncli.numerics.random import stream_seed
-from bnncli.options.assertions import Quantity
 from bnncli.options.compare import CompareOptions
-from bnncli.run.paired_scores import Measured, measure_detection, measure_split, needed_scores
-from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.run.score_assertions import find_metric, forms
-from bnncli.run.score_rows import PredictedSplit
-from bnncli.run.session import Run
+from bnncli.options.scoring import Quantity
+from bnncli.session.predictions import PredictionGroup
+from bnncli.session.recommendation import Measured, measure_detection, measure_split, needed_scores
+from bnncli.session.run import Run
+from bnncli.session.score_rows import PredictedSplit, find_metric, forms
 from bnncli.stages.compare.integration import Known, detection_errors, split_errors
 
 OF_TWO_SPLITS = tuple(name for name, score in declared().items() if score.of_two_splits is not None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import WriteError
 from bnncli.evaluation.scores import declared
-from bnncli.run.session import Result, Run
+from bnncli.session.run import Result, Run
 from bnncli.stages.compare.measure import Column
 from bnncli.stages.compare.tables import Comparison, score_titles
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from bnncli.evaluation.paired import Sample
 from bnncli.evaluation.standings import Standing, fewest_replicates
 from bnncli.options.compare import CompareOptions
-from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.run.session import Run
+from bnncli.session.predictions import PredictionGroup
+from bnncli.session.run import Run
 from bnncli.stages.compare.tables import Comparison
 
 _MOST_DRAWS = 10_000  # suggested: where more would be needed the posteriors hardly differ but for the draws

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from bnncli.evaluation.paired import Difference, Sample, correlation
 from bnncli.evaluation.standings import Standing
 from bnncli.names import percent, posterior_title
-from bnncli.run.cost import HEAD, NETWORK, TotalCost
-from bnncli.run.score_table import score_title
-from bnncli.run.session import Table
+from bnncli.session.posteriors import HEAD, NETWORK, TotalCost
+from bnncli.session.run import Table
+from bnncli.session.score_tables import score_title
 from bnncli.stages.compare.measure import Column
 
 _DIGITS = 4

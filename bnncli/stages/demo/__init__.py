@@ -9,11 +9,8 @@ from pathlib import Path
 
 from bnncli.artifacts.atomic import check_writable, publish_bytes
 from bnncli.errors import OutputExists
-from bnncli.options.command import Command
-from bnncli.options.command_line import CommandLine
-from bnncli.options.common import CommonOptions, ComputeOptions
+from bnncli.options.command import Command, CommandLine, CommonOptions, ComputeOptions
 from bnncli.options.demo import DemoOptions
-from bnncli.options.evaluate import EvaluateOptions
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.options.fit_laplace import FitLaplaceOptions
 from bnncli.options.fit_temperature import FitTemperatureOptions
@@ -21,7 +18,8 @@ from bnncli.options.hmc import HmcOptions
 from bnncli.options.predict import PredictOptions
 from bnncli.options.refine import RefineOptions
 from bnncli.options.report import ReportOptions
-from bnncli.run.session import Result, Run
+from bnncli.options.scoring import EvaluateOptions
+from bnncli.session.run import Result, Run
 from bnncli.stages.demo.fixtures import fixture_path
 
 COMMAND = Command(

@@ -7,11 +7,10 @@ from typing import Any
 
 from bnncli.errors import CheckFailed
 from bnncli.evaluation.verdict import Verdict
-from bnncli.options.command import READ, Command
-from bnncli.options.common import ComputeOptions, InputOptions
+from bnncli.options.command import READ, Command, ComputeOptions, InputOptions
 from bnncli.options.diagnose import DiagnoseOptions
-from bnncli.run.session import Result, Run, source_json
-from bnncli.run.val_report import gain_table
+from bnncli.session.run import Result, Run, source_json
+from bnncli.session.val_report import gain_table
 from bnncli.stages.diagnose.judgement import judge
 from bnncli.stages.diagnose.tables import diagnosis_tables
 

@@ -10,11 +10,10 @@ from bnncli.artifacts.headers import Header
 from bnncli.evaluation.verdict import Commands, Judged
 from bnncli.options.diagnose import DiagnoseOptions
 from bnncli.options.hmc import HmcOptions
-from bnncli.options.layers import LayersOptions
-from bnncli.options.target import INHERIT
-from bnncli.run.inputs import recorded_prior
-from bnncli.run.made_already import after_predictions
-from bnncli.run.session import Run
+from bnncli.options.shared import INHERIT, LayersOptions
+from bnncli.session.inputs import recorded_prior
+from bnncli.session.run import Run
+from bnncli.session.states import after_predictions
 
 if TYPE_CHECKING:
     from bnncli.stages.diagnose.diagnosis import Diagnosis

@@ -24,11 +24,10 @@ from bnncli.integrators import load_integrator
 from bnncli.options.diagnose import DiagnoseOptions
 from bnncli.parameters.module import ModuleNetwork
 from bnncli.parameters.prior import Prior
-from bnncli.run.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
-from bnncli.run.integrator_choice import sampling_integrator
-from bnncli.run.out_of_fold import OutOfFold, fit_on
-from bnncli.run.predictor import TrainData
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
+from bnncli.session.out_of_fold import OutOfFold, fit_on
+from bnncli.session.predictor import TrainData, sampling_integrator
+from bnncli.session.run import Run
 from bnncli.targets.target import CurvedTarget
 
 if TYPE_CHECKING:

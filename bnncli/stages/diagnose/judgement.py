@@ -24,15 +24,14 @@ from bnncli.likelihoods import likelihood_of
 from bnncli.options.diagnose import DiagnoseOptions
 from bnncli.parameters.layouts import ClassifierLayout
 from bnncli.parameters.prior import Prior
-from bnncli.run.inputs import Split, load_split, posterior_source, recorded_prior
-from bnncli.run.layers_selection import over_layers
-from bnncli.run.made_already import after_predictions
-from bnncli.run.named_posterior import find_named
-from bnncli.run.out_of_fold import fit_on
-from bnncli.run.produce import expected
-from bnncli.run.recommendation import Recommended, recommended
-from bnncli.run.session import Run
-from bnncli.run.val_report import network_on_val
+from bnncli.session.inputs import Split, load_split, posterior_source, recorded_prior
+from bnncli.session.out_of_fold import fit_on
+from bnncli.session.predictions import find_named, over_layers
+from bnncli.session.produce import expected
+from bnncli.session.recommendation import Recommended, recommended
+from bnncli.session.run import Run
+from bnncli.session.states import after_predictions
+from bnncli.session.val_report import network_on_val
 from bnncli.stages.diagnose.commands import commands
 from bnncli.stages.diagnose.layers import SeenSplits, gains_of_layers
 

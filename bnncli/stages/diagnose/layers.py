@@ -11,10 +11,10 @@ from bnncli.evaluation.layer_gain import LayerGain, layer_gains
 from bnncli.evaluation.verdict import POINTS
 from bnncli.options.diagnose import DiagnoseOptions
 from bnncli.parameters.prior import Prior
-from bnncli.run.inputs import Split
-from bnncli.run.out_of_fold import fit_on
-from bnncli.run.predictor import TrainData
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.out_of_fold import fit_on
+from bnncli.session.predictor import TrainData
+from bnncli.session.run import Run
 
 if TYPE_CHECKING:
     from bnncli.stages.diagnose.diagnosis import Diagnosis

@@ -12,10 +12,10 @@ from bnncli.inference.elbo import MOST_DRAWS
 from bnncli.inference.network_memory import first_use_bytes, judging_bytes
 from bnncli.integrators import load_integrator
 from bnncli.options.diagnose import DiagnoseOptions
-from bnncli.run.inputs import Split
-from bnncli.run.integrator_choice import sampling_integrator
-from bnncli.run.prediction_memory import PosteriorMemory, PredictionSizes
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes
+from bnncli.session.predictor import sampling_integrator
+from bnncli.session.run import Run
 from bnncli.stages.diagnose.diagnosis import VAL_DRAWS
 from bnncli.stages.diagnose.layers import SeenSplits
 from bnncli.system.memory import require

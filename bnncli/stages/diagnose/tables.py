@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnncli.posteriors import LATENT_BINARY
-from bnncli.run.session import Table
+from bnncli.session.run import Table
 
 MAX_PAIRS = 15
 _DENSITY_NOTE = "+- standard error; sd log w, k: spread and Pareto k of the log weights"

@@ -15,22 +15,27 @@ from bnncli.artifacts.provenance import Source
 from bnncli.errors import CheckFailed, MissingInput, OutputExists
 from bnncli.evaluation.detectors import DEFAULT_SCORE, FALLBACK_SCORES, default_score
 from bnncli.evaluation.scores import further_names
-from bnncli.options.assertions import Assertion
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions
+from bnncli.options.command import COMPUTE, Command, InputOptions
 from bnncli.options.declaration import spelled
-from bnncli.options.evaluate import EvaluateOptions
-from bnncli.run import revisions as _revisions
-from bnncli.run.class_table import class_table, with_classes, without_classes
-from bnncli.run.decisions import ScoredDecisions
-from bnncli.run.prediction_groups import PredictionGroup, Skipped, open_groups
-from bnncli.run.produce import Computed, Request, produce
-from bnncli.run.recommendation import recommended
-from bnncli.run.score_assertions import Absent, about, check_names, failure_text, hold_against, is_of_every
-from bnncli.run.score_rows import PredictedSplit, group_rows, warn_of_rare_classes
-from bnncli.run.score_table import score_table
-from bnncli.run.session import Result, Run
-from bnncli.run.shown_scores import legend, with_metrics
+from bnncli.options.scoring import Assertion, EvaluateOptions
+from bnncli.session import revisions as _revisions
+from bnncli.session.decisions import ScoredDecisions
+from bnncli.session.predictions import PredictionGroup, Skipped, open_groups
+from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.recommendation import recommended
+from bnncli.session.run import Result, Run
+from bnncli.session.score_rows import (
+    Absent,
+    PredictedSplit,
+    about,
+    check_names,
+    failure_text,
+    group_rows,
+    hold_against,
+    is_of_every,
+    warn_of_rare_classes,
+)
+from bnncli.session.score_tables import class_table, legend, score_table, with_classes, with_metrics, without_classes
 from bnncli.stages.evaluate.curves import curves_of, draw_plots, planned_plots
 from bnncli.stages.evaluate.features import evaluate_features, row_name
 from bnncli.stages.evaluate.fidelity import FidelityReference, draws_name, find_fidelity, why_anew

@@ -11,11 +11,10 @@ from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import WriteError
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.names import posterior_title
-from bnncli.options.assertions import Quantity
-from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.run.score_assertions import find_metric
-from bnncli.run.score_rows import PredictedSplit
-from bnncli.run.session import Result, Run
+from bnncli.options.scoring import Quantity
+from bnncli.session.predictions import PredictionGroup
+from bnncli.session.run import Result, Run
+from bnncli.session.score_rows import PredictedSplit, find_metric
 from bnncli.stages.evaluate.thinned import is_latent
 
 if TYPE_CHECKING:

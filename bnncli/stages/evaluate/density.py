@@ -20,8 +20,8 @@ from bnncli.integrators.plug_in import PlugIn
 from bnncli.lazy import torch
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
-from bnncli.run.inputs import load_split, open_posterior
-from bnncli.run.session import Run
+from bnncli.session.inputs import load_split, open_posterior
+from bnncli.session.run import Run
 
 DRAWN_NETWORKS = 10  # whose shares of weights are told
 

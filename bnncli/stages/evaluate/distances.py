@@ -9,8 +9,8 @@ from bnncli.artifacts.headers import Header
 from bnncli.evaluation.reference_distances import Row, WeightDraws, num_draws_for, reference_rows, undefined_rows
 from bnncli.evaluation.scores import distances
 from bnncli.lazy import torch
-from bnncli.run.inputs import open_posterior, recorded_prior
-from bnncli.run.session import Run
+from bnncli.session.inputs import open_posterior, recorded_prior
+from bnncli.session.run import Run
 from bnncli.stages.evaluate.reference import Reference, effective_size
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from bnncli.evaluation.detectors import Detector, FittedDetector, TrainingFeatur
 from bnncli.evaluation.scores import detection_forms, further_names
 from bnncli.lazy import torch
 from bnncli.names import FEATURES_NAME
-from bnncli.options.evaluate import EvaluateOptions
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, load_split
-from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.run.produce import Computed, Request, produce
-from bnncli.run.score_rows import bootstrap_of
-from bnncli.run.session import Result, Run
+from bnncli.options.scoring import EvaluateOptions
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split, load_split
+from bnncli.session.predictions import PredictionGroup
+from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.run import Result, Run
+from bnncli.session.score_rows import bootstrap_of
 
 _INTEGRATOR = "none"
 _GROUP = f"{FEATURES_NAME}.{_INTEGRATOR}"  # what its metrics file is called

@@ -14,12 +14,18 @@ from bnncli.data.prediction_files import divide
 from bnncli.errors import MissingInput, UsageError
 from bnncli.evaluation.scores import fidelities
 from bnncli.numerics.digests import file_sha256
-from bnncli.options.evaluate import EvaluateOptions
-from bnncli.run.given_predictions import GivenPredictions, Said, open_given
-from bnncli.run.prediction_groups import PredictionGroup, open_groups
-from bnncli.run.reference_predictions import MatchedForecasts, check_against, rows_against
-from bnncli.run.score_rows import PredictedSplit, bootstrap_of
-from bnncli.run.session import Run
+from bnncli.options.scoring import EvaluateOptions
+from bnncli.session.prediction_files import (
+    GivenPredictions,
+    MatchedForecasts,
+    Said,
+    check_against,
+    open_given,
+    rows_against,
+)
+from bnncli.session.predictions import PredictionGroup, open_groups
+from bnncli.session.run import Run
+from bnncli.session.score_rows import PredictedSplit, bootstrap_of
 from bnncli.system.input_files import open_regular
 
 Row = dict[str, Any]

@@ -12,11 +12,11 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, DeviceError, MissingInput
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, deciding
-from bnncli.options.layers import LayersOptions
+from bnncli.options.shared import LayersOptions
 from bnncli.parameters.module import LAST, STATE
-from bnncli.run.inputs import open_posterior, require_draws
-from bnncli.run.layers_selection import layers_of
-from bnncli.run.session import Run
+from bnncli.session.inputs import open_posterior, require_draws
+from bnncli.session.predictions import layers_of
+from bnncli.session.run import Run
 
 USUAL = "hmc"
 

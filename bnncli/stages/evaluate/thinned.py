@@ -9,8 +9,8 @@ from bnncli.artifacts.files import read_header
 from bnncli.errors import UsageError
 from bnncli.evaluation.scores import input_numbers
 from bnncli.posteriors import LATENT_BINARY, SPARSE
-from bnncli.run.integrator_choice import type_of
-from bnncli.run.prediction_groups import PredictionGroup
+from bnncli.session.predictions import PredictionGroup
+from bnncli.session.predictor import type_of
 
 
 def is_latent(path: Path | None) -> bool:

@@ -14,20 +14,18 @@ from bnncli.errors import MissingInput, UsageError
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.export.graphs import require_onnx
 from bnncli.names import FORMATS
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.export import ExportOptions
-from bnncli.options.network_inputs import NO_NETWORK
 from bnncli.options.predict import PredictOptions
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, load_split, posterior_source
-from bnncli.run.integrator_choice import AskedIntegrators, IntegratorChoice, num_stored, type_of
-from bnncli.run.named_posterior import find_named
-from bnncli.run.network_sources import network_sources
-from bnncli.run.predictor import Predictor, TrainData
-from bnncli.run.produce import Computed, Request, produce
-from bnncli.run.recommendation import recommended
-from bnncli.run.session import Result, Run
+from bnncli.options.shared import NO_NETWORK
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split, load_split, posterior_source
+from bnncli.session.network_splits import network_sources
+from bnncli.session.predictions import find_named
+from bnncli.session.predictor import AskedIntegrators, IntegratorChoice, Predictor, TrainData, num_stored, type_of
+from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.recommendation import recommended
+from bnncli.session.run import Result, Run
 from bnncli.stages.export import publishing
 from bnncli.stages.export.report import summary
 

@@ -14,8 +14,8 @@ from bnncli.errors import DataError, UsageError
 from bnncli.export.parts import HeadParts, with_sets
 from bnncli.lazy import torch
 from bnncli.options.export import ExportOptions
-from bnncli.run.decisions import open_decisions
-from bnncli.run.session import Run
+from bnncli.session.decisions import open_decisions
+from bnncli.session.run import Run
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,9 +14,9 @@ from bnncli.export.graphs import FEATURES, INPUTS, has_length
 from bnncli.export.network import FeatureNetwork, Halved
 from bnncli.lazy import torch
 from bnncli.models.huggingface import with_plain_attention
-from bnncli.run.inputs import Split
-from bnncli.run.network_splits import NetworkReader
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.network_splits import NetworkReader
+from bnncli.session.run import Run
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

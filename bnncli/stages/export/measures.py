@@ -18,10 +18,9 @@ from bnncli.export.steps import Values
 from bnncli.integrators import Prediction, Ready
 from bnncli.lazy import torch
 from bnncli.options.export import ExportOptions
-from bnncli.run.inputs import Split
-from bnncli.run.integrator_choice import IntegratorChoice
-from bnncli.run.predictor import Predictor
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.predictor import IntegratorChoice, Predictor
+from bnncli.session.run import Run
 from bnncli.stages.export.decided import agreement
 from bnncli.stages.export.inputs import GoesIn
 from bnncli.stages.export.report import SIZES

@@ -19,11 +19,10 @@ from bnncli.export.steps import Values
 from bnncli.integrators import Ready
 from bnncli.lazy import torch
 from bnncli.options.export import ExportOptions
-from bnncli.run.inputs import Split
-from bnncli.run.integrator_choice import IntegratorChoice
-from bnncli.run.predictor import Predictor
-from bnncli.run.produce import Computed, Request
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.predictor import IntegratorChoice, Predictor
+from bnncli.session.produce import Computed, Request
+from bnncli.session.run import Run
 from bnncli.stages.export import publishing
 from bnncli.stages.export.decided import thresholds_of, with_rule
 from bnncli.stages.export.inputs import GoesIn, features_in, inputs_in

@@ -14,10 +14,9 @@ from bnncli.artifacts.files import read_header
 from bnncli.models import SavedModel
 from bnncli.options.command import COMPUTE, Argument, Command
 from bnncli.options.extract_features import ExtractFeaturesOptions
-from bnncli.options.network_inputs import NO_NETWORK
-from bnncli.run.model_files import own_files
-from bnncli.run.network_fit import MISREAD, recorded_fit
-from bnncli.run.session import Result, Run
+from bnncli.options.shared import NO_NETWORK
+from bnncli.session.network_fit import MISREAD, recorded_fit
+from bnncli.session.run import Result, Run, own_files
 from bnncli.stages.extract_features.from_arrays import from_arrays
 from bnncli.stages.extract_features.from_network import NetworkExtraction
 from bnncli.stages.extract_features.lent import lend_to_first
@@ -65,7 +64,7 @@ def run(run: Run, options: ExtractFeaturesOptions) -> Result:
     with own_model_told(run, options):
         result = _from_network(run, options, saved)
     if others is not None:
-        from bnncli.run.turns import end  # here, for torch
+        from bnncli.session.network import end  # here, for torch
 
         end(others)
     return result

@@ -8,10 +8,10 @@ from typing import Any
 
 from bnncli.artifacts.headers import interpreting
 from bnncli.errors import OutputExists
-from bnncli.options.command_line import CommandLine
+from bnncli.options.command import CommandLine
 from bnncli.options.extract_features import ExtractFeaturesOptions
-from bnncli.run.recorded_network import RecordedNetwork
-from bnncli.run.session import Result, Run
+from bnncli.session.network import RecordedNetwork
+from bnncli.session.run import Result, Run
 from bnncli.stages.extract_features.from_network import NetworkExtraction
 from bnncli.stages.extract_features.newer_requests import is_of_other_data
 

@@ -13,10 +13,9 @@ from bnncli.artifacts.provenance import Source
 from bnncli.likelihoods import BINARY
 from bnncli.numerics.digests import json_sha256
 from bnncli.options.extract_features import ExtractFeaturesOptions
-from bnncli.run.produce import Computed
-from bnncli.run.produce_together import Work
-from bnncli.run.session import Result, Run
-from bnncli.run.user_splits import check_outputs
+from bnncli.session.produce import Computed, Work
+from bnncli.session.run import Result, Run
+from bnncli.session.splits import check_outputs
 from bnncli.stages.extract_features.newer_requests import note_changed, settle
 from bnncli.stages.extract_features.one_split import (
     finished,

@@ -12,14 +12,12 @@ from bnncli.artifacts.features import FeatureFile, KnownData
 from bnncli.errors import DataError
 from bnncli.models import SavedModel
 from bnncli.options.extract_features import ExtractFeaturesOptions
-from bnncli.options.network_inputs import NO_NETWORK
-from bnncli.run.checkpoint_record import recorded_checkpoint
-from bnncli.run.input_statistics import unlike_inputs
-from bnncli.run.model_files import own_files
-from bnncli.run.produce import Computed, Request
-from bnncli.run.produce_together import Work
-from bnncli.run.session import Result, Run
-from bnncli.run.user_splits import check_network_file, open_splits, shift_params, user_sources
+from bnncli.options.shared import NO_NETWORK
+from bnncli.session.network import recorded_checkpoint
+from bnncli.session.network_fit import unlike_inputs
+from bnncli.session.produce import Computed, Request, Work
+from bnncli.session.run import Result, Run, own_files
+from bnncli.session.splits import check_network_file, open_splits, shift_params, user_sources
 from bnncli.stages.extract_features.newer_requests import settle
 from bnncli.stages.extract_features.one_split import (
     finished,
@@ -42,7 +40,7 @@ from bnncli.stages.extract_features.unfinished import unfinished_kept
 from bnncli.system.workers import crew
 
 if TYPE_CHECKING:
-    from bnncli.run.network import Network
+    from bnncli.session.network import Network
     from bnncli.stages.extract_features.network import NetworkFeatures
 
 
@@ -120,7 +118,7 @@ class NetworkExtraction:
 
     def _open_network(self) -> NetworkFeatures:
         """The network that the splits go through, its checkpoint read."""
-        from bnncli.run.turns import begin  # here, for torch
+        from bnncli.session.network import begin  # here, for torch
         from bnncli.stages.extract_features.network import NetworkFeatures
 
         if (others := crew()) is not None and not self.run.write.dry_run:

@@ -7,8 +7,8 @@ from functools import partial
 from bnncli.artifacts.features import KnownData
 from bnncli.models import SavedModel
 from bnncli.options.extract_features import ExtractFeaturesOptions
-from bnncli.run.session import Result, Run
-from bnncli.run.user_splits import open_splits
+from bnncli.session.run import Result, Run
+from bnncli.session.splits import open_splits
 from bnncli.stages.extract_features.one_split import hold_out_seed, shift_asked
 from bnncli.system.workers import Team
 
@@ -30,7 +30,7 @@ def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
         shift=shift_asked(run, options),
         classes=options.class_names,
     )
-    from bnncli.run import turns  # here, for torch
+    from bnncli.session import network as turns  # here, for torch
     from bnncli.stages.extract_features.network import network_of
 
     if not turns.has_begun(crew):

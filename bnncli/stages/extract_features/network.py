@@ -20,12 +20,11 @@ from bnncli.models.head import Head, check_link
 from bnncli.names import listed, percent
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.progress import SILENT
-from bnncli.run.network import Network
-from bnncli.run.network_fit import NetworkFit, fit_of
-from bnncli.run.produce import Request
-from bnncli.run.resumable_features import FeatureStore
-from bnncli.run.session import Run
-from bnncli.run.user_splits import check_outputs, shift_params
+from bnncli.session.network import FeatureStore, Network
+from bnncli.session.network_fit import NetworkFit, fit_of
+from bnncli.session.produce import Request
+from bnncli.session.run import Run
+from bnncli.session.splits import check_outputs, shift_params
 from bnncli.stages.extract_features.splits import check_two_classes, class_names, transform_json
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import UNFINISHED, leave_note, request_digest, take_note_away
 from bnncli.errors import NOT_OF_CONTENT, BnnError
 from bnncli.options.declaration import spelled
-from bnncli.run.produce import Request
-from bnncli.run.produce_together import Work, produce_together
-from bnncli.run.session import Result, Run
+from bnncli.session.produce import Request, Work, produce_together
+from bnncli.session.run import Result, Run
 
 
 def note_changed(run: Run, requests: Sequence[Request]) -> None:

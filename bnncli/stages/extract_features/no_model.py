@@ -8,9 +8,9 @@ from pathlib import Path
 
 from bnncli.errors import BnnError, UsageError
 from bnncli.models import is_kind
-from bnncli.options.command_line import CommandLine
+from bnncli.options.command import CommandLine
 from bnncli.options.extract_features import EITHER, ExtractFeaturesOptions
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.stages.extract_features.trained_here import own_code_line
 from bnncli.stages.inspect import recognised_model
 

@@ -14,12 +14,11 @@ from bnncli.artifacts.provenance import Source
 from bnncli.data.shift import Shift
 from bnncli.numerics.random import stream_seed
 from bnncli.options.extract_features import ExtractFeaturesOptions
-from bnncli.run import revisions as _revisions
-from bnncli.run.network_fit import fit_of
-from bnncli.run.produce import Computed, Request
-from bnncli.run.session import Result, Run
-from bnncli.run.shared_rows import shared_rows
-from bnncli.run.user_splits import shift_of
+from bnncli.session import revisions as _revisions
+from bnncli.session.network_fit import fit_of
+from bnncli.session.produce import Computed, Request
+from bnncli.session.run import Result, Run
+from bnncli.session.splits import shared_rows, shift_of
 
 
 def hold_out_seed(run: Run) -> int:

@@ -14,7 +14,7 @@ from bnncli.likelihoods import likelihood_of
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options.declaration import check_split_name
 from bnncli.options.extract_features import ExtractFeaturesOptions
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import differing_names
 from bnncli.errors import DataError
 from bnncli.likelihoods import BINARY, MULTILABEL, recorded_name
-from bnncli.run.classes import run_classes
-from bnncli.run.session import Run
+from bnncli.session.inputs import run_classes
+from bnncli.session.run import Run
 
 _TOLD = {None: "one class per example", MULTILABEL: "several labels per example", BINARY: "two classes from one logit"}
 

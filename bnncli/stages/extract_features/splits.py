@@ -15,9 +15,8 @@ from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
 from bnncli.likelihoods import BINARY, MULTILABEL, recorded_name
 from bnncli.models import Published, SavedModel
 from bnncli.options.extract_features import ExtractFeaturesOptions
-from bnncli.options.network_inputs import NO_NETWORK
-from bnncli.run.model_files import opened_model
-from bnncli.run.session import Run
+from bnncli.options.shared import NO_NETWORK
+from bnncli.session.run import Run, opened_model
 from bnncli.stages.extract_features.no_model import no_model
 
 _OF_SAVED_MODELS = ("base_model", "feature_node")

@@ -8,10 +8,10 @@ from typing import Any
 
 from bnncli.artifacts.headers import Header, interpreting
 from bnncli.artifacts.posteriors import PREPROCESSING, RECORDED_NETWORK, trained_header
-from bnncli.options.command_line import CommandLine
+from bnncli.options.command import CommandLine
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.registry import own_names
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 
 
 def with_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeaturesOptions:

@@ -11,10 +11,10 @@ from bnncli.artifacts.provenance import Source
 from bnncli.likelihoods import name_to_record
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.parameters.layouts import HeadLayout
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import head_theta
-from bnncli.run.produce import Computed, Request, produce
-from bnncli.run.session import Result, Run
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import head_theta
+from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.run import Result, Run
 
 
 def make_map(

@@ -10,16 +10,15 @@ from bnncli.artifacts.freshness import is_same_file
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import UsageError
 from bnncli.models.sharded import checkpoint_sha256
-from bnncli.options.command import CKPT, COMPUTE, Argument, Command
-from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.command import CKPT, COMPUTE, Argument, Command, InputOptions, NameOptions
 from bnncli.options.fit_ensemble import LAPLACE, TEMPERATURE, FitEnsembleOptions
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import load_split
-from bnncli.run.network_sources import network_sources
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.session import Result, Run
-from bnncli.run.val_report import labeled_val, require_labeled_val, val_lines, warn_if_worse
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import load_split
+from bnncli.session.network_splits import network_sources
+from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.produce import Request
+from bnncli.session.run import Result, Run
+from bnncli.session.val_report import labeled_val, require_labeled_val, val_lines, warn_if_worse
 from bnncli.system.input_files import open_regular
 
 COMMAND = Command(

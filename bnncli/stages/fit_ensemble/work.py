@@ -22,14 +22,12 @@ from bnncli.parameters.module import STATE, ModuleLayout
 from bnncli.posteriors.ensemble import Ensemble
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.mixture import MemberLayout, Mixture
-from bnncli.run.inputs import Split, load_split
-from bnncli.run.network import Network
-from bnncli.run.network_inputs import BATCH
-from bnncli.run.network_splits import NetworkReader
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.row_space import span_to_fit
-from bnncli.run.session import Run
-from bnncli.run.val_report import measure_probs_on_val, predicted_on
+from bnncli.session.inputs import Split, load_split
+from bnncli.session.network import Network
+from bnncli.session.network_splits import BATCH, NetworkReader
+from bnncli.session.posteriors import Fitted, span_to_fit
+from bnncli.session.run import Run
+from bnncli.session.val_report import measure_probs_on_val, predicted_on
 from bnncli.stages.fit_laplace import work as laplace
 from bnncli.stages.fit_laplace.structure import structure_to_fit
 from bnncli.system.memory import require

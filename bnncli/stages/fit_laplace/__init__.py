@@ -14,19 +14,17 @@ from bnncli.inference import memory
 from bnncli.inference.memory import MOST_LEFT_OUT, NUM_DRAWS, NUM_FOLDS
 from bnncli.inference.prior_search import search_size
 from bnncli.names import percent
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import NameOptions
+from bnncli.options.command import COMPUTE, Command, NameOptions
 from bnncli.options.fit_laplace import LOO, FitLaplaceOptions
 from bnncli.parameters.layouts import MatrixLayout
 from bnncli.registry import declaring
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, load_split
-from bnncli.run.out_of_fold import VAL, load_fitted, unique_sources
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.row_space import span_line, span_to_fit
-from bnncli.run.session import Result, Run
-from bnncli.run.val_report import has_labeled_val, val_lines
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split, load_split
+from bnncli.session.out_of_fold import VAL, load_fitted, unique_sources
+from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior, span_line, span_to_fit
+from bnncli.session.produce import Request
+from bnncli.session.run import Result, Run
+from bnncli.session.val_report import has_labeled_val, val_lines
 from bnncli.stages.fit_laplace.structure import structure_to_fit
 from bnncli.stages.fit_laplace.warnings import warn_of_missing_classes, warn_of_val
 from bnncli.stages.fit_laplace.whole import prepare_network

@@ -13,9 +13,9 @@ from bnncli.inference.prior_search import PriorSearch, SearchRows, is_brief, sea
 from bnncli.inference.prior_variants import Fold, FoldSearch, search_folds, stratified_folds
 from bnncli.lazy import torch
 from bnncli.parameters.prior import Prior
-from bnncli.run.inputs import Split
-from bnncli.run.out_of_fold import fitted_rows
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.out_of_fold import fitted_rows
+from bnncli.session.run import Run
 from bnncli.targets.last_layer import LastLayerTarget
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bnncli.inference.prior_search import SearchRows, is_brief, search_rows
-from bnncli.run.inputs import Split
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.run import Run
 from bnncli.targets.last_layer import HeldOutFeatures, LastLayerTarget
 
 

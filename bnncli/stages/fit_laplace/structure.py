@@ -10,7 +10,7 @@ from bnncli.inference import memory
 from bnncli.inference.memory import NUM_DRAWS, QUICK_SECONDS, SEARCH_FITS, SEARCH_MODES, fit_seconds
 from bnncli.inference.prior_search import search_size
 from bnncli.parameters.layouts import MatrixLayout
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.system.devices import speed_of
 from bnncli.system.memory import budget, bytes_text
 

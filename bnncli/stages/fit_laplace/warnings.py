@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bnncli.artifacts.features import label_counts
-from bnncli.options.layers import LayersOptions
+from bnncli.options.shared import LayersOptions
 from bnncli.parameters.module import LAST
 from bnncli.registry import declaring
-from bnncli.run.inputs import Split
-from bnncli.run.made_already import fresh_posterior, to_predict
-from bnncli.run.session import Run
-from bnncli.run.val_report import warn_if_worse
+from bnncli.session.inputs import Split
+from bnncli.session.run import Run
+from bnncli.session.states import fresh_posterior, to_predict
+from bnncli.session.val_report import warn_if_worse
 
 if TYPE_CHECKING:
     from bnncli.inference.mode import Mode

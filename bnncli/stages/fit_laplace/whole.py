@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from bnncli.errors import UsageError
 from bnncli.options.fit_laplace import FitLaplaceOptions, kinds_of, structures_of
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split
-from bnncli.run.network_sources import network_sources
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted, posterior_request
-from bnncli.run.session import Run
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split
+from bnncli.session.network_splits import network_sources
+from bnncli.session.posteriors import Fitted, posterior_request
+from bnncli.session.produce import Request
+from bnncli.session.run import Run
 from bnncli.stages.fit_laplace.warnings import warn_of_missing_classes
 
 if TYPE_CHECKING:

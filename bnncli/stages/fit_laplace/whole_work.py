@@ -16,11 +16,10 @@ from bnncli.options.fit_laplace import FitLaplaceOptions
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.linear_draws import LinearDraws
-from bnncli.run.cost import Cost
-from bnncli.run.inputs import Split
-from bnncli.run.network_splits import NetworkReader, NetworkSplit
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.network_splits import NetworkReader, NetworkSplit
+from bnncli.session.posteriors import Cost, Fitted
+from bnncli.session.run import Run
 from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter, warn_of_shortfall
 from bnncli.stages.fit_laplace.work import fit_metrics
 from bnncli.targets.curvature_choice import HESSIAN

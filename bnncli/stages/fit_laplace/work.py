@@ -25,13 +25,11 @@ from bnncli.options.fit_laplace import FitLaplaceOptions
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.point import Point
 from bnncli.progress import Progress
-from bnncli.run.cost import Cost
-from bnncli.run.inputs import Split
-from bnncli.run.out_of_fold import VAL, GaussianFolds
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.row_space import row_space, span_metrics
-from bnncli.run.session import Run
-from bnncli.run.val_report import measure_on_val
+from bnncli.session.inputs import Split
+from bnncli.session.out_of_fold import VAL, GaussianFolds
+from bnncli.session.posteriors import Cost, Fitted, row_space, span_metrics
+from bnncli.session.run import Run
+from bnncli.session.val_report import measure_on_val
 from bnncli.stages.fit_laplace.folds import fit_with_folds, folds_of
 from bnncli.stages.fit_laplace.search import Searched, examples_to_search
 from bnncli.stages.fit_laplace.structure import rough_structure_to_search, structure_by_val, structure_to_search

@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from bnncli.likelihoods import name_to_record, outputs_for
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.fit_lbbnn import FitLbbnnOptions
 from bnncli.parameters.layouts import NetworkLayout
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, load_split
-from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.session import Result, Run
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split, load_split
+from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.run import Result, Run
 from bnncli.stages.fit_lbbnn.summary import summary
 
 COMMAND = Command(

@@ -14,7 +14,7 @@ from bnncli.latent.model import bias_divergence
 from bnncli.lazy import no_grad, torch
 from bnncli.numerics.random import on_device
 from bnncli.posteriors.latent_binary import LatentBinary
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.targets.blocks import FeatureBlocks
 
 if TYPE_CHECKING:

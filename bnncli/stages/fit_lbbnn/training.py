@@ -24,10 +24,9 @@ from bnncli.latent.model import LatentModel
 from bnncli.lazy import torch
 from bnncli.options.fit_lbbnn import FitLbbnnOptions
 from bnncli.parameters.layouts import NetworkLayout
-from bnncli.run.inputs import Split
-from bnncli.run.resumable import Resumable
-from bnncli.run.session import Run
-from bnncli.run.shared_trainings import begun_before, say_who_works, stored_in
+from bnncli.session.inputs import Split
+from bnncli.session.produce import Resumable, begun_before, say_who_works, stored_in
+from bnncli.session.run import Run
 from bnncli.stages.fit_lbbnn.plan import start_of
 from bnncli.stages.fit_lbbnn.report import TrainingData
 from bnncli.system.workers import Team, team

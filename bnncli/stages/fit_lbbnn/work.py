@@ -12,12 +12,10 @@ from bnncli.lazy import torch
 from bnncli.options.fit_lbbnn import FitLbbnnOptions
 from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import DEFAULT_NETWORKS, LatentBinary
-from bnncli.run.cost import Cost
-from bnncli.run.inputs import Split
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.resumable import Resumable, resumable_training
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.posteriors import Cost, Fitted
+from bnncli.session.produce import Request, Resumable, resumable_training
+from bnncli.session.run import Run
 from bnncli.stages.fit_lbbnn.plan import check_memory, epochs_of, plan_of
 from bnncli.stages.fit_lbbnn.report import TrainingData, measure
 from bnncli.stages.fit_lbbnn.training import LatentTraining

@@ -6,9 +6,9 @@ from typing import Any
 
 from bnncli.evaluation.convergence import GOOD_RHAT, deciding
 from bnncli.names import percent
-from bnncli.run.chain_report import deciding_line, other_lines
-from bnncli.run.given_rate import LEAVE_OUT
-from bnncli.run.val_report import val_lines
+from bnncli.session.chains import deciding_line, other_lines
+from bnncli.session.posteriors import LEAVE_OUT
+from bnncli.session.val_report import val_lines
 
 LARGE = 0.5  # a share by which the variance is too large that is worth a warning
 

@@ -21,15 +21,11 @@ from bnncli.numerics.random import stream_seed
 from bnncli.options.fit_sghmc import BASE, NONE, RMSPROP, FitSghmcOptions
 from bnncli.parameters.prior import initial_theta
 from bnncli.posteriors.samples import Samples
-from bnncli.run.chain_judges import head_judges, network_judge, parameter_judge
-from bnncli.run.chain_report import parameter_metrics, prediction_metrics
-from bnncli.run.cost import Cost
-from bnncli.run.given_rate import chosen_instead
-from bnncli.run.inputs import open_posterior
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.resumable import ResumableDraws, resumable_training
-from bnncli.run.target_fit import Fitting
-from bnncli.run.val_report import measure_on_val
+from bnncli.session.chains import head_judges, network_judge, parameter_judge, parameter_metrics, prediction_metrics
+from bnncli.session.inputs import open_posterior
+from bnncli.session.posteriors import Cost, Fitted, Fitting, chosen_instead
+from bnncli.session.produce import ResumableDraws, resumable_training
+from bnncli.session.val_report import measure_on_val
 from bnncli.stages.fit_sghmc.report import warnings
 
 MIN_SIZED_DRAWS = 20  # a chain: of fewer no effective sample size is told

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bnncli.names import counted, percent
-from bnncli.run.given_rate import LEAVE_OUT
-from bnncli.run.val_report import val_lines
+from bnncli.session.posteriors import LEAVE_OUT
+from bnncli.session.val_report import val_lines
 
 TOO_NARROW = 1e-6
 

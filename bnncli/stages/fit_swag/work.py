@@ -8,13 +8,9 @@ from bnncli.inference.sghmc import curvature_passes, largest_curvature
 from bnncli.inference.swag import SwagFit, SwagPlan, fit_swag, noise_trace, tamed
 from bnncli.lazy import torch
 from bnncli.options.fit_swag import FitSwagOptions
-from bnncli.run.cost import Cost
-from bnncli.run.given_rate import chosen_instead
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.resumable import resumable_training
-from bnncli.run.target_base import beside_base
-from bnncli.run.target_fit import Fitting
-from bnncli.run.val_report import measure_on_val
+from bnncli.session.posteriors import Cost, Fitted, Fitting, beside_base, chosen_instead
+from bnncli.session.produce import resumable_training
+from bnncli.session.val_report import measure_on_val
 from bnncli.stages.fit_swag.report import warnings
 
 

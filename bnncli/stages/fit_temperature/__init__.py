@@ -8,17 +8,16 @@ from typing import Any
 
 from bnncli.artifacts.headers import Header
 from bnncli.errors import UsageError
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.fit_temperature import FitTemperatureOptions
 from bnncli.registry import has_attribute, names
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import posterior_source
-from bnncli.run.integrator_choice import type_of
-from bnncli.run.named_posterior import find_named
-from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.session import Result, Run
-from bnncli.run.val_report import require_labeled_val
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import posterior_source
+from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.predictions import find_named
+from bnncli.session.predictor import type_of
+from bnncli.session.run import Result, Run
+from bnncli.session.val_report import require_labeled_val
 
 COMMAND = Command(
     "Scale the network's logits by one temperature, fitted on val.",

@@ -10,12 +10,12 @@ from bnncli.errors import NumericError
 from bnncli.inference.temperature import LARGEST, SMALLEST, LabelledLogits, TemperatureFit, fit_temperature
 from bnncli.lazy import torch
 from bnncli.posteriors.point import Point
-from bnncli.run.inputs import Split, open_posterior
-from bnncli.run.out_of_fold import fit_on_meta, knows, out_of_fold
-from bnncli.run.predictor import TrainData
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.session import Run
-from bnncli.run.val_report import logits_on_val
+from bnncli.session.inputs import Split, open_posterior
+from bnncli.session.out_of_fold import fit_on_meta, knows, out_of_fold
+from bnncli.session.posteriors import Fitted
+from bnncli.session.predictor import TrainData
+from bnncli.session.run import Run
+from bnncli.session.val_report import logits_on_val
 
 if TYPE_CHECKING:
     from torch import Tensor

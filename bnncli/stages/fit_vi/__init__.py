@@ -7,15 +7,13 @@ from typing import Any
 
 from bnncli.inference.network_memory import Stepping
 from bnncli.integrators.mc import Mc
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.fit_vi import FitViOptions
-from bnncli.run import revisions as _revisions
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted, Report
-from bnncli.run.session import Result, Run
-from bnncli.run.target_fit import Fitting, TargetFit, produce_fit, weaker_prior
-from bnncli.run.val_report import warn_if_worse
+from bnncli.session import revisions as _revisions
+from bnncli.session.posteriors import Fitted, Fitting, Report, TargetFit, produce_fit, weaker_prior
+from bnncli.session.produce import Request
+from bnncli.session.run import Result, Run
+from bnncli.session.val_report import warn_if_worse
 from bnncli.stages.fit_vi.report import summary
 
 COMMAND = Command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bnncli.names import counted, percent
-from bnncli.run.val_report import val_lines
+from bnncli.session.val_report import val_lines
 
 
 def summary(metrics: dict[str, Any]) -> list[str]:

@@ -14,12 +14,9 @@ from bnncli.names import counted
 from bnncli.numerics.random import stream_seed
 from bnncli.options.fit_vi import FitViOptions
 from bnncli.parameters.prior import initial_theta
-from bnncli.run.cost import Cost
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.resumable import resumable_training
-from bnncli.run.target_base import beside_base
-from bnncli.run.target_fit import Fitting
-from bnncli.run.val_report import measure_on_val
+from bnncli.session.posteriors import Cost, Fitted, Fitting, beside_base
+from bnncli.session.produce import resumable_training
+from bnncli.session.val_report import measure_on_val
 
 
 def fit(fitting: Fitting, options: FitViOptions) -> Fitted:

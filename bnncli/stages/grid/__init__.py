@@ -11,10 +11,9 @@ from bnncli.artifacts.atomic import check_writable, write_error
 from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import CheckFailed
 from bnncli.names import counted
-from bnncli.options.command import Argument, Command
-from bnncli.options.common import CommonOptions
+from bnncli.options.command import Argument, Command, CommonOptions
 from bnncli.options.grid import GridOptions
-from bnncli.run.session import Result, Run, Table
+from bnncli.session.run import Result, Run, Table
 from bnncli.stages.grid.apart import check_apart
 from bnncli.stages.grid.journal import FAILED, SKIPPED, Ended, Journal
 from bnncli.stages.grid.places import places_of

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from bnncli.artifacts.run_folder import RunFolder
 from bnncli.errors import ConfigError
-from bnncli.options.command import COMPUTE
-from bnncli.options.common import InputOptions, NameOptions
-from bnncli.options.declaration import flag_of
-from bnncli.options.parts import settings_of
+from bnncli.options.command import COMPUTE, InputOptions, NameOptions
+from bnncli.options.declaration import flag_of, settings_of
 from bnncli.stages.grid.plan import Job
 from bnncli.stages.grid.steps import JOB, GridFile
 

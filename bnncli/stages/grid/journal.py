@@ -10,7 +10,7 @@ from typing import Any
 
 from bnncli.artifacts.atomic import publish_bytes
 from bnncli.errors import NOT_OF_CONTENT, BnnError
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.stages.grid.apart import WRITTEN
 from bnncli.stages.grid.plan import Job
 from bnncli.stages.grid.seen import Seen

@@ -12,7 +12,7 @@ from typing import Any
 
 from bnncli.errors import BnnError, ConfigError
 from bnncli.numerics.digests import json_sha256
-from bnncli.options.command_line import CommandLine
+from bnncli.options.command import CommandLine
 from bnncli.options.declaration import made
 from bnncli.stages.grid.naming import MAX_NAME, checkpoint_names, line_name, number_text, shortened
 from bnncli.stages.grid.steps import CHECKPOINT, JOB, Axes, GridFile, GridStep, filled, references

@@ -13,12 +13,10 @@ from typing import Any
 from bnncli import registry
 from bnncli.artifacts.run_folder import RunFolder
 from bnncli.errors import ConfigError, MissingInput
-from bnncli.options.command import Command
-from bnncli.options.common import CommonOptions
-from bnncli.options.declaration import Checked, Declared, flag_of
+from bnncli.options.command import Command, CommonOptions
+from bnncli.options.declaration import Checked, Declared, declaration, flag_of
 from bnncli.options.grid import GridOptions
-from bnncli.options.parts import declaration
-from bnncli.options.toml_values import base_type, closest, faults_of, line_of, option_value, read_toml
+from bnncli.options.toml import base_type, closest, faults_of, line_of, option_value, read_toml
 from bnncli.stages.grid.steps import CHECKPOINT, JOB, REFERENCE, GridFile, GridStep, options_of, references, texts
 
 _MAKES_ITS_CHECKPOINT = ("train", "extract-features")

@@ -15,7 +15,7 @@ from typing import Any
 
 from bnncli.errors import BnnError, DataError, Exit, MissingInput
 from bnncli.names import printable
-from bnncli.options.command_line import CommandLine
+from bnncli.options.command import CommandLine
 from bnncli.stages.grid.journal import DONE, FAILED, UP_TO_DATE, Ended, Journal
 from bnncli.stages.grid.places import LinePlace
 from bnncli.stages.grid.plan import Job

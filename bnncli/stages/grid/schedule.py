@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from bnncli.errors import Interrupted
 from bnncli.names import counted
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.stages.grid.journal import FAILED, SKIPPED, UP_TO_DATE, Ended, Journal
 from bnncli.stages.grid.places import LinePlace
 from bnncli.stages.grid.plan import Job

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from bnncli.options.command_line import CommandLine
+from bnncli.options.command import CommandLine
 from bnncli.stages.grid.plan import Job
 
 MAX_TASKS = 1000  # SLURM's own limit is 1001 unless its administrator says otherwise (MaxArraySize)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import ConfigError
-from bnncli.options.common import NameOptions, RecordOptions
+from bnncli.options.command import NameOptions, RecordOptions
 from bnncli.options.declaration import Checked, Declared, declared
 
 CHECKPOINT, JOB = "checkpoint", "job"  # what every line may put into its values, beside names of steps

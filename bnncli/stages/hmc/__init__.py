@@ -8,22 +8,31 @@ from typing import Any
 
 from bnncli.errors import UsageError
 from bnncli.inference import memory
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.hmc import HmcOptions
-from bnncli.options.target import AUTO
+from bnncli.options.shared import AUTO
 from bnncli.parameters.prior import Prior
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, load_split
-from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, require_features
-from bnncli.run.prior_choice import stored_search, with_prior_choice
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.row_space import span_to_fit
-from bnncli.run.session import Result, Run
-from bnncli.run.target_base import Base, find_base, prior_of, request_params, request_sources
-from bnncli.run.target_fit import weaker_prior
-from bnncli.run.val_report import warn_if_worse
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split, load_split
+from bnncli.session.out_of_fold import fit_on, held_out_of, load_fitted, require_features
+from bnncli.session.posteriors import (
+    Base,
+    Fitted,
+    Report,
+    find_base,
+    posterior_request,
+    prior_of,
+    produce_posterior,
+    request_params,
+    request_sources,
+    span_to_fit,
+    stored_search,
+    weaker_prior,
+    with_prior_choice,
+)
+from bnncli.session.produce import Request
+from bnncli.session.run import Result, Run
+from bnncli.session.val_report import warn_if_worse
 from bnncli.stages.hmc.report import summary, verdict
 from bnncli.stages.hmc.whole import prepare_network
 

@@ -9,9 +9,9 @@ from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.prior_variants import PriorTrial, climb_prior
 from bnncli.options.hmc import HmcOptions
 from bnncli.parameters.prior import Prior
-from bnncli.run.inputs import Split
-from bnncli.run.prior_choice import prior_metrics
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.posteriors import prior_metrics
+from bnncli.session.run import Run
 from bnncli.stages.hmc.work import Space
 
 _ACCEPT = 0.8  # that short runs aim at: the most draws a second

@@ -10,11 +10,11 @@ from bnncli.evaluation.bfmi import LOW_BFMI, lowest_bfmi
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding
 from bnncli.names import counted, percent
 from bnncli.options.hmc import HmcOptions
-from bnncli.options.until import unmet
+from bnncli.options.shared import unmet
 from bnncli.parameters.prior import Prior
-from bnncli.run.chain_report import deciding_line, other_lines, parameter_metrics, prediction_metrics
-from bnncli.run.prior_choice import prior_line
-from bnncli.run.val_report import val_lines
+from bnncli.session.chains import deciding_line, other_lines, parameter_metrics, prediction_metrics
+from bnncli.session.posteriors import prior_line
+from bnncli.session.val_report import val_lines
 
 if TYPE_CHECKING:
     from bnncli.inference.hmc import HmcRun

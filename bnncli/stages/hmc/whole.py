@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from bnncli.errors import UsageError
 from bnncli.inference import memory
 from bnncli.options.hmc import HmcOptions
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split
-from bnncli.run.network_sources import network_sources
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted, posterior_request
-from bnncli.run.session import Run
-from bnncli.run.target_base import Base, prior_of, request_params, request_sources
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split
+from bnncli.session.network_splits import network_sources
+from bnncli.session.posteriors import Base, Fitted, posterior_request, prior_of, request_params, request_sources
+from bnncli.session.produce import Request
+from bnncli.session.run import Run
 
 if TYPE_CHECKING:
     from bnncli.stages.hmc.whole_work import PreparedChains

@@ -14,13 +14,12 @@ from bnncli.numerics.digests import tensor_digest
 from bnncli.options.hmc import HmcOptions
 from bnncli.parameters.module import ModuleLayout
 from bnncli.parameters.prior import Prior
-from bnncli.run.chain_judges import network_judge
-from bnncli.run.inputs import Split, open_posterior
-from bnncli.run.network_splits import NetworkReader, NetworkSplit
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.session import Run
-from bnncli.run.target_base import Base
+from bnncli.session.chains import network_judge
+from bnncli.session.inputs import Split, open_posterior
+from bnncli.session.network_splits import NetworkReader, NetworkSplit
+from bnncli.session.posteriors import Base, Fitted
+from bnncli.session.produce import Request
+from bnncli.session.run import Run
 from bnncli.stages.hmc.work import Sampling, Space
 from bnncli.targets.network import NetworkTarget
 from bnncli.targets.target import counted_passes

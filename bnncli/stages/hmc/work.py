@@ -21,23 +21,18 @@ from bnncli.inference.laplace import complete, fit_gaussian
 from bnncli.lazy import torch
 from bnncli.likelihoods import name_to_record
 from bnncli.options.hmc import HmcOptions
-from bnncli.options.until import unmet
+from bnncli.options.shared import unmet
 from bnncli.parameters.layouts import MatrixLayout, ParamLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
-from bnncli.run.chain_judges import Judge, head_judges, parameter_judge
-from bnncli.run.cost import Cost
-from bnncli.run.inputs import Split, open_posterior
-from bnncli.run.out_of_fold import fit_on_meta
-from bnncli.run.prior_choice import search_identity
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.resumable import Resumable, ResumableDraws
-from bnncli.run.row_space import row_space
-from bnncli.run.session import Run
-from bnncli.run.target_base import Base
-from bnncli.run.val_report import measure_on_val
+from bnncli.session.chains import Judge, head_judges, parameter_judge
+from bnncli.session.inputs import Split, open_posterior
+from bnncli.session.out_of_fold import fit_on_meta
+from bnncli.session.posteriors import Base, Cost, Fitted, row_space, search_identity
+from bnncli.session.produce import Request, Resumable, ResumableDraws
+from bnncli.session.run import Run
+from bnncli.session.val_report import measure_on_val
 from bnncli.stages.hmc.report import condition_values, hmc_metrics, hmc_warnings
 from bnncli.system.memory import budget
 from bnncli.system.workers import team

@@ -11,10 +11,9 @@ from bnncli.errors import BnnError, DataError
 from bnncli.models.checkpoint_files import sniff, sniff_zip
 from bnncli.models.sharded import INDEX_SUFFIX
 from bnncli.names import FORMATS, quoted
-from bnncli.options.command import Argument, Command
-from bnncli.options.common import CommonOptions
+from bnncli.options.command import Argument, Command, CommonOptions
 from bnncli.registry import has_name
-from bnncli.run.session import Result, Run, Table
+from bnncli.session.run import Result, Run, Table
 from bnncli.stages.inspect.data_files import idx_found, npz_found, table_found
 from bnncli.stages.inspect.folders import folder_found
 from bnncli.stages.inspect.found import MAX_ROWS, Found, short

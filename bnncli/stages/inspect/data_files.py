@@ -12,7 +12,7 @@ import numpy as np
 from bnncli import registry
 from bnncli.errors import DataError
 from bnncli.names import quoted
-from bnncli.options.command_line import pasted
+from bnncli.options.command import pasted
 from bnncli.stages.inspect.found import Found, data_line
 from bnncli.system.input_files import is_failure
 

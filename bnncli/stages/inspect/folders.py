@@ -12,7 +12,7 @@ from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.models.huggingface import feature_extractor, weight_files
 from bnncli.models.sharded import sharded_folder, shards_of
 from bnncli.names import listed, quoted
-from bnncli.options.command_line import pasted
+from bnncli.options.command import pasted
 from bnncli.stages.inspect.data_files import can_be_read
 from bnncli.stages.inspect.found import CHECKPOINT, Found, data_line
 from bnncli.system.input_files import read_object, reading

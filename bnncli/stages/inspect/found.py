@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.names import quoted
-from bnncli.options.command_line import pasted
-from bnncli.options.network_inputs import IDENTITY
-from bnncli.run.session import Result, Table
+from bnncli.options.command import pasted
+from bnncli.options.shared import IDENTITY
+from bnncli.session.run import Result, Table
 
 MAX_ROWS = 400
 _NETWORK = "NET.py:FACTORY"  # stands for what only the user knows, as TRAIN and CKPT do

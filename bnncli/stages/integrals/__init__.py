@@ -14,10 +14,9 @@ from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.integrators._exact import Exact, exact_probs
 from bnncli.integrators.quadrature import binary_probs
 from bnncli.lazy import torch
-from bnncli.options.command import Command
-from bnncli.options.common import CommonOptions, ComputeOptions
+from bnncli.options.command import Command, CommonOptions, ComputeOptions
 from bnncli.options.integrals import IntegralsOptions
-from bnncli.run.session import Result, Run, Table
+from bnncli.session.run import Result, Run, Table
 from bnncli.stages.integrals.gaussians import (
     ConfiguredIntegrator,
     integrators_for,

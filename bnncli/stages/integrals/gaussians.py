@@ -15,7 +15,7 @@ from bnncli.covariances.full import Full
 from bnncli.errors import UsageError
 from bnncli.integrators import Integrator, Prediction, load_integrator, supports, variant
 from bnncli.lazy import torch
-from bnncli.options.parts import declaration
+from bnncli.options.declaration import declaration
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import names

@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnncli.inference import memory
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.hmc import HmcOptions
 from bnncli.options.merge import MergeOptions
 from bnncli.parameters.module import LAST
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import load_split
-from bnncli.run.network_sources import network_sources
-from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, require_features, unique_sources
-from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.session import Result, Run
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import load_split
+from bnncli.session.network_splits import network_sources
+from bnncli.session.out_of_fold import fit_on, held_out_of, load_fitted, require_features, unique_sources
+from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.run import Result, Run
 from bnncli.stages.hmc.report import summary, verdict
 from bnncli.stages.merge.together import find_parts, require_together
 

@@ -18,11 +18,11 @@ from bnncli.errors import DataError, UsageError
 from bnncli.numerics.digests import json_sha256
 from bnncli.options.merge import MergeOptions
 from bnncli.parameters.module import LAST as LAST
-from bnncli.run.inputs import Split, posterior_source, recorded_prior
-from bnncli.run.named_posterior import find_named
-from bnncli.run.out_of_fold import fit_on
-from bnncli.run.revisions import is_another
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split, posterior_source, recorded_prior
+from bnncli.session.out_of_fold import fit_on
+from bnncli.session.predictions import find_named
+from bnncli.session.revisions import is_another
+from bnncli.session.run import Run
 
 _METHODS = ("hmc", "merge")
 _OF_THE_FIT = ("base", "features.val")  # inputs that the target does not depend on but by its prior

@@ -18,13 +18,12 @@ from bnncli.options.hmc import HmcOptions
 from bnncli.options.merge import MergeOptions
 from bnncli.parameters.module import LAST
 from bnncli.parameters.prior import Prior
-from bnncli.run.chain_judges import Judge, head_judges, network_judge, parameter_judge
-from bnncli.run.cost import Cost
-from bnncli.run.inputs import Split, open_samples, posterior_prior
-from bnncli.run.network_splits import NetworkReader
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.session import Run
+from bnncli.session.chains import Judge, head_judges, network_judge, parameter_judge
+from bnncli.session.inputs import Split, open_samples, posterior_prior
+from bnncli.session.network_splits import NetworkReader
+from bnncli.session.posteriors import Cost, Fitted
+from bnncli.session.produce import Request
+from bnncli.session.run import Run
 from bnncli.stages.hmc.report import hmc_metrics, hmc_warnings
 from bnncli.stages.hmc.work import sample_file
 from bnncli.stages.merge.together import MergedRun

@@ -14,20 +14,26 @@ from bnncli.artifacts.provenance import Source
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 from bnncli.integrators._partitions import NUM_GROUPS, num_kept_rows
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.predict import PredictOptions
-from bnncli.run import revisions as _revisions
-from bnncli.run.classes import posterior_classes
-from bnncli.run.inputs import Split, load_split, posterior_source
-from bnncli.run.integrator_choice import ALL, AskedIntegrators, IntegratorChoice, num_stored
-from bnncli.run.layers_selection import over_layers
-from bnncli.run.named_posterior import find_named
-from bnncli.run.out_of_fold import knows
-from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_draws, warn_of_few_draws
-from bnncli.run.produce import Computed, Request, produce
-from bnncli.run.recommendation import recommended
-from bnncli.run.session import Result, Run
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split, load_split, posterior_classes, posterior_source
+from bnncli.session.out_of_fold import knows
+from bnncli.session.predictions import find_named, over_layers
+from bnncli.session.predictor import (
+    ALL,
+    AskedIntegrators,
+    IntegratorChoice,
+    Predictor,
+    TrainData,
+    num_stored,
+    warn,
+    warn_of_draws,
+    warn_of_few_draws,
+)
+from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.recommendation import recommended
+from bnncli.session.run import Result, Run
 from bnncli.stages.predict.decided import SplitDecisions, decide, rule_columns
 from bnncli.stages.predict.memory import planned_bytes
 from bnncli.stages.predict.stored import facts_of, params_of, predict_split

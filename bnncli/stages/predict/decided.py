@@ -19,9 +19,9 @@ from bnncli.decisions.prediction_sets import SetRule
 from bnncli.decisions.shift import ShiftRule
 from bnncli.errors import MissingInput
 from bnncli.names import percent
-from bnncli.run.decisions import Decidable, open_decisions, scores_of, why_unfit
-from bnncli.run.score_rows import PredictedSplit
-from bnncli.run.session import Run
+from bnncli.session.decisions import Decidable, open_decisions, scores_of, why_unfit
+from bnncli.session.run import Run
+from bnncli.session.score_rows import PredictedSplit
 
 NONE = "none"  # of the rules
 _TITLES = {SETS: ("set", "set_size"), RISK: ("accept",), OOD: ("ood",), SHIFT: ()}

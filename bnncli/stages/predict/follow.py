@@ -21,7 +21,7 @@ from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.data.pixels import SUFFIXES
 from bnncli.errors import DataError, MissingInput, OutputExists, ReadError, WriteError
 from bnncli.names import in_table, quoted
-from bnncli.run.session import Result
+from bnncli.session.run import Result
 from bnncli.stages.predict.new_data import BLOCK, NewData
 from bnncli.system.input_files import reading
 

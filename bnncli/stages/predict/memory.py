@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bnncli.run.inputs import Split
-from bnncli.run.integrator_choice import IntegratorChoice
+from bnncli.session.inputs import Split
+from bnncli.session.predictor import IntegratorChoice
 
 if TYPE_CHECKING:
-    from bnncli.run.predictor import Predictor
+    from bnncli.session.predictor import Predictor
 
 
 def planned_bytes(predictor: Predictor, choice: IntegratorChoice, split: Split, *, keep_samples: bool) -> int | None:
@@ -21,7 +21,7 @@ def planned_bytes(predictor: Predictor, choice: IntegratorChoice, split: Split, 
     layers = predictor.header.meta.get("layers")
     if layers is None:
         return None
-    from bnncli.run.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
+    from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
 
     reader, count = predictor.train.reader, len(split.content.features)
     asked = PredictionSizes(choice.integrator.needs, count, choice.samples, keep_samples)

@@ -28,10 +28,9 @@ from bnncli.models.features import Extracted, InputSums, padding_warning
 from bnncli.names import in_table
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.options.predict import STDIN, PredictOptions
-from bnncli.run.input_statistics import difference, reference_of
-from bnncli.run.integrator_choice import IntegratorChoice
-from bnncli.run.predictor import Predictor
-from bnncli.run.session import Run
+from bnncli.session.network_fit import difference, reference_of
+from bnncli.session.predictor import IntegratorChoice, Predictor
+from bnncli.session.run import Run
 from bnncli.stages.predict.new_data_rules import NewDataRules
 from bnncli.stages.predict.stored import predictions_of
 from bnncli.stages.predict.table import Origin, ShownColumns

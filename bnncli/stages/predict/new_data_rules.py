@@ -15,8 +15,8 @@ from bnncli.decisions.shift import ShiftRule
 from bnncli.evaluation.detection import ExampleScores
 from bnncli.evaluation.detectors import example_scores
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
-from bnncli.run.decisions import maker_as, open_decisions, scores_of, why_unfit_for
-from bnncli.run.session import Run
+from bnncli.session.decisions import maker_as, open_decisions, scores_of, why_unfit_for
+from bnncli.session.run import Run
 from bnncli.stages.predict.decided import NONE, RuleColumns, SplitDecisions, columns_of
 
 Array = np.ndarray[Any, Any]

@@ -13,8 +13,8 @@ from bnncli.artifacts.features import read_features
 from bnncli.artifacts.outputs import TableBlock, write_table
 from bnncli.errors import UsageError
 from bnncli.options.predict import PredictOptions
-from bnncli.run.classes import posterior_classes
-from bnncli.run.session import Result, Run
+from bnncli.session.inputs import posterior_classes
+from bnncli.session.run import Result, Run
 from bnncli.stages.extract_features.added import AddedSplits
 from bnncli.stages.predict.follow import Arrivals, Followed
 from bnncli.stages.predict.new_data import Maker, NewData, about_given_data

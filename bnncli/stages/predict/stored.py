@@ -10,13 +10,11 @@ from bnncli.lazy import torch
 from bnncli.likelihoods import name_to_record
 from bnncli.numerics.dirichlet import ranked_lengths
 from bnncli.options.declaration import spelled
-from bnncli.run.inputs import Split
-from bnncli.run.integrator_choice import IntegratorChoice
-from bnncli.run.out_of_fold import knows
-from bnncli.run.predicted_rows import Predicted
-from bnncli.run.predictor import Predictor
-from bnncli.run.produce import Computed
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.out_of_fold import knows
+from bnncli.session.predictor import IntegratorChoice, Predicted, Predictor
+from bnncli.session.produce import Computed
+from bnncli.session.run import Run
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -30,7 +30,7 @@ from bnncli.lazy import torch
 from bnncli.names import percent
 from bnncli.numerics import dirichlet
 from bnncli.options.declaration import spelled
-from bnncli.run.session import Result, Run
+from bnncli.session.run import Result, Run
 from bnncli.stages.predict.decided import RuleColumns, SplitDecisions, columns_of
 
 BLOCK_PROBABILITIES = 1 << 22  # held at once

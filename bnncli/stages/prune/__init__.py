@@ -12,16 +12,15 @@ from bnncli.artifacts.provenance import Source
 from bnncli.errors import OutputExists, UsageError
 from bnncli.models.checkpoint_files import sniff
 from bnncli.names import percent
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.prune import PruneOptions
 from bnncli.posteriors import LATENT_BINARY
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, load_split, posterior_source
-from bnncli.run.integrator_choice import type_of
-from bnncli.run.named_posterior import find_named
-from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.session import Result, Run
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split, load_split, posterior_source
+from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.predictions import find_named
+from bnncli.session.predictor import type_of
+from bnncli.session.run import Result, Run
 from bnncli.system.input_files import open_regular
 
 COMMAND = Command(

@@ -14,9 +14,9 @@ from bnncli.names import percent
 from bnncli.options.prune import PruneOptions
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
-from bnncli.run.inputs import Split, open_posterior
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.session import Result, Run
+from bnncli.session.inputs import Split, open_posterior
+from bnncli.session.posteriors import Fitted
+from bnncli.session.run import Result, Run
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,21 +10,18 @@ from typing import Any
 
 from bnncli.integrators.mc import affordable_draws
 from bnncli.names import counted
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions, NameOptions
-from bnncli.options.layers import LayersOptions
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.refine import TRIAL_DRAWS, RefineOptions
-from bnncli.options.target import AUTO, INHERIT
+from bnncli.options.shared import AUTO, INHERIT, LayersOptions
 from bnncli.parameters.module import LAST
-from bnncli.run import revisions as _revisions
-from bnncli.run.integrator_choice import default_integrator
-from bnncli.run.made_already import fresh_posterior, to_predict
-from bnncli.run.out_of_fold import fit_on_meta
-from bnncli.run.prior_choice import with_prior_choice
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.session import Result, Run
-from bnncli.run.val_report import warn_if_worse, worse_than
+from bnncli.session import revisions as _revisions
+from bnncli.session.out_of_fold import fit_on_meta
+from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior, with_prior_choice
+from bnncli.session.predictor import default_integrator
+from bnncli.session.produce import Request
+from bnncli.session.run import Result, Run
+from bnncli.session.states import fresh_posterior, to_predict
+from bnncli.session.val_report import warn_if_worse, worse_than
 from bnncli.stages.refine.inputs import StartInputs, open_inputs, prior_of
 from bnncli.stages.refine.plan import Sizes, resolve
 from bnncli.stages.refine.report import summary

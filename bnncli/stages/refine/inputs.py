@@ -13,13 +13,13 @@ from bnncli.options.refine import BASE, RefineOptions
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import LAST, ModuleLayout, recorded_layout
 from bnncli.parameters.prior import Prior
-from bnncli.run.inputs import Split, posterior_prior, posterior_source
-from bnncli.run.named_posterior import find_base
-from bnncli.run.network_sources import network_sources
-from bnncli.run.out_of_fold import fit_on, held_out_of, load_fitted, require_features, unique_sources
-from bnncli.run.row_space import span_of
-from bnncli.run.session import Run
-from bnncli.run.val_report import labeled_val
+from bnncli.session.inputs import Split, posterior_prior, posterior_source
+from bnncli.session.network_splits import network_sources
+from bnncli.session.out_of_fold import fit_on, held_out_of, load_fitted, require_features, unique_sources
+from bnncli.session.posteriors import span_of
+from bnncli.session.predictions import find_base
+from bnncli.session.run import Run
+from bnncli.session.val_report import labeled_val
 
 
 @dataclass(frozen=True)

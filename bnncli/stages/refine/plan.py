@@ -14,12 +14,12 @@ from bnncli.options.refine import RefineOptions
 from bnncli.parameters.layouts import HeadLayout, MatrixLayout, vector_layout
 from bnncli.parameters.module import ModuleLayout
 from bnncli.registry import names
-from bnncli.run.inputs import Split
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.run import Run
 from bnncli.system.memory import budget, bytes_text
 
 if TYPE_CHECKING:
-    from bnncli.run.network_splits import NetworkReader
+    from bnncli.session.network_splits import NetworkReader
 
 _OF_A_MATRIX = ("kron", "block")  # linear parts of affine flows, which a network's parameters together have not
 

@@ -9,9 +9,9 @@ from bnncli.inference.prior_variants import PriorTrial, climb_prior
 from bnncli.inference.refine import RefineFit
 from bnncli.options.refine import RefineOptions
 from bnncli.parameters.prior import Prior
-from bnncli.run.inputs import Split
-from bnncli.run.prior_choice import prior_metrics
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split
+from bnncli.session.posteriors import prior_metrics
+from bnncli.session.run import Run
 
 
 def choose_prior(

@@ -7,8 +7,8 @@ from typing import Any
 from bnncli.evaluation.gain import NEGLIGIBLE_NATS, reach
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
 from bnncli.names import percent
-from bnncli.run.prior_choice import prior_line
-from bnncli.run.val_report import PLAINER, val_lines, worse_than
+from bnncli.session.posteriors import prior_line
+from bnncli.session.val_report import PLAINER, val_lines, worse_than
 
 FAR_LOG_WEIGHT_SD = 5.0
 NEARLY_ALL = 0.95  # of the prior's variance: what is left where the data say next to nothing

@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from bnncli.options.refine import RefineOptions
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.stages.refine.inputs import StartInputs
 from bnncli.stages.refine.plan import Sizes, require_network_room, require_room
 
 if TYPE_CHECKING:
-    from bnncli.run.network_splits import NetworkReader
+    from bnncli.session.network_splits import NetworkReader
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Room:
     @cached_property
     def reader(self) -> NetworkReader | None:
         """Of the network; None for the last layer."""
-        from bnncli.run.network_splits import NetworkReader
+        from bnncli.session.network_splits import NetworkReader
 
         return None if self.options.is_last_layer else NetworkReader.of(self.run, self.options)
 

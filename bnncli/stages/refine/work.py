@@ -19,20 +19,17 @@ from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.integrators.mc import affordable_draws
 from bnncli.lazy import torch
 from bnncli.options.refine import TRIAL_DRAWS, RefineOptions
-from bnncli.options.target import AUTO
+from bnncli.options.shared import AUTO
 from bnncli.parameters.layouts import ParamLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import is_idle
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.run.cost import Cost
-from bnncli.run.inputs import Split, open_posterior
-from bnncli.run.network_splits import NetworkReader
-from bnncli.run.prior_choice import search_identity, stored_search
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.resumable import resumable_training
-from bnncli.run.session import Run
-from bnncli.run.val_report import measure_on_val
+from bnncli.session.inputs import Split, open_posterior
+from bnncli.session.network_splits import NetworkReader
+from bnncli.session.posteriors import Cost, Fitted, search_identity, stored_search
+from bnncli.session.produce import Request, resumable_training
+from bnncli.session.run import Run
+from bnncli.session.val_report import measure_on_val
 from bnncli.stages.refine.prior import choose_prior
 from bnncli.targets.target import Target
 

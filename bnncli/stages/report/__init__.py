@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from bnncli.names import counted
-from bnncli.options.command import READ, Argument, Command
-from bnncli.options.common import ComputeOptions, InputOptions, LockOptions, WriteOptions
+from bnncli.options.command import READ, Argument, Command, ComputeOptions, InputOptions, LockOptions, WriteOptions
 from bnncli.options.report import ReportOptions
-from bnncli.run.each_checkpoint import each_checkpoint
-from bnncli.run.network_fit import check_network_fits
-from bnncli.run.session import Result, Run
+from bnncli.session.network_fit import check_network_fits
+from bnncli.session.run import Result, Run, each_checkpoint
 from bnncli.stages.report.files import (
     UNWRITTEN,
     check_folder,

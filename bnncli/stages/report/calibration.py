@@ -7,10 +7,9 @@ from typing import Any
 from bnncli.evaluation.curves import Curve, reliability_of
 from bnncli.figures.pages import Block, Missing, paragraph
 from bnncli.figures.predictions import ReliabilityDiagrams
-from bnncli.options.assertions import Quantity
-from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.run.score_assertions import find_metric
-from bnncli.run.score_rows import PredictedSplit
+from bnncli.options.scoring import Quantity
+from bnncli.session.predictions import PredictionGroup
+from bnncli.session.score_rows import PredictedSplit, find_metric
 from bnncli.stages.report.subject import MOST_DRAWN, Subject
 
 

@@ -15,8 +15,8 @@ from bnncli.evaluation.rank_statistics import RankStatistics
 from bnncli.evaluation.verdict import GOOD_ESS
 from bnncli.figures.chains import ChainTraces, Histogram, Mixing, RankHistograms, Trace
 from bnncli.figures.pages import Block, Missing, element, paragraph
-from bnncli.run.chain_report import deciding_line
-from bnncli.run.inputs import open_samples, require_draws
+from bnncli.session.chains import deciding_line
+from bnncli.session.inputs import open_samples, require_draws
 from bnncli.stages.report.parameters import parameter_name
 from bnncli.stages.report.subject import Subject, tried
 

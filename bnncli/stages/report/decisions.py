@@ -9,8 +9,8 @@ from bnncli.decisions import KINDS, OOD, RISK, SETS
 from bnncli.evaluation.scores import declared
 from bnncli.figures.pages import Block, DataTable, Missing, TableCell
 from bnncli.names import percent
-from bnncli.run.decisions import open_decisions
-from bnncli.run.score_table import score_title
+from bnncli.session.decisions import open_decisions
+from bnncli.session.score_tables import score_title
 from bnncli.stages.report.subject import Subject
 
 

@@ -6,9 +6,9 @@ from bnncli.evaluation.binned_confidence import HISTOGRAM_EDGES, MOST_POINTS
 from bnncli.evaluation.curves import Curve, roc_curve
 from bnncli.figures.pages import Block, Missing
 from bnncli.figures.predictions import ConfidenceHistograms, RiskCoverage, Roc, merged
-from bnncli.options.assertions import Quantity
-from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.run.score_rows import PredictedSplit
+from bnncli.options.scoring import Quantity
+from bnncli.session.predictions import PredictionGroup
+from bnncli.session.score_rows import PredictedSplit
 from bnncli.stages.report.calibration import score_value
 from bnncli.stages.report.subject import Subject
 

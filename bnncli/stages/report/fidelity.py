@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bnncli.evaluation.scores import declared
 from bnncli.figures.pages import Block, DataTable, Missing, TableCell
-from bnncli.run.score_table import score_title
+from bnncli.session.score_tables import score_title
 from bnncli.stages.report.subject import Subject
 
 

@@ -15,7 +15,7 @@ from bnncli.errors import Interrupted, MissingInput, WriteError
 from bnncli.figures.style import Shown, figure_file
 from bnncli.numerics.digests import json_sha256
 from bnncli.options.report import ReportOptions
-from bnncli.run.session import Result, Run
+from bnncli.session.run import Result, Run
 from bnncli.system.input_files import reading
 
 UNWRITTEN = "no report was written"  # where a signal has come before it was

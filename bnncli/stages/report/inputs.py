@@ -20,7 +20,7 @@ from bnncli.errors import DataError
 from bnncli.evaluation.binned_confidence import PredictedRow
 from bnncli.figures.pages import Block, Gallery, Missing, ShownInput, paragraph
 from bnncli.names import quoted
-from bnncli.run.prediction_groups import PredictionGroup
+from bnncli.session.predictions import PredictionGroup
 from bnncli.stages.report.parameters import class_name
 from bnncli.stages.report.subject import Subject, tried
 from bnncli.stages.report.thumbnails import png_of, text_of

@@ -13,9 +13,9 @@ from bnncli.artifacts.headers import Header
 from bnncli.errors import DAMAGED_HINT, NOT_OF_CONTENT, BnnError, DataError
 from bnncli.figures.pages import Missing
 from bnncli.names import printable
-from bnncli.run.inputs import load_split, require_draws
-from bnncli.run.named_posterior import maker_of
-from bnncli.run.session import Run
+from bnncli.session.inputs import load_split, require_draws
+from bnncli.session.predictions import maker_of
+from bnncli.session.run import Run
 from bnncli.stages.report.subject import Damaged, Subject, tried
 from bnncli.stages.verify import check_artifact
 

@@ -9,7 +9,7 @@ from bnncli.evaluation.marginal_density import apart, density, grid_of, spread_o
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, DENSITIES, POINTS
 from bnncli.figures.pages import Block, Missing
 from bnncli.figures.posteriors import DistanceMatrix, Marginal, Marginals, Weights, WeightSpread
-from bnncli.run.session import Table
+from bnncli.session.run import Table
 from bnncli.stages.diagnose.judgement import Judgement
 from bnncli.stages.diagnose.tables import diagnosis_tables
 from bnncli.stages.report.parameters import parameter_name

@@ -8,10 +8,9 @@ from typing import Any
 from bnncli.evaluation.scores import declared
 from bnncli.figures.pages import Block, DataTable, Missing, TableCell, code, paragraph
 from bnncli.figures.scores import Line, ScoreIntervals, ScorePanel
-from bnncli.run.score_table import score_table, shown_scores
-from bnncli.run.session import Table
-from bnncli.run.shown_scores import legend
-from bnncli.run.val_report import gain_table
+from bnncli.session.run import Table
+from bnncli.session.score_tables import legend, score_table, shown_scores
+from bnncli.session.val_report import gain_table
 from bnncli.stages.report.subject import MOST_DRAWN, Subject
 
 Row = dict[str, Any]

@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from bnncli.api.metrics import metrics_of
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.errors import NOT_OF_CONTENT, BnnError, MissingInput
@@ -21,12 +20,12 @@ from bnncli.figures.pages import Missing
 from bnncli.names import posterior_title
 from bnncli.options.declaration import spelled
 from bnncli.options.diagnose import DiagnoseOptions
-from bnncli.options.evaluate import EvaluateOptions
 from bnncli.options.report import ReportOptions
-from bnncli.run.prediction_groups import PredictionGroup, open_groups
-from bnncli.run.recommendation import Recommended, recommended
-from bnncli.run.score_rows import PredictedSplit
-from bnncli.run.session import Run
+from bnncli.options.scoring import EvaluateOptions
+from bnncli.session.predictions import PredictionGroup, open_groups
+from bnncli.session.recommendation import Recommended, metrics_of, recommended
+from bnncli.session.run import Run
+from bnncli.session.score_rows import PredictedSplit
 from bnncli.stages.diagnose.judgement import Judgement, judge
 from bnncli.system.memory import require
 

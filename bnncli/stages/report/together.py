@@ -8,7 +8,7 @@ from bnncli.figures.pages import Block, Markup, Missing, bullets, element, joine
 from bnncli.figures.scores import ScoreIntervals
 from bnncli.names import counted
 from bnncli.options.compare import CompareOptions
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.stages.compare.comparing import compared, compared_groups
 from bnncli.stages.compare.plot import labels, score_panels
 from bnncli.stages.compare.tables import Comparison, as_table

@@ -26,12 +26,18 @@ from bnncli.figures.pages import (
 )
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.names import counted, percent
-from bnncli.options.assertions import Quantity
-from bnncli.run.network_fit import misread_splits
-from bnncli.run.paired_scores import measure_detection
-from bnncli.run.prediction_groups import PredictionGroup
-from bnncli.run.recommendation import Recommended, SplitProbabilities, paired_quality, qualities, recorded_qualities
-from bnncli.run.score_rows import PredictedSplit
+from bnncli.options.scoring import Quantity
+from bnncli.session.network_fit import misread_splits
+from bnncli.session.predictions import PredictionGroup
+from bnncli.session.recommendation import (
+    Recommended,
+    SplitProbabilities,
+    measure_detection,
+    paired_quality,
+    qualities,
+    recorded_qualities,
+)
+from bnncli.session.score_rows import PredictedSplit
 from bnncli.stages.diagnose.judgement import Judgement
 from bnncli.stages.report.calibration import score_metric, score_value
 from bnncli.stages.report.subject import Damaged, Subject, tried

@@ -11,7 +11,7 @@ from bnncli.artifacts.files import read_header
 from bnncli.figures.pages import MOST_BYTES, Block, Markup, Missing, Section, fitted, page
 from bnncli.names import counted
 from bnncli.options.report import ReportOptions
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.stages.report.calibration import calibration
 from bnncli.stages.report.chains import chains
 from bnncli.stages.report.decisions import decisions

@@ -12,11 +12,9 @@ from bnncli.artifacts.atomic import check_writable
 from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.errors import CheckFailed, Interrupted, UsageError
 from bnncli.names import counted
-from bnncli.options.command import Argument, Command
-from bnncli.options.command_line import CommandLine
-from bnncli.options.common import CommonOptions, ComputeOptions
+from bnncli.options.command import Argument, Command, CommandLine, CommonOptions, ComputeOptions
 from bnncli.options.reproduce import ReproduceOptions
-from bnncli.run.session import Result, Run, Table
+from bnncli.session.run import Result, Run, Table
 from bnncli.stages.grid.places import cores
 from bnncli.stages.reproduce.places import Places
 from bnncli.stages.reproduce.reader import read_recipe, recipe_names

@@ -17,10 +17,10 @@ from bnncli.artifacts.known_files import checks_remembered
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError
 from bnncli.names import counted
-from bnncli.options.common import CommonOptions
+from bnncli.options.command import CommonOptions
 from bnncli.options.reproduce import ReproduceOptions
 from bnncli.progress import Task
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.stages.grid.running import GRACE, die_with
 from bnncli.stages.reproduce.parts import Made, RecipePart, Workshop
 from bnncli.stages.reproduce.places import Places

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bnncli.options.common import CommonOptions
+from bnncli.options.command import CommonOptions
 from bnncli.options.declaration import spelled
 from bnncli.progress import Task
-from bnncli.run.session import Voice
+from bnncli.session.run import Voice
 
 
 @dataclass

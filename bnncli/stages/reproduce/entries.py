@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bnncli.errors import ConfigError
-from bnncli.options.toml_values import closest
+from bnncli.options.toml import closest
 
 Kind = TypeVar("Kind")
 _NONE = object()

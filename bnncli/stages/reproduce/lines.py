@@ -11,8 +11,8 @@ from typing import Any
 from bnncli import registry
 from bnncli.artifacts.atomic import publish_bytes
 from bnncli.errors import BnnError, Interrupted, ReadError, WriteError
-from bnncli.options.command_line import CommandLine
-from bnncli.options.common import (
+from bnncli.options.command import (
+    CommandLine,
     CommonOptions,
     ComputeOptions,
     InputOptions,
@@ -22,9 +22,8 @@ from bnncli.options.common import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.declaration import made, spelled
-from bnncli.options.parts import declaration
-from bnncli.run.session import Run
+from bnncli.options.declaration import declaration, made, spelled
+from bnncli.session.run import Run
 from bnncli.stages.grid.plan import Job
 from bnncli.stages.grid.steps import options_of
 from bnncli.stages.reproduce.aside import Aside

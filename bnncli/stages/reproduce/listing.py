@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bnncli.run.session import Table
+from bnncli.session.run import Table
 from bnncli.stages.reproduce.places import Places
 from bnncli.stages.reproduce.reader import read_recipe, read_study, recipe_names
 from bnncli.stages.reproduce.recipe import PaperRecipe

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bnncli.evaluation.marginal_density import apart, density, grid_of, spread_over
 from bnncli.figures.posteriors import Marginal, Marginals
 from bnncli.numerics import random
-from bnncli.run.inputs import open_posterior
+from bnncli.session.inputs import open_posterior
 from bnncli.stages.reproduce.recipe import MarginalFigure
 
 _SHARES = (1.0, 0.9, 0.5, 0.1)  # of the weights in order of how far posteriors lie apart, 1 being the furthest

@@ -12,7 +12,7 @@ from bnncli import registry
 from bnncli.errors import BnnError, Interrupted, ReadError, WriteError
 from bnncli.experiments import Measurements
 from bnncli.options.reproduce import ReproduceOptions
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.stages.reproduce.filled import filled_settings
 from bnncli.stages.reproduce.kept import NAME, keep, kept, request_of
 from bnncli.stages.reproduce.places import Places

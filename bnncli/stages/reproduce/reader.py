@@ -12,7 +12,7 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.evaluation.agreement import Estimate
 from bnncli.options.reproduce import PUBLISHED, RIGHT, SCALES
-from bnncli.options.toml_values import closest, read_toml
+from bnncli.options.toml import closest, read_toml
 from bnncli.stages.reproduce.entries import Entries
 from bnncli.stages.reproduce.formulas import is_rule, names_in
 from bnncli.stages.reproduce.paths import parts_of

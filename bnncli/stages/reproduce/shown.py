@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bnncli.evaluation.agreement import LEVEL
 from bnncli.names import counted
-from bnncli.run.session import Table
+from bnncli.session.run import Table
 from bnncli.stages.reproduce.judged import NOT_RUN, JudgedCell, counts_said
 from bnncli.stages.reproduce.outcome import Outcome
 from bnncli.stages.reproduce.written import CLAIM_RULE, reason, said

@@ -13,7 +13,7 @@ import numpy as np
 from bnncli import registry
 from bnncli.artifacts.atomic import publish_bytes
 from bnncli.evaluation.agreement import Estimate
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.stages.grid.apart import check_apart
 from bnncli.stages.grid.plan import Job, plan_jobs
 from bnncli.stages.grid.reader import read_grid

@@ -11,7 +11,7 @@ from bnncli.artifacts.atomic import publish_bytes
 from bnncli.artifacts.outputs import write_figure
 from bnncli.evaluation.agreement import LEVEL, Estimate
 from bnncli.figures import render
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.stages.reproduce.drawn import file_name, lines_of
 from bnncli.stages.reproduce.judged import JudgedCell, JudgedClaim, Numbers, counts_said
 from bnncli.stages.reproduce.outcome import Outcome

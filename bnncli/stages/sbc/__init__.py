@@ -10,14 +10,13 @@ from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import CheckFailed, UsageError
 from bnncli.inference import memory
 from bnncli.names import percent
-from bnncli.options.command import READ, Command
-from bnncli.options.common import ComputeOptions, InputOptions
+from bnncli.options.command import READ, Command, ComputeOptions, InputOptions
 from bnncli.options.sbc import PRIOR, SbcOptions
-from bnncli.options.target import INHERIT
-from bnncli.run.inputs import Split, load_split, posterior_source, recorded_prior
-from bnncli.run.named_posterior import find_named
-from bnncli.run.out_of_fold import TRAIN, fit_on, load_fitted, require_features
-from bnncli.run.session import Result, Run, Table, source_json
+from bnncli.options.shared import INHERIT
+from bnncli.session.inputs import Split, load_split, posterior_source, recorded_prior
+from bnncli.session.out_of_fold import TRAIN, fit_on, load_fitted, require_features
+from bnncli.session.predictions import find_named
+from bnncli.session.run import Result, Run, Table, source_json
 from bnncli.stages.sbc.judged import RankedQuantity, p_text, verdict_of
 
 COMMAND = Command(

@@ -13,7 +13,7 @@ from bnncli.lazy import torch
 from bnncli.options.fit_lbbnn import FitLbbnnOptions
 from bnncli.parameters.layouts import NetworkLayout
 from bnncli.parameters.prior import Prior
-from bnncli.run.session import Run
+from bnncli.session.run import Run
 from bnncli.stages.fit_lbbnn.plan import check_memory, plan_of, start_of
 from bnncli.stages.fit_lbbnn.underfitting import short_plan
 from bnncli.stages.sbc.trial import Trial

@@ -15,8 +15,8 @@ from bnncli.lazy import torch
 from bnncli.options.sbc import SbcOptions
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
-from bnncli.run.inputs import Split, load_split, open_posterior, recorded_prior
-from bnncli.run.session import Run
+from bnncli.session.inputs import Split, load_split, open_posterior, recorded_prior
+from bnncli.session.run import Run
 from bnncli.stages.sbc.fits import refit_of
 from bnncli.stages.sbc.judged import RankedQuantity
 from bnncli.stages.sbc.latent import latent_trial

@@ -15,26 +15,30 @@ from bnncli.evaluation.detectors import default_score
 from bnncli.evaluation.weighted_scores import NO_LABELS
 from bnncli.likelihoods import name_to_record
 from bnncli.names import quoted
-from bnncli.options.command import Argument, Command
-from bnncli.options.common import CommonOptions
+from bnncli.options.command import Argument, Command, CommonOptions
 from bnncli.options.declaration import check_split_name, spelled
-from bnncli.options.score import ScoreOptions
-from bnncli.run.class_table import class_facts, class_table, without_classes
-from bnncli.run.given_predictions import (
+from bnncli.options.scoring import ScoreOptions
+from bnncli.session.prediction_files import (
     LOGITS,
     PROBS,
     GivenPredictions,
+    MatchedForecasts,
     Said,
     artifact_names,
     check_together,
     open_given,
+    rows_against,
 )
-from bnncli.run.reference_predictions import MatchedForecasts, rows_against
-from bnncli.run.score_assertions import check_names, failure_text, hold_against
-from bnncli.run.score_rows import detection_rows, rare_class_warnings, split_rows
-from bnncli.run.score_table import score_table
-from bnncli.run.session import Result, Run
-from bnncli.run.shown_scores import legend, with_metrics
+from bnncli.session.run import Result, Run
+from bnncli.session.score_rows import (
+    check_names,
+    detection_rows,
+    failure_text,
+    hold_against,
+    rare_class_warnings,
+    split_rows,
+)
+from bnncli.session.score_tables import class_facts, class_table, legend, score_table, with_metrics, without_classes
 from bnncli.stages.score.plot import Panel, check_labelled, check_plot, draw_plot
 
 if TYPE_CHECKING:

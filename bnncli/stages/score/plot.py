@@ -10,10 +10,9 @@ from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.data.prediction_files import divide
 from bnncli.errors import DataError, WriteError
 from bnncli.names import quoted
-from bnncli.options.assertions import Quantity
-from bnncli.options.score import ScoreOptions
-from bnncli.run.given_predictions import GivenPredictions
-from bnncli.run.score_assertions import find_metric
+from bnncli.options.scoring import Quantity, ScoreOptions
+from bnncli.session.prediction_files import GivenPredictions
+from bnncli.session.score_rows import find_metric
 
 _MOST_GROUPS = 11  # with all of them together three rows of panels
 

@@ -7,14 +7,13 @@ from typing import Any
 
 from bnncli.errors import UsageError
 from bnncli.names import percent
-from bnncli.options.command import COMPUTE, Command
-from bnncli.options.common import InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
 from bnncli.options.stack import StackOptions
-from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, load_split
-from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.session import Result, Run
-from bnncli.run.val_report import require_labeled_val, val_lines, warn_if_worse
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split, load_split
+from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.run import Result, Run
+from bnncli.session.val_report import require_labeled_val, val_lines, warn_if_worse
 
 COMMAND = Command(
     "Mix the network with refitted last layers, weighted by how well they predict val.",

@@ -12,12 +12,11 @@ from bnncli.lazy import torch
 from bnncli.options.stack import StackOptions
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.stack import Stack
-from bnncli.run.inputs import Split
-from bnncli.run.produce import Request
-from bnncli.run.produce_posterior import Fitted
-from bnncli.run.resumable import Resumable
-from bnncli.run.session import Run
-from bnncli.run.val_report import measure_probs_on_val
+from bnncli.session.inputs import Split
+from bnncli.session.posteriors import Fitted
+from bnncli.session.produce import Request, Resumable
+from bnncli.session.run import Run
+from bnncli.session.val_report import measure_probs_on_val
 from bnncli.system.devices import speed_of
 from bnncli.targets.last_layer import LastLayerTarget, block_logits
 

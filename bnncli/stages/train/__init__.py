@@ -12,15 +12,21 @@ from bnncli.artifacts.posteriors import TRAINED_KIND, write_trained
 from bnncli.errors import UsageError
 from bnncli.likelihoods import name_to_record
 from bnncli.numerics.random import stream_seed
-from bnncli.options.command import Argument, Command
-from bnncli.options.common import CommonOptions, ComputeOptions, LockOptions, RecordOptions, WriteOptions
+from bnncli.options.command import (
+    Argument,
+    Command,
+    CommonOptions,
+    ComputeOptions,
+    LockOptions,
+    RecordOptions,
+    WriteOptions,
+)
 from bnncli.options.train import TrainOptions
-from bnncli.run import revisions as _revisions
-from bnncli.run.artifact_states import artifact_states
-from bnncli.run.produce import Computed, Request
-from bnncli.run.produce_together import Work, produce_together
-from bnncli.run.session import Result, Run
-from bnncli.run.user_splits import check_network_file, open_splits, user_sources
+from bnncli.session import revisions as _revisions
+from bnncli.session.produce import Computed, Request, Work, produce_together
+from bnncli.session.run import Result, Run
+from bnncli.session.splits import check_network_file, open_splits, user_sources
+from bnncli.session.states import artifact_states
 from bnncli.stages.train.report import next_command, summary_of
 from bnncli.system.workers import is_leader
 

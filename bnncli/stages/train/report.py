@@ -8,7 +8,7 @@ from typing import Any
 
 from bnncli.artifacts.posteriors import RECORDED_NETWORK
 from bnncli.names import counted, percent
-from bnncli.options.command_line import pasted
+from bnncli.options.command import pasted
 from bnncli.options.train import TrainOptions
 from bnncli.registry import own_names
 

@@ -29,14 +29,11 @@ from bnncli.models.features import AUTOCAST
 from bnncli.models.head import forward, logits_of
 from bnncli.numerics.random import stream, stream_seed
 from bnncli.options.train import TrainOptions
-from bnncli.run.labelled_inputs import labelled_inputs
-from bnncli.run.model_files import arguments_by_name
-from bnncli.run.produce import Request
-from bnncli.run.resumable import resumable_training
-from bnncli.run.session import Run
-from bnncli.run.shared_trainings import begun_before, say_who_works, stored_in
-from bnncli.run.user_splits import check_outputs
+from bnncli.session.produce import Request, begun_before, resumable_training, say_who_works, stored_in
+from bnncli.session.run import Run, arguments_by_name
+from bnncli.session.splits import check_outputs
 from bnncli.stages.train.apart import groups_of_seeds, of_tensors, tensors_of
+from bnncli.stages.train.labelled_inputs import labelled_inputs
 from bnncli.stages.train.trained import Trained
 from bnncli.system.memory import return_large_blocks
 from bnncli.system.user_code import running

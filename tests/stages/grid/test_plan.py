@@ -9,7 +9,7 @@ import pytest
 from problems.grids import jobs_of, lines_of
 
 from bnncli.errors import ConfigError
-from bnncli.options.command_line import CommandLine
+from bnncli.options.command import CommandLine
 from bnncli.stages.grid import plan
 from bnncli.stages.grid.plan import Job
 

@@ -10,7 +10,7 @@ import pytest
 
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, ReadError
 from bnncli.figures.pages import Markup, Missing, TableCell, commands, element, joined, paragraph, with_classes
-from bnncli.run.session import Table
+from bnncli.session.run import Table
 from bnncli.stages.report.parameters import class_name, parameter_name
 from bnncli.stages.report.scores import data_table
 from bnncli.stages.report.subject import missing, tried

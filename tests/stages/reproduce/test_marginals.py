@@ -13,7 +13,7 @@ from problems.recipes import RECIPE, STUDY
 
 from bnncli.errors import ConfigError
 from bnncli.numerics import random
-from bnncli.run.inputs import open_posterior
+from bnncli.session.inputs import open_posterior
 from bnncli.stages.reproduce.marginals import marginals
 from bnncli.stages.reproduce.reader import read_recipe
 from bnncli.stages.reproduce.recipe import MarginalFigure

@@ -1,0 +1,443 @@
+"""Options of commands that score: which scores, their settings, and assertions such as `ece<=0.02`."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from bnncli.errors import UsageError
+from bnncli.evaluation import detectors, scores
+from bnncli.evaluation.scores import ScoreOption, declared
+from bnncli.likelihoods import TASKS
+from bnncli.names import near_miss, not_one_of
+from bnncli.options.declaration import Checked, Declared, check_split_name, check_suffix, collected, declared_as, option
+from bnncli.options.shared import check_variant, chosen_layers_option
+
+GRAMMAR = "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT], then <=, <, >=, >, == or !=, then a number or another score"
+PARTS = ("excess", "floor", "low", "high")  # what can be asked of a metric instead of its value
+_OF_FLOORS = ("excess", "floor")  # of metrics that a calibrated model scores above 0 by chance
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_NAME, _DOTTED = r"[A-Za-z0-9][A-Za-z0-9_-]*", r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_QUANTITY = re.compile(
+    rf"(?:({_NAME})\.)?(?:({_NAME})\.)?([a-z][a-z0-9_]*)(?:-([a-z]+))?((?::{_DOTTED})*)(?:@({_DOTTED}))?", re.ASCII
+)
+
+
+class Quantity(NamedTuple):
+    """A score: its metric, the choices that tell its forms apart, of which posterior, integrator and split (None: not said).
+
+    `part` is what is asked of it, one of PARTS: its value above that of a calibrated model (`excess`), that value (`floor`),
+    an end of its interval (`low`, `high`); None: the value.
+    """
+
+    metric: str
+    choices: tuple[str, ...] = ()
+    posterior: str | None = None
+    integrator: str | None = None
+    split: str | None = None
+    part: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The score alone: metric, part and choices."""
+        metric = self.metric if self.part is None else f"{self.metric}-{self.part}"
+        return ":".join((metric, *self.choices))
+
+    def __str__(self) -> str:
+        names = "".join(f"{name}." for name in (self.posterior, self.integrator) if name is not None)
+        split = "" if self.split is None else f"@{self.split}"
+        return names + self.label + split
+
+
+class Assertion(NamedTuple):
+    """A score, an operator, and a number or another score."""
+
+    left: Quantity
+    operator: str
+    right: Quantity | float
+
+    def holds(self, left: float, right: float) -> bool:
+        """Whether the two values stand in the relation that is asserted."""
+        return _OPERATORS[self.operator](left, right)
+
+    def __str__(self) -> str:
+        right = f"{self.right!r}" if isinstance(self.right, float) else str(self.right)
+        return f"{self.left}{self.operator}{right.removesuffix('.0')}"
+
+
+def parse_assertion(text: str, flag: str, metrics: Sequence[str]) -> Assertion:
+    """The assertion that `text` says.
+
+    Args:
+        flag: the option it came by, for messages.
+        metrics: the names a metric can have.
+
+    Raises:
+        UsageError: the text does not follow the grammar, a metric or a part is unknown, a number is not finite.
+    """
+    match = re.fullmatch(r"([^<>=!]*)(<=|>=|==|!=|<|>)([^<>=!]*)", text)
+    if match is None:
+        raise _refusal(flag, text)
+    left, sign, right = (part.strip() for part in match.groups())
+    if _number(left) is not None:
+        raise UsageError(f"{flag}: the left side of {text!r} is a number; put the score there")
+    number = _number(right)
+    if number is None and (share := _number(right.removesuffix("%").rstrip())) is not None:
+        quantity = _quantity(left, text, flag, metrics)
+        if declared()[quantity.metric].limits == (0, 1):
+            said = f"write {quantity}{sign}{share / 100:g}"
+            raise UsageError(f"{flag}: {quantity.metric} is a fraction; got {right} in {text!r}", hint=said)
+    if number is None:
+        return Assertion(_quantity(left, text, flag, metrics), sign, _quantity(right, text, flag, metrics))
+    if not math.isfinite(number):
+        raise UsageError(f"{flag}: expected a finite number; got {right!r} in {text!r}")
+    quantity = _quantity(left, text, flag, metrics)
+    if number > 1 and declared()[quantity.metric].limits == (0, 1):
+        hint = f"write {quantity}{sign}{number / 100:g}" if number <= 100 else None
+        raise UsageError(f"{flag}: {quantity.metric} is a fraction, from 0 to 1; got {right} in {text!r}", hint=hint)
+    return Assertion(quantity, sign, number)
+
+
+def parse_score(text: str, flag: str, metrics: Sequence[str]) -> Quantity:
+    """The score METRIC[:CHOICE...] that `text` says, of no posterior or split in particular. Raises UsageError otherwise."""
+    match = _QUANTITY.fullmatch(text)
+    if match is None or any(match.group(place) is not None for place in (1, 2, 4, 6)):
+        raise UsageError(f"{flag}: expected METRIC[:CHOICE...], such as ece or auroc:mnist; got {text!r}")
+    return _quantity(text, text, flag, metrics)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _quantity(part: str, text: str, flag: str, metrics: Sequence[str]) -> Quantity:
+    match = _QUANTITY.fullmatch(part)
+    if match is None:
+        raise _refusal(flag, text)
+    posterior, integrator, metric, part, choices, split = match.groups()
+    if metric not in metrics:
+        raise UsageError(
+            f"{flag}: unknown metric {metric!r} in {text!r}; expected one of {', '.join(metrics)}",
+            hint=near_miss(metric, metrics),
+        )
+    if part is not None and part not in PARTS:
+        raise not_one_of(f"{flag} {text}: part of {metric}", part, PARTS)
+    if part in _OF_FLOORS and not declared()[metric].has_floor:
+        owners = ", ".join(name for name, score in declared().items() if score.has_floor and name in metrics)
+        raise UsageError(
+            f"{flag}: {metric} has no {part} in {text!r}; expected low or high, or a metric with {part}: {owners}"
+        )
+    return Quantity(metric, tuple(choices.split(":")[1:]), posterior, integrator, split, part)
+
+
+def _refusal(flag: str, text: str) -> UsageError:
+    return UsageError(f"{flag}: expected {GRAMMAR}, such as ece<=0.02 or nll<map.nll; got {text!r}")
+
+
+@cache
+def of_scores() -> Declared:
+    """Those of scores, in evaluate."""
+    return _declared(scores.options())
+
+
+@cache
+def of_predicted_scores() -> Declared:
+    """Those of scores that are made of predictions alone, in score."""
+    names = {name for score in scores.declared().values() if score.of_split is not None for name in score.options}
+    return _declared({name: one for name, one in scores.options().items() if name in names})
+
+
+@cache
+def of_detectors() -> Declared:
+    """Those of detectors, in evaluate."""
+    return _declared(detectors.options())
+
+
+@cache
+def of_compared_scores() -> Declared:
+    """Those of scores that compare has as well."""
+    every = scores.options()
+    return _declared({name: replace(one, text=one.in_compare) for name, one in every.items() if one.in_compare})
+
+
+def _declared(options: Mapping[str, ScoreOption]) -> Declared:
+    found = {}
+    for name, one in options.items():
+        hint = one.type | None if one.default is None else one.type
+        low, high = one.minimum, one.maximum
+        spec = option(
+            one.default,
+            one.text,
+            minimum=low,
+            maximum=high,
+            metavar=one.metavar,
+            check=one.check,
+            group="Scores",
+            is_rare=True,
+        )
+        found[name] = declared_as(name, hint, spec)
+    return found
+
+
+def _metrics() -> tuple[str, ...]:
+    return tuple(declared())
+
+
+def _evaluated_scores() -> tuple[str, ...]:
+    return *detectors.of_predictions(), *detectors.of_features(), "all"
+
+
+@dataclass(frozen=True)
+class ShownScores(Checked):
+    """Options of commands that score: what they show and assert."""
+
+    metric: list[str] = option(
+        [],
+        "Show only this score. Exit 65 if it is undefined for every posterior.",
+        choices=_metrics,
+        numeric=False,
+        group="Scores",
+    )
+    assert_: list[str] = option(
+        [],
+        "Exit 3 unless this assertion holds, such as ece<=0.02 or nll<map.nll@test. The form is "
+        "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT], an operator, and a number or another score.",
+        metavar="ASSERTION",
+        numeric=False,
+        group="Scores",
+    )
+    per_class: bool = option(
+        False, "Show the scores of each class in a separate table and in \0json\0.", numeric=False, group="Output"
+    )
+    intervals: bool = option(
+        False, "Show each score as value [low, high], with its bootstrap interval.", numeric=False, group="Output"
+    )
+    level: float = option(0.95, "Level of the bootstrap intervals.", minimum=0, maximum=1, group="Output", is_rare=True)
+
+    def check_intervals(self, replicates: int | None) -> None:
+        """Raise UsageError for a wrong assertion or level, or where intervals are asked for and there are none."""
+        sides = [side for one in self.assertions for side in (one.left, one.right) if isinstance(side, Quantity)]
+        if self.level in (0, 1):
+            raise UsageError(f"\0level\0: expected a number between 0 and 1; got {self.level}")
+        if replicates == 0 and any(side.part in ("low", "high") for side in sides):
+            raise UsageError("\0assert_\0: \0bootstrap\0 0 computes no intervals")
+        if self.intervals and replicates == 0:
+            raise UsageError("\0intervals\0: \0bootstrap\0 0 computes no intervals")
+
+    @property
+    def assertions(self) -> list[Assertion]:
+        """What \0assert_\0 asks for."""
+        return [parse_assertion(text, "\0assert_\0", _metrics()) for text in self.assert_]
+
+
+@dataclass(frozen=True)
+class EvaluateOptions(ShownScores):
+    """Options of evaluate, `settings` being those that scores bring, `detector_settings` those that scores of examples do."""
+
+    posterior: list[str] = option(
+        [], "Score only this posterior's predictions.", metavar="NAME", numeric=False, group="What to score"
+    )
+    layers: str | None = chosen_layers_option("What to score")
+    integrator: list[str] = option(
+        [],
+        "Score only this integrator's predictions: a name (mc), or a name with settings (mc-qmc).",
+        metavar="NAME",
+        check=check_variant,
+        numeric=False,
+        group="What to score",
+    )
+    split: list[str] = option(
+        [], "Score only this in-distribution split.", metavar="SPLIT", numeric=False, group="What to score"
+    )
+    plot: str | None = option(
+        None,
+        "Draw reliability diagrams, risk-coverage curves and ROC curves as PNG files in this folder.",
+        metavar="DIR",
+        writes=True,
+        numeric=False,
+        group="Output",
+    )
+    curves: bool = option(
+        False,
+        "Add the points of these curves to \0json\0, at most 200 per curve.",
+        numeric=False,
+        group="Output",
+        is_rare=True,
+    )
+    score: list[str] = option(
+        [],
+        "Score that detects out-of-distribution examples, from predictions or features. Default: combined, else "
+        "mutual_info or max_prob.",
+        choices=_evaluated_scores,
+        group="Scores",
+    )
+    detector_settings: dict[str, Any] = collected(of_detectors, numeric=False)
+    reference: str | None = option(
+        None,
+        "Compare all predictions with those of this posterior (hmc, hmc.mc) or file: agreement, divergences, "
+        "rank correlation. Default: hmc for distances between draws.",
+        metavar="NAME|FILE[:ARRAY]",
+        numeric=False,
+        group="Scores",
+        is_rare=True,
+    )
+    settings: dict[str, Any] = collected(of_scores)
+    bootstrap: int = option(
+        1000,
+        "Number of bootstrap replicates over examples, for standard errors and intervals. 0 turns both off.",
+        minimum=0,
+        group="Scores",
+        is_rare=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_intervals(self.bootstrap)
+
+    @property
+    def shown_scores(self) -> list[str]:
+        """The detection scores to show."""
+        every = [*detectors.of_predictions(), *detectors.of_features()]
+        return (
+            every
+            if "all" in self.score
+            else [name for name in every if name in self.score] or [detectors.DEFAULT_SCORE]
+        )
+
+    @property
+    def prediction_scores(self) -> list[str]:
+        """The detection scores to make of every group of predictions: the default, and those to show."""
+        return [name for name in detectors.of_predictions() if name in (detectors.DEFAULT_SCORE, *self.shown_scores)]
+
+    @property
+    def curve_score(self) -> str:
+        """The score of predictions that ROC curves go by: the first to show, else the default."""
+        return next((name for name in detectors.of_predictions() if name in self.shown_scores), detectors.DEFAULT_SCORE)
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether a score of the features is to be shown."""
+        return not set(detectors.of_features()).isdisjoint(self.shown_scores)
+
+
+REPLICATES = 1000  # of the bootstrap where nothing is said, up to MOST_ROWS
+MOST_ROWS = 100_000  # a thousand replicates of more take minutes, and intervals of so many are narrow
+
+
+def _scored_scores() -> tuple[str, ...]:
+    return *detectors.of_predictions(), "all"
+
+
+@dataclass(frozen=True)
+class ScoreOptions(ShownScores):
+    """Options of score, `settings` being those that scores bring."""
+
+    labels: str | None = option(
+        None,
+        "Read the labels from another file: a column or array in the same order.",
+        metavar="FILE[:COLUMN]",
+        group="Predictions",
+    )
+    logits: bool = option(False, "Treat the predictions as logits. Default: inferred.", group="Predictions")
+    probabilities: bool = option(
+        False, "Treat the predictions as probabilities. Default: inferred.", group="Predictions"
+    )
+    task: str | None = option(
+        None, "Type of the labels. Default: inferred.", choices=TASKS, group="Predictions", is_rare=True
+    )
+    groups: str | None = option(
+        None,
+        "Column that holds group names. Adds a table with one row per group.",
+        metavar="[FILE:]COLUMN",
+        group="Predictions",
+    )
+    ood: list[str] = option(
+        [],
+        "File of out-of-distribution predictions. Its labels are ignored.",
+        metavar="[NAME=]FILE",
+        group="Predictions",
+    )
+    score: list[str] = option(
+        [],
+        "Score that detects the examples of \0ood\0. Default: combined, else mutual_info or max_prob.",
+        choices=_scored_scores,
+        group="Scores",
+    )
+    reference: str | None = option(
+        None,
+        "Compare with the predictions in this file (same rows): agreement, divergences, rank correlation. Soft "
+        "labels work too.",
+        metavar="FILE[:ARRAY]",
+        group="Scores",
+        is_rare=True,
+    )
+    split: str = option(
+        "test",
+        "Name of the split in assertions. Files written by predict name their own split.",
+        metavar="NAME",
+        group="Predictions",
+        is_rare=True,
+    )
+    settings: dict[str, Any] = collected(of_predicted_scores)
+    bootstrap: int | None = option(
+        None,
+        f"Number of bootstrap replicates over examples. Default: {REPLICATES}, or 0 above {MOST_ROWS} rows.",
+        minimum=0,
+        group="Scores",
+        is_rare=True,
+    )
+    seed: int = option(0, "Seed of the bootstrap.", minimum=0, env_common=True)
+
+    plot: str | None = option(
+        None,
+        "Plot a reliability diagram, and one per group, as .png, .svg or .pdf.",
+        metavar="FILE",
+        writes=True,
+        group="Output",
+    )
+    force: bool = option(False, "Let \0plot\0 replace a file that bnncli did not create.", short="-f")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plot is not None:
+            check_suffix(self.plot, "\0plot\0", ("png", "svg", "pdf"))
+        self.check_intervals(self.bootstrap)
+        if self.logits and self.probabilities:
+            raise UsageError("\0logits\0 and \0probabilities\0 are mutually exclusive: give one of them")
+        check_split_name(self.split, "\0split\0")
+
+    @property
+    def shown_scores(self) -> list[str]:
+        """The detection scores to show."""
+        every = detectors.of_predictions()
+        return (
+            every
+            if "all" in self.score
+            else [name for name in every if name in self.score] or [detectors.DEFAULT_SCORE]
+        )
+
+    @property
+    def made_scores(self) -> list[str]:
+        """The detection scores to make: the default, and those to show."""
+        return [name for name in detectors.of_predictions() if name in (detectors.DEFAULT_SCORE, *self.shown_scores)]
+
+    def replicates(self, num_rows: int) -> int:
+        """Bootstrap replicates for so many rows."""
+        if self.bootstrap is None:
+            return REPLICATES if num_rows <= MOST_ROWS else 0
+        return self.bootstrap

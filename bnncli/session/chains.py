@@ -1,0 +1,133 @@
+"""How chains agree, on parameters and on predictions, as numbers and as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+from bnncli.evaluation.convergence import Convergence, convergence, deciding
+from bnncli.evaluation.predictive_convergence import MAX_ROWS, held_out_convergence, label_convergence
+from bnncli.lazy import torch
+from bnncli.names import counted
+from bnncli.session.inputs import Split
+from bnncli.session.network_splits import NetworkSplit
+from bnncli.session.run import Run
+from bnncli.targets.network import NetworkTarget
+
+Judge: TypeAlias = "Callable[[torch.Tensor], Convergence]"  # of draws (C, T, P)
+
+
+def parameter_judge(run: Run) -> Judge:
+    """How the chains agree on every parameter; judged on the device."""
+    return lambda draws: convergence(draws.cpu().numpy(), device=run.device, progress=run.console)
+
+
+def head_judges(run: Run, train: Split, held_out: Split | None) -> dict[str, Judge]:
+    """How chains of a last layer agree on the val split, by the name `heldout`; nothing without labels there."""
+    if held_out is None or held_out.content.labels is None:
+        return {}
+    return {"heldout": partial(_judge_held_out, run, train, held_out)}
+
+
+def network_judge(run: Run, target: NetworkTarget, split: NetworkSplit) -> Judge:
+    """How chains of a network's parameters agree on a split."""
+    rows = judged_rows(run, split)
+    examples = target.held_out(split.stored[rows].to(run.device), split.labels(run.device)[rows.to(run.device)])
+    return lambda draws: label_convergence(draws, examples, progress=run.console)
+
+
+def judged_rows(run: Run, split: Split) -> torch.Tensor:
+    """The seeded examples of a split, ascending, whose predictions are judged: MAX_ROWS of them, or all."""
+    order = torch.randperm(len(split.content.features), generator=run.stream("hmc/held-out"))
+    return order[:MAX_ROWS].sort().values
+
+
+def _judge_held_out(run: Run, train: Split, held_out: Split, draws: torch.Tensor) -> Convergence:
+    """On a few hundred seeded examples of the val split."""
+    rows = judged_rows(run, held_out)
+    return held_out_convergence(
+        draws,
+        torch.from_numpy(held_out.content.features)[rows],
+        held_out.labels(torch.device("cpu"))[rows],
+        layout=train.layout,
+        device=run.device,
+        progress=run.console,
+    )
+
+
+_JUDGED = {
+    "heldout": "log probabilities of held-out labels",
+    "train": "log probabilities of training labels (no labelled val split)",
+}
+
+
+def parameter_metrics(judged: Convergence) -> dict[str, Any]:
+    """How the chains agree on parameters."""
+    return {
+        "max_rhat": judged.r_hat,
+        "min_ess_bulk": judged.ess_bulk,
+        "min_ess_tail": judged.ess_tail,
+        "undefined": judged.undefined,
+    }
+
+
+def prediction_metrics(predictions: Mapping[str, Convergence], judged_by: str | None) -> dict[str, Any]:
+    """How they agree on log probabilities of labels.
+
+    Args:
+        predictions: by whose labels they are: heldout, train.
+        judged_by: whose numbers decide; None for the parameters'.
+    """
+    held_out = predictions.get("heldout")
+    found = {
+        "heldout_max_rhat": held_out.r_hat if held_out else None,
+        "heldout_min_ess_bulk": held_out.ess_bulk if held_out else None,
+        "heldout_min_ess_tail": held_out.ess_tail if held_out else None,
+    }
+    if judged_by is None:
+        return found
+    decided = predictions[judged_by]
+    return found | {
+        "judged_by": judged_by,
+        f"{judged_by}_max_rhat": decided.r_hat,
+        f"{judged_by}_min_ess_bulk": decided.ess_bulk,
+        f"{judged_by}_min_ess_tail": decided.ess_tail,
+        f"{judged_by}_undefined": decided.undefined,
+    }
+
+
+def deciding_line(metrics: Mapping[str, Any]) -> str:
+    """How many draws there are, and how they agree on what decides; why they tell no effective sample size."""
+    judged_by, numbers = metrics.get("judged_by"), deciding(metrics)
+    of = "" if judged_by is None else f"{_JUDGED[judged_by]}: "
+    why = f"; {numbers.undefined}" if numbers.r_hat is not None and numbers.ess_bulk is None else ""
+    chains = counted(metrics["chains"], "chain")
+    return f"{chains} of {counted(metrics['draws'], 'draw')}: {of}{agreement(numbers)}{why}"
+
+
+def other_lines(metrics: Mapping[str, Any]) -> list[str]:
+    """How they agree on what does not decide."""
+    judged_by = metrics.get("judged_by")
+    if judged_by is not None:
+        parameters = {name: value for name, value in metrics.items() if name != "judged_by"}
+        return [
+            f"parameters: {agreement(deciding(parameters))}; these are not used for the verdict, because units "
+            "of a layer can be permuted, so chains with different weights can predict the same"
+        ]
+    if metrics["heldout_max_rhat"] is None:
+        return []
+    names = ("heldout_max_rhat", "heldout_min_ess_bulk", "heldout_min_ess_tail")
+    r_hat, bulk, tail = (metrics.get(name) for name in names)
+    return [f"{_JUDGED['heldout']}: {agreement(Convergence(r_hat, None, bulk, tail))}"]
+
+
+def agreement(numbers: Convergence) -> str:
+    """How the chains agree, in words; R-hat alone where draws tell no effective sample size."""
+    if numbers.r_hat is None:
+        return f"R-hat undefined ({numbers.undefined})"
+    found = f"largest R-hat {numbers.r_hat:.3f}"
+    if numbers.ess_bulk is None:
+        return found
+    tail = "" if numbers.ess_tail is None else f", {numbers.ess_tail:.0f} tail"
+    return f"{found}, smallest effective sample size {numbers.ess_bulk:.0f} bulk{tail}"

@@ -1,0 +1,708 @@
+"""Fits as posterior files: the target, its prior and base, the request, and what is published and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from bnncli import registry
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.posteriors import write_posterior
+from bnncli.artifacts.provenance import Source
+from bnncli.artifacts.resume import recorded_choice, state_path
+from bnncli.errors import BnnError, NumericError, UsageError
+from bnncli.inference import memory
+from bnncli.inference.network_memory import Stepping, require_steps
+from bnncli.likelihoods import name_to_record
+from bnncli.options.shared import AUTO, INHERIT, SearchedPriorOptions, TargetOptions
+from bnncli.parameters.layouts import HeadLayout, reduced_layout
+from bnncli.parameters.prior import Prior
+from bnncli.session import predictions
+from bnncli.session.inputs import Split, head_tensors, open_posterior, posterior_prior, posterior_source
+from bnncli.session.network_splits import network_sources
+from bnncli.session.out_of_fold import fit_on, fit_on_meta, held_out_of, load_fitted, require_features, unique_sources
+from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.run import Result, Run
+from bnncli.session.val_report import labeled_val
+from bnncli.system.memory import budget
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from bnncli.inference.prior_variants import PriorClimb
+    from bnncli.parameters.module import ModuleLayout
+    from bnncli.posteriors.gaussian import Gaussian
+    from bnncli.session.network_splits import NetworkReader
+    from bnncli.targets.last_layer import LastLayerTarget
+    from bnncli.targets.row_space import RowSpace
+
+
+_SUFFIXES = {"posterior": ".safetensors", "samples": ".nc"}
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a fit hands over.
+
+    Attributes:
+        tensors: everything numeric; nothing where `write` has it.
+        meta: type, method, param_layout and what else tells this posterior from others.
+        metrics: the numbers of the fit, as they are stored.
+        split: whose head, classes and number of examples are stored too; None where tensors and meta have them.
+        told: further numbers for the result, which the file has not: the same request makes the same content.
+        write: publishes by other means than a safetensors file: (meta, provenance, may_replace) to the content digest.
+        publishing: entered while the file is published.
+    """
+
+    tensors: Mapping[str, Tensor]
+    meta: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    split: Split | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)
+    write: Callable[[dict[str, Any], dict[str, Any], bool], str] | None = None
+    publishing: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is said of a posterior, made now or before: numbers of the result, lines for people, a negative verdict if any."""
+
+    metrics: dict[str, Any]
+    summary: list[str]
+    failure: BnnError | None = None
+
+
+def posterior_request(
+    run: Run,
+    default: str,
+    *,
+    kind: str = "posterior",
+    params: Mapping[str, Any],
+    algo_rev: int,
+    sources: Sequence[Source],
+    checkpoint: Mapping[str, Any] | None,
+    estimated_bytes: Callable[[], int],
+    require: Callable[[], object] = lambda: None,
+    estimated_memory: Callable[[], int | None] = lambda: None,
+) -> Request:
+    """The request for a posterior, at the path that was given, or in the run folder by the name given or its default.
+
+    Raises:
+        UsageError, OutputExists: no posterior may have that name.
+    """
+    named = run.folder.posterior(run.naming.name or default, suffix=_SUFFIXES[kind])
+    target = Path(run.naming.out) if run.naming.out else named
+    run.folder.check_name_is_free(target)
+    return Request(
+        target,
+        kind,
+        target.stem,
+        params,
+        algo_rev,
+        sources,
+        checkpoint,
+        estimated_bytes,
+        require,
+        estimated_memory=estimated_memory,
+    )
+
+
+def produce_posterior(
+    run: Run, request: Request, fit: Callable[[], Fitted], report: Callable[[Mapping[str, Any]], Report]
+) -> Result:
+    """The result of a request for a posterior: up to date, fitted, replaced or planned.
+
+    Args:
+        fit: does the work; called with the lock held, only when there is work.
+        report: what to say of a posterior with this meta; warns as well.
+
+    Raises:
+        BnnError: as `produce`.
+    """
+
+    def compute() -> Computed:
+        fitted = fit()
+        tensors, meta = _content(fitted)
+        said = report({**meta, "metrics": {**meta["metrics"], **fitted.told}})
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            with fitted.publishing():
+                if fitted.write is not None:
+                    return fitted.write(meta, provenance, may_replace)
+                return write_posterior(
+                    request.target, tensors, meta=meta, provenance=provenance, may_replace=may_replace
+                )
+
+        return Computed(publish, said.metrics, said.summary, said.failure)
+
+    def when_fresh(header: Header) -> Computed:
+        said = report({**header.meta, "metrics": header.meta.get("metrics", {})})
+        return Computed(lambda provenance, may_replace: header.content_digest, said.metrics, said.summary, said.failure)
+
+    return produce(run, request, compute, when_fresh=when_fresh)
+
+
+def _content(fitted: Fitted) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and meta as they are stored."""
+    tensors, meta = dict(fitted.tensors), {**fitted.meta, "metrics": dict(fitted.metrics)}
+    if fitted.split is not None:
+        content = fitted.split.content
+        tensors |= head_tensors(fitted.split)
+        meta |= {"num_examples": len(content.features), "classes": content.classes}
+    return tensors, meta
+
+
+HEAD, NETWORK = "head", "network"
+_FREE = ("map", "temperature")  # methods that take no gradient of the training data themselves
+_MADE_OF = ("refine",)  # methods whose base is part of them, and not only the source of a prior
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a fit cost.
+
+    Args:
+        passes: gradient passes over the training data.
+        through: head, which only multiplies features, or network.
+    """
+
+    passes: float
+    through: str
+
+    def to_metrics(self) -> dict[str, Any]:
+        """As the metrics of posteriors have it."""
+        return {"cost": {"gradient_passes": self.passes, "through": self.through}}
+
+    @classmethod
+    def of_fit(cls, passes: float, *, is_last_layer: bool) -> Cost:
+        """The cost of a fit to a target."""
+        return cls(float(passes), HEAD if is_last_layer else NETWORK)
+
+    @classmethod
+    def recorded(cls, metrics: Mapping[str, Any]) -> Cost | None:
+        """The inverse of to_metrics; None where nothing was recorded, or not in this form."""
+        entry = metrics.get("cost")
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("gradient_passes"), int | float):
+            return None
+        return cls(float(entry["gradient_passes"]), str(entry.get("through")))
+
+
+@dataclass(frozen=True)
+class TotalCost:
+    """What a posterior and what it is made of cost; what is unknown is None, never guessed.
+
+    Args:
+        head, network: gradient passes through the head and through the network, of the posterior and its base; both None where either's
+            is unknown.
+        training: of the checkpoint, through the network.
+    """
+
+    head: float | None
+    network: float | None
+    training: float | None
+
+    @property
+    def own(self) -> float | None:
+        """Of the posterior and its base, through head and network together."""
+        return None if self.head is None or self.network is None else self.head + self.network
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """What rows are sorted by, the cheapest first: passes through the network, then through the head; unknown ones last."""
+        return self.own is None, (self.network or 0.0) + (self.training or 0.0), self.head or 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As `compare --json` has it."""
+        return {"head_passes": self.head, "network_passes": self.network, "training_passes": self.training}
+
+
+def total_cost(header: Header | None) -> TotalCost:
+    """The cost of a posterior by its header; unknown without one."""
+    if header is None:
+        return TotalCost(None, None, None)
+    found = _own(header)
+    if header.meta.get("method") in (
+        "ensemble",
+        "mola",
+    ):  # what the members' trainings took, the checkpoint's among them
+        members = _count(header.meta.get("metrics", {}))
+        return TotalCost(None, None, None) if members is None else TotalCost(0.0, members, 0.0)
+    if found is None:
+        return TotalCost(None, None, _training(header))
+    return TotalCost(found[HEAD], found[NETWORK], _training(header))
+
+
+def _own(header: Header) -> dict[str, float] | None:
+    """Passes through head and network of a posterior, and of the base that it is made of; None where they are unknown."""
+    method = str(header.meta.get("method"))
+    found = {HEAD: 0.0, NETWORK: 0.0}
+    if method in _FREE:
+        return found
+    own = Cost.recorded(header.meta.get("metrics", {}))
+    if own is None or own.through not in found:
+        return None
+    found[own.through] += own.passes
+    for entry in header.inputs:
+        if entry["role"] == "base" and method in _MADE_OF:
+            path = header.input_path(entry)
+            base = _own(read_header(path)) if path.is_file() else None
+            if base is None:
+                return None
+            found = {name: passes + base[name] for name, passes in found.items()}
+    return found
+
+
+def _training(header: Header) -> float | None:
+    """Gradient passes that the training of the checkpoint took; None where it is not known."""
+    network = header.path.with_name("map.safetensors")
+    return _count(read_header(network).meta) if network.is_file() else None
+
+
+def _count(recorded: Mapping[str, Any]) -> float | None:
+    passes = recorded.get("gradient_passes")
+    return float(passes) if isinstance(passes, int | float) and not isinstance(passes, bool) else None
+
+
+def span_to_fit(run: Run, train: Split, *, structure: str = "auto", **sizes: Any) -> HeadLayout | None:
+    """The layout of theta inside the span of the features, as large as it can be; None to fit over all of theta.
+
+    Args:
+        structure: that was asked for; auto is full or block only where one of them can be fitted in the span.
+        sizes: as for memory.fit_bytes.
+    """
+    num_examples, num_features = train.content.features.shape
+    if num_examples >= num_features or structure not in ("auto", *registry.declaring("curvature", "is_fitted_in_span")):
+        return None
+    span = reduced_layout(train.layout, num_examples)
+    if structure == "auto":
+        structure = memory.automatic_structure(
+            span, budget(run.device_name), device=run.device_name, whole=train.layout, **sizes
+        )
+    return span if registry.declared("curvature", structure, "is_fitted_in_span") else None
+
+
+def span_of(meta: Mapping[str, Any]) -> HeadLayout | None:
+    """The layout inside the span of the features of a posterior that was fitted there, by its header; None for all of theta."""
+    rank = meta.get("row_space_rank")
+    return None if rank is None else reduced_layout(HeadLayout.from_meta(meta), int(rank))
+
+
+def row_space(target: LastLayerTarget) -> RowSpace:
+    """The span of a target's features, on the device that it is computed on."""
+    from bnncli.targets.row_space import RowSpace
+
+    return RowSpace.of(target.features.to(target.device), target.layout)
+
+
+def span_metrics(gaussian: Gaussian) -> dict[str, int]:
+    """How many of how many directions the features span, where the Gaussian was fitted there; else nothing."""
+    from bnncli.covariances._row_space import rows_of
+
+    within = rows_of(gaussian.covariance)
+    if within is None:
+        return {}
+    return {"row_space_rank": within.rows.rank, "num_features": within.rows.layout.num_features}
+
+
+def span_line(metrics: Mapping[str, Any]) -> list[str]:
+    """The same for people."""
+    rank = metrics.get("row_space_rank")
+    if rank is None:
+        return []
+    reached = f"the training features span {rank:,} of {metrics['num_features']:,} directions"
+    return [f"{reached}: the fit is exact in these directions, and all others keep the prior"]
+
+
+LEAVE_OUT = "omit \0learning_rate\0 to let bnncli choose one"
+
+
+@contextmanager
+def chosen_instead(learning_rate: float | None) -> Iterator[None]:
+    """A training inside the block that runs away says so, where a rate was given: no bound is known of one that is too high."""
+    try:
+        yield
+    except NumericError as error:
+        if learning_rate is not None:
+            error.hint = LEAVE_OUT
+        raise
+
+
+Options = TypeVar("Options", bound=SearchedPriorOptions)
+_SEARCH = "prior_search"
+_MOST_DRAWN = 2**28  # numbers of the draws of a trial: 1 GiB
+
+
+def with_prior_choice(
+    run: Run, options: Options, val: Split | None, *, num_drawn: int, too_short: str | None = None
+) -> Options:
+    """Return the options, with inherit in place of auto, and say why, where no search can be made.
+
+    Args:
+        val: the labelled split to judge by, if there is one.
+        num_drawn: draws that a trial makes.
+        too_short: what is too short for trials, if anything is.
+    """
+    if options.prior_precision != AUTO:
+        return options
+    why = None
+    if not options.is_last_layer:
+        why = f"no search over \0layers\0 {options.layers}"
+    elif val is None:
+        why = "no labelled val split to search on"
+    elif num_drawn * val.layout.num_params > _MOST_DRAWN:
+        why = f"draws of {val.layout.num_params:,} parameters are too large to search"
+    elif too_short is not None:
+        why = f"{too_short}, too short to search"
+    if why is None:
+        return options
+    run.console.info(f"using the base's prior precision: {why}")
+    return replace(options, prior_precision=INHERIT)
+
+
+def stored_search(request: Request) -> dict[str, Any] | None:
+    """Return the metrics of a search whose run was interrupted later; None where there is none."""
+    found = recorded_choice(state_path(request.target), _SEARCH)
+    return found if isinstance(found, dict) and "prior_precision" in found else None
+
+
+def search_identity(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resume state records of a search; nothing where there was none."""
+    return {_SEARCH: dict(told)} if told else {}
+
+
+def prior_metrics(found: PriorClimb, prior: Prior, *, passes: float) -> dict[str, Any]:
+    """What a search tells, for an artifact's metrics.
+
+    Args:
+        prior: that was chosen.
+        passes: gradient passes over the data that all trials took.
+    """
+    return {
+        **prior.to_meta(),
+        "prior_precision_by": "val",
+        "prior_precision_base": found.trials[0].precision,
+        "prior_precision_curve": found.curve,
+        "prior_precision_search_cut": found.is_cut,
+        "prior_precision_search_passes": passes,
+    }
+
+
+def prior_line(metrics: Mapping[str, Any]) -> list[str]:
+    """The same for people; nothing where there was no search."""
+    curve = metrics.get("prior_precision_curve")
+    if curve is None:
+        return []
+    nll, base = dict(curve), metrics["prior_precision_base"]
+    chosen = min(nll, key=lambda one: abs(one - metrics["prior_precision"]))
+    tried = ", ".join(f"{precision:.3g} {value:.4f}" for precision, value in curve)
+    cut = (
+        "; the search stopped because it had taken as long as the run itself"
+        if metrics["prior_precision_search_cut"]
+        else ""
+    )
+    if chosen == base:
+        return [
+            f"prior precision {chosen:.4g}, from the base: no other precision predicts val significantly better "
+            f"(NLL in short runs: {tried}){cut}"
+        ]
+    return [
+        f"prior precision {chosen:.4g}, which predicts val better than the base's {base:.4g} (NLL in short runs: "
+        f"{tried}){cut}"
+    ]
+
+
+_LARGE = 1 << 30  # bytes of a base's file, beyond which it is not read again
+
+
+@dataclass(frozen=True)
+class BesideBase:
+    """How a Gaussian compares with its base, parameter by parameter.
+
+    Args:
+        name: of the base.
+        median_share: the median parameter's variance, of that under the base.
+        rms_distance, largest_distance: between the means, in standard deviations of the base.
+    """
+
+    name: str
+    median_share: float
+    rms_distance: float
+    largest_distance: float
+
+
+@dataclass(frozen=True)
+class Base:
+    """A posterior whose prior is the target's."""
+
+    path: Path
+    header: Header
+    source: Source
+    prior: Prior
+
+    @property
+    def is_gaussian(self) -> bool:
+        """Whether it can whiten."""
+        return self.header.meta.get("type") == "gaussian"
+
+
+def find_base(run: Run, options: TargetOptions) -> Base | None:
+    """The one that the options name, or the default; None where they give a prior precision.
+
+    Raises:
+        MissingInput: there is none.
+        DataError: it has no prior.
+        UsageError: it is over other layers, or there is a prior precision beside it.
+    """
+    if options.given_precision is not None:
+        if options.base not in (None, options.default_base):
+            raise UsageError("give only one of \0prior_precision\0 and \0base\0: both set the prior precision")
+        return None
+    path = predictions.find_base(run, options, options.base)
+    header, source = posterior_source(run, path, "base")
+    layers = str(header.meta.get("layers") or "last")
+    if layers != options.layers:
+        raise UsageError(
+            f"\0base\0 {path.stem} is over \0layers\0 {layers}, but got \0layers\0 {options.layers}",
+            hint="name a base over these layers, or give \0prior_precision\0 NUMBER",
+        )
+    if "num_varying" in header.meta:
+        raise UsageError(
+            f"\0base\0 {path.stem} fixes all but {header.meta['num_varying']:,} parameters, but this method "
+            "moves all of them",
+            hint="name a base that fixes none, or give \0prior_precision\0 NUMBER",
+        )
+    return Base(path, header, source, posterior_prior(path, header))
+
+
+def beside_base(base: Base | None, gaussian: Gaussian) -> BesideBase | None:
+    """The comparison; None where the base is no Gaussian, has no variances at hand, or is large."""
+    if base is None or not base.is_gaussian or base.path.stat().st_size > _LARGE:
+        return None
+    other = open_posterior(base.path)[0]
+    if not hasattr(other.covariance, "marginal_variances"):
+        return None
+    variances = other.covariance.marginal_variances()
+    own: Tensor = gaussian.covariance.marginal_variances()  # type: ignore[attr-defined]
+    distances = (gaussian.mean.cpu() - other.mean) / variances.sqrt()
+    return BesideBase(
+        base.path.stem,
+        float((own.cpu() / variances).median()),
+        float(distances.square().mean().sqrt()),
+        float(distances.abs().max()),
+    )
+
+
+def prior_of(options: TargetOptions, base: Base | None) -> Prior:
+    """The target's prior: the base's, or of the precision that was given."""
+    if base is not None:
+        return base.prior
+    assert options.given_precision is not None
+    return Prior(options.given_precision)
+
+
+def request_params(run: Run, options: TargetOptions, base: Base | None) -> dict[str, Any]:
+    """What the request records of the options."""
+    return {**options.params(), "base": None if base is None else base.path.stem, "seed": run.compute.seed}
+
+
+def request_sources(train: Split, held_out: Split | None, base: Base | None) -> Sequence[Source]:
+    """What the posterior is made of: features, and the base."""
+    return unique_sources(train, held_out) + ([base.source] if base else [])
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What the work of a fit is given.
+
+    Attributes:
+        request: what the fit is for.
+        prior: of the target.
+        base: whose prior it is; None where its precision was given.
+        train, val: as the posterior sees them: their features, or the inputs of the network, which is at hand. val is labelled, or None.
+        target: the log posterior of train, on the device.
+        meta: what the artifact records of all that.
+    """
+
+    run: Run
+    request: Request
+    prior: Prior
+    base: Base | None
+    train: Split
+    val: Split | None
+    target: Any
+    meta: Mapping[str, Any]
+
+    @property
+    def is_last_layer(self) -> bool:
+        """Whether it is one."""
+        return self.train.is_last_layer
+
+    @property
+    def start(self) -> torch.Tensor:
+        """The network's parameters as trained, (P,) float64 on the device; zeros without a network."""
+        return self.train.start().to(self.run.device)
+
+
+@dataclass(frozen=True)
+class TargetFit:
+    """What a command asks of a fit to a target.
+
+    Attributes:
+        method: its name, which the posterior's default name begins with.
+        kind: of the file: posterior or samples.
+        algo_rev: of the numbers.
+        stepping: its memory, of the number of examples and of parameters.
+        stored_bytes: of the file, of the number of parameters.
+        work: does it.
+        params: what the request records besides the options.
+        hint: what to do where memory is short.
+        num_bases: copies of a Gaussian base, as large as its file, that the work holds.
+    """
+
+    method: str
+    algo_rev: int
+    stepping: Callable[[int, int], Stepping]
+    stored_bytes: Callable[[int], int]
+    work: Callable[[Fitting], Fitted]
+    kind: str = "posterior"
+    params: Mapping[str, Any] = field(default_factory=dict)
+    hint: str = "use a smaller \0batch_size\0"
+    num_bases: int = 0
+
+
+def produce_fit(
+    run: Run, options: TargetOptions, asked: TargetFit, report: Callable[[Request, Mapping[str, Any]], Report]
+) -> Result:
+    """The result of one fit to a target.
+
+    Args:
+        report: says what is to be said of the artifact, of its request and its meta.
+
+    Raises:
+        BnnError: an input is missing or does not fit, or the work has no room.
+    """
+    require_features(run)
+    base = find_base(run, options)
+    train = load_fitted(run, fit_on(base.header if base else None))
+    val = held_out_of(train, labeled_val(run))
+    if not options.is_last_layer and train.content.head_weight is None:
+        raise UsageError(f"\0layers\0 {options.layers}: this run has only features, no network")
+    run.require_device()
+    job = _Job(run, options, asked, train, val, base)
+    request = job.request()
+    return produce_posterior(run, request, lambda: job.fit(request), lambda meta: report(request, meta))
+
+
+def weaker_prior(meta: Mapping[str, Any]) -> list[str]:
+    """What may help a posterior over a network that predicts worse than it, in words; nothing over the last layer.
+
+    A precision that was chosen for predictions of the linearised network, as fit-laplace does, may be far too large for draws of it.
+    """
+    precision = meta["metrics"].get("prior_precision")
+    if meta.get("layers") is None or precision is None:
+        return []
+    return [
+        f"run it again with a weaker prior than \0prior_precision\0 {precision:.3g}, which may suit only the "
+        "linearised network"
+    ]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One request, its inputs loaded."""
+
+    run: Run
+    options: TargetOptions
+    asked: TargetFit
+    train: Split
+    val: Split | None
+    base: Base | None
+
+    def request(self) -> Request:
+        """What is asked for, with what it takes."""
+        run, options, asked = self.run, self.options, self.asked
+        used = [split for split in (self.train, self.val) if split is not None]
+        sources = [*request_sources(self.train, self.val, self.base)]
+        sources += [] if options.is_last_layer else network_sources(used)
+        params = {**request_params(run, options, self.base), **asked.params}
+
+        @cache
+        def prepared() -> tuple[HeadLayout | ModuleLayout, int]:
+            return self._prepared()
+
+        def estimated_bytes() -> int:
+            if request.target.is_file() and not run.write.force:
+                return request.target.stat().st_size  # up to date: no code runs for that
+            return asked.stored_bytes(prepared()[0].num_params)
+
+        request = posterior_request(
+            run,
+            f"{asked.method}{options.layers_suffix}",
+            kind=asked.kind,
+            params=params,
+            algo_rev=asked.algo_rev,
+            sources=sources,
+            checkpoint=self.train.checkpoint,
+            estimated_bytes=estimated_bytes,
+            require=prepared,
+            estimated_memory=lambda: prepared()[1],
+        )
+        return request
+
+    @cached_property
+    def _reader(self) -> NetworkReader:
+        from bnncli.session.network_splits import NetworkReader
+
+        return NetworkReader.of(self.run, self.options)
+
+    def _prepared(self) -> tuple[HeadLayout | ModuleLayout, int]:
+        """The layout, and the bytes that the work takes. Raises DeviceError where it has no room."""
+        num_examples = len(self.train.content.features)
+        layout: HeadLayout | ModuleLayout
+        if self.options.is_last_layer:
+            layout = self.train.layout
+            stepping = self.asked.stepping(num_examples, layout.num_params)
+            needed, device = stepping.head_bytes(layout, num_examples), self.run.device_name
+        else:
+            reader = self._reader
+            with reader.recorded.visible():
+                layout = reader.layout(self.train, self.options.layers)
+                stepping = self.asked.stepping(num_examples, layout.num_params)
+                held = 0 if self.val is None else len(self.val.content.features)
+                needed = stepping.network_bytes(layout, num_examples, held, self.run.device)
+                device = self.run.device_name
+        if self.base is not None and self.base.is_gaussian:
+            needed += self.asked.num_bases * self.base.path.stat().st_size
+        what = f"fit-{self.asked.method} of {layout.num_params:,} parameters"
+        return layout, require_steps(needed, device, what=what, hint=self.asked.hint)
+
+    def fit(self, request: Request) -> Fitted:
+        """The work, on the splits as the posterior sees them."""
+        if self.options.is_last_layer:
+            return self.asked.work(self._fitting(request, self.train, self.val))
+        reader, layers = self._reader, self.options.layers
+        with reader.recorded.visible():
+            val = None if self.val is None else reader.split(self.val, layers)
+            return self.asked.work(self._fitting(request, reader.split(self.train, layers), val))
+
+    def _fitting(self, request: Request, train: Split, val: Split | None) -> Fitting:
+        prior = prior_of(self.options, self.base)
+        layout = train.layout
+        meta = {
+            "method": self.asked.method,
+            **self.options.layers_params,
+            **prior.to_meta(),
+            **fit_on_meta(self.base.header if self.base else None),
+            **name_to_record(layout.likelihood_name),
+            "param_layout": layout.to_json(),
+        }
+        if not self.options.is_last_layer:
+            meta |= layout.to_meta()
+        target = train.target(prior, self.run.device)
+        return Fitting(self.run, request, prior, self.base, train, val, target, meta)

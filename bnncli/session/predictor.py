@@ -1,0 +1,694 @@
+"""Predict with one posterior: choose the integrator, open it once, then predict block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from bnncli.artifacts.features import detector_file, read_known, write_known
+from bnncli.artifacts.headers import Header
+from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.evaluation.detectors import DEFAULT_SCORE, FEWEST_ROWS
+from bnncli.integrators import (
+    NO_LABELS,
+    Integrator,
+    Prediction,
+    Ready,
+    does_classes,
+    load_integrator,
+    settings_of,
+    variant,
+)
+from bnncli.integrators._moments import drawn_theta, energy_and_max_logit, mean_theta
+from bnncli.integrators._partitions import DrawPartition, kept_rows
+from bnncli.lazy import torch
+from bnncli.likelihoods import has_exclusive_classes, recorded_name
+from bnncli.names import with_article
+from bnncli.numerics.digests import json_sha256
+from bnncli.numerics.dirichlet import ranked_lengths
+from bnncli.options.predict import PredictOptions
+from bnncli.parameters.layouts import ClassifierLayout
+from bnncli.parameters.prior import Prior
+from bnncli.progress import Progress, Task
+from bnncli.registry import has_attribute, names
+from bnncli.session.inputs import (
+    Split,
+    block_rows,
+    load_split,
+    on_device,
+    open_posterior,
+    posterior_prior,
+    require_draws,
+)
+from bnncli.session.out_of_fold import fit_on, knows, load_fitted, out_of_fold
+from bnncli.session.run import Run
+from bnncli.system.workers import brought_to_leader, is_leader, team
+from bnncli.targets.blocks import row_slices
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from bnncli.evaluation.combined_score import Combined
+    from bnncli.session.network import RecordedNetwork
+    from bnncli.session.network_splits import NetworkReader
+    from bnncli.targets.target import CurvedTarget
+
+
+ALL = "all"
+ENSEMBLE = "ensemble"
+OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
+PLUG_IN_METHODS = ("map", "temperature", "prune")
+
+
+@dataclass(frozen=True)
+class IntegratorChoice:
+    """An integrator with its settings, for one posterior.
+
+    Attributes:
+        samples: draws; None for an integrator without draws, and for all draws of a posterior that is draws.
+        top_k: rule, threshold and cap by which classes are ranked; None where they are not.
+    """
+
+    name: str
+    integrator: Integrator
+    samples: int | None
+    top_k: dict[str, Any] | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The integrator's settings by name."""
+        return settings_of(self.integrator)
+
+    @property
+    def variant(self) -> str:
+        """The integrator's name, with the settings that are not the default."""
+        return variant(self.name, self.settings)
+
+
+@dataclass(frozen=True)
+class AskedIntegrators:
+    """What the options ask of every posterior.
+
+    Attributes:
+        named: integrators by name; empty for the default of each posterior.
+        takes_all: whether every integrator that fits was asked for.
+        given: settings that were given.
+        samples: draws that were asked for.
+        top_k: rule, threshold and cap of the ranking that was asked for.
+        keeps_samples: whether each draw's probabilities were asked for.
+    """
+
+    named: tuple[str, ...]
+    takes_all: bool
+    given: dict[str, Any]
+    samples: int | None
+    top_k: dict[str, Any] | None
+    keeps_samples: bool
+
+    @classmethod
+    def of(cls, options: PredictOptions, headers: Iterable[Header]) -> AskedIntegrators:
+        """What the options ask of posteriors with these headers.
+
+        Raises:
+            UsageError: a setting or --samples that no chosen integrator has, or a value that one refuses.
+        """
+        named = tuple(dict.fromkeys(name for name in options.integrator if name != ALL))
+        takes_all, top_k = ALL in options.integrator, _top_k(options)
+        asked = cls(named, takes_all, dict(options.settings), options.samples, top_k, options.keep_samples)
+        chosen = {name for header in headers for name in asked._names(header)}
+        asked._check(chosen)
+        return asked
+
+    def choices(self, header: Header, num_classes: int) -> tuple[list[IntegratorChoice], list[UsageError]]:
+        """The integrators for one posterior, and why each of those that were asked for and do not fit does not."""
+        found, refusals = [], []
+        for name in self._names(header):
+            integrator = self._build(name)
+            why = _why_unfit(name, integrator, header, num_classes)
+            if why is None:
+                top_k = self.top_k if integrator.gives_dirichlet else None
+                found.append(IntegratorChoice(name, integrator, self._samples(integrator, header), top_k))
+            elif name in self.named or not self.takes_all:
+                refusals.append(_refusal(why, header, num_classes))
+        return found, refusals
+
+    def _names(self, header: Header) -> list[str]:
+        """The integrators asked for, by name; the default of the posterior where none was."""
+        everything = [name for name in names("integrators") if name not in self.named] if self.takes_all else []
+        is_plain = self.samples is None and not self.given and not self.keeps_samples
+        default = default_integrator if is_plain else sampling_integrator
+        return [*self.named, *everything] or [default(header)]
+
+    def _build(self, name: str) -> Integrator:
+        own = settings_of(load_integrator(name))
+        chosen = {setting: value for setting, value in self.given.items() if setting in own}
+        try:
+            return load_integrator(name, **chosen)
+        except ValueError as error:
+            raise UsageError(f"\0integrator\0 {name}: {error}") from None
+
+    def _samples(self, integrator: Integrator, header: Header) -> int | None:
+        if not integrator.is_sampling:
+            return None
+        if is_of_draws(header):  # no more than there are
+            return None if self.samples is None or self.samples >= (num_stored(header) or math.inf) else self.samples
+        is_last_layer = header.meta.get("layers") is None
+        by_default = integrator.default_for(_num_params(header), is_last_layer=is_last_layer)
+        return self.samples or header.meta.get("default_samples") or by_default
+
+    def _check(self, chosen: set[str]) -> None:
+        """Raise UsageError for what none of the chosen integrators has, or one refuses."""
+        built = {name: self._build(name) for name in sorted(chosen)}
+        for setting in self.given:
+            if not any(setting in settings_of(integrator) for integrator in built.values()):
+                having = [name for name in names("integrators") if setting in settings_of(load_integrator(name))]
+                raise UsageError(
+                    f"\0{setting}\0: {_listed(built)} no such setting; these integrators have it: {', '.join(having)}",
+                    hint=f"add \0integrator\0 {having[0]}",
+                )
+        if self.samples is not None and not any(integrator.is_sampling for integrator in built.values()):
+            having = [name for name in names("integrators") if load_integrator(name).is_sampling]
+            raise UsageError(f"\0samples\0: {_listed(built)} no draws; these integrators draw: {', '.join(having)}")
+        if self.top_k is not None and not any(integrator.gives_dirichlet for integrator in built.values()):
+            having = [name for name in names("integrators") if load_integrator(name).gives_dirichlet]
+            message = f"\0top_k\0: {_listed(built)} no Dirichlet; these integrators have one: {', '.join(having)}"
+            raise UsageError(message, hint=f"add \0integrator\0 {having[0]}")
+
+
+def default_integrator(header: Header) -> str:
+    """The integrator of a posterior when none is named: the one that predicted val best when it was fitted, or its method's own."""
+    preferred = header.meta.get("metrics", {}).get("recommended_integrator") if follows_val(type_of(header)) else None
+    return preferred or sampling_integrator(header)
+
+
+def follows_val(posterior_type: str) -> bool:
+    """Whether the default integrator is the one that val prefers: not of a sampler's draws, which others are compared with."""
+    return posterior_type != "samples"
+
+
+def sampling_integrator(header: Header) -> str:
+    """The integrator of a posterior's method, whatever val says: by draws, where it is no point."""
+    return default_integrator_of(str(header.meta.get("method")), is_last_layer=header.meta.get("layers") is None)
+
+
+def default_integrator_of(method: str, *, is_last_layer: bool = True) -> str:
+    """The integrator of what a method (laplace, map, ...) gives, when none is named.
+
+    A Gaussian of other layers than the last is that of the network linearised at its mean (Immer et al. 2021,
+    arXiv:2008.08400): draws of its weights, put into the network itself, leave the region where the Gaussian is good.
+    """
+    if method in PLUG_IN_METHODS:
+        return "plug-in"
+    return "logit-mc" if method == "laplace" and not is_last_layer else "mc"
+
+
+def type_of(header: Header) -> str:
+    """The posterior's type: gaussian, samples, ..."""
+    return "samples" if header.kind == "samples" else str(header.meta.get("type"))
+
+
+def is_of_draws(header: Header) -> bool:
+    """Whether a posterior is draws, or networks, that predictions use as they are."""
+    return type_of(header) in ("samples", ENSEMBLE)
+
+
+def num_stored(header: Header) -> int:
+    """How many draws a posterior that is draws has; 0 where its header does not say."""
+    metrics = header.meta.get("metrics", {})
+    if type_of(header) == ENSEMBLE:
+        return int(metrics.get("num_members", 0))
+    return int(metrics.get("chains", 0) * metrics.get("draws", 0))
+
+
+def _num_params(header: Header) -> int:
+    """P of a posterior."""
+    return sum(math.prod(part["shape"]) for part in header.meta.get("param_layout", []))
+
+
+def _top_k(options: PredictOptions) -> dict[str, Any] | None:
+    """The ranking asked for, with what was not said filled in."""
+    if options.top_k is None:
+        return None
+    given = {"rule": options.top_k, "threshold": options.top_k_threshold, "cap": options.top_k_cap}
+    return {
+        **(ranked_lengths.__kwdefaults__ or {}),
+        **{name: value for name, value in given.items() if value is not None},
+    }
+
+
+def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: int) -> str | None:
+    """Why the integrator cannot predict with this posterior; None where it can."""
+    posterior_type = type_of(header)
+    if not has_attribute("posteriors", posterior_type, integrator.needs):
+        return f"\0integrator\0 {variant(name, settings_of(integrator))} does not work for {with_article(posterior_type)} posterior ({header.path.stem})"
+    if posterior_type == "samples" and integrator.needs == "center" and header.meta.get("layers") is not None:
+        why = "draws over other layers may come from several modes, and their mean is not a useful network"
+        return f"\0integrator\0 {name} does not work for {header.path.stem}: {why}"
+    is_exclusive = has_exclusive_classes(recorded_name(header.meta))
+    if not does_classes(integrator, num_classes, is_exclusive=is_exclusive):
+        if not is_exclusive:
+            return f"\0integrator\0 {name} {NO_LABELS}"
+        return f"\0integrator\0 {name} supports at most {integrator.max_classes} classes; got {num_classes}"
+    return None
+
+
+def _refusal(why: str, header: Header, num_classes: int) -> UsageError:
+    every = {name: load_integrator(name) for name in names("integrators")}
+    fitting = [name for name, one in every.items() if _why_unfit(name, one, header, num_classes) is None]
+    return UsageError(
+        why,
+        hint=f"integrators for {with_article(type_of(header))} posterior: {', '.join(fitting)}",
+        code="unsupported_integrator",
+    )
+
+
+def _listed(chosen: Iterable[str]) -> str:
+    """mc has; mc and probit have."""
+    found = list(chosen)
+    return f"{' and '.join(found)} {'has' if len(found) == 1 else 'have'}"
+
+
+Rows: TypeAlias = "dict[str, Tensor]"
+# Where processes share a split's examples: numbers that those of a slice leave under one draw, and how many examples it has at least
+# and at most. Products with a head want hundreds of examples; of a network, whose draws are passes, few examples may be dear.
+_NUMBERS, _ROWS = 2**20, (64, 512)
+_ROW_AXIS = {"group_probs": 1, "probs_samples": 1}  # of others it is the first
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What one posterior predicts by one integrator for N examples, on the CPU.
+
+    Attributes:
+        prediction: probabilities and what belongs to them, with group means at `group_rows` where the draws have groups.
+        energy: (N,) float32, -log sum exp of the mean logits. max_logit: (N,) float32, the largest of those.
+        group_rows: (R,) int64 ascending; None without groups.
+        probs_samples: (S, N, C) float16, of every draw, where they were to be kept.
+        integrator: what predicted: its number of draws, the level of its intervals, what it says of itself.
+    """
+
+    prediction: Prediction
+    energy: Tensor
+    max_logit: Tensor
+    group_rows: Tensor | None
+    probs_samples: Tensor | None
+    integrator: Ready
+
+
+def shared_rows(num_rows: int, layout: ClassifierLayout) -> list[slice]:
+    """Slices of a split's rows that are predicted each by itself, whoever does it, by a posterior with this layout."""
+    return row_slices(num_rows, most=min(max(_NUMBERS // layout.widest, _ROWS[0]), _ROWS[1]), team=team())
+
+
+def own_rows(num_rows: int, layout: ClassifierLayout) -> list[slice]:
+    """Those of them that this process predicts: consecutive ones, perhaps none."""
+    found, others = shared_rows(num_rows, layout), team()
+    return found if others is None else [found[place] for place in others.share(len(found))]
+
+
+def rows_of(prediction: Prediction, **beside: Tensor) -> Rows:
+    """A prediction of some rows, and what goes with it, as tensors by their names, on the CPU."""
+    found = {spec.name: getattr(prediction, spec.name) for spec in fields(prediction)}
+    return {name: tensor.cpu() for name, tensor in (found | beside).items() if tensor is not None}
+
+
+def joined(parts: Sequence[Rows], group_rows: Tensor | None, integrator: Ready) -> Predicted:
+    """The prediction of consecutive rows, as one.
+
+    Args:
+        parts: from `rows_of`, at least one.
+        group_rows: (R,) of all rows.
+    """
+    found = {name: torch.cat([part[name] for part in parts], dim=_ROW_AXIS.get(name, 0)) for name in parts[0]}
+    energy, max_logit, probs_samples = found.pop("energy"), found.pop("max_logit"), found.pop("probs_samples", None)
+    return Predicted(Prediction(**found), energy, max_logit, group_rows, probs_samples, integrator)
+
+
+def scattered(parts: Sequence[Predicted], rows: Sequence[Tensor]) -> Predicted:
+    """Predictions of some rows each, which are all rows together, as one in the order of the rows.
+
+    Args:
+        rows: (n,) ascending, of each part.
+    """
+    last, order = parts[-1], torch.cat(list(rows)).argsort()
+    groups = [own[part.group_rows] for part, own in zip(parts, rows, strict=True) if part.group_rows is not None]
+    group_rows, group_order = torch.cat(groups).sort() if groups else (None, order)
+    found: Rows = {}
+    for spec in fields(Prediction):
+        values = [getattr(part.prediction, spec.name) for part in parts]
+        if values[0] is not None:
+            axis = _ROW_AXIS.get(spec.name, 0)
+            found[spec.name] = torch.cat(values, axis).index_select(
+                axis, group_order if spec.name == "group_probs" else order
+            )
+    samples = [part.probs_samples for part in parts if part.probs_samples is not None]
+    return Predicted(
+        Prediction(**found),
+        torch.cat([part.energy for part in parts])[order],
+        torch.cat([part.max_logit for part in parts])[order],
+        group_rows,
+        torch.cat(samples, dim=1)[:, order] if samples else None,
+        last.integrator,
+    )
+
+
+@dataclass(frozen=True)
+class PartProgress:
+    """The progress of a part of some work, as that of the whole.
+
+    Args:
+        outer: where the work is shown.
+        whole: the task of all parts.
+        size: of this one, in the units of that.
+    """
+
+    outer: Progress
+    whole: Task
+    size: int
+
+    def task(self, name: str, total: int) -> Task:
+        """The task of this part, whose `total` steps count as its size."""
+        return _Part(self.whole, self.size, total)
+
+    def warn(self, text: str) -> None:
+        """Passed on."""
+        self.outer.warn(text)
+
+
+@dataclass
+class _Part:
+    whole: Task
+    size: int
+    total: int
+    done: int = 0
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        before = self._shown
+        self.done += amount
+        self.whole.advance(self._shown - before, note)
+
+    @property
+    def _shown(self) -> int:
+        return self.size * self.done // max(1, self.total)
+
+
+KEPT_FROM = 2e9  # multiplications of a fit of the combined score, which take half a second on one core
+
+LINEARISED = ("gaussian", "linear-draws")  # posteriors that predict with the network linearised at their mean
+
+
+@dataclass
+class TrainData:
+    """The training split, for integrators that weigh draws by their target; read and moved when first asked for.
+
+    Attributes:
+        trusts_code: whether code that the run's features were made by may run again, for posteriors over other layers.
+        opener: gives the network that they were made by, where somebody else opens it.
+    """
+
+    run: Run
+    trusts_code: bool = False
+    opener: Callable[[], RecordedNetwork] | None = None
+    _splits: dict[str, Split] = field(default_factory=dict)
+    _targets: dict[str, CurvedTarget] = field(default_factory=dict)
+    _combined: dict[str, NDArray] = field(default_factory=dict)
+
+    def fitted(self, header: Header) -> Split:
+        """The rows that a posterior was fitted to. Raises MissingInput or DataError without such that have labels."""
+        wanted = fit_on(header)
+        if wanted not in self._splits:
+            self._splits[wanted] = load_fitted(self.run, wanted)
+        return self._splits[wanted]
+
+    @cached_property
+    def reader(self) -> NetworkReader:
+        """The network and the inputs, for posteriors over other layers than the last."""
+        from bnncli.session.network_splits import NetworkReader
+
+        return NetworkReader(self.run, self.trusts_code, self.opener)
+
+    def seen_by(self, header: Header, split: Split) -> Split:
+        """A split as the posterior with this header sees it: its features, or the network's inputs."""
+        layers = header.meta.get("layers")
+        return split if layers is None else self.reader.split(split, str(layers))
+
+    def judged_on(self, header: Header, posterior: Any, split: Split) -> Any | None:
+        """What stands for a posterior where a split judges it: itself, its folds, or nothing where it has fitted the split without any."""
+        if not knows(header, split):
+            return posterior
+        return out_of_fold(header, posterior, split, self.target) if "num_folds" in header.meta else None
+
+    @cached_property
+    def detector_splits(self) -> list[Split]:
+        """The splits that the combined score is fitted to, train and val; none where one of them cannot be used, or val is too small."""
+        try:
+            train, val = (load_split(self.run, name) for name in ("train", "val"))
+        except MissingInput:
+            return []
+        except DataError as error:
+            self.run.console.warn(f"no {DEFAULT_SCORE} score: {error.message}{error.advice}")
+            return []
+        return [train, val] if len(train.content.features) and len(val.content.features) >= FEWEST_ROWS else []
+
+    @cached_property
+    def detector(self) -> Combined | None:
+        """The combined out-of-distribution score, fitted; None without its splits.
+
+        What takes long to fit is kept beside the features, for later commands on the same features, seed and device. Processes
+        that work in step fit it together.
+        """
+        from bnncli.evaluation.combined_score import REVISION, Combined, fit_cost
+
+        if not self.detector_splits:
+            return None
+        run, (train, val) = self.run, self.detector_splits
+        own: dict[str, Any] = {"layout": train.layout, "theta": train.head(), "device": run.device}
+        digests = [split.source.content_digest for split in (train, val)]
+        key = json_sha256([REVISION, *digests, run.compute.seed, run.device.type, torch.get_num_threads()])
+        place = detector_file(run.folder.features("train"))
+        known = read_known(place) if team() is None else {}
+        if str(known.pop("key", "")) == key:
+            return Combined.from_tensors({name: torch.from_numpy(part) for name, part in known.items()}, **own)
+        labels = train.content.labels
+        found = Combined.fit(
+            train.stored,
+            None if labels is None else torch.from_numpy(labels),
+            val.stored,
+            generator=run.stream("predict/neighbors"),
+            **own,
+        )
+        is_writer = team() is None and is_leader() and not run.write.dry_run
+        if is_writer and fit_cost(*train.content.features.shape) >= KEPT_FROM:
+            arrays = {name: tensor.numpy() for name, tensor in found.to_tensors().items()}
+            write_known(place, {"key": np.array(key), **arrays}, is_compressed=False)
+        return found
+
+    def combined_scores(self, split: Split) -> NDArray | None:
+        """The combined score (N,) float32 of a split's features, the same for all posteriors; None without one."""
+        digest = split.source.content_digest
+        if self.detector is not None and digest not in self._combined:
+            self._combined[digest] = self.detector.scores(split.stored).float().numpy()
+        return self._combined.get(digest)
+
+    def target(self, header: Header, prior: Prior) -> CurvedTarget:
+        """The log posterior, under a prior, of the parameters that the posterior with this header is over."""
+        key = f"{header.meta.get('layers')} of {fit_on(header)}"
+        if key not in self._targets:
+            self._targets[key] = self.seen_by(header, self.fitted(header)).target(Prior(1.0), self.run.device)
+        return self._targets[key].with_prior(prior)
+
+
+@dataclass
+class Predictor:
+    """Predicts with one posterior.
+
+    Attributes:
+        given: a posterior on the device in the place of the file's.
+    """
+
+    run: Run
+    path: Path
+    header: Header
+    train: TrainData
+    given: Any = None
+    _ready: tuple[tuple[str, int | None], Ready] | None = None
+
+    @cached_property
+    def posterior(self) -> Any:
+        """The posterior, on the device. Raises DataError where the file has been replaced since its header was read."""
+        if self.given is not None:
+            return self.given
+        posterior, header = open_posterior(self.path)
+        if header.content_digest != self.header.content_digest:
+            message = f"{self.path} was replaced while bnncli read it"
+            raise DataError(message, code="stale_input", hint="try again", path=self.path)
+        if header.meta.get("layers") is not None:
+            posterior = posterior.bound_to(self.train.reader.network_of(str(header.meta["layers"])))
+        return posterior.to(self.run.device)
+
+    @cached_property
+    def mean_theta(self) -> Tensor:
+        """theta (P,) that stands for the posterior."""
+        return mean_theta(self.posterior, self.run.stream("predict/mean"))
+
+    @cached_property
+    def scored_theta(self) -> Tensor:
+        """theta (P,) at which energy and the largest logit are taken, or draws (S, P) that average the logits."""
+        if self.header.meta.get("layers") is None or self.posterior.type in LINEARISED:
+            return self.mean_theta
+        return drawn_theta(self.posterior, self.run.stream("predict/mean"))
+
+    def ready(self, choice: IntegratorChoice) -> Ready:
+        """The integrator, with what is the same for all features done; warns once of what it has to say.
+
+        The last one is kept: draws may be large, and whoever changes the integrator is done with the one before.
+        """
+        key = choice.variant, choice.samples
+        if self._ready is None or self._ready[0] != key:
+            self._ready = None
+            self._ready = key, self._prepare(choice)
+        return self._ready[1]
+
+    def _prepare(self, choice: IntegratorChoice) -> Ready:
+        if choice.integrator.needs in OF_THETA or self.header.kind == "samples":
+            used = None if choice.integrator.is_sampling and choice.samples is None else choice.samples or 0
+            self.require_memory(used, option="\0samples\0" if choice.integrator.is_sampling else None)
+        target = None
+        if choice.integrator.needs_target:
+            target = self.train.target(self.header, posterior_prior(self.path, self.header))
+        ready = choice.integrator.prepare(
+            self.posterior,
+            num_samples=choice.samples,
+            generator=self.run.stream("predict/draws"),
+            target=target,
+            progress=self.run.console,
+        )
+        warn(self.run, self.path.stem, ready.notes())
+        return ready
+
+    def require_memory(self, num_used: int | None, *, option: str | None) -> None:
+        """Pass when so many draws of theta have room, all that are stored for None.
+
+        Args:
+            option: that says how many.
+
+        Raises:
+            DeviceError: they have none; names how many have.
+        """
+        require_draws(self.run, self.header, num_used=num_used, option=option)
+
+    def predict_split(self, choice: IntegratorChoice, split: Split, *, keep_samples: bool = False) -> Predicted | None:
+        """The predictions for a split, which `predict` stores: out of fold for rows that the posterior was fitted to.
+
+        By all processes that share the command, as predict_together.
+
+        Raises:
+            DataError: the posterior was fitted to the split and has no folds.
+            UsageError: it has, and the integrator weighs draws by all rows.
+        """
+        seen = self.train.seen_by(self.header, split)
+        seen.check_fits(self.posterior.layout)
+        if not knows(self.header, split):
+            return self.predict_together(choice, seen.stored, keep_samples=keep_samples)
+        folds = out_of_fold(self.header, self.posterior, split, self.train.target)
+        if choice.integrator.needs_target:
+            raise UsageError(
+                f"{choice.name} weights its draws using all rows that {self.path.stem} was fitted to, and these "
+                f"include {split.content.name}",
+                code="unsupported_integrator",
+                hint="use another integrator, or predict another split",
+            )
+        self.run.console.info(f"{self.path.stem}: predicting {split.content.name} out of fold, with {len(folds)} folds")
+        found, order = [], []
+        for posterior, rows in folds.parts():
+            part = replace(self, given=posterior, _ready=None)
+            found.append(part.predict_together(choice, seen.stored[rows], keep_samples=keep_samples))
+            order.append(rows)
+        parts = [part for part in found if part is not None]
+        return scattered(parts, order) if parts else None
+
+    def predict(self, choice: IntegratorChoice, features: Tensor, *, keep_samples: bool = False) -> Predicted:
+        """The predictions for features (N, D), wherever they lie, of the posterior's own D, by a process that works alone."""
+        found = self.predict_together(choice, features, keep_samples=keep_samples)
+        assert found is not None
+        return found
+
+    def predict_together(
+        self, choice: IntegratorChoice, features: Tensor, *, keep_samples: bool = False
+    ) -> Predicted | None:
+        """The same, by all processes that share the command, each for rows of its own; None on all but the first of them.
+
+        Raises:
+            NumericError: rows of any of them have no probabilities.
+        """
+        integrator, layout = self.ready(choice), self.posterior.layout
+        groups = _groups_of(integrator)
+        group_rows = None if groups is None else kept_rows(len(features), layout.num_classes, len(groups))
+        blocks = [block for rows in own_rows(len(features), layout) for block in block_rows(features, rows)]
+        task = self.run.console.task("predict", sum(rows.stop - rows.start for rows in blocks))
+
+        def predicted(rows: slice) -> Rows:
+            block = on_device(features[rows], self.run.device)
+            draws: dict[str, Any] = {"num_samples": choice.samples}  # of one stream: the same draws for every block
+            draws["generator"] = self.run.stream("predict/draws")
+            if group_rows is not None:
+                draws["group_rows"] = _rows_within(group_rows, rows)
+            progress = PartProgress(self.run.console, task, len(block))
+            prediction = integrator.predict(self.posterior, block, progress=progress, **draws)
+            energy, max_logit = energy_and_max_logit(block, self.scored_theta, layout)
+            kept = {"probs_samples": integrator.probs_of_draws(self.posterior, block)} if keep_samples else {}
+            return rows_of(prediction, energy=energy, max_logit=max_logit, **kept)
+
+        parts = brought_to_leader([predicted(rows) for rows in blocks])
+        return None if parts is None else joined(parts, group_rows, integrator)
+
+
+def _groups_of(integrator: Ready) -> DrawPartition | None:
+    """The groups of an integrator's draws; None without Monte Carlo error, and for a single draw."""
+    return integrator.groups if integrator.groups is not None and len(integrator.groups) > 1 else None
+
+
+def _rows_within(rows: Tensor, block: slice) -> Tensor:
+    """Those of the ascending rows (R,) that lie in a block, counted from its start."""
+    first, last = torch.searchsorted(rows, torch.tensor([block.start, block.stop])).tolist()
+    return rows[first:last] - block.start
+
+
+def warn(run: Run, posterior: str, notes: dict[str, Any]) -> None:
+    """Pass on what an integrator warned of, once a posterior."""
+    text = f"{posterior}: {notes['warning']}" if notes.get("warning") else None
+    if text is not None and text not in run.console.warnings:
+        run.console.warn(text)
+
+
+def warn_of_draws(run: Run, path: Path, header: Header, integrator: str) -> None:
+    """Say so where draws predict with a Gaussian whose prior precision suits its mode alone."""
+    metrics = header.meta.get("metrics", {})
+    suits, entries = metrics.get("prior_precision_for"), metrics.get("val") or {}
+    if suits != "plug-in" or integrator == suits:
+        return
+    nll = {
+        name: f"{entries[key]['nll']:.4f}"
+        for name, key in ((integrator, integrator), (suits, "laplace"))
+        if key in entries
+    }
+    scores = f" (NLL {nll[integrator]}, {suits} {nll[suits]})" if len(nll) > 1 else ""
+    run.console.warn(
+        f"{path.stem}: {integrator} predicts val worse than {suits}{scores}, because the prior precision was "
+        "chosen for the mode only. refine and hmc search for one that suits draws"
+    )
+
+
+def warn_of_few_draws(run: Run, path: Path, header: Header, samples: int | None) -> None:
+    """Say so when more draws are asked for than a posterior that is draws has."""
+    there = num_stored(header) if is_of_draws(header) else 0
+    if samples is not None and 0 < there < samples:
+        what = "draws" if header.kind == "samples" else "members"
+        run.console.warn(f"{path.stem} has only {there} {what}, fewer than \0samples\0 {samples}; using all of them")

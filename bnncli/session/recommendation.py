@@ -1,0 +1,366 @@
+"""What to predict with in a run: auto's recommendation, paired scores behind it, and stored metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.artifacts.files import read_metrics
+from bnncli.errors import BnnError, DataError, MissingInput
+from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.detection import DetectionForm, Ranking, form_rows
+from bnncli.evaluation.layer_gain import LEVEL, loss_interval
+from bnncli.evaluation.recommendation import Quality, accuracy_interval
+from bnncli.evaluation.scores import detection_forms
+from bnncli.evaluation.weighted_scores import ScoreGroup
+from bnncli.options.scoring import Quantity
+from bnncli.session.revisions import AUTO
+from bnncli.session.run import Run
+from bnncli.session.score_rows import find_metric
+
+if TYPE_CHECKING:
+    from bnncli.evaluation.example_statistics import ExampleStatistics
+
+
+Row = dict[str, Any]
+Vectors = Mapping[str, NDArray | str]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One score of one prediction.
+
+    Args:
+        row: its name, the choices that define it, higher_is_better.
+        value: None where undefined, for the reason in `undefined`.
+        replicates: (R,), NaN where undefined; None where the score is, or without a bootstrap.
+    """
+
+    row: Row
+    value: float | None
+    undefined: str | None = None
+    replicates: NDArray[np.float64] | None = None
+
+    @property
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """What it has in common with the same score of other predictions."""
+        return tuple((name, str(value)) for name, value in self.row.items())
+
+
+def measure_split(
+    predictions: Sequence[Sequence[ScoreGroup]],
+    wanted: Sequence[Quantity],
+    *,
+    split: tuple[str, int],
+    bootstrap: Bootstrap | None = None,
+) -> list[list[Measured]]:
+    """The scores wanted of each of several predictions of one split, in the order wanted.
+
+    Args:
+        predictions: the scores of each, as split_scores gives them.
+        split: its name and number of examples.
+    """
+    chosen = [_chosen(scores, wanted) for scores in predictions]
+    needed = [[scores for scores, _, _ in picks] for picks in chosen]
+
+    def statistic(weights: NDArray) -> NDArray[np.float64]:
+        """(b, all scores of all predictions); each group of scores is computed once."""
+        parts = []
+        for picks in needed:
+            known = {id(s): s.statistic(weights) for s in picks if s.statistic is not None and split[1] > 0}
+            nothing = np.full((len(weights), 1), np.nan)
+            parts += [known.get(id(s), np.repeat(nothing, len(s.members), axis=1)) for s in picks]
+        return np.concatenate(parts, axis=1) if parts else np.zeros((len(weights), 0))
+
+    values = statistic(np.ones((1, split[1])))[0]
+    replicates = bootstrap.replicates(statistic, split) if bootstrap is not None and split[1] > 1 else None
+    found, start = [], 0
+    for picks in chosen:
+        own = []
+        for scores, member, row in picks:
+            place = start + member
+            start += len(scores.members)
+            reason = scores.undefined if scores.statistic is None else "empty split" if split[1] == 0 else None
+            own.append(_measured(row, values[place], reason or scores.members[member].when_nan, replicates, place))
+        found.append(own)
+    return found
+
+
+def measure_detection(
+    predictions: Sequence[tuple[Vectors, Vectors]],
+    wanted: Sequence[Quantity],
+    *,
+    split: tuple[str, int],
+    ood: tuple[str, int],
+    bootstrap: Bootstrap | None = None,
+) -> list[list[Measured]]:
+    """The detection scores wanted of each of several predictions of two splits, in the order wanted.
+
+    Args:
+        predictions: for each, the name of a score to its values on the split (N,) and on the other one (M,), or to the
+            reason why there is none.
+        split, ood: name and number of examples of each.
+    """
+    chosen = []  # for each prediction: row, form, place of its ranking or the reason why there is none
+    rankings: list[Ranking] = []
+    for inside, outside in predictions:
+        picked = _detection_rows(list(inside), wanted, ood[0])
+        names = dict.fromkeys(str(row["score"]) for row, _ in picked)
+        places = {name: _ranking(inside[name], outside[name], ood[0], rankings) for name in names}
+        chosen.append([(row, form, places[row["score"]]) for row, form in picked])
+
+    # Of each ranking its forms, so that what they share is computed once.
+    needed = [
+        list(dict.fromkeys(form.statistic for picks in chosen for _, form, own in picks if own == place))
+        for place in range(len(rankings))
+    ]
+
+    def statistic(*weights: NDArray) -> NDArray[np.float64]:
+        pairs = zip(rankings, needed, strict=True)
+        found = [dict(zip(own, ranking.evaluate(own, *weights).T, strict=True)) for ranking, own in pairs]
+        columns = [
+            found[place][form.statistic] if isinstance(place, int) else np.full(len(weights[0]), np.nan)
+            for picks in chosen
+            for _, form, place in picks
+        ]
+        return np.stack(columns, axis=1) if columns else np.zeros((len(weights[0]), 0))
+
+    values = statistic(np.ones((1, split[1])), np.ones((1, ood[1])))[0]
+    replicates = bootstrap.replicates(statistic, split, ood) if bootstrap is not None and rankings else None
+    flat = iter(range(len(values)))
+    return [
+        [
+            _measured(row, values[column], place if isinstance(place, str) else "undefined", replicates, column)
+            for (row, _, place), column in zip(picks, flat, strict=False)
+        ]
+        for picks in chosen
+    ]
+
+
+def needed_scores(names: Sequence[str], wanted: Sequence[Quantity], ood: str) -> list[str]:
+    """The detection scores among `names` that the scores wanted are about."""
+    return list(dict.fromkeys(str(row["score"]) for row, _ in _detection_rows(names, wanted, ood)))
+
+
+def _detection_rows(names: Sequence[str], wanted: Sequence[Quantity], ood: str) -> list[tuple[Row, DetectionForm]]:
+    """The row, without a value, and the form of every detection score wanted."""
+    forms = form_rows(detection_forms())
+    every = [({**row, "score": name, "ood": ood}, form) for name in names for row, form in forms]
+    picked = _once([row for one in wanted for row in find_metric([row for row, _ in every], one)])
+    by_row = {id(row): form for row, form in every}
+    return [(row, by_row[id(row)]) for row in picked]
+
+
+def _chosen(scores: Sequence[ScoreGroup], wanted: Sequence[Quantity]) -> list[tuple[ScoreGroup, int, Row]]:
+    """The scores wanted: each with its group, its place there, and its row without a value."""
+    rows: list[tuple[ScoreGroup, int, Row]] = []
+    for group in scores:
+        for place, score in enumerate(group.members):
+            row = {"name": score.name, **score.choices, "higher_is_better": score.higher_is_better}
+            rows.append((group, place, row))
+    picked = _once([row for one in wanted for row in find_metric([row for _, _, row in rows], one)])
+    by_row = {id(row): (group, place, row) for group, place, row in rows}
+    return [by_row[id(row)] for row in picked]
+
+
+def _once(rows: Sequence[Row]) -> list[Row]:
+    """The rows without repetitions of the same object."""
+    return list({id(row): row for row in rows}.values())
+
+
+def _ranking(inside: NDArray | str, outside: NDArray | str, ood: str, rankings: list[Ranking]) -> int | str:
+    """The place of a new ranking, or the reason why there is none."""
+    for side in (inside, outside):
+        if isinstance(side, str):
+            return side
+    if len(inside) == 0 or len(outside) == 0:
+        return (
+            "the in-distribution split is empty"
+            if len(inside) == 0
+            else f"only one class is present: split {ood} is empty"
+        )
+    rankings.append(Ranking(np.asarray(inside), np.asarray(outside)))
+    return len(rankings) - 1
+
+
+def _measured(row: Row, value: float, reason: str, replicates: NDArray | None, column: int) -> Measured:
+    if np.isnan(value):
+        return Measured(row, None, reason)
+    return Measured(row, float(value), None, None if replicates is None else replicates[:, column])
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """A posterior and the integrator to predict with, and why; `by` names the command that decided."""
+
+    posterior: str
+    integrator: str
+    sentence: str = ""
+    by: str = "auto"
+
+
+@dataclass(frozen=True)
+class SplitProbabilities:
+    """Class probabilities of one split.
+
+    Attributes:
+        probs: (N, C). labels: (N,), (N, C) of several labels an example, or None.
+        losses: (N,) nats, in place of those of probs: held-out ones, of what was fitted to these labels.
+    """
+
+    name: str
+    probs: NDArray
+    labels: NDArray | None
+    losses: NDArray[np.float64] | None = None
+
+    @cached_property
+    def examples(self) -> ExampleStatistics:
+        """The numbers of each example."""
+        from bnncli.evaluation.example_statistics import examples_of
+
+        return examples_of(self.probs, self.labels, is_exclusive=self.labels is None or self.labels.ndim == 1)
+
+
+def qualities(
+    own: SplitProbabilities,
+    base: SplitProbabilities,
+    *,
+    seed: int,
+    level: float = LEVEL,
+) -> list[Quality]:
+    """Return NLL, accuracy and ECE of a split, each beside the baseline's, paired by example.
+
+    Intervals: of NLL and accuracy as the recommendation tests them (`loss_interval`, `accuracy_interval`); of ECE the symmetric bootstrap of compare.
+
+    Args:
+        own, base: predictions of the same examples.
+        level: of each interval.
+    """
+    found = []
+    if own.labels is not None and len(own.labels):
+        from bnncli.evaluation.excess import score
+
+        mine, theirs = (score(side.name, side.probs, own.labels, losses=side.losses) for side in (own, base))
+        low, high = loss_interval(mine.losses, theirs.losses, level) or (None, None)
+        found.append(Quality("nll", mine.nll, theirs.nll, low, high, False))
+        assert mine.is_right is not None
+        assert theirs.is_right is not None
+        low, high = accuracy_interval(mine.is_right, theirs.is_right, level) or (None, None)
+        right = float(mine.is_right.mean()), float(theirs.is_right.mean())
+        found.append(Quality("accuracy", right[0], right[1], low, high, True))
+        ece = paired_quality("ece", _measured_calibration(own, base, seed, level), level=level)
+        found += [] if ece is None else [ece]
+    return found
+
+
+def _measured_calibration(
+    own: SplitProbabilities, base: SplitProbabilities, seed: int, level: float
+) -> list[list[Measured]]:
+    from bnncli.evaluation.bootstrap import Bootstrap
+    from bnncli.evaluation.scores import ScoredPredictions, split_scores
+
+    groups = [split_scores(ScoredPredictions(side.probs, side.examples), ["ece"]) for side in (own, base)]
+    bootstrap = Bootstrap(level=level, seed=seed)
+    return measure_split(groups, [Quantity("ece")], split=(own.name, len(own.examples)), bootstrap=bootstrap)
+
+
+def paired_quality(name: str, measured: Sequence[Sequence[Measured]], *, level: float) -> Quality | None:
+    """Return the quality of a score measured of both sides, with a bootstrap interval of the difference; None where it is undefined of either."""
+    from bnncli.evaluation.paired import Sample, difference
+    from bnncli.evaluation.scores import declared
+
+    if any(not side or side[0].value is None for side in measured):
+        return None
+    values = [float(side[0].value or 0.0) for side in measured]
+    samples = [Sample(np.array([value]), side[0].replicates) for value, side in zip(values, measured, strict=True)]
+    gap = difference(*samples, level=level)
+    return Quality(name, values[0], values[1], gap.low, gap.high, bool(declared()[name].higher_is_better))
+
+
+def recorded_qualities(recorded: Sequence[dict[str, Any]]) -> list[Quality]:
+    """Return qualities from their JSON."""
+    names = ("score", "value", "baseline", "low", "high", "higher_is_better")
+    return [Quality(**{name: one[name] for name in names}) for one in recorded]
+
+
+def judged_before(run: Run) -> dict[str, bool]:
+    """Of posteriors, by their content's digest, whether the last recommendation found them good for their target.
+
+    Empty where it was made by other seeds or another version, or is damaged.
+    """
+    path = run.folder.recommended
+    try:
+        header = read_metrics(path)
+        made_alike = header.provenance["algo_rev"] == AUTO and header.provenance["params"]["seed"] == run.compute.seed
+        judged = dict(header.meta["rows"][-1]["judged"]) if made_alike else {}
+        return {str(digest): bool(is_good) for digest, is_good in judged.items()}
+    except (DataError, MissingInput, KeyError, IndexError, TypeError, ValueError):
+        return {}
+
+
+def recommended(run: Run) -> Recommended | None:
+    """The run's recommendation; None without one. Raises DataError for one that is stale or damaged."""
+    path = run.folder.recommended
+    if not path.is_file():
+        return None
+    try:
+        header = read_metrics(path)
+        run.use(header)
+        row = next(row for row in header.meta["rows"] if row["is_recommended"])
+        return Recommended(
+            str(row["posterior"]), str(row["integrator"]), str(header.meta["rows"][-1].get("sentence", ""))
+        )
+    except (DataError, KeyError, StopIteration, TypeError) as error:
+        why = error.message if isinstance(error, DataError) else "it has no recommended row"
+        raise DataError(
+            f"cannot use auto's recommendation: {why}", code="stale_input", path=path,
+            hint=f"run {run.suggest('auto')} again, or name a posterior: \0posterior\0 NAME",
+        ) from None  # fmt: skip
+
+
+def metrics_of(run: Run, *, posterior: str | None, split: str | None) -> list[dict[str, Any]]:
+    """Rows of the run's metrics files, those of the posterior and the split that are named.
+
+    Raises:
+        MissingInput: there are none such.
+        DataError: all that there are cannot be used; where a posterior was named, the first that cannot be.
+    """
+    files = run.folder.metrics_files()
+    if not files:
+        raise MissingInput(f"{run.checkpoint_path} has no metrics", hint=run.suggest("evaluate"))
+    rows: list[dict[str, Any]] = []
+    there: set[str] = set()
+    unusable: list[BnnError] = []
+    for path in files:
+        names = {path.stem, path.stem.partition(".")[0]}  # also where it cannot be read
+        try:
+            header = read_metrics(path)
+            names |= {str(row.get("posterior")) for row in header.meta["rows"]}
+            if posterior is None or posterior in names:
+                run.use(header)
+                rows += header.meta["rows"]
+        except (DataError, MissingInput) as error:
+            if posterior in names:
+                raise
+            unusable.append(error)
+            if posterior is None:
+                run.console.warn(f"skipping {path.stem}: {error.message}{error.advice}")
+        there |= names
+    if posterior is not None and posterior not in there:
+        known = ", ".join(sorted(there))
+        raise MissingInput(f"no metrics for posterior {posterior!r} (have: {known})", hint=run.suggest("evaluate"))
+    if not rows:
+        first = unusable[0]
+        if any(error.code != "stale_input" for error in unusable):
+            raise first
+        raise DataError("all metrics files of the run are stale", code="stale_input", hint=first.hint, path=first.path)
+    kept = [row for row in rows if split in (None, row.get("split"))]
+    if not kept:
+        known = ", ".join(sorted({str(row.get("split")) for row in rows}))
+        raise MissingInput(f"no metrics for split {split!r} (have: {known})", hint=run.suggest("evaluate"))
+    return kept

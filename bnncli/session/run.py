@@ -1,0 +1,427 @@
+"""An open run: its folder, checkpoint, device and random streams, and the result that a command returns."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from bnncli.artifacts.freshness import UNKNOWN_MAKER, Followed, check_fresh, is_same_file
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.known_files import State, is_settled, state_of
+from bnncli.artifacts.provenance import Source
+from bnncli.artifacts.run_folder import RunFolder
+from bnncli.errors import BnnError, DataError, MissingInput, UsageError
+from bnncli.lazy import torch
+from bnncli.models import Asked, SavedModel, is_kind, open_model
+from bnncli.models.sharded import checkpoint_sha256
+from bnncli.numerics import random
+from bnncli.numerics.digests import file_sha256, json_sha256
+from bnncli.options.command import (
+    CommandLine,
+    CommonOptions,
+    ComputeOptions,
+    InputOptions,
+    LockOptions,
+    NameOptions,
+    RecordOptions,
+    RunOptions,
+    WriteOptions,
+    own_command,
+    pasted,
+)
+from bnncli.progress import SILENT, Progress
+from bnncli.session.revisions import is_another
+from bnncli.system.devices import configure_torch, device_name, select_device
+from bnncli.system.input_files import nearest_file, open_regular
+from bnncli.system.workers import crew, team
+
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".distcp")  # a file of weights is meant, not a run's name
+
+_DIGESTS: dict[
+    tuple[State, ...] | None, str
+] = {}  # of files in these states: large ones, which a command asks for often
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Files below a folder, by their names relative to it, sorted."""
+
+    folder: Path
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, files: Sequence[Path]) -> ModelFiles:
+        """These files; the folder is the innermost that has all of them."""
+        places = [os.path.abspath(file) for file in files]
+        folder = os.path.commonpath([os.path.dirname(place) for place in places])
+        return cls(Path(folder), tuple(sorted(os.path.relpath(place, folder) for place in places)))
+
+    @classmethod
+    def recorded(cls, record: Mapping[str, Any], root: Path) -> ModelFiles | None:
+        """The files that a checkpoint's record names, as to_json gives them; None where it is of a single file."""
+        return cls(root.absolute().parent / record["path"], tuple(record["files"])) if "files" in record else None
+
+    def to_json(self, root: Path) -> dict[str, Any]:
+        """As provenance names them: the folder relative to the run folder's parent, so that both can be moved together."""
+        return {"path": os.path.relpath(self.folder, root.absolute().parent), "files": list(self.names)}
+
+    def sha256(self, progress: Progress = SILENT) -> str:
+        """The hexadecimal digest of their names and bytes.
+
+        Raises:
+            MissingInput, DeviceError, ReadError: one cannot be read, as open_regular says.
+        """
+        before = self.states()
+        if before not in _DIGESTS:
+            found, is_known_later = [], before is not None and all(map(is_settled, before))
+            for name in self.names:
+                with open_regular(self.folder / name) as stream:
+                    found.append([name, file_sha256(stream, progress)])
+            digest = json_sha256(found)
+            if not is_known_later or self.states() != before:
+                return digest
+            _DIGESTS[before] = digest
+        return _DIGESTS[before]
+
+    def states(self) -> tuple[State, ...] | None:
+        """What changes when one of them is changed or replaced; None where one is missing."""
+        try:
+            return tuple(state_of(os.stat(self.folder / name)) for name in self.names)
+        except (OSError, ValueError):  # NUL in a name
+            return None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        return sum(os.stat(self.folder / name).st_size for name in self.names)
+
+
+def own_files(saved: SavedModel | None, checkpoint: Path) -> ModelFiles | None:
+    """The files whose weights a run has; None where those of CKPT, another file or a folder of weights, fill the network.
+
+    Raises:
+        MissingInput: CKPT has the name of a file of weights, and there is none.
+    """
+    if saved is None or not saved.files:
+        return None
+    own = [place for file in saved.files for place in (file, file.parent)]
+    if _may_be_weights(checkpoint) and not any(is_same_file(checkpoint, place) for place in own):
+        return None
+    if checkpoint.suffix in _SUFFIXES and not checkpoint.exists():
+        hint = "to use the model's own weights, give its folder or any name that is not a weights file"
+        raise MissingInput(f"no file {str(checkpoint)!r}", path=checkpoint, hint=hint)
+    return ModelFiles.of(saved.files)
+
+
+def _may_be_weights(checkpoint: Path) -> bool:
+    """Whether CKPT is more than a name: a file, or a folder with files of weights."""
+    is_folder = checkpoint.is_dir()
+    return checkpoint.is_file() or (is_folder and any(one.suffix in _SUFFIXES for one in checkpoint.iterdir()))
+
+
+def opened_model(spec: str | None, arguments: Sequence[str], **asked: Any) -> SavedModel | None:
+    """The saved model that `--model` names; None for a built-in network, a factory, or no network.
+
+    Args:
+        arguments: each as KEY=VALUE.
+        asked: the other fields of Asked.
+
+    Raises:
+        What open_model raises.
+    """
+    if spec is None or not is_kind(spec):
+        return None
+    return open_model(spec, Asked(arguments_by_name(arguments), **asked))
+
+
+def arguments_by_name(texts: Sequence[str]) -> dict[str, str]:
+    """The arguments of a network, each given as KEY=VALUE. Raises UsageError for any other text."""
+    arguments = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(f"\0model_arg\0: expected KEY=VALUE; got {text!r}")
+        arguments[key] = value
+    return arguments
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for people: printed on stdout. `notes` stand below it; `narrow` takes its place where it does not fit."""
+
+    columns: list[str]
+    rows: list[list[str]]
+    title: str = ""
+    notes: list[str] = field(default_factory=list)
+    narrow: list[Table] = field(default_factory=list)
+
+
+@dataclass
+class Result:
+    """What a stage gives back; the command line prints it as text or as one JSON document.
+
+    Attributes:
+        action: computed, up_to_date, replaced or planned; "" for commands that write nothing.
+        extra: further keys of the JSON document, such as rows or posteriors.
+        summary: lines for people, on stderr.
+        lines: lines of the result, on stdout (artifact paths when empty).
+        failure: a negative verdict, raised after everything has been written and printed.
+    """
+
+    action: str = ""
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    summary: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    failure: BnnError | None = None
+
+    def add(self, other: Result) -> None:
+        """Take in the result of one more artifact of the same command."""
+        ranks = ("", "up_to_date", "planned", "computed", "replaced")
+        self.action = max(self.action, other.action, key=ranks.index)
+        self.outputs += other.outputs
+        self.inputs += [entry for entry in other.inputs if entry not in self.inputs]
+        self.summary += other.summary
+        self.lines += other.lines
+        self.failure = self.failure or other.failure
+
+
+class Voice(Progress, Protocol):
+    """Where a run says what it has to say: the console of a command, or what listens in Python.
+
+    Attributes:
+        options: how a command talks.
+        warnings: what was warned of, each text once.
+    """
+
+    options: CommonOptions
+    warnings: list[str]
+
+    def debug(self, text: str) -> None:
+        """A line for whoever wants to know more."""
+
+    def info(self, text: str) -> None:
+        """A line that is no warning."""
+
+    def poll(self, where: str = "") -> None:
+        """Raise Interrupted when a signal has come; `where` says how far the work was."""
+
+
+@dataclass
+class Run:
+    """One invocation of a command, as its stage sees it.
+
+    Attributes:
+        line: the command as it was given, with what the environment and the configuration file gave.
+        is_named: whether CKPT is just the run's name: the command makes a run that has no checkpoint.
+        has_device: whether the command computes, so that its result names the device.
+        followed: what is known of files that artifacts were made from, until the command writes one.
+    """
+
+    command: str
+    line: CommandLine
+    arguments: dict[str, Any]
+    console: Voice
+    run_options: RunOptions
+    write: WriteOptions
+    compute: ComputeOptions
+    naming: NameOptions
+    lock: LockOptions = field(default_factory=LockOptions)
+    inputs: InputOptions = field(default_factory=InputOptions)
+    record: RecordOptions = field(default_factory=RecordOptions)
+    is_named: bool = False
+    started: float = field(default_factory=time.monotonic)
+    heads: dict[str, tuple[str, str]] = field(default_factory=dict)
+    followed: Followed = field(default_factory=dict)
+    has_device: bool = False
+
+    @cached_property
+    def folder(self) -> RunFolder:
+        """The run folder of the checkpoint that was given."""
+        return RunFolder.of(Path(self.arguments["ckpt"]), self.run_options.run_dir, is_name=self.is_named)
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The checkpoint as it was named on the command line."""
+        return self.folder.checkpoint
+
+    def no_run(self) -> MissingInput:
+        """The error for a checkpoint without a run folder: the file that may have been meant, or what makes a run."""
+        path = self.checkpoint_path
+        if not path.exists():
+            message = f"no checkpoint {path}, and no run folder {self.folder.root}"
+            return MissingInput(message, hint=nearest_file(path), path=path)
+        hint = self.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"])
+        message = f"{path} has no run folder (looked for {self.folder.root})"
+        return MissingInput(message, hint=hint, path=self.folder.root)
+
+    def suggest(self, command: str, /, **options: object) -> str:
+        """A command on this run with these options, by field, to be pasted: quoted, and with the run folder that was given."""
+        return pasted(command, str(self.arguments["ckpt"]), **options, run_dir=self.run_options.run_dir)
+
+    def remake(self, header: Header, *, force: bool = False) -> str | None:
+        """The command that made an artifact, to be pasted: on the checkpoint where it is now, if it was moved.
+
+        None where the record is no command of ours: it is never repeated as it stands.
+        """
+        line = self.made_by(header)
+        return None if line is None else line.having("force", force).pasted()
+
+    def made_by(self, header: Header) -> CommandLine | None:
+        """The command that made an artifact, on the checkpoint where it is now; None where the record is no command of ours."""
+        line = own_command(header.provenance["command"], str(self.arguments["ckpt"]))
+        if line is None:
+            return None
+        takes_recommended = line.command == "predict" and not any(
+            map(line.gives, ("posterior", "integrator", "layers"))
+        )
+        if takes_recommended and header.kind == "predictions" and self.folder.recommended.is_file():
+            # Named, for what auto recommends now may be another.
+            line = line.having("posterior", [str(header.meta["posterior"])])
+            line = line.having("integrator", [str(header.meta["integrator"])])
+        return line.having("run_dir", self.run_options.run_dir)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device to compute on; threads and determinism are set with it."""
+        configure_torch(threads=self.compute.threads, deterministic=self.compute.deterministic)
+        device = torch.device(self.device_name)
+        select_device(device)
+        return device
+
+    def require_device(self) -> None:
+        """Pass when the device is there; the result names it. One that is chosen by itself is looked for when it is needed.
+
+        Raises:
+            UsageError, DeviceError: it was asked for by name, and is not there.
+        """
+        self.has_device = True
+        if self.compute.device != "auto" or self.console.options.verbose:
+            _ = self.device_name
+
+    @cached_property
+    def device_name(self) -> str:
+        """The device to compute on, resolved once: cpu, cuda:0, ..."""
+        name = device_name(self.compute.device)
+        if self.compute.device == "auto" and name == "cpu":
+            self.console.debug("no GPU found: computing on the CPU")
+        return name
+
+    def environment(self) -> dict[str, Any]:
+        """Seed, device, threads and workers, as provenance records them."""
+        others, asked = team(), crew()
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+        host = {"host": socket.gethostname()} if self.record.record_host else {}
+        return {
+            **host,
+            "seed": self.compute.seed,
+            "deterministic": self.compute.deterministic,
+            "device": str(self.device),
+            "gpu": gpu,
+            "threads": torch.get_num_threads(),
+            **({} if others is None else {"workers": others.size, "shards": others.num_shards}),
+            **({} if asked is None else {"workers": asked.size}),
+        }
+
+    def stream(self, name: str) -> torch.Generator:
+        """The random stream called `name`, under the user's seed."""
+        return random.stream(self.compute.seed, name)
+
+    def belongs(self, header: Header) -> dict[str, Any] | None:
+        """The checkpoint's record, once the artifact is known to come from the checkpoint that was named.
+
+        Raises:
+            MissingInput: the artifact has a checkpoint, and it is gone.
+            DataError: it comes from another one.
+        """
+        recorded = header.provenance.get("checkpoint")
+        if recorded is None:
+            return None
+        current = self._current_weights(recorded)
+        if current != recorded["weights_digest"]:
+            raise DataError(
+                f"{header.path} was created from a checkpoint other than {self.checkpoint_path}",
+                code="wrong_checkpoint",
+                hint=self.remake(header) or UNKNOWN_MAKER,
+                path=header.path,
+            )
+        return dict(recorded)
+
+    def use(self, header: Header) -> None:
+        """Pass an artifact as an input: of this checkpoint, and fresh, or stale with --allow-stale and a warning.
+
+        Raises:
+            DataError: it comes from another checkpoint, or is stale, with the command that makes it again.
+        """
+        checkpoint = self.belongs(header)
+        try:
+            digest = checkpoint["weights_digest"] if checkpoint else None
+            check_fresh(
+                header, is_another=is_another, weights_digest=digest, remake=self.remake, followed=self.followed
+            )
+        except DataError as error:
+            if not self.inputs.allow_stale or error.code != "stale_input":
+                raise
+            self.console.warn(f"{error.message}; using it anyway (\0allow_stale\0)")
+
+    def _current_weights(self, recorded: dict[str, Any]) -> str:
+        """Digest of the checkpoint's weights as they are now; a file with the recorded bytes is not parsed."""
+        files = ModelFiles.recorded(recorded, self.folder.root)
+        if files is not None:
+            try:
+                digest = files.sha256(self.console)
+            except MissingInput as error:
+                message = f"{error.message}; the run was created from this model"
+                raise MissingInput(
+                    message, hint="restore the model, or extract the features again", path=error.path
+                ) from None
+            return str(recorded["weights_digest"]) if digest == recorded["file_sha256"] else f"files:{digest}"
+        if not hasattr(self, "_weights"):
+            path = self.checkpoint_path
+            if not path.exists():
+                raise MissingInput(
+                    f"no checkpoint {path}", hint="give the checkpoint that the run was created from", path=path
+                )
+            if checkpoint_sha256(path) == recorded["file_sha256"]:
+                self._weights = str(recorded["weights_digest"])
+            else:
+                from bnncli.models.checkpoints import load_checkpoint
+
+                try:
+                    found = load_checkpoint(path, wanted=recorded.get("selected_key"))
+                except UsageError:  # it is laid out in another way now
+                    found = load_checkpoint(path)
+                self._weights = found.weights_digest
+        return self._weights
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the command began."""
+        return time.monotonic() - self.started
+
+
+def source_json(source: Source) -> dict[str, str]:
+    """An input as the JSON result names it."""
+    return {"role": source.role, "path": str(source.path), "content_digest": source.content_digest}
+
+
+def each_checkpoint(run: Run) -> list[Run]:
+    """A run for each checkpoint. Raises UsageError for one that is named twice, or a run folder with several."""
+    paths = [Path(path) for path in run.arguments["ckpt"]]
+    if len(paths) > 1 and run.run_options.run_dir is not None:
+        raise UsageError("\0run_dir\0 names the run folder of one checkpoint; got several checkpoints")
+    runs = [replace(run, arguments={**run.arguments, "ckpt": path}, heads={}) for path in paths]
+    roots = [one.folder.root.resolve() for one in runs]
+    for place, root in enumerate(roots):
+        if root in roots[:place]:
+            raise UsageError(f"{paths[place]} is given twice; give each seed's checkpoint once")
+    return runs

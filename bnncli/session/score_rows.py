@@ -1,0 +1,553 @@
+"""Score groups of predictions: read, check, score and resample every split, and hold assertions against the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.predictions import PredictionFile, read_predictions
+from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.evaluation.detectors import example_scores, of_features, usual_score
+from bnncli.evaluation.example_statistics import ExampleStatistics, check_labels, examples_of
+from bnncli.evaluation.label_scores import one_sided_labels
+from bnncli.evaluation.label_statistics import check_label_sets
+from bnncli.evaluation.metric_rows import Row
+from bnncli.evaluation.per_class import rare_classes
+from bnncli.evaluation.probabilities import row_blocks
+from bnncli.evaluation.scores import ScoredPredictions, declared, detection_forms, other_split_rows, split_scores
+from bnncli.integrators import load_integrator
+from bnncli.likelihoods import name_to_record, recorded_name
+from bnncli.names import FEATURES_NAME, posterior_title, quoted
+from bnncli.options.scoring import Assertion, EvaluateOptions, Quantity
+from bnncli.session.predictions import PredictionGroup
+from bnncli.session.run import Run
+
+if TYPE_CHECKING:
+    from bnncli.evaluation.bootstrap import Bootstrap
+    from bnncli.evaluation.detection import ExampleScores
+
+
+@dataclass(frozen=True)
+class PredictedSplit:
+    """The predictions of a split, read and checked when first looked at.
+
+    Args:
+        header: of their file.
+    """
+
+    header: Header
+
+    @property
+    def name(self) -> str:
+        """The split's name."""
+        return str(self.header.meta["split"])
+
+    @cached_property
+    def file(self) -> PredictionFile:
+        """What the file holds; (N, C) arrays are mapped."""
+        return read_predictions(self.header.path)
+
+    @cached_property
+    def examples(self) -> ExampleStatistics:
+        """The numbers of each example."""
+        try:
+            size, is_exclusive = len(self.file.classes), self.file.is_exclusive
+            return examples_of(self.file.probs, self.file.labels, num_classes=size, is_exclusive=is_exclusive)
+        except DataError as error:
+            path = self.header.path
+            raise DataError(f"{path}: {error.message}", hint=error.hint, path=path) from None
+
+    def scored(self, settings: Mapping[str, Any]) -> ScoredPredictions:
+        """What scores of the split are made of, set by the options that they bring."""
+        file, ranking = self.file, self.header.meta.get("top_k")
+        return ScoredPredictions(
+            file.probs, self.examples, file.mutual_info, lengths=file.top_k, ranking=ranking, settings=settings
+        )
+
+    def detection_scores(self, names: Sequence[str]) -> ExampleScores:
+        """The scores of these names of each example, or why there are none."""
+        return example_scores(names, self.examples, lambda name: getattr(self.file, name))
+
+
+def bootstrap_of(run: Run, options: EvaluateOptions) -> Bootstrap | None:
+    """How scores are resampled; None with `--bootstrap 0`."""
+    from bnncli.evaluation.bootstrap import Bootstrap
+
+    if options.bootstrap == 0:
+        return None
+    return Bootstrap(options.bootstrap, options.level, run.compute.seed)
+
+
+class Scorable(Protocol):
+    """Predictions of a split that scores are made of, whatever file they lie in."""
+
+    @property
+    def name(self) -> str:
+        """The split's name."""
+
+    @property
+    def examples(self) -> ExampleStatistics:
+        """The numbers of each example."""
+
+    def scored(self, settings: Mapping[str, Any]) -> ScoredPredictions:
+        """What scores of the split are made of, set by the options that they bring."""
+
+    def detection_scores(self, names: Sequence[str]) -> ExampleScores:
+        """The scores of these names of each example, or why there are none."""
+
+
+def group_rows(
+    run: Run,
+    options: EvaluateOptions,
+    group: PredictionGroup,
+    further: Sequence[Callable[[PredictedSplit], list[Row]]] = (),
+) -> list[dict[str, Any]]:
+    """A row for each in-distribution split, test first, with detection against every out-of-distribution split.
+
+    Args:
+        further: give other metrics of a split's predictions.
+    """
+    outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
+    inside = [PredictedSplit(header) for header in group.splits(is_ood=False).values()]
+    rows = []
+    for split in sorted(inside, key=lambda split: (split.name != "test", split.name)):
+        bootstrap = bootstrap_of(run, options)
+        metrics = split_rows(split, options.settings, bootstrap, poll=run.console.poll)
+        for other in outside:
+            _check_differs(split, other)
+            metrics += detection_rows(split, other, options.prediction_scores, bootstrap)
+            run.console.poll()
+        for give in further:
+            metrics += give(split)
+        rows.append({**_described(group, split.header), "metrics": metrics})
+    return rows
+
+
+def warn_of_rare_classes(run: Run, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> None:
+    """Warn of splits in which classes are missing or rare, once for all groups."""
+    splits = {name: header for group in groups for name, header in group.splits(is_ood=False).items()}
+    for name, header in splits.items():
+        if not header.meta.get("is_labeled") or (options.split and name not in options.split):
+            continue
+        file = PredictedSplit(header).file
+        for text in rare_class_warnings(name, file.labels, file.classes, is_exclusive=file.is_exclusive):
+            run.console.warn(text)
+
+
+def rare_class_warnings(
+    split: str, labels: NDArray | None, classes: Sequence[str], *, is_exclusive: bool
+) -> Iterator[str]:
+    """What is to be warned of in a split of which classes are missing or rare, or that none or all have a label."""
+    if labels is None or len(labels) == 0:
+        return
+    if not is_exclusive:
+        yield from _one_sided_warnings(split, labels, classes)
+        return
+    check_labels(labels, (len(labels), len(classes)))
+    absent, few = rare_classes(labels, list(classes))
+    if absent:
+        yield f"split {split} has no examples of {_listed(absent)}: means over classes omit them"
+    if few:
+        yield f"split {split} has few examples of {_listed(few)}: their scores are imprecise"
+
+
+def _one_sided_warnings(split: str, labels: NDArray, classes: Sequence[str]) -> Iterator[str]:
+    """What is to be warned of where none, or all, of a split's examples have a label."""
+    check_label_sets(labels, (len(labels), len(classes)))
+    for names, who in zip(one_sided_labels(labels, list(classes)), ("no example", "every example"), strict=True):
+        if names:
+            text = _listed(names).replace("class", "label", 1).replace("labeles", "labels", 1)
+            yield f"split {split}: {who} has {text}: means over labels omit their undefined scores"
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    """Names joined by commas; how many more there are than `most`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ("class " if len(names) == 1 else "classes ") + ", ".join(names[:most]) + more
+
+
+def _described(group: PredictionGroup, header: Header) -> dict[str, Any]:
+    """What a row says of the predictions that it scores; `samples` is None where there are no draws."""
+    return {
+        "name": group.name,
+        "posterior": group.posterior,
+        "integrator": group.integrator,
+        "variant": group.variant,
+        "settings": dict(header.meta.get("settings", {})),
+        "samples": num_draws(group, header),
+        "split": header.meta["split"],
+        **name_to_record(recorded_name(header.meta)),
+    }
+
+
+def num_draws(group: PredictionGroup, header: Header) -> int | None:
+    """Draws of a prediction: those that were asked for, but no more than a posterior that is draws has."""
+    asked: int | None = header.meta["samples"]
+    path = group.posterior_path
+    if path is None or not load_integrator(group.integrator).is_sampling:
+        return asked
+    made = read_header(path).meta.get("metrics", {})
+    if not {"chains", "draws"} <= set(made):
+        return asked
+    stored = int(made["chains"] * made["draws"])
+    return stored if asked is None else min(asked, stored)
+
+
+def split_rows(
+    split: Scorable, settings: Mapping[str, Any], bootstrap: Bootstrap | None, *, poll: Callable[[], None]
+) -> list[Row]:
+    """The rows of one split's own scores, set by the options that these bring."""
+    from bnncli.evaluation.metric_rows import score_rows
+
+    scores = split_scores(split.scored(settings))
+    poll()
+    return score_rows(scores, (split.name, len(split.examples)), bootstrap)
+
+
+def detection_rows(split: Scorable, other: Scorable, names: Sequence[str], bootstrap: Bootstrap | None) -> list[Row]:
+    """The rows of telling one split from another by these scores, and of how sure the predictions of the other are."""
+    from bnncli.evaluation import detection
+
+    inside, outside = (side.detection_scores(names) for side in (split, other))
+    rows = detection.detection_rows(
+        inside, outside, detection_forms(), split=split.name, ood=other.name, bootstrap=bootstrap
+    )
+    return [*rows, *other_split_rows(other.examples, other.name, bootstrap)]
+
+
+def _check_differs(split: PredictedSplit, other: PredictedSplit) -> None:
+    """Raise DataError when two splits are the same examples."""
+    meta, others = split.header.meta, other.header.meta
+    if meta.get("order_digest") != others.get("order_digest") or split.file.probs.shape != other.file.probs.shape:
+        return
+    ours, theirs = split.file.probs, other.file.probs
+    if all(np.array_equal(ours[rows], theirs[rows]) for rows in row_blocks(*ours.shape)):
+        raise DataError(f"splits {split.name!r} and {other.name!r} hold the same examples", code="same_split")
+
+
+# Fields of rows of any score that tell of its number, and no form from another.
+_NO_CHOICES = {
+    "name",
+    "value",
+    "n",
+    "undefined",
+    "higher_is_better",
+    "standard_error",
+    "interval",
+    "p_value",
+    "unit",
+    "note",
+}
+
+
+class Absent(NamedTuple):
+    """A posterior of the run without usable predictions: its name, theirs where they are there but stale, the reason, whether it has any."""
+
+    posterior: str
+    name: str
+    reason: str
+    is_predicted: bool = True
+
+
+def about(assertions: Sequence[Assertion], posterior: str, integrator: str) -> list[Assertion]:
+    """The assertions, those without a posterior about this one; but those that compare with it, or are about the features."""
+    return [
+        one._replace(left=one.left._replace(posterior=posterior, integrator=one.left.integrator or integrator))
+        if is_of_every(one) and not (isinstance(one.right, Quantity) and one.right.posterior == posterior)
+        else one
+        for one in assertions
+    ]
+
+
+def is_of_every(assertion: Assertion) -> bool:
+    """Whether an assertion names no posterior, and is not about the features."""
+    return assertion.left.posterior is None and set(of_features()).isdisjoint(assertion.left.choices)
+
+
+def check_names(assertions: Sequence[Assertion], rows: Sequence[Row], absent: Sequence[Absent] = ()) -> None:
+    """Raise before the work when a posterior, an integrator or a split that is named is not there.
+
+    Args:
+        rows: posterior, integrator, variant and split of each row to come; no metrics are needed.
+
+    Raises:
+        MissingInput: the name is not there. UsageError: the split or the integrator is not told.
+    """
+    for assertion in assertions:
+        if _absent_by_name(assertion, rows, absent):
+            continue
+        for left in _left_rows(assertion, rows):
+            if isinstance(assertion.right, Quantity):
+                _right_row(assertion.right, rows, left)
+
+
+def hold_against(
+    assertions: Sequence[Assertion],
+    rows: Sequence[Row],
+    absent: Sequence[Absent] = (),
+    *,
+    references: Sequence[str] = (),
+) -> list[Row]:
+    """A row for every score that an assertion is about: expr, holds, name, posterior, integrator, split, left, right.
+
+    A score that is undefined, or that a posterior lacks while others have it, fails: left or right is None, and `reason`
+    says why. So does one of an absent posterior, whose integrator and split are None where they are not named.
+
+    Args:
+        absent: the posteriors of the run that have no rows.
+        references: names of the posteriors that distances are measured to, of which none is asked for.
+
+    Raises:
+        MissingInput, UsageError: as check_names; or no posterior has the score, or several forms of it are meant.
+    """
+    checks = []
+    for assertion in assertions:
+        named = _absent_by_name(assertion, rows, absent)
+        checks += [] if named else _checks(assertion, rows)
+        checks += named or _absent_of_all(assertion, rows, absent, references)
+    return checks
+
+
+def failure_text(checks: Sequence[Row]) -> str | None:
+    """One line that names each number that failed; None when all checks hold."""
+    return "; ".join(_sentence(check) for check in checks if not check["holds"]) or None
+
+
+def find_metric(metrics: Sequence[Row], wanted: Quantity) -> list[Row]:
+    """The metric rows that have the name and the choices wanted, in their usual form where nothing else is said."""
+    found = [row for row in metrics if row["name"] == wanted.metric]
+    found = [row for row in found if set(wanted.choices) <= {text for _, text in _choices(row)}]
+    scores = {row.get("score") for row in found if row.get("value", 0.0) is not None}
+    for key, usual in {"score": usual_score(scores), **declared()[wanted.metric].usual}.items():
+        is_said = any(key == other and text in wanted.choices for row in found for other, text in _choices(row))
+        if not is_said and any(row.get(key) == usual for row in found):
+            found = [row for row in found if row.get(key, usual) == usual]
+    return found
+
+
+def forms(metrics: Sequence[Row]) -> list[str]:
+    """How each of these rows of one metric is written: its name and the choices in which it differs from the others."""
+    every = [dict(_choices(row)) for row in metrics]
+    keys = dict.fromkeys(key for choices in every for key in choices)
+    telling = [key for key in keys if len({choices.get(key) for choices in every}) > 1]
+    names = []
+    for row, choices in zip(metrics, every, strict=True):
+        names.append(":".join([row["name"], *(choices[key] for key in telling if key in choices)]))
+    return names
+
+
+def _absent_by_name(assertion: Assertion, rows: Sequence[Row], absent: Sequence[Absent]) -> list[Row]:
+    """The failing checks of an assertion that names an absent posterior which has no rows of another integrator."""
+    for side in (assertion.left, assertion.right):
+        if isinstance(side, Quantity) and side.posterior is not None:
+            there = [row for row in rows if side.posterior in (row["posterior"], _name(row))]
+            known = [row for row in there if side.integrator in (None, row["integrator"], row.get("variant"))]
+            missing = [one for one in absent if side.posterior in (one.posterior, one.name)]
+            if missing and not known:
+                return [_absent_check(assertion, one) for one in missing]
+    return []
+
+
+def _absent_of_all(
+    assertion: Assertion, rows: Sequence[Row], absent: Sequence[Absent], references: Sequence[str]
+) -> list[Row]:
+    """The failing checks of an assertion about every posterior: those that are stale, or have rows of other splits alone."""
+    left, right = assertion.left, assertion.right
+    if left.posterior is not None:
+        known = {row["posterior"] for row in rows if left.posterior == row["posterior"]}
+        return [_absent_check(assertion, one) for one in absent if one.posterior in known and _is_meant(left, one)]
+    if not is_of_every(assertion):
+        return []
+    others = {right.posterior} if isinstance(right, Quantity) else set()
+    score = declared()[left.metric]
+    others |= (
+        {*references} if score.of_draws is not None or score.of_reference is not None else set()
+    )  # there is none to itself
+    chosen = _named(left, rows)
+    kept = {_name(row) for row in _of_split(left, chosen, None)}
+    split = _of_split(left, chosen, None)[0]["split"]
+    elsewhere = {_name(row): row["posterior"] for row in chosen if _name(row) not in kept}
+    found = [one for one in absent if one.is_predicted and _is_meant(left, one)]
+    found += [Absent(posterior, name, f"no predictions of split {split!r}") for name, posterior in elsewhere.items()]
+    return [_absent_check(assertion, one) for one in found if others.isdisjoint((one.posterior, one.name))]
+
+
+def _is_meant(wanted: Quantity, one: Absent) -> bool:
+    """Whether an integrator that is named could be that of the absent predictions."""
+    return wanted.integrator is None or one.name in (one.posterior, f"{one.posterior}.{wanted.integrator}")
+
+
+def _absent_check(assertion: Assertion, one: Absent) -> Row:
+    left = assertion.left
+    found = {"expr": str(assertion), "holds": False, "left": None, "right": None, "reason": one.reason}
+    found |= {"name": one.name, "posterior": one.posterior, "integrator": left.integrator, "split": left.split}
+    return {**found, "metric": left.label}
+
+
+def _checks(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
+    found = []
+    for left in _left_rows(assertion, rows):
+        one, why = _value(assertion.left, left, rows)
+        if one is None and why is None:  # a row that has no such score at all, and was not named
+            continue
+        other, where = _right_value(assertion.right, rows, left)
+        check = {"expr": str(assertion), "holds": False, "left": one, "right": other}
+        check |= {"name": _name(left), "posterior": left["posterior"], "integrator": _integrator(left)}
+        check["split"] = left["split"]
+        check["metric"] = assertion.left.label
+        if one is None or other is None:
+            check["reason"] = why if one is None else where
+        else:
+            check["holds"] = assertion.holds(one, other)
+        found.append(check)
+    if not found:
+        raise UsageError(f"\0assert_\0 {assertion}: the reference is the only posterior")
+    return found
+
+
+def _right_value(right: Quantity | float, rows: Sequence[Row], left: Row) -> tuple[float | None, str | None]:
+    """The value of the right side for a row of the left side, or the reason why there is none."""
+    if not isinstance(right, Quantity):
+        return right, None
+    row = _right_row(right, rows, left)
+    value, why = _value(right, row, [row])
+    return value, f"{right}: {why}" if why else None
+
+
+def _value(wanted: Quantity, row: Row, rows: Sequence[Row]) -> tuple[float | None, str | None]:
+    """The value, or the reason why there is none; neither where the row has no metric of the name and is one of many."""
+    named = [metric for metric in row["metrics"] if metric["name"] == wanted.metric]
+    found = find_metric(named, wanted)
+    label = wanted.label
+    if not found:
+        if wanted.posterior is None and any(
+            find_metric(other["metrics"], wanted) for other in rows if other is not row
+        ):
+            return (None, f"it has no {label}") if named else (None, None)
+        choices = ", ".join(dict.fromkeys(forms(named) or [metric["name"] for metric in row["metrics"]])) or "none"
+        raise UsageError(f"\0assert_\0: {_label(row)} has no score {label} (have: {choices})")
+    if len(found) > 1:
+        raise UsageError(f"\0assert_\0: {label} of {_label(row)} is ambiguous; name one of {', '.join(forms(found))}")
+    if wanted.posterior is None and found[0].get("reference") in (row["posterior"], _name(row)):
+        return None, None  # a distance to itself
+    return _part(found[0], wanted.part)
+
+
+def _part(metric: Row, part: str | None) -> tuple[float | None, str | None]:
+    """The value of a metric row or the part of it that is wanted, or the reason why there is none."""
+    value = metric["value"]
+    if value is None:
+        return None, str(metric.get("undefined", "undefined"))
+    if part in ("low", "high"):
+        value = (metric.get("interval") or {}).get(part)
+    elif part is not None:
+        value = metric.get(part)
+    return (None, f"it has no {'interval' if part in ('low', 'high') else part}") if value is None else (value, None)
+
+
+def _left_rows(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
+    """The rows that the left side is about."""
+    left, right = assertion.left, assertion.right
+    found = _of_split(left, _named(left, rows), None)
+    if left.posterior is None and isinstance(right, Quantity) and right.posterior is not None:
+        others = _named(right, rows)
+        found = [row for row in found if row not in others]
+        if not found:
+            raise MissingInput(
+                f"\0assert_\0 {assertion}: there is no other posterior to compare {right.posterior} with"
+            )
+    return found
+
+
+def _right_row(right: Quantity, rows: Sequence[Row], left: Row) -> Row:
+    """The one row that the right side is about, for a row of the left side."""
+    if right.posterior is None:
+        right = right._replace(posterior=left["posterior"], integrator=left.get("variant", left["integrator"]))
+    found = _of_split(right, _named(right, rows), left["split"])
+    usual = f"{right.posterior}.{right.integrator or _integrator(left)}"
+    for rule in (
+        lambda row: _integrator(row) == _integrator(left),
+        lambda row: row["posterior"] == left["posterior"] and _name(row) == _name(left),
+        lambda row: _name(row) == usual,
+    ):
+        if len(found) > 1:
+            found = [row for row in found if rule(row)] or found
+    if len(found) > 1:
+        choices = ", ".join(f"{_name(row)}.{right.metric}" for row in found)
+        raise UsageError(f"\0assert_\0: {right} is ambiguous; name one of {choices}")
+    return found[0]
+
+
+def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
+    """The rows of the posterior and integrator that are named. Raises MissingInput when there are none."""
+    found = [row for row in rows if wanted.posterior in (row["posterior"], _name(row))]
+    if wanted.posterior is None:
+        # Scores of the features have a row of their own; other scores are no matter of that row.
+        is_of_features = not set(of_features()).isdisjoint(wanted.choices)
+        found = [row for row in rows if (row["posterior"] == FEATURES_NAME) == is_of_features]
+        if is_of_features and not found:
+            raise MissingInput(f"\0assert_\0 {wanted}: feature scores are not computed here; add \0score\0")
+    if wanted.integrator is not None:
+        found = [row for row in found if wanted.integrator in (row["integrator"], row.get("variant"))]
+    if found:
+        return found
+    there = ", ".join(dict.fromkeys(map(_name, rows))) or "none"
+    name = ".".join(part for part in (wanted.posterior, wanted.integrator) if part is not None)
+    raise MissingInput(f"\0assert_\0 {wanted}: {quoted(name)} is not evaluated here (have: {there})")
+
+
+def _of_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]:
+    """The rows of the split that is meant. Raises MissingInput for one that is not there, UsageError where it is not told."""
+    there = list(dict.fromkeys(str(row["split"]) for row in rows))
+    split = wanted.split or (other if other in there else "test" if "test" in there else there[0])
+    if split not in there:
+        raise MissingInput(f"\0assert_\0 {wanted}: no predictions for split {split!r} (have: {', '.join(there)})")
+    if wanted.split is None and split not in ("test", other) and len(there) > 1:
+        raise UsageError(f"\0assert_\0 {wanted}: name the split with @SPLIT, one of {', '.join(there)}")
+    return [row for row in rows if row["split"] == split]
+
+
+def _choices(metric: Row) -> list[tuple[str, str]]:
+    """What tells the forms of a metric apart, as text."""
+    facts = declared()[metric["name"]].facts
+    return [
+        (key, str(value))
+        for key, value in metric.items()
+        if key not in _NO_CHOICES and key not in facts and isinstance(value, str | int) and not isinstance(value, bool)
+    ]
+
+
+def _integrator(row: Row) -> str:
+    return str(row.get("variant", row["integrator"]))
+
+
+def _name(row: Row) -> str:
+    """What the predictions of a row are called: <posterior>.<integrator>, or the name that they were given."""
+    return str(row.get("name") or f"{row['posterior']}.{_integrator(row)}")
+
+
+def _label(row: Row) -> str:
+    title = posterior_title(row["posterior"], _integrator(row), row.get("name"))
+    return f"{title} ({_integrator(row)}, {row['split']})"
+
+
+def _sentence(check: Row) -> str:
+    if check["integrator"] is None or check["split"] is None:
+        way = f"predict {check['posterior']}, or name another: POSTERIOR.{check['metric']}"
+        return f"{check['metric']} of {check['name']} is unknown ({check['reason']}), expected {check['expr']}; {way}"
+    title = posterior_title(check["posterior"], check["integrator"], check["name"])
+    where = f"{check['metric']} of {title} ({check['integrator']}, {check['split']})"
+    if "reason" in check:
+        return f"{where} is undefined ({check['reason']}), expected {check['expr']}"
+    left, right = (f"{check[side]:.6g}" for side in ("left", "right"))
+    if left == right:  # the difference is in later digits
+        left, right = repr(check["left"]), repr(check["right"])
+    known = check["expr"].endswith(f"{check['right']!r}".removesuffix(".0"))
+    return f"{where} is {left}, expected {check['expr']}" + ("" if known else f" ({right})")

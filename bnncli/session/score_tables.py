@@ -1,0 +1,322 @@
+"""Tables of scores: one row per split, posterior and integrator, and one per class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.errors import DataError
+from bnncli.evaluation.detectors import DEFAULT_SCORE
+from bnncli.evaluation.metric_rows import Row
+from bnncli.evaluation.scores import declared
+from bnncli.likelihoods import recorded_name
+from bnncli.names import percent, posterior_title
+from bnncli.options.scoring import EvaluateOptions, ScoreOptions
+from bnncli.session.predictions import PredictionGroup
+from bnncli.session.run import Table
+from bnncli.session.score_rows import PredictedSplit
+
+_FIRST_COLUMNS = ("split", "posterior", "integrator", "draws")
+
+Form = tuple[str, str | None, tuple[str | None, ...]]
+Head = Callable[[Mapping[str, Any]], list[str]]  # what a row of the table begins with, of a row of scores
+
+
+def score_table(
+    rows: Sequence[Mapping[str, Any]],
+    notes: list[str],
+    *,
+    chosen: Sequence[str] = (),
+    scores: Sequence[str] = (DEFAULT_SCORE,),
+    intervals: bool = False,
+    first: Sequence[str] = _FIRST_COLUMNS,
+    head: Head | None = None,
+) -> Table:
+    """The rows of evaluate as a Table; an undefined score is a dash.
+
+    Args:
+        chosen: names of the scores to show, in all their forms; none: the usual ones.
+        scores: by which detection is shown.
+        intervals: whether each score is followed by its interval, where it has one.
+        first: the columns before the scores, three or more, of which the first is the split.
+        head: what stands in them; None: the names of a run's predictions.
+    """
+    ordered = sorted(rows, key=lambda row: (row["split"] != "test", row["split"]))
+    shown = [_shown(row, chosen, scores) for row in ordered]
+    forms = _columns(shown)
+    cells = [
+        [*(head or run_head)(row), *(_cell(found.get(form), intervals) for form in forms)]
+        for row, found in zip(ordered, shown, strict=True)
+    ]
+    columns = [*first, *_titles(forms, shown)]
+    return Table(columns, cells, notes=notes, narrow=_turned(columns, cells))
+
+
+class ShownScore(NamedTuple):
+    """One column of the table: its title, which way is better, and its metric in each row, None where it has none."""
+
+    title: str
+    higher_is_better: bool | None
+    metrics: list[Mapping[str, Any] | None]
+
+
+def shown_scores(rows: Sequence[Mapping[str, Any]], scores: Sequence[str] = (DEFAULT_SCORE,)) -> list[ShownScore]:
+    """The usual scores of rows of evaluate, in the order and by the titles of the table.
+
+    Args:
+        scores: by which detection is shown.
+    """
+    shown = [_shown(row, (), scores) for row in rows]
+    forms = _columns(shown)
+    found = []
+    for form, title in zip(forms, _titles(forms, shown), strict=True):
+        metrics = [own.get(form) for own in shown]
+        first = next(metric for metric in metrics if metric is not None)
+        found.append(ShownScore(title, first["higher_is_better"], metrics))
+    return found
+
+
+def score_title(metric: Mapping[str, Any]) -> str:
+    """What a score is called in a table, without the choices that tell it from its like."""
+    return declared()[metric["name"]].title.format(**metric)
+
+
+def _shown(row: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str]) -> dict[Form, Mapping[str, Any]]:
+    """The scores of a row that are shown, by their forms."""
+    has_labels = recorded_name(row) is not None
+    return {_form(m): m for m in row["metrics"] if _is_shown(m, chosen, scores, has_labels=has_labels)}
+
+
+def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str], *, has_labels: bool) -> bool:
+    if "ood" in metric and metric.get("score", scores[0]) not in scores:  # AURC has a score of its own
+        return False
+    if chosen:
+        return metric["name"] in chosen
+    score = declared()[metric["name"]]
+    if has_labels and score.shown_of_labels is not None:
+        return all(metric.get(key) == value for key, value in score.shown_of_labels.items())
+    return score.is_shown and all(metric.get(key) == value for key, value in score.usual.items())
+
+
+def _form(metric: Mapping[str, Any]) -> Form:
+    """What a metric shares with its like in other rows: name, the other split, the choices that tell it from its forms."""
+    return metric["name"], metric.get("ood"), tuple(metric.get(key) for key in declared()[metric["name"]].told_by)
+
+
+def _columns(shown: Sequence[Mapping[Form, Any]]) -> list[Form]:
+    """Every form there is, in the order of the scores; what is measured against another split stands together."""
+    forms = list(dict.fromkeys(form for found in shown for form in found))
+    others = list(dict.fromkeys(ood for _, ood, _ in forms))
+    rank = list(declared()).index
+    first = min((rank(name) for name, ood, _ in forms if ood is not None), default=0)
+
+    def place(form: Form) -> tuple[int, int, int]:
+        name, ood, _ = form
+        return (rank(name), 0, 0) if ood is None else (first, others.index(ood), rank(name))
+
+    return sorted(forms, key=place)
+
+
+def _titles(forms: Sequence[Form], shown: Sequence[Mapping[Form, Any]]) -> list[str]:
+    """The title of each form: its score, the other split, and the choices in which it differs from its like."""
+    titles = []
+    for form in forms:
+        name, ood, choices = form
+        example = next(found[form] for found in shown if form in found)
+        like = [others for other, _, others in forms if other == name]
+        telling = [text for i, text in enumerate(choices) if text is not None and len({o[i] for o in like}) > 1]
+        titles.append(" ".join([score_title(example), *([ood] if ood else []), *telling]))
+    return titles
+
+
+def _turned(columns: list[str], cells: list[list[str]]) -> list[Table]:
+    """The same numbers for a narrow terminal: a table for each split, a row for each score."""
+    tables = []
+    for split in dict.fromkeys(row[0] for row in cells):
+        chosen = [row for row in cells if row[0] == split]
+        scores = [[name, *(row[i] for row in chosen)] for i, name in enumerate(columns) if i >= 3]
+        tables.append(Table([split, *(f"{row[1]} {row[2]}" for row in chosen)], scores))
+    return tables
+
+
+def run_head(row: Mapping[str, Any]) -> list[str]:
+    """Split, posterior, integrator and number of draws."""
+    title = posterior_title(row["posterior"], row["variant"], row.get("name"))
+    return [row["split"], title, row["variant"], "-" if row["samples"] is None else str(row["samples"])]
+
+
+def _cell(metric: Mapping[str, Any] | None, intervals: bool) -> str:
+    if metric is None or metric["value"] is None:
+        return "-"
+    digits = declared()[metric["name"]].digits
+    shown, ends = number_text(metric["value"], digits), metric.get("interval")
+    if metric.get("floor") is not None:
+        shown += f" (floor {number_text(metric['floor'], digits)})"
+    if metric.get("p_value") is not None:  # of a distance
+        shown += f" +- {number_text(metric['standard_error'], digits)} (p {metric['p_value']:.2g})"
+    if not intervals or ends is None:
+        return shown
+    return f"{shown} [{number_text(ends['low'], digits)}, {number_text(ends['high'], digits)}]"
+
+
+def number_text(value: float, digits: int) -> str:
+    """A number of a table, with so many decimals."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no minus before a zero
+
+
+TableRow = Mapping[str, Any]
+_FIRST_CLASS_COLUMNS = ("split", "posterior", "integrator")
+_OF_ALL = ("macro ", "class ")  # how titles say that a score is a mean over classes
+
+
+def with_classes(rows: Sequence[TableRow], groups: Sequence[PredictionGroup]) -> list[dict[str, Any]]:
+    """The rows with `classes`, the names of theirs, and `class_counts`, how many examples have each (None without labels)."""
+    found = {}
+    for name, header in {name: one for group in groups for name, one in group.splits(is_ood=False).items()}.items():
+        file = PredictedSplit(header).file
+        found[name] = class_facts(file.labels, file.classes)
+    return [
+        {**row, **found[row["split"]]} if any("per_class" in m for m in row["metrics"]) else {**row} for row in rows
+    ]
+
+
+def without_classes(row: TableRow) -> dict[str, Any]:
+    """The row without the values of every class."""
+    metrics = [{key: value for key, value in metric.items() if key != "per_class"} for metric in row["metrics"]]
+    return {**row, "metrics": metrics}
+
+
+def class_facts(labels: NDArray | None, classes: Sequence[str]) -> dict[str, Any]:
+    """What a row with scores of every class says of these: `classes` and `class_counts`."""
+    if labels is None:
+        return {"classes": list(classes), "class_counts": None}
+    own = np.asarray(labels)
+    counts = own.sum(axis=0) if own.ndim == 2 else np.bincount(own, minlength=len(classes))
+    return {"classes": list(classes), "class_counts": counts.tolist()}
+
+
+def class_table(
+    rows: Sequence[TableRow], *, first: Sequence[str] = _FIRST_CLASS_COLUMNS, head: Head = run_head
+) -> Table | None:
+    """Scores of every class, of rows that have classes; None where none has. `first` and `head` as of score_table, of three."""
+    told = [row for row in rows if "classes" in row]
+    if not told:
+        return None
+    ordered = sorted(told, key=lambda row: (row["split"] != "test", row["split"]))
+    titles = list(dict.fromkeys(_title(row, metric) for row in ordered for metric in _of_classes(row)))
+    cells = [cell for row in ordered for cell in _cells(row, titles, head)]
+    what = "class" if recorded_name(ordered[0]) is None else "label"
+    return Table([*first, what, "examples", *titles], cells)
+
+
+def _of_classes(row: TableRow) -> list[TableRow]:
+    return [metric for metric in row["metrics"] if metric.get("per_class") is not None]
+
+
+def _title(row: TableRow, metric: TableRow) -> str:
+    """What the score of one class is called; the balanced accuracy of all is the mean of what is the recall of each."""
+    if metric["name"] == "balanced_accuracy" and recorded_name(row) is None:
+        return "recall"
+    title = score_title(metric)
+    for words in _OF_ALL:
+        title = title.removeprefix(words)
+    return title
+
+
+def _cells(row: TableRow, titles: Sequence[str], head: Head) -> list[list[str]]:
+    by_title = {_title(row, metric): metric for metric in _of_classes(row)}
+    found = []
+    for k, name in enumerate(row["classes"]):
+        count = "-" if row["class_counts"] is None else str(row["class_counts"][k])
+        scores = [_score(by_title.get(one), k) for one in titles]
+        found.append([*head(row)[:3], name, count, *scores])
+    return found
+
+
+def _score(metric: TableRow | None, k: int) -> str:
+    value = None if metric is None else metric["per_class"][k]
+    return "-" if metric is None or value is None else number_text(value, declared()[metric["name"]].digits)
+
+
+def legend(
+    rows: Sequence[Row], options: EvaluateOptions | ScoreOptions, detectors: Sequence[str], replicates: int
+) -> list[str]:
+    """Return what the numbers of the table mean, in clauses.
+
+    Args:
+        detectors: the scores of examples by which detection is shown.
+        replicates: of the bootstrap.
+    """
+    if options.metric:
+        lines = [f"fractions, not percent; bins: {options.settings['bins']}"]
+    else:
+        lines = [f"scores are fractions, not percentages; ECE: {options.settings['bins']} equal-width bins"]
+        if any("ood" in metric for row in rows for metric in row["metrics"]):
+            whose = " (the same for all posteriors)" if [*detectors] == [DEFAULT_SCORE] else ""
+            lines.append(f"detection by {', '.join(detectors)}{whose}")
+    scores = declared()
+    names = options.metric or [name for name, score in scores.items() if score.is_shown]
+    metrics = [m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in names]
+    if any("floor" in metric and "reference" not in metric for metric in metrics):
+        lines.append("floor: the value expected by chance for a calibrated model")
+    if any(metric.get("p_value") is not None for metric in metrics):
+        lines.append("MMD^2: unbiased, +- standard error (p: permutation test)")
+    there = {metric["name"] for metric in metrics} if not options.metric else set()
+    lines += [score.note for name, score in scores.items() if name in there and score.note is not None]
+    if any(recorded_name(row) is not None for row in rows):
+        lines.append(
+            "multilabel: accuracy needs every label right; NLL, Brier and ECE are per label; class AUROC and average precision are "
+            "means over labels"
+        )
+    if options.intervals:
+        lines.append(
+            f"[low, high]: {percent(options.level, 'g')} bootstrap intervals ({replicates} replicates); those of "
+            "ECE and MCE exclude the floor and may be below the value"
+        )
+    return lines
+
+
+def with_metrics(rows: Sequence[Row], names: Sequence[str], detectors: Sequence[str]) -> list[Row]:
+    """The rows with the scores of these names alone.
+
+    Args:
+        detectors: the scores of examples by which detection is shown.
+
+    Raises:
+        DataError: one of them is undefined in all rows of a split.
+    """
+    kept = [{**row, "metrics": [m for m in row["metrics"] if m["name"] in names]} for row in rows]
+    _check_defined(kept, names, detectors)
+    return kept
+
+
+def _check_defined(rows: Sequence[Row], names: Sequence[str], detectors: Sequence[str]) -> None:
+    for split in dict.fromkeys(row["split"] for row in rows):
+        for name in names:
+            found = [m for row in rows if row["split"] == split for m in row["metrics"] if m["name"] == name]
+            found = [m for m in found if m.get("score", detectors[0]) in detectors] or found
+            if declared()[name].is_of_rule:  # it says nothing of the split that it was calibrated on
+                found = [m for row in rows for m in row["metrics"] if m["name"] == name] or found
+            if all(m["value"] is None for m in found):
+                reason = found[0]["undefined"] if found else _why_absent(name, rows)
+                raise DataError(f"\0metric\0 {name} is undefined on split {split!r}: {reason}", code="undefined_metric")
+
+
+def _why_absent(name: str, rows: Sequence[Row]) -> str:
+    """Why no row has a score."""
+    score = declared()[name]
+    makers = (score, *([declared()[score.computed_by]] if score.computed_by else []))
+    is_of_split = any(one.of_split is not None for one in makers)
+    if is_of_split:
+        has_labels = any(recorded_name(row) is not None for row in rows)
+        return "it does not support several labels per example" if has_labels else "it needs several labels per example"
+    if any(one.of_reference is not None for one in makers):
+        return "it needs predictions to compare with (\0reference\0)"
+    if any(one.of_draws is not None for one in makers):
+        return "it compares draws of weights, which predictions do not have"
+    if score.is_of_rule:
+        return "these predictions have no calibrated rule that it applies to"
+    return "there is no out-of-distribution split"

@@ -1,0 +1,489 @@
+"""What a posterior's default predictive is worth on val, beside the plainer ones that it should replace.
+
+Measured as `predict` would: its default integrator, as many draws, from the same stream; of a network whose draws are passes that
+would take minutes, on some of val's examples. A temperature is fitted to val, so
+that its losses are those with each example left out. The prior precision (and the structure) may have been chosen on val too: that favours
+the posterior, by about a part in N each, and a warning is the rarer for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
+from bnncli.errors import MissingInput
+from bnncli.integrators import Integrator, load_integrator, supports
+from bnncli.lazy import torch
+from bnncli.names import counted, percent
+from bnncli.session.inputs import Split, load_split
+from bnncli.session.out_of_fold import OutOfFold
+from bnncli.session.predictor import OF_THETA, default_integrator_of, follows_val, shared_rows
+from bnncli.session.run import Run, Table
+from bnncli.session.splits import shared_rows as rows_in_common
+from bnncli.session.states import fresh_posterior, to_predict
+from bnncli.system.workers import Parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.evaluation.excess import Scored
+
+# Numbers that the activations of all passes have, while the draws of a network's weights are measured: two minutes or so on one core.
+_MOST_NUMBERS = {"cpu": 2**34, "cuda": 2**39}
+_FEWEST_MEASURED = 100  # examples, however long they take
+OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared with: cheap, and without draws
+PLAINER = {  # what a posterior is compared with, in words
+    "network": "the network as trained",
+    "temperature": "the network at its best temperature",
+    "plug-in": "its mean (plug-in)",
+    "base": "its base",
+}
+
+
+def has_labeled_val(run: Run) -> bool:
+    """Whether the run has a val split with labels."""
+    path = run.folder.features("val")
+    return path.is_file() and bool(read_header(path).meta.get("is_labeled"))
+
+
+def labeled_val(run: Run) -> Split | None:
+    """The run's val split; None where there is none, or it has no labels."""
+    return load_split(run, "val") if has_labeled_val(run) else None
+
+
+def require_labeled_val(run: Run, purpose: str) -> Split:
+    """Return the val split, and warn where it shares rows with train.
+
+    Args:
+        purpose: what the labels are needed for, as the end of the message.
+
+    Raises:
+        MissingInput, DataError: it is not there, cannot be used, or has no labels.
+    """
+    path = run.folder.features("val")
+    if not path.is_file() and run.folder.splits():
+        raise MissingInput(
+            f"{run.checkpoint_path} has no val split; {purpose} on labelled data that the network was not trained on",
+            hint="extract again with a val split, such as \0hold_out\0 val=test:2000, with \0force\0",
+            path=path,
+        )
+    val = load_split(run, "val").check_labeled()
+    for text in rows_in_common(run.folder, ("train", "val")):
+        run.console.warn(text)
+    return val
+
+
+def measure_on_val(
+    run: Run,
+    posterior: Any,
+    val: Split,
+    *,
+    method: str,
+    others: Mapping[str, tuple[Any, str]] | None = None,
+    prefer: str | None = None,
+) -> dict[str, Any]:
+    """`val`, `val_excess` and `recommended_integrator`, for an artifact's metrics.
+
+    `recommended_integrator` is the method's own (mc, say), or one of OTHER_INTEGRATORS that predicts significantly better; predict
+    takes it by default, except for draws of a sampler (see follows_val). `val` has nll, standard_error and ece of each predictive: `network`, `temperature` (of the network, held out),
+    the posterior by each integrator, `plug-in-temperature` (the centre at its best temperature, held out: what `fit-temperature
+    --base` gives), both where val has a best temperature, and under `method` the posterior by the default of predict. `val_excess`
+    has by how much that one is worse than the network, its best temperature and `others`.
+
+    Args:
+        posterior: over the head, with what its default integrator needs, on the device; or its folds, where val is fitted.
+        val: labelled.
+        method: laplace, refine, ...: tells its own integrator.
+        others: further posteriors to compare with, and their integrators, by name (the base of a flow).
+        prefer: the integrator to recommend, whose predictions the posterior was chosen for.
+    """
+    from bnncli.evaluation.excess import score
+
+    own = default_integrator_of(method, is_last_layer=val.is_last_layer)
+    val = _measurable(run, posterior, val, own)
+    assert val.content.labels is not None
+    labels = val.content.labels
+    whole = posterior.whole if isinstance(posterior, OutOfFold) else posterior
+    found, facts = {}, {}
+    for name in (own, *(other for other in OTHER_INTEGRATORS if other != own and _supports(other, whole, val))):
+        probs, facts[name] = _predicted(run, posterior, val, name)
+        found[name] = score(name, probs, labels)
+    recommended = prefer or _best_integrator(found[own], list(found.values())[1:])
+    integrator = recommended if follows_val(whole.type) else own
+    references, network_facts = network_on_val(run, val)
+    for key, (other_posterior, name) in (others or {}).items():
+        probs, network_facts[key] = _predicted(run, other_posterior, val, name)
+        references[key] = score(key, probs, labels)
+    if _supports("plug-in", whole, val):
+        best = _at_best_temperature(run, posterior, val, "plug-in-temperature")
+        if best is not None:
+            found["plug-in-temperature"], facts["plug-in-temperature"] = best
+    average = own if integrator == "plug-in" else integrator
+    shares = _gain_shares(references, found.get("plug-in"), found[average])
+    facts[method] = facts[integrator]
+    chosen = replace(found.pop(integrator), name=method)
+    if recommended != integrator:
+        references[recommended] = found.pop(recommended)
+    compared = _comparison(chosen, references, others=found, facts=facts | network_facts, integrator=recommended)
+    return compared | {"val_gain": shares}
+
+
+def _gain_shares(references: Mapping[str, Scored], center: Scored | None, average: Scored) -> dict[str, Any] | None:
+    """What lowers the NLL from the network's to that of a posterior: one temperature, another head, and averaging over the posterior.
+
+    Mean paired differences, nats an example, with their standard errors, which add up to the gain over the network. None without a network,
+    and of posteriors without a centre that predicts.
+    """
+    network = references.get("network")
+    if network is None or center is None or average.name == "plug-in":
+        return None
+    if np.allclose(center.losses, network.losses, rtol=1e-4, atol=1e-6):  # about the checkpoint: no head was refitted
+        return None
+    scaled = references.get("temperature", network)
+    steps = {"temperature": (network, scaled), "head": (scaled, center), "averaging": (center, average)}
+    found: dict[str, Any] = {"integrator": average.name}
+    for name, (before, after) in steps.items():
+        gap = before.losses - after.losses
+        error = float(gap.std(ddof=1)) / math.sqrt(len(gap)) if len(gap) > 1 else None
+        found[name] = {"value": float(gap.mean()), "standard_error": error}
+    return found
+
+
+def _best_integrator(own: Scored, others: Sequence[Scored]) -> str:
+    """The name of a predictive: the first, or the best of those that predict significantly better."""
+    from bnncli.evaluation.excess import excesses
+
+    worse_than = [gap.reference for gap in excesses(own, others) if gap.is_worse]
+    return min((one for one in others if one.name in worse_than), key=lambda one: one.nll, default=own).name
+
+
+def _measurable(run: Run, posterior: Any, val: Split, name: str) -> Split:
+    """All of val; some of its rows, at random, where each takes so many passes of a network that all would take minutes."""
+    integrator = load_integrator(name)
+    if val.is_last_layer or integrator.needs not in OF_THETA:
+        return val
+    num_draws, num_rows = _num_draws(posterior, integrator) or 1, len(val.stored)
+    most = _MOST_NUMBERS.get(run.device.type, _MOST_NUMBERS["cuda"]) // (num_draws * val.layout.widest)
+    if num_rows <= max(most, _FEWEST_MEASURED):
+        return val
+    rows = torch.randperm(num_rows, generator=run.stream("val/measured"))[: max(most, _FEWEST_MEASURED)]
+    run.console.info(
+        f"measuring val scores on {len(rows)} of the {num_rows} val examples, drawn at random, because each "
+        f"takes {num_draws} passes of the network"
+    )
+    return val.take(rows.sort().values)
+
+
+def measure_probs_on_val(
+    run: Run,
+    probs: NDArray,
+    val: Split,
+    *,
+    method: str,
+    integrator: str,
+    num_draws: int | None,
+    losses: NDArray[np.float64] | None = None,
+) -> dict[str, Any]:
+    """The same as measure_on_val of predictions that are there already, beside the network as trained and at its best temperature.
+
+    Args:
+        probs: (N, C) of the classes, of val's examples.
+        val: labelled, features with the network's head.
+        integrator, num_draws: what gave them.
+        losses: (N,), held out, where something of them was fitted to val.
+    """
+    from bnncli.evaluation.excess import score
+
+    assert val.content.labels is not None
+    found = score(method, probs, val.content.labels, losses=losses)
+    references, facts = network_on_val(run, val)
+    facts[method] = {"integrator": integrator, "samples": num_draws}
+    return _comparison(found, references, others={}, facts=facts, integrator=integrator)
+
+
+def network_on_val(run: Run, val: Split) -> tuple[dict[str, Scored], dict[str, dict[str, Any]]]:
+    """The network as trained and at its best temperature (held out), where there is one, with what is told of each beside its scores."""
+    from bnncli.posteriors.point import Point
+
+    head = val.head()
+    if head is None:
+        return {}, {}
+    network = Point(head.to(run.device), val.layout)
+    found = {"network": predictive_on_val(run, network, val, "plug-in", key="network")}
+    best = _at_best_temperature(run, network, val, "temperature")
+    if best is None:
+        return found, {}
+    return found | {"temperature": best[0]}, {"temperature": best[1]}
+
+
+def _comparison(
+    chosen: Scored,
+    references: Mapping[str, Scored],
+    *,
+    others: Mapping[str, Scored],
+    facts: Mapping[str, Mapping[str, Any]],
+    integrator: str,
+) -> dict[str, Any]:
+    """What measure_on_val gives, of the scores. others: that are told of without being compared with."""
+    from bnncli.evaluation.excess import FALSE_ALARM, excesses
+
+    gaps = excesses(chosen, list(references.values()))
+    told = {**references, **others, chosen.name: chosen}
+    return {
+        "val": {key: {**one.to_json(), **facts.get(key, {})} for key, one in told.items()},
+        "val_excess": {gap.reference: gap.to_json() for gap in gaps},
+        "val_false_alarm": FALSE_ALARM,
+        "val_num_examples": len(chosen.losses),
+        "recommended_integrator": integrator,
+    }
+
+
+def _supports(name: str, posterior: Any, val: Split) -> bool:
+    """Whether an integrator predicts with a posterior, as predict has it: the mean of draws of a network is no network of them."""
+    return supports(name, posterior) and (val.is_last_layer or posterior.type != "samples")
+
+
+def worse_than(metrics: Mapping[str, Any]) -> list[str]:
+    """The predictives that the posterior's default is worse than on val, the best first."""
+    gaps = metrics.get("val_excess") or {}
+    return sorted((name for name, gap in gaps.items() if gap["is_worse"]), key=lambda name: -gaps[name]["value"])
+
+
+def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: str, also: Sequence[str] = ()) -> None:
+    """Say so where what predict gives by default is worse on val than what is simpler, and what to run.
+
+    Of a whole network also where it may be, and val does not tell: its remedies take far less than it does.
+
+    Args:
+        path: of the artifact.
+        metrics: of the artifact, with what measure_on_val gives, where there was a val split.
+        method: as for measure_on_val.
+        also: what else may help, each as "run ..." or "use ...".
+    """
+    worse = worse_than(metrics)
+    if worse:
+        run.console.warn(_warning(run, metrics, worse, name=path.stem, method=method, also=also))
+    elif (reference := _untold(metrics)) is not None:
+        own = metrics["val"][method]
+        run.console.info(
+            f"{path.stem} has a higher NLL on val than a simpler choice: {own['nll']:.4f} "
+            f"({own['integrator']}{_draws(own)}), against {_against(metrics, reference)}; the difference is not "
+            f"significant with {metrics['val_num_examples']} examples"
+        )
+
+
+def _untold(metrics: Mapping[str, Any]) -> str | None:
+    """The predictive that a network's is worse than by most, and by what would be worth a warning; None where there is none."""
+    from bnncli.evaluation.excess import WORSE_SHARE
+
+    is_of_network = (metrics.get("cost") or {}).get("through") == "network"
+    gaps = (metrics.get("val_excess") or {}) if is_of_network else {}
+    most = max(gaps, key=lambda name: float(gaps[name]["value"]), default=None)
+    if most is None or gaps[most]["value"] <= WORSE_SHARE * metrics["val"][most]["nll"]:
+        return None
+    return most
+
+
+def _warning(
+    run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, method: str, also: Sequence[str]
+) -> str:
+    own = metrics["val"][method]
+    found = [_against(metrics, reference) for reference in worse]
+    share = f"{100 * metrics['val_false_alarm']:g}%"
+    return (
+        f"{name} predicts val worse than simpler choices: NLL {own['nll']:.4f}, ECE {percent(own['ece'])} "
+        f"({own['integrator']}{_draws(own)}), against {'; '.join(found)} ({metrics['val_num_examples']} "
+        f"examples, paired; false alarms at most {share}). "
+        f"{_sentence([*_remedies(run, metrics, worse, name=name, own=own['nll']), *also])}"
+    )
+
+
+def _sentence(remedies: Sequence[str]) -> str:
+    """What to do, as one sentence: any of these."""
+    text = ", or ".join(remedies)
+    return f"{text[:1].upper()}{text[1:]}"
+
+
+def val_line(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """NLL and ECE of each predictive, for people, the best first."""
+    found = []
+    for key, entry in sorted(entries.items(), key=lambda item: float(item[1]["nll"])):
+        by = f" at {entry['temperature']:.3g}" if "temperature" in entry else ""
+        by = f" ({entry['integrator']}{_draws(entry)})" if "integrator" in entry else by
+        found.append(f"{key}{by} {entry['nll']:.4f}, {percent(entry['ece'])}")
+    return "; ".join(found)
+
+
+def _draws(entry: Mapping[str, Any]) -> str:
+    return f", {counted(entry['samples'], 'draw')}" if entry.get("samples") else ""
+
+
+def val_lines(metrics: Mapping[str, Any], *, where: str = "") -> list[str]:
+    """What a posterior is worth on val, for people: NLL and ECE, what the gain comes from, and the integrator that predict takes.
+
+    Args:
+        where: what the numbers are of, where that is not val as it is.
+    """
+    entries = metrics.get("val")
+    if entries is None:
+        return []
+    lines = [f"val NLL and ECE{where}: {val_line(entries)}"]
+    gain = metrics.get("val_gain")
+    if gain is None:
+        return lines
+    lines.append(f"gain on val: {gain_text(gain)}")
+    if metrics["recommended_integrator"] == "plug-in" and "plug-in" not in entries:
+        lines.append("predict uses plug-in by default, because averaging makes the predictions on val worse")
+    return lines
+
+
+_STEPS = {"temperature": "one temperature", "head": "refitted head", "averaging": "averaging"}
+
+
+def gain_text(gain: Mapping[str, Any]) -> str:
+    """The shares of a gain over the network, nats an example, with standard errors."""
+    shares = ", ".join(f"{_signed(gain[step])} from {words}" for step, words in _STEPS.items())
+    return f"{shares} ({gain['integrator']})"
+
+
+def gain_table(headers: Mapping[str, Header]) -> list[Table]:
+    """A row for each posterior, by name, whose file says what its gain on val comes from; no table without any."""
+    gains = {name: header.meta.get("metrics", {}).get("val_gain") for name, header in headers.items()}
+    rows = [
+        [name, *(_signed(gain[step]) for step in _STEPS), gain["integrator"]] for name, gain in gains.items() if gain
+    ]
+    note = "decrease in val NLL with each step, in order, in nats per example"
+    if any(" +- " in cell for row in rows for cell in row):
+        note += "; +- standard error, paired"
+    return [Table(["gain on val of", *_STEPS.values(), "integrator"], rows, notes=[note])] if rows else []
+
+
+def _signed(share: Mapping[str, Any]) -> str:
+    error = share["standard_error"]
+    return f"{share['value']:+.4f}" + ("" if error is None else f" +- {error:.4f}")
+
+
+def _against(metrics: Mapping[str, Any], reference: str) -> str:
+    entry, gap = metrics["val"][reference], metrics["val_excess"][reference]
+    words = PLAINER.get(reference, reference)
+    if "temperature" in entry:
+        words += f", {entry['temperature']:.3g}"
+    error = "" if gap["standard_error"] is None else f" +- {gap['standard_error']:.4f}"
+    return f"{entry['nll']:.4f}, {percent(entry['ece'])} for {words} (worse by {gap['value']:.4f}{error})"
+
+
+def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, own: float) -> list[str]:
+    """What was measured to predict better, with its NLL: commands to run, or what they have made already."""
+    entries = metrics["val"]
+    found, integrator = [], metrics["recommended_integrator"]
+    if integrator in worse:
+        found.append(f"{to_predict(run, name, integrator, is_default=False)} ({entries[integrator]['nll']:.4f})")
+    scaled = {key: entries[key]["nll"] for key in ("temperature", "plug-in-temperature") if key in entries}
+    best = min(scaled, key=lambda key: scaled[key], default=None)
+    if best is not None and scaled[best] < own:
+        base = name if best == "plug-in-temperature" else None
+        found.append(f"{_to_scale(run, base)} ({scaled[best]:.4f})")
+    if "network" in worse:
+        found.append(f"{to_predict(run, 'map', 'plug-in', is_default=True)} ({entries['network']['nll']:.4f})")
+    return found
+
+
+def _to_scale(run: Run, base: str | None) -> str:
+    """What to do for the centre of a posterior, or the network, at its best temperature."""
+    for made in ("temperature", f"{base}-temperature"):
+        if fresh_posterior(run, made, {"base": base}) is not None:
+            return to_predict(run, made, "plug-in", is_default=True)
+    is_taken = base is not None and run.folder.posterior("temperature").is_file()
+    return f"run {run.suggest('fit-temperature', base=base, name=f'{base}-temperature' if is_taken else None)}"
+
+
+def predictive_on_val(run: Run, posterior: Any, val: Split, integrator: str, *, key: str) -> Scored:
+    """A posterior by an integrator, as predict gives it, scored on val under a name."""
+    from bnncli.evaluation.excess import score
+
+    assert val.content.labels is not None
+    return score(key, _predicted(run, posterior, val, integrator)[0], val.content.labels)
+
+
+def predicted_on(run: Run, posterior: Any, split: Split, integrator: str) -> NDArray:
+    """Class probabilities (N, C) of a split, labelled or not, as predict gives them by default."""
+    return _predicted(run, posterior, split, integrator)[0]
+
+
+def temperature_on_val(run: Run, val: Split) -> Scored | None:
+    """The network at the temperature that val prefers, by its losses held out; None where val sets no lower bound."""
+    from bnncli.posteriors.point import Point
+
+    head = val.head()
+    if head is None:
+        return None
+    best = _at_best_temperature(run, Point(head.to(run.device), val.layout), val, "temperature")
+    return None if best is None else best[0]
+
+
+def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray, dict[str, Any]]:
+    """Probabilities (N, C) as predict gives them, and by what."""
+    if isinstance(posterior, OutOfFold):
+        probs = np.empty((len(val.stored), posterior.whole.layout.num_classes), dtype=np.float32)
+        how: dict[str, Any] = {}
+        for one, index in posterior.parts():
+            probs[index.numpy()], how = _predicted(run, one, val.take(index), name)
+        return probs, how
+    integrator = load_integrator(name)
+    size = _num_draws(posterior, integrator)
+    ready = integrator.prepare(posterior, num_samples=size, generator=run.stream("predict/draws"))
+    rows = shared_rows(len(val.stored), posterior.layout)
+    parts, found = Parts(len(rows)), [np.empty((0, posterior.layout.num_classes), dtype=np.float32)]
+    for features in (block for place in parts.own for block in val.feature_blocks(run.device, rows[place])):
+        generator = run.stream("predict/draws")
+        found.append(ready.predict(posterior, features, num_samples=size, generator=generator).probs.cpu().numpy())
+    probs = parts.of_all(np.concatenate(found), [part.stop - part.start for part in rows])
+    return probs, {"integrator": name, "samples": size}
+
+
+def _num_draws(posterior: Any, integrator: Integrator) -> int | None:
+    """How many draws predict by default: all that the posterior has, where it has some; None without draws."""
+    is_last_layer = posterior.layout.network is None
+    size = integrator.default_for(posterior.layout.num_params, is_last_layer=is_last_layer)
+    if size is None or posterior.type == "samples":
+        return None if size is None else int(posterior.draws[..., 0].numel())
+    return int(getattr(posterior, "num_stored", getattr(posterior, "default_samples", size)))
+
+
+def logits_on_val(run: Run, posterior: Any, val: Split) -> Tensor:
+    """Logits (N, K) at the centre of a posterior, or of its folds, on the device."""
+    from bnncli.posteriors.point import Point
+
+    if isinstance(posterior, OutOfFold):
+        parts = [(index, logits_on_val(run, one, val.take(index))) for one, index in posterior.parts()]
+        order = torch.cat([index for index, _ in parts]).argsort()
+        return torch.cat([logits for _, logits in parts])[order.to(run.device)]
+    return val.logits(Point(posterior.center, posterior.layout), run.device)
+
+
+def _at_best_temperature(run: Run, posterior: Any, val: Split, key: str) -> tuple[Scored, dict[str, Any]] | None:
+    """The centre of a posterior divided by the temperature that val prefers, scored by its losses held out.
+
+    None where val sets no lower bound, all its labels having the largest logit: losses of 0 there say nothing of others.
+    """
+    from bnncli.evaluation.excess import score
+    from bnncli.inference.temperature import LabelledLogits, fit_temperature, held_out_losses
+
+    assert val.content.labels is not None
+    likelihood, logits = val.layout.likelihood, logits_on_val(run, posterior, val)
+    data = LabelledLogits(logits, val.labels(run.device), likelihood)
+    fit = fit_temperature(data)
+    if fit.unbounded == "separable":
+        return None
+    losses = held_out_losses(data, fit).cpu().numpy()
+    scaled = (block.double() / fit.temperature for _, block, _ in data.blocks())
+    probs = torch.cat([likelihood.class_probabilities(block, dim=1).float().cpu() for block in scaled]).numpy()
+    return score(key, probs, val.content.labels, losses=losses), {"temperature": fit.temperature}
