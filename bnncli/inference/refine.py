@@ -18,8 +18,7 @@ from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.system.devices import single_threaded
-from bnncli.targets.own_gradient import ValueWithGradient
-from bnncli.targets.target import LogJoint, Target
+from bnncli.targets.target import LogJoint, Target, value_with_gradient
 from bnncli.training.loop import Course, Save, State, num_batches, steps_at_once, train
 from bnncli.training.optimizers import Adam
 
@@ -144,7 +143,7 @@ class Objective:
         theta = self.mean + self.base.covariance.unwhiten(image) if whitened else image
 
         joint = self.target.minibatch(*examples) if examples else self.target
-        log_joint = ValueWithGradient.apply(theta, joint.log_joint_and_grad).to(noise.dtype)
+        log_joint = value_with_gradient(theta, joint.log_joint_and_grad).to(noise.dtype)
         if score is None:
             return log_joint + total
         path = log_joint - (score * x).sum(dim=1)

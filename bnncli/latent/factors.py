@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn.functional import leaky_relu
-
-from bnncli.lazy import no_grad
+from bnncli.lazy import no_grad, torch
 from bnncli.parameters.layouts import NetworkLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def product(inputs: Tensor, weight: Tensor, start: Tensor, gradient: Tensor | None = None) -> Tensor:
@@ -27,27 +27,33 @@ def product(inputs: Tensor, weight: Tensor, start: Tensor, gradient: Tensor | No
     """
     if gradient is None or not torch.is_grad_enabled():
         return torch.baddbmm(start, inputs, weight.transpose(1, 2))
-    result: Tensor = _Product.apply(inputs, start, weight, gradient)
+    result: Tensor = _product_function().apply(inputs, start, weight, gradient)
     return result
 
 
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, start: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(inputs)
-        ctx.weight, ctx.gradient, ctx.num_rows = weight, gradient, start.shape[1]
-        return torch.baddbmm(start, inputs, weight.transpose(1, 2))
+@cache
+def _product_function() -> Any:
+    """Return the autograd function of `product`."""
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        (inputs,) = ctx.saved_tensors
-        ctx.gradient.baddbmm_(gradient.transpose(1, 2), inputs)
-        to_inputs = torch.bmm(gradient, ctx.weight) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return to_inputs, None, None, None
-        is_shared = ctx.num_rows == 1 and gradient.shape[1] > 1
-        return to_inputs, gradient.sum(dim=1, keepdim=True) if is_shared else gradient, None, None
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: Tensor, start: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
+            ctx.save_for_backward(inputs)
+            ctx.weight, ctx.gradient, ctx.num_rows = weight, gradient, start.shape[1]
+            return torch.baddbmm(start, inputs, weight.transpose(1, 2))
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            (gradient,) = gradients
+            (inputs,) = ctx.saved_tensors
+            ctx.gradient.baddbmm_(gradient.transpose(1, 2), inputs)
+            to_inputs = torch.bmm(gradient, ctx.weight) if ctx.needs_input_grad[0] else None
+            if not ctx.needs_input_grad[1]:
+                return to_inputs, None, None, None
+            is_shared = ctx.num_rows == 1 and gradient.shape[1] > 1
+            return to_inputs, gradient.sum(dim=1, keepdim=True) if is_shared else gradient, None, None
+
+    return Product
 
 
 def small_network(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], slope: float) -> Tensor:
@@ -61,39 +67,45 @@ def small_network(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Te
     A weight that has a `.grad` gets its gradient written there (not added) and none from autograd: a network is used once a
     step, and its memory is used again.
     """
-    result: Tensor = _SmallNetwork.apply(inputs, slope, *weights, *biases)
+    result: Tensor = _small_network_function().apply(inputs, slope, *weights, *biases)
     return result
 
 
-class _SmallNetwork(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, slope: float, *parameters: Tensor) -> Tensor:
-        count = len(parameters) // 2
-        hidden, kept = inputs, [inputs]
-        for weight, bias in zip(parameters[:count], parameters[count:], strict=True):
-            if len(kept) > 1:
-                leaky_relu(hidden, slope, inplace=True)
-            hidden = torch.baddbmm(bias.unsqueeze(1), hidden, weight.transpose(1, 2))
-            kept.append(hidden)
-        ctx.slope, ctx.count = slope, count
-        ctx.memory = [weight.grad if weight.is_leaf else None for weight in parameters[:count]]
-        ctx.save_for_backward(*kept[:-1], *parameters[:count])
-        return hidden
+@cache
+def _small_network_function() -> Any:
+    """Return the autograd function of `small_network`."""
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        hidden, weights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        to_weights: list[Tensor | None] = []
-        to_biases: list[Tensor] = []
-        for index in reversed(range(ctx.count)):
-            to_weights.insert(0, _weight_gradient(gradient, hidden[index], ctx.memory[index]))
-            to_biases.insert(0, gradient.sum(dim=1))
-            gradient = torch.bmm(gradient, weights[index])
-            if index > 0:
-                # A leaky ReLU keeps the sign, so that its output says where its input was below 0.
-                gradient = torch.ops.aten.leaky_relu_backward(gradient, hidden[index], ctx.slope, True)
-        return gradient, None, *to_weights, *to_biases
+    class SmallNetwork(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: Tensor, slope: float, *parameters: Tensor) -> Tensor:
+            count = len(parameters) // 2
+            hidden, kept = inputs, [inputs]
+            for weight, bias in zip(parameters[:count], parameters[count:], strict=True):
+                if len(kept) > 1:
+                    torch.nn.functional.leaky_relu(hidden, slope, inplace=True)
+                hidden = torch.baddbmm(bias.unsqueeze(1), hidden, weight.transpose(1, 2))
+                kept.append(hidden)
+            ctx.slope, ctx.count = slope, count
+            ctx.memory = [weight.grad if weight.is_leaf else None for weight in parameters[:count]]
+            ctx.save_for_backward(*kept[:-1], *parameters[:count])
+            return hidden
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            (gradient,) = gradients
+            hidden, weights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+            to_weights: list[Tensor | None] = []
+            to_biases: list[Tensor] = []
+            for index in reversed(range(ctx.count)):
+                to_weights.insert(0, _weight_gradient(gradient, hidden[index], ctx.memory[index]))
+                to_biases.insert(0, gradient.sum(dim=1))
+                gradient = torch.bmm(gradient, weights[index])
+                if index > 0:
+                    # A leaky ReLU keeps the sign, so that its output says where its input was below 0.
+                    gradient = torch.ops.aten.leaky_relu_backward(gradient, hidden[index], ctx.slope, True)
+            return gradient, None, *to_weights, *to_biases
+
+    return SmallNetwork
 
 
 def _weight_gradient(gradient: Tensor, inputs: Tensor, memory: Tensor | None) -> Tensor | None:

@@ -6,16 +6,15 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from bnncli.data.labels import FROM_1
 from bnncli.data.pixels import ImageCounts
 from bnncli.data.splits import Batch, Inputs, InputSplit
 from bnncli.errors import BnnError, DataError, NumericError
+from bnncli.lazy import torch
 from bnncli.models.head import (
     Head,
     HeadForm,
@@ -29,14 +28,17 @@ from bnncli.models.head import (
     prove_head,
     run_network,
 )
-from bnncli.models.tape import Call, Tape
 from bnncli.names import percent, quoted
 from bnncli.options.shared import IDENTITY
-from bnncli.parameters.tensor_bytes import peak_bytes
 from bnncli.progress import SILENT, Progress
 from bnncli.system.memory import budget
 
-AUTOCAST: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from bnncli.models.tape import Call
+
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}  # names of dtypes of torch
 
 
 class PrecisionLoss(NamedTuple):
@@ -117,6 +119,8 @@ class InParts:
     def _measured(self, inputs: Inputs) -> int:
         """Bytes that an example takes at the peak; 0 where the network takes no few examples, and so no part of a batch."""
         try:
+            from bnncli.parameters.tensor_bytes import peak_bytes  # it imports torch
+
             return peak_bytes(lambda: self.read(_part_rows(inputs, 0, _FEW))) // _FEW
         except DataError:
             return 0
@@ -421,6 +425,8 @@ def _tolerance(model: nn.Module, features: Tensor) -> float:
 
 def _calls(model: nn.Module, run: Callable[[], Any], inputs: Inputs) -> list[Call]:
     """The operations of one pass; none where they cannot be recorded."""
+    from bnncli.models.tape import Tape
+
     with suppress(Exception), Tape(model, inputs) as tape:  # it names a cause, and no more
         run()
         return tape.calls
@@ -505,7 +511,7 @@ def extract(
     batch_size: int = 512,
     num_workers: int = 0,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     first_row: int = 0,
     num_logits: int | None = None,
     autocast: str | None = None,
@@ -520,7 +526,7 @@ def extract(
         model: the network; it is moved to the device and put in evaluation mode.
         head: its last layer; None when the model's output are the features.
         batch_size: examples a forward pass.
-        dtype: what features are returned in, float32 or float16.
+        dtype: what features are returned in, float32 (the default) or float16.
         first_row: rows before it are left out.
         num_logits: of how many of the split's first rows the logits (n, K) are wanted; None for all. Those of the others are
             neither made where the network returns something else, nor copied.
@@ -550,7 +556,7 @@ def extract(
         found = passes.over(batch, number=number, first_row=start, wants_logits=num_wanted > 0)
         if head is not None:
             _check_labels(batch, head, where=where, first_row=start)
-        stored = _store(found.features, dtype, where)
+        stored = _store(found.features, dtype or torch.float32, where)
         kept = None if found.logits is None or num_wanted <= 0 else plain_copy(found.logits[:num_wanted])
         counts = (batch.num_truncated, found.loss, found.padding, batch.num_converted)
         yield Extracted(stored, kept, batch.labels, *counts, InputSums.of(batch.inputs), batch.images)
@@ -629,7 +635,7 @@ class _Passes(NamedTuple):
 
     def _lowered_features(self, batch: Batch, autocast: str, *, first_row: int) -> Tensor:
         """Features (n, D), float32, that the network computes in lower precision."""
-        with torch.autocast(self.device.type, dtype=AUTOCAST[autocast]):
+        with torch.autocast(self.device.type, dtype=getattr(torch, AUTOCAST[autocast])):
             features = unpadded(self.read, batch.inputs, batch.lengths)[0].float()
         _check_features(features, where=self.where, first_row=first_row)
         return features
@@ -645,7 +651,7 @@ def collect(batches: Iterable[Extracted], num_rows: int) -> Extracted:
         images = images.plus(batch.images)
         inputs = batch.inputs if inputs is None else inputs.plus(batch.inputs)
         loss, padding = loss or batch.loss, batch.padding if padding is None else padding
-        parts = {name: part for name, part in batch._asdict().items() if isinstance(part, Tensor)}
+        parts = {name: part for name, part in batch._asdict().items() if isinstance(part, torch.Tensor)}
         for name, part in parts.items():
             if name not in whole:
                 whole[name] = part.new_empty((num_rows, *part.shape[1:]))

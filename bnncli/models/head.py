@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-
 from bnncli.errors import DataError, DeviceError, UsageError
-from bnncli.models.tape import Place, TappedInputs
+from bnncli.lazy import torch
+from bnncli.models import Place
 from bnncli.names import listed, near_miss, quoted
 from bnncli.options.shared import IDENTITY
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.system.user_code import running
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from bnncli.data.splits import Inputs
 
 
@@ -32,12 +32,18 @@ _LINKS = {
     "special_softmax",
     "special_log_softmax",
 }
+
+
 # What may come after, as the search for heads allows it: the same is done to the logits. A logarithm of a softmax has its logits.
 _VIEWS = {
     *("view", "reshape", "flatten", "squeeze", "unsqueeze"),
     *("contiguous", "clone", "detach", "to", "float", "double"),
 }
+
+
 _LOGARITHMS = {"log", "log_"}
+
+
 # From outside, where the probabilities come another way; as far as floating-point numbers go.
 _UNDONE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "log_softmax": lambda output: output,
@@ -49,23 +55,35 @@ _UNDONE: Mapping[str, Callable[[Tensor], Tensor]] = {
 _NOTE = "_before_link"  # attribute of a result: it lives as long as that, and no longer
 
 
-class BeforeLinks(TorchFunctionMode):
-    """Notes, inside `with`, what goes into softmaxes and sigmoids; works under torch.func, for it reads no numbers."""
+@cache
+def _notes_of_links() -> Any:
+    """Return the mode of `before_links`; it cannot be defined before torch is imported."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one function."""
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        given = args[0] if args else kwargs.get("input")
-        logits = getattr(given, _NOTE, None)
-        if name in _LINKS:
-            logits = given.clone() if name.endswith("_") else given
-        elif logits is None or name not in _VIEWS | _LOGARITHMS:
-            return func(*args, **kwargs)
-        elif name in _VIEWS:
-            logits = func(logits, *args[1:], **kwargs)
-        result = func(*args, **kwargs)
-        setattr(result, _NOTE, logits)
-        return result
+    class BeforeLinks(torch.overrides.TorchFunctionMode):
+        """Notes, inside `with`, what goes into softmaxes and sigmoids; works under torch.func, for it reads no numbers."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            """Run one function."""
+            kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+            given = args[0] if args else kwargs.get("input")
+            logits = getattr(given, _NOTE, None)
+            if name in _LINKS:
+                logits = given.clone() if name.endswith("_") else given
+            elif logits is None or name not in _VIEWS | _LOGARITHMS:
+                return func(*args, **kwargs)
+            elif name in _VIEWS:
+                logits = func(logits, *args[1:], **kwargs)
+            result = func(*args, **kwargs)
+            setattr(result, _NOTE, logits)
+            return result
+
+    return BeforeLinks
+
+
+def before_links() -> AbstractContextManager[object]:
+    """Return a context that notes what goes into softmaxes and sigmoids."""
+    mode: AbstractContextManager[object] = _notes_of_links()()
+    return mode
 
 
 def logits_before(output: Tensor, link: str) -> Tensor:
@@ -98,7 +116,7 @@ LINKS: Mapping[str, Link] = {
     "none": Link("logits", lambda logits: logits),
     "log_softmax": Link("log-probabilities (a log-softmax)", lambda logits: logits.log_softmax(-1)),
     "softmax": Link("probabilities (a softmax)", lambda logits: logits.softmax(-1), _log),
-    "sigmoid": Link("probabilities (a sigmoid)", torch.sigmoid, _log_odds),
+    "sigmoid": Link("probabilities (a sigmoid)", lambda logits: logits.sigmoid(), _log_odds),
 }
 
 
@@ -147,6 +165,8 @@ class HeadForm:
         modules = dict(model.named_modules())
         hooks = [_hook(modules[tap.at.module], tap.at, passed[tap]) for tap in self.taps if isinstance(tap.at, Place)]
         numbers = [tap.at for tap in self.taps if isinstance(tap.at, int)]
+        from bnncli.models.tape import TappedInputs  # it imports torch
+
         operations = TappedInputs(numbers)
         try:
             with operations if numbers else nullcontext():
@@ -218,7 +238,11 @@ def _taken(tap: Tap, passed: list[Tensor], operations: Mapping[int, Tensor]) -> 
 
 
 IDENTITY_HINT = f"\0last_layer\0 {IDENTITY} puts an identity layer on top of the logits"
+
+
 _SHOWN = 8  # linear layers that a message names; heads come last
+
+
 # Largest |features @ W.T + b - logits| that rounding explains, in units of 1 + max |logits|.
 HEAD_TOLERANCE = 1e-3
 
@@ -434,9 +458,9 @@ def run_network(model: nn.Module, inputs: Inputs) -> Any:
         first_line = str(error).strip().split("\n")[0][:200]
         hint: str | None = "check that \0data\0 matches \0model\0; \0resize\0 and \0crop\0 change image sizes"
         if (
-            isinstance(inputs, Tensor)
+            isinstance(inputs, torch.Tensor)
             and inputs.ndim == 3
-            and any(isinstance(one, nn.Conv2d) for one in model.modules())
+            and any(isinstance(one, torch.nn.Conv2d) for one in model.modules())
         ):
             hint = "images need a channel axis, (N, C, H, W): for greyscale images, save x[:, None]"
         message = f"the network failed on inputs of shape {_shapes(inputs)}: {first_line}"
@@ -447,7 +471,7 @@ def run_network(model: nn.Module, inputs: Inputs) -> Any:
 
 def _beyond_embedding(model: nn.Module, inputs: Inputs) -> str | None:
     """What is wrong with token ids that the network's largest embedding does not have; None where nothing is."""
-    sizes = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
+    sizes = [one.num_embeddings for one in model.modules() if isinstance(one, torch.nn.Embedding)]
     given = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
     if not sizes or given is None or given.is_floating_point() or not given.numel() or int(given.max()) < max(sizes):
         return None
@@ -471,21 +495,21 @@ def logits_of(output: Any) -> Tensor:
     elif isinstance(output, Mapping) and "logits" in output:
         output = output["logits"]
     output = getattr(output, "logits", output)
-    if not isinstance(output, Tensor):
+    if not isinstance(output, torch.Tensor):
         raise DataError(f"the network returned {type(output).__name__}, expected a tensor of logits", code="no_logits")
     return output
 
 
 def outputs_of(returned: Any) -> dict[str, Tensor]:
     """The tensors of numbers that a network returned, by their names, or places in a tuple; "" for a tensor alone."""
-    if isinstance(returned, Tensor):
+    if isinstance(returned, torch.Tensor):
         return {"": returned}
     if isinstance(returned, (tuple, list)):
         returned = dict(enumerate(returned))
     elif not isinstance(returned, Mapping):
         returned = {"logits": getattr(returned, "logits", None)}
     return {
-        str(name): one for name, one in returned.items() if isinstance(one, Tensor) and one.is_floating_point()
+        str(name): one for name, one in returned.items() if isinstance(one, torch.Tensor) and one.is_floating_point()
     }  # fmt: skip
 
 
@@ -503,9 +527,9 @@ def chosen_output(returned: Any, name: str) -> Tensor:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """All linear layers by name, in the order they were declared."""
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
 
 
-def plain_copy(tensor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An ordinary tensor on the CPU, free of inference mode and of the network's own memory."""
-    return tensor.detach().to("cpu", dtype, copy=True)
+def plain_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a float32 tensor, or one of `dtype`, on the CPU, free of inference mode and of the network's own memory."""
+    return tensor.detach().to("cpu", dtype or torch.float32, copy=True)

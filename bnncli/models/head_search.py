@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bnncli.data.splits import Inputs
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
+from bnncli.models import Place
 from bnncli.models.features import explain_refusal
 from bnncli.models.head import (
     IDENTITY_HINT,
@@ -26,7 +27,7 @@ from bnncli.models.head import (
     plain_copy,
     run_network,
 )
-from bnncli.models.tape import LINK_OF, Place, Product, Tape, tap_number
+from bnncli.models.tape import LINK_OF, Product, Tape, tap_number
 from bnncli.names import listed, quoted
 from bnncli.options.shared import IDENTITY
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from bnncli.models import Place
+
 # Where an operation has its input, its weight and whether that is (D, K), its bias.
 _PRODUCTS = {
     "aten::linear": (0, 1, False, 2),
@@ -26,6 +28,8 @@ _PRODUCTS = {
     "aten::convolution": (0, 1, False, 2),
     "quantized::linear_dynamic": (0, 1, False, None),
 }
+
+
 # What networks do to logits at their end; the input is the first argument.
 LINK_OF = {
     "aten::log_softmax": "log_softmax",
@@ -35,7 +39,11 @@ LINK_OF = {
     "aten::sigmoid": "sigmoid",
     "aten::sigmoid_": "sigmoid",
 }
+
+
 _TAPPED = {**{name: place[0] for name, place in _PRODUCTS.items()}, **dict.fromkeys(LINK_OF, 0)}
+
+
 _UNCHANGED = {"aten::contiguous", "aten::clone", "aten::detach", "aten::alias", "aten::to", "aten::_to_copy"}
 
 
@@ -57,14 +65,6 @@ class Call(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """Those that it was given."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-
-
-class Place(NamedTuple):
-    """Where a tensor passes: into a module (its argument by position or name) or out of it (slot None), at its call so and so."""
-
-    module: str
-    slot: int | str | None
-    call: int
 
 
 class Product(NamedTuple):

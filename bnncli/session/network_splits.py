@@ -20,7 +20,7 @@ from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageErr
 from bnncli.lazy import torch
 from bnncli.models import Composed
 from bnncli.models.features import MASK, pass_to_head
-from bnncli.models.head import BeforeLinks, Head, chosen_output, logits_before, logits_of
+from bnncli.models.head import Head, before_links, chosen_output, logits_before, logits_of
 from bnncli.models.huggingface import with_plain_attention
 from bnncli.names import listed
 from bnncli.numerics.digests import file_sha256
@@ -536,7 +536,7 @@ class _Logits:
         if form is None:
             output = logits_of(run())
         else:
-            with nullcontext() if form.link == "none" else BeforeLinks():
+            with nullcontext() if form.link == "none" else before_links():
                 returned = run()
             output = chosen_output(returned, form.output) if form.output else logits_of(returned)
             if form.link != "none":

@@ -20,8 +20,15 @@ from bnncli.parameters.prior import Prior
 from bnncli.shapes import check_shapes
 from bnncli.system.devices import has_bfloat16_products, has_coarse_products, tf32_products
 from bnncli.targets.blocks import BLOCK_ELEMENTS, FeatureBlocks, Work, slices
-from bnncli.targets.own_gradient import ValueWithGradient
-from bnncli.targets.target import Curvature, check_labels, count_passes, counting_products, label_shape, rough_structure
+from bnncli.targets.target import (
+    Curvature,
+    check_labels,
+    count_passes,
+    counting_products,
+    label_shape,
+    rough_structure,
+    value_with_gradient,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -334,7 +341,7 @@ class LastLayerTarget:
     def log_joint(self, theta: Tensor) -> Tensor:
         """Log likelihood plus log prior, (S,) float64 nats, for theta (S, P); autograd may pass through it."""
         if theta.requires_grad and torch.is_grad_enabled():
-            return ValueWithGradient.apply(theta, self.log_joint_and_grad)
+            return value_with_gradient(theta, self.log_joint_and_grad)
         theta = theta.to(self.device)
         return self.log_likelihood(theta) + self.log_prior(theta.to(self.dtype))
 

@@ -19,8 +19,14 @@ from bnncli.shapes import check_shapes
 from bnncli.system.memory import CPU_ACTIVATION_BYTES, budget
 from bnncli.system.signals import between_blocks
 from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
-from bnncli.targets.own_gradient import ValueWithGradient
-from bnncli.targets.target import Curvature, check_labels, count_passes, counting_products, label_shape
+from bnncli.targets.target import (
+    Curvature,
+    check_labels,
+    count_passes,
+    counting_products,
+    label_shape,
+    value_with_gradient,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,7 +151,7 @@ class NetworkTarget:
     def log_joint(self, theta: Tensor) -> Tensor:
         """Log likelihood plus log prior, (S,) float64 nats, for theta (S, P); autograd may pass through it."""
         if theta.requires_grad and torch.is_grad_enabled():
-            return ValueWithGradient.apply(theta, self.log_joint_and_grad)
+            return value_with_gradient(theta, self.log_joint_and_grad)
         theta = theta.to(self.device, self._precision(theta))
         total = torch.zeros(len(theta), dtype=torch.float64, device=self.device)
         with torch.no_grad():

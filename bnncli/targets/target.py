@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from bnncli.errors import DataError
@@ -90,6 +91,31 @@ def counting_products(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
         return product(vectors)
 
     return counted
+
+
+def value_with_gradient(theta: Tensor, value_and_grad: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the values (S,) at theta (S, P) of a function that computes its own gradient, differentiable by autograd."""
+    values: Tensor = _own_gradient().apply(theta, value_and_grad)
+    return values
+
+
+@cache
+def _own_gradient() -> Any:
+    """Return the autograd function; it cannot be defined before torch is imported."""
+
+    class OwnGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, theta: Tensor, value_and_grad: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+            value, gradient = value_and_grad(theta.detach())
+            ctx.save_for_backward(gradient.to(theta.dtype))
+            return value
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+            (gradient,) = ctx.saved_tensors
+            return upstream.to(gradient.dtype).unsqueeze(-1) * gradient, None
+
+    return OwnGradient
 
 
 class LogJoint(Protocol):

@@ -415,7 +415,7 @@ def test_a_fault_in_a_training_step_is_told_with_its_place(
     with pretend_cuda.pretend() as gpu:
         for line in (EXTRACT, LAPLACE, f"refine s --flow radial --batch-size 8 {SMALL}"):
             run_line(line, "cuda")
-    assert any(line.startswith(told) and "< targets/own_gradient.py" in line for line in gpu.problems()), gpu.problems()
+    assert any(line.startswith(told) and "< targets/target.py" in line for line in gpu.problems()), gpu.problems()
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import WriteError
+from bnncli.evaluation.metric_rows import Row
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.names import posterior_title
 from bnncli.options.scoring import Quantity
@@ -20,7 +21,6 @@ from bnncli.stages.evaluate.thinned import is_latent
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Row = dict[str, Any]
 
 _SIZE = 1 << 17  # of a figure, about
 

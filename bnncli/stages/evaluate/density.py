@@ -8,11 +8,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from bnncli.evaluation.calibration import calibration_scores, pooled_calibration
-from bnncli.evaluation.density import Row, density_rows, density_thresholds, inclusion_histogram, used_density
+from bnncli.evaluation.density import density_rows, density_thresholds, inclusion_histogram, used_density
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.input_selection import selection_rows
 from bnncli.evaluation.label_scores import decision_scores
-from bnncli.evaluation.metric_rows import score_rows
+from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.scores import accuracy_nll_brier, input_numbers
 from bnncli.evaluation.weighted_scores import ScoreGroup
 from bnncli.integrators import load_integrator

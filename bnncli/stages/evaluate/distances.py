@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.artifacts.headers import Header
-from bnncli.evaluation.reference_distances import Row, WeightDraws, num_draws_for, reference_rows, undefined_rows
+from bnncli.evaluation.metric_rows import Row
+from bnncli.evaluation.reference_distances import WeightDraws, num_draws_for, reference_rows, undefined_rows
 from bnncli.evaluation.scores import distances
 from bnncli.lazy import torch
 from bnncli.session.inputs import open_posterior, recorded_prior

@@ -12,6 +12,7 @@ import numpy as np
 from bnncli.artifacts.provenance import Source
 from bnncli.data.prediction_files import divide
 from bnncli.errors import MissingInput, UsageError
+from bnncli.evaluation.metric_rows import Row
 from bnncli.evaluation.scores import fidelities
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.scoring import EvaluateOptions
@@ -28,7 +29,6 @@ from bnncli.session.run import Run
 from bnncli.session.score_rows import PredictedSplit, bootstrap_of
 from bnncli.system.input_files import open_regular
 
-Row = dict[str, Any]
 _USUAL_INTEGRATOR = "mc"
 
 

@@ -12,6 +12,7 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.errors import DataError, DeviceError, MissingInput
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, deciding
+from bnncli.evaluation.metric_rows import Row
 from bnncli.options.shared import LayersOptions
 from bnncli.parameters.module import LAST, STATE
 from bnncli.session.inputs import open_posterior, require_draws
@@ -21,7 +22,7 @@ from bnncli.session.run import Run
 USUAL = "hmc"
 
 if TYPE_CHECKING:
-    from bnncli.evaluation.reference_distances import Row, WeightDraws
+    from bnncli.evaluation.reference_distances import WeightDraws
 
 
 @dataclass(frozen=True)

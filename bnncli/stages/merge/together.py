@@ -17,7 +17,7 @@ from bnncli.artifacts.provenance import Source
 from bnncli.errors import DataError, UsageError
 from bnncli.numerics.digests import json_sha256
 from bnncli.options.merge import MergeOptions
-from bnncli.parameters.module import LAST as LAST
+from bnncli.parameters.module import LAST
 from bnncli.session.inputs import Split, posterior_source, recorded_prior
 from bnncli.session.out_of_fold import fit_on
 from bnncli.session.predictions import find_named

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
+from bnncli.evaluation.metric_rows import Row
 from bnncli.evaluation.scores import declared
 from bnncli.figures.pages import Block, DataTable, Missing, TableCell, code, paragraph
 from bnncli.figures.scores import Line, ScoreIntervals, ScorePanel
@@ -13,7 +13,6 @@ from bnncli.session.score_tables import legend, score_table, shown_scores
 from bnncli.session.val_report import gain_table
 from bnncli.stages.report.subject import MOST_DRAWN, Subject
 
-Row = dict[str, Any]
 _NUMBER = re.compile(r"^[*\s]*([+-]?\d[\d,]*\.?\d*(?:e[+-]?\d+)?)")
 _MOST_PANELS = 12
 _BETTER = {True: "\n(higher is better)", False: "\n(lower is better)", None: ""}

@@ -12,6 +12,7 @@ import numpy as np
 from bnncli.data.prediction_files import divide, read_texts
 from bnncli.errors import CheckFailed, DataError, UsageError
 from bnncli.evaluation.detectors import default_score
+from bnncli.evaluation.metric_rows import Row
 from bnncli.evaluation.weighted_scores import NO_LABELS
 from bnncli.likelihoods import name_to_record
 from bnncli.names import quoted
@@ -62,7 +63,6 @@ COMMAND = Command(
 )
 _FIRST = ("split", "predictions", "examples")
 _OF_GROUPS = ("split", "group", "examples")
-Row = dict[str, Any]
 
 
 def run(run: Run, options: ScoreOptions) -> Result:

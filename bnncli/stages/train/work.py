@@ -243,7 +243,7 @@ def _settings(options: TrainOptions, split: InputSplit, inputs: Tensor) -> MapSe
         options.label_smoothing,
         options.ema,
         augmentation,
-        None if options.autocast is None else AUTOCAST[options.autocast],
+        None if options.autocast is None else getattr(torch, AUTOCAST[options.autocast]),
     )
 
 
