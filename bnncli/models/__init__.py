@@ -7,31 +7,21 @@ takes; absent where it takes none), and has `open_model(place, asked) -> SavedMo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 
 from bnncli import registry
-from bnncli.errors import DataError, DeviceError, UsageError
-from bnncli.lazy import torch
-from bnncli.names import listed, near_miss, quoted
+from bnncli.errors import UsageError
 from bnncli.options.declaration import declaration, declarations
-from bnncli.options.shared import IDENTITY
-from bnncli.parameters.layouts import HeadLayout
-from bnncli.system.user_code import running
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from bnncli.data.splits import Inputs
     from bnncli.data.transform import Transform
 
-
 __all__ = ["Asked", "Composed", "Published", "SavedModel", "is_kind", "open_model"]
-
 
 _FAMILY = "models"
 
