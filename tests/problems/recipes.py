@@ -2,81 +2,97 @@
 
 from __future__ import annotations
 
-STUDY = """
-title = "a small head"
-[seconds]
-quick = 1
-[needs.quick]
-arrays = "data/features.npz"
-[needs.paper]
-arrays = "data/other.npz"
-[optional.quick]
-more = "data/more.npz"
-[settings.quick]
-checkpoints = ["one", "two"]
-precision = 3
-[settings.paper]
-checkpoints = ["one"]
-precision = 3
-[[step]]
-command = "extract-features"
-from-npz = "$arrays"
-ood = ["far"]
-[[step]]
-name = "g"
-command = "fit-laplace"
-structure = "kron"
-prior-precision = "$precision"
-[[step]]
-command = "predict"
-posterior = ["map", "{g}"]
-split = "test"
-[[step]]
-command = "evaluate"
-bootstrap = 50
-"""
-RECIPE = """
-title = "a table"
-where = "table 1"
-studies = ["small"]
-[measure.nll]
-step = "evaluate"
-value = "rows[name=$each,split=test].metrics[name=nll].value"
-error = "rows[name=$each,split=test].metrics[name=nll].standard_error"
-each = { map = "map.plug-in", g = "g.mc" }
-[[column]]
-name = "NLL"
-tolerance = 0.1
-because = "other data"
-cells = [
-  { row = "network", published = 100.0, error = 0.1, count = 5, measure = "nll_map" },
-  { row = "both", published = 0.0, measure = { published = "nll_g - nll_g", right = "nll_g" } },
-  { row = "elsewhere", published = 1.0, unavailable = "it takes a telescope" },
-  { row = "more", published = 1.0, measure = "nll_g", needs = ["more"] },
-  { row = "not at quick", published = 1.0, measure = "nll_g", not_at = { quick = "other units" } },
-]
-[[claim]]
-id = "positive"
-text = "NLL is positive."
-where = "section 1"
-rule = "nll_map > 0 and nll_g > 0"
-[[claim]]
-id = "negative"
-text = "NLL is below minus one."
-where = "section 1"
-rule = "nll_map < -1"
-[[figure]]
-name = "lines"
-title = "NLL"
-x = [0, 1]
-x_label = "number"
-y_label = "NLL"
-[figure.lines]
-"both" = ["nll_map", "nll_g"]
-"""
-FILES = """
-[files]
-"data/features.npz" = "features of a small head"
-"data/other.npz" = "other features"
-"data/more.npz" = "more features"
-"""
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from bnncli.papers.numbers import all_of
+from bnncli.papers.recipe import (
+    Claim,
+    Files,
+    Grid,
+    LineFigure,
+    PaperRecipe,
+    Published,
+    PublishedWork,
+    Results,
+    Row,
+    Step,
+    Study,
+    both,
+    column,
+    needs,
+    step,
+    study,
+)
+
+Recipes = Callable[..., None]  # the fixture `recipes`
+FILES = {
+    "data/features.npz": "features of a small head",
+    "data/other.npz": "other features",
+    "data/more.npz": "more features",
+}
+TABLE = "test/table-1"
+WORK = PublishedWork("test", "A test")
+
+
+def steps_of(
+    files: Files, *, precision: float = 3, posteriors: tuple[str, ...] = ("map", "{g}"), more: tuple[Step, ...] = ()
+) -> list[Step]:
+    return [
+        step("extract-features", from_npz=str(files["arrays"]), ood=["far"]),
+        step("fit-laplace", "g", structure="kron", prior_precision=precision),
+        *more,
+        step("predict", posterior=list(posteriors), split="test"),
+        step("evaluate", bootstrap=50),
+    ]
+
+
+def small_study(name: str = "small", *, required: Mapping[str, str] | None = None, **changed: Any) -> Study:
+    """The study; changed are arguments of steps_of."""
+
+    @study(
+        name,
+        "a small head",
+        seconds={"quick": 1},
+        quick=needs({"arrays": "data/features.npz"}, required or {}, optional={"more": "data/more.npz"}),
+        paper=needs(arrays="data/other.npz"),
+    )
+    def made(scale: str, files: Files) -> Grid:
+        return ["one", "two"] if scale == "quick" else ["one"], steps_of(files, **changed)
+
+    return made
+
+
+def small_recipe(
+    name: str = "table-1",
+    *,
+    title: str = "a table",
+    study: Study | None = None,
+    published: Published = (100.0, 0.1),
+    more: tuple[Row, ...] = (),
+    **claimed: Any,
+) -> PaperRecipe:
+    """The recipe. published: number of its first cell; more: rows; claimed: fields of its second claim."""
+    small = SMALL if study is None else study
+
+    @WORK.recipe(name, title=title, where="table 1", studies=(small,))
+    def made(results: Results) -> Iterator[Row]:
+        nll = results.evaluate("nll", small, {"name": "nll"}, {"map": "map.plug-in", "g": "g.mc"})
+        shared: dict[str, Any] = {"tolerance": 0.1, "because": "other data"}
+        zero = nll["g"] - nll["g"]
+        yield from column("NLL", [("network", published, nll["map"])], **shared, count=5)
+        yield from column(
+            "NLL", [("both", 0.0, both(zero, nll["g"])), ("elsewhere", 1.0, "it takes a telescope")], **shared
+        )
+        yield from column("NLL", [("more", 1.0, nll["g"])], **shared, needs=("more",))
+        yield from column("NLL", [("not at quick", 1.0, nll["g"])], **shared, not_at={"quick": "other units"})
+        yield Claim("positive", "NLL is positive.", all_of(nll["map"] > 0, nll["g"] > 0), "section 1")
+        yield Claim("negative", "NLL is below minus one.", nll["map"] < -1, "section 1", **claimed)
+        yield LineFigure("lines", "NLL", (0, 1), "number", "NLL", {"both": [nll["map"], nll["g"]]})
+        yield from more
+
+    return made
+
+
+SMALL, OTHER = small_study(), small_study("other", precision=5)
+FIRST, SECOND = small_recipe(), small_recipe("table-2", title="another table", study=OTHER)

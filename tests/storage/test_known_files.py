@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from problems.command_line import Cli
 
-from bnncli.artifacts import caches, files, hdf5, headers, posteriors
+from bnncli.artifacts import files, hdf5, headers, posteriors
+from bnncli.artifacts import known_files as caches
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.hdf5 import open_hdf5, write_hdf5
 from bnncli.artifacts.known_files import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
