@@ -9,10 +9,18 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.options.declaration import check_suffix, option, parse_positive
 from bnncli.options.shared import LayersOptions
-from bnncli.targets.curvature_choice import DEFAULT_RANK, DEFAULT_SIZE, GGN, KINDS, CurvatureChoice
+from bnncli.targets.curvature_choice import (
+    _FAMILIES,
+    DEFAULT_RANK,
+    DEFAULT_SIZE,
+    GGN,
+    KINDS,
+    CurvatureChoice,
+    kinds_of,
+    structures_of,
+)
 
 LOO = "loo"
-_FAMILIES = ("curvature", "network_curvature")  # of the last layer, of other layers
 
 
 def _named(family: str) -> str:
@@ -26,19 +34,6 @@ def _structures() -> tuple[str, ...]:
         name for family in reversed(_FAMILIES) for name in registry.in_order(family)
     )  # all that the last layer has too
     return "auto", *dict.fromkeys(every)
-
-
-def structures_of(*, is_last_layer: bool) -> list[str]:
-    """Those of the last layer, or of other layers, from the one that says most of the posterior to the least."""
-    return registry.in_order(_FAMILIES[not is_last_layer])
-
-
-def kinds_of(structure: str) -> tuple[str, ...]:
-    """The kinds of curvature that a structure of a whole network is made of: the first alone where its file names none."""
-    if registry.declaration_of("network_curvature", structure, "kinds") is None:
-        return (GGN,)
-    found: tuple[str, ...] = registry.declared("network_curvature", structure, "kinds")
-    return found
 
 
 def _structure_help() -> str:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, option
 
-CPU = "cpu"
-
 
 @dataclass(frozen=True)
 class GridOptions(Checked):
@@ -45,7 +43,7 @@ class GridOptions(Checked):
         """The devices, each a number or cpu; none where they were not given."""
         found = [] if self.devices is None else [one.strip() for one in self.devices.split(",")]
         for one in found:
-            if one != CPU and not re.fullmatch(r"[0-9]{1,4}", one):
+            if one != "cpu" and not re.fullmatch(r"[0-9]{1,4}", one):
                 raise UsageError(f"\0devices\0: expected GPU numbers and cpu, such as 0,1,2,3; got {self.devices!r}")
             if found.count(one) > 1:
                 raise UsageError(f"\0devices\0: {one} is given twice; each device runs one job at a time")

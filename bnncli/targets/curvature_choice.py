@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bnncli import registry
+from bnncli.targets.curvature_choice import DEFAULT_RANK, DEFAULT_SIZE, GGN, KINDS, CurvatureChoice
+
 if TYPE_CHECKING:
     pass
 
@@ -42,3 +45,19 @@ class CurvatureChoice:
 
 
 USUAL = CurvatureChoice()
+
+
+_FAMILIES = ("curvature", "network_curvature")  # of the last layer, of other layers
+
+
+def structures_of(*, is_last_layer: bool) -> list[str]:
+    """Those of the last layer, or of other layers, from the one that says most of the posterior to the least."""
+    return registry.in_order(_FAMILIES[not is_last_layer])
+
+
+def kinds_of(structure: str) -> tuple[str, ...]:
+    """The kinds of curvature that a structure of a whole network is made of: the first alone where its file names none."""
+    if registry.declaration_of("network_curvature", structure, "kinds") is None:
+        return (GGN,)
+    found: tuple[str, ...] = registry.declared("network_curvature", structure, "kinds")
+    return found

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from bnncli.errors import UsageError
-from bnncli.options.fit_laplace import FitLaplaceOptions, kinds_of, structures_of
+from bnncli.options.fit_laplace import FitLaplaceOptions
 from bnncli.session import revisions as _revisions
 from bnncli.session.inputs import Split
 from bnncli.session.network_splits import network_sources
@@ -15,6 +15,7 @@ from bnncli.session.posteriors import Fitted, posterior_request
 from bnncli.session.produce import Request
 from bnncli.session.run import Run
 from bnncli.stages.fit_laplace.warnings import warn_of_missing_classes
+from bnncli.targets.curvature_choice import kinds_of, structures_of
 
 if TYPE_CHECKING:
     from bnncli.stages.fit_laplace.whole_work import Prepared

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from bnncli.errors import DeviceError, UsageError
 from bnncli.lazy import torch
-from bnncli.options.grid import CPU, GridOptions
+from bnncli.options.grid import GridOptions
 from bnncli.stages.grid.plan import Job
 from bnncli.system import workers as team
 from bnncli.system.devices import device_name
 
 _GPUS, _THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+CPU = "cpu"
 _ANYWHERE = ("auto", CPU)  # devices of a line that is told where it runs
 
 
