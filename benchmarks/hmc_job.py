@@ -14,6 +14,7 @@ from problem import Problem, fit_laplace
 from report import Row, against, row_of
 from torch.nn.functional import cross_entropy
 
+from bnncli.commands.hmc import HmcOptions
 from bnncli.errors import NumericError
 from bnncli.evaluation.convergence import Convergence, convergence
 from bnncli.inference import memory
@@ -21,7 +22,6 @@ from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import LaplaceFit
 from bnncli.inference.nuts import sample_nuts
 from bnncli.numerics.random import stream
-from bnncli.options.hmc import HmcOptions
 from bnncli.system.memory import budget
 
 STEPS_A_TRANSITION = 63  # of NUTS, to plan its warm-up with; it takes what it takes

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from bnncli.artifacts.features import read_features
+from bnncli.commands.demo import fixture_path
 from bnncli.errors import DataError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
-from bnncli.stages.demo.fixtures import fixture_path
 from bnncli.targets.last_layer import LastLayerTarget
 
 

@@ -29,7 +29,7 @@ from bnncli.names import not_one_of
 _PACKAGE = Path(__file__).parent
 _PLAIN_BASES = ("Generic[", "nn.")  # of classes: nothing that a command decides by is inherited from these
 _IS_OURS = "bnncli has a built-in part with this name"
-_GROUPS = {"stages": "bnncli.commands"}  # entry points of the other families: bnncli. and the family
+
 _FOLDERS = {
     "data": "data/kinds",
     "models": "models/kinds",
@@ -55,7 +55,7 @@ _NEEDS = {
     "data": ("FORM", "exists", "open_dataset"),
     "scores": ("SCORE",),
     "detectors": ("DETECTOR",),
-    "stages": ("COMMAND", "run"),
+    "commands": ("COMMAND", "run"),
 }
 
 
@@ -279,7 +279,7 @@ def _folder(family: str) -> str:
 
 
 def _group(family: str) -> str:
-    return _GROUPS.get(family, f"bnncli.{family}")
+    return f"bnncli.{family}"
 
 
 def _file_stem(name: str) -> str:

@@ -207,9 +207,9 @@ def make_scores_rough(patch: pytest.MonkeyPatch) -> None:
 
     And few repeats, of a batch of one alone, of what export says the time of: that was half the time of its tests.
     """
+    from bnncli.commands.export import build as export
     from bnncli.evaluation import calibrated
     from bnncli.evaluation.draw_blocks import compare_draws
-    from bnncli.stages.export import measures as export
 
     patch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
     patch.setattr(calibrated, "NUM_DRAWS", 200)

@@ -15,8 +15,8 @@ from typing import Any
 
 # One process a session imports torch and is forked for every kill: it has no threads, and no GPU in use.
 SERVER = multiprocessing.get_context("forkserver")
-STAGES = [f"bnncli.stages.{name}.work" for name in ("refine", "fit_lbbnn", "fit_laplace", "hmc")]
-STAGES += ["bnncli.stages.predict", "bnncli.stages.extract_features.one_split"]
+STAGES = [f"bnncli.commands.{name}.work" for name in ("refine", "fit_lbbnn", "fit_laplace", "hmc")]
+STAGES += ["bnncli.commands.predict", "bnncli.commands.extract_features.splits"]
 # Scores and levels import sklearn and scipy.
 LATE = ["sklearn.metrics", "scipy.stats", "scipy.optimize"]
 SERVER.set_forkserver_preload(["pytest", "bnncli.cli.execute", *LATE, *STAGES])

@@ -321,7 +321,7 @@ FAMILIES = {
     "models": MODEL,
     "data": DATA,
     "scores": SCORE,
-    "stages": COMMAND,
+    "commands": COMMAND,
     "detectors": DETECTOR,
     "curvature": CURVATURE,
     "network_curvature": NETWORK_CURVATURE,

@@ -74,12 +74,12 @@ def _plain_environment() -> Iterator[None]:
 @contextlib.contextmanager
 def _names_for_pictures() -> Iterator[None]:
     """Of the pictures of a report a record that is not strict has the places alone, and they took a third of its time."""
+    from bnncli.commands import report
     from bnncli.figures import pages
-    from bnncli.stages.report import files
 
     with (
         mock.patch.object(pages, "inline_svg", lambda shown: f"<svg><title>{shown.name}</title></svg>"),
-        mock.patch.object(files, "figure_file", lambda shown, form: f"{MARK} {shown.name} {form}".encode()),
+        mock.patch.object(report, "figure_file", lambda shown, form: f"{MARK} {shown.name} {form}".encode()),
     ):
         yield
 

@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parents[1] / "bnncli"
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("stages",),
+    ("commands",),
     ("__init__",),  # what Python sees; what only asks for the version or for errors asks for nothing of it
     ("opened",),
     ("run",),
@@ -155,7 +155,7 @@ def texts(path: Path) -> list[str]:
 
 
 FLAGS = {flag_of(name) for command in own_commands() for name in option_fields(command)}
-SILENT = [path for path in MODULES if own_part(path) not in ("__main__", "cli", "stages")]
+SILENT = [path for path in MODULES if own_part(path) not in ("__main__", "cli", "commands")]
 SPELLING = {
     "declaration.py": ["--"],
     "command_line.py": ["--"] * 4,
@@ -185,7 +185,7 @@ def test_what_lies_loose_is_what_everything_stands_on() -> None:
 
 
 def test_stages_has_one_entry_a_command() -> None:
-    entries = {path.stem for path in (PACKAGE / "stages").iterdir() if not path.name.startswith("_")}
+    entries = {path.stem for path in (PACKAGE / "commands").iterdir() if not path.name.startswith("_")}
     assert entries == {command.stage for command in own_commands()}
 
 

@@ -77,7 +77,7 @@ def install(folder: Path, parts: dict[str, str], *, name: str = "theirs") -> Pat
     groups = []
     for family, part in parts.items():
         (package / f"{family}_part.py").write_text(text_of(family, part))
-        group = "commands" if family == "stages" else family
+        group = "commands" if family == "commands" else family
         groups.append(f"[bnncli.{group}]\n{part} = {name}.{family}_part\n")
     metadata.joinpath("entry_points.txt").write_text("\n".join(groups))
     return folder
@@ -264,7 +264,7 @@ def test_what_a_class_has_without_a_def_of_it_is_seen(installed: Callable[..., P
 
 
 def test_a_command_without_a_declaration_is_told(installed: Callable[..., Path], cli: Any) -> None:
-    (installed({"stages": "salute"}) / "stages_part.py").write_text("COMMAND = Command('x')\n")
+    (installed({"commands": "salute"}) / "stages_part.py").write_text("COMMAND = Command('x')\n")
     said = cli("salute")
     assert (said.code, said.stdout, said.stderr.count("\n")) == (2, "", 2)  # and a hint
     assert "'theirs' cannot be used: COMMAND cannot be read: NameError" in said.stderr

@@ -12,7 +12,7 @@ from gpu_steps.lines import command_of
 
 from bnncli import registry
 from bnncli.cli.commands import own_commands
-from bnncli.stages.demo.fixtures import fixture_path
+from bnncli.commands.demo import fixture_path
 
 # Sums of float32 differ by their order; a weaker prior leaves Hessians near enough to singular for that to be seen.
 _PRIOR = "--prior-precision 100"

@@ -27,8 +27,8 @@ from gpu_steps.lines import Done, command_of, copied, run_line, start_line, take
 import bnncli
 from bnncli import registry
 from bnncli.artifacts.resume import leftovers, state_path
+from bnncli.commands.demo import fixture_path
 from bnncli.errors import Exit
-from bnncli.stages.demo.fixtures import fixture_path
 
 MIB = 1 << 20
 WITHOUT_RUN = ("extract-features", "integrals", "demo")

@@ -13,9 +13,9 @@ from gpu_steps.lines import run_line
 from machine import Work, timed
 
 from bnncli.artifacts.posteriors import read_posterior
+from bnncli.commands.demo import fixture_path
 from bnncli.latent.fit import EstimatorSettings, History, Plan, fit_latent
 from bnncli.numerics.random import stream
-from bnncli.stages.demo.fixtures import fixture_path
 
 SIZES, QUICK_SIZES = (784, 400, 600, 10), (20, 10, 3)
 NUM_EXAMPLES, BATCH = 60_000, 100

@@ -24,6 +24,8 @@ from refine_job import PUBLISHED, PUBLISHED_EPOCHS, time_to_elbo
 from torch import Tensor
 
 from bnncli.artifacts.features import read_features
+from bnncli.commands.demo import fixture_path
+from bnncli.commands.hmc import HmcOptions
 from bnncli.evaluation.convergence import Convergence, convergence
 from bnncli.flows import choose_recipe
 from bnncli.inference.hmc import HmcRun, sample_hmc
@@ -31,8 +33,6 @@ from bnncli.inference.laplace import LaplaceFit
 from bnncli.inference.prior_search import PriorSearch, search
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.numerics.random import stream
-from bnncli.options.hmc import HmcOptions
-from bnncli.stages.demo.fixtures import fixture_path
 
 PRIOR_PRECISION = 510.0
 NUM_EXAMPLES = 60_000

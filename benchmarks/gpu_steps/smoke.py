@@ -24,7 +24,7 @@ from gpu_steps.lines import command_of, run_line, takes_device
 
 from bnncli.artifacts.features import read_features
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.stages.demo.fixtures import fixture_path
+from bnncli.commands.demo import fixture_path
 
 CLOSED = ("probit", "mean-field", "bridge")
 FEATURES = 1e-5  # of the largest feature

@@ -30,10 +30,10 @@ from bnncli.api.session import (
     open_session,
 )
 from bnncli.artifacts.files import read_header
+from bnncli.commands.extract_features import ExtractFeaturesOptions
 from bnncli.data.arrays import ArrayDataset
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.models import is_kind
-from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.session.inputs import load_split, posterior_classes, posterior_source
 from bnncli.session.network import RecordedNetwork
 from bnncli.session.predictions import find_named

@@ -10,7 +10,7 @@ from bnncli import registry
 from bnncli.options.command import SECTIONS, Command
 from bnncli.options.declaration import declaration
 
-_FAMILY = "stages"
+_FAMILY = "commands"
 
 
 @cache

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from bnncli.cli.commands import own_commands
 from bnncli.cli.topics import TOPICS
 from bnncli.errors import BnnError
-from bnncli.options.compare import compared
 from bnncli.options.declaration import choices_of
 from bnncli.registry import names
 
@@ -30,6 +29,8 @@ def completes(name: str, meta: Any) -> Callable[..., list[str]] | None:
     if name == "integrator":
         return _of(lambda: names("integrators"))
     if name == "metric":
+        from bnncli.commands.compare import compared  # here: it loads more than a completion needs
+
         return _of(lambda: list(compared()))
     if name in _POSTERIORS:
         return _of(_posteriors)

@@ -223,7 +223,7 @@ class _Invocation:
     def execute(self, command: Command, values: dict[str, Any]) -> None:
         """Build the options, run the stage, print the result."""
         self.command = command.name
-        stage = registry.load_module("stages", command.name)
+        stage = registry.load_module("commands", command.name)
         command = replace(
             stage.COMMAND, name=command.name
         )  # with its own classes in place of those that were read for help

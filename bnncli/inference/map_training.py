@@ -91,7 +91,7 @@ class MapSettings:
     """How networks learn.
 
     Args:
-        optimizer: one of bnncli.options.train.OPTIMIZERS.
+        optimizer: one of bnncli.commands.train.OPTIMIZERS.
         momentum: of sgd and nesterov.
         weight_decay: of all parameters, added to the gradients; adamw takes it off the parameters.
         batch_size: examples a step of each network.

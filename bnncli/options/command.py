@@ -183,7 +183,7 @@ class Command:
 
     @property
     def stage(self) -> str:
-        """Module name in bnncli.stages."""
+        """Module name in bnncli.commands."""
         return self.name.replace("-", "_")
 
 
@@ -279,7 +279,7 @@ class CommandLine:
 
 def pasted(command: str, /, *arguments: str, **options: object) -> str:
     """One of our own commands, with its options by field, to be pasted: pasted("predict", "c.pt", integrator="mc", qmc=True)."""
-    groups = declaration("stages", command, "COMMAND").groups
+    groups = declaration("commands", command, "COMMAND").groups
     line = CommandLine(command, groups, tuple((None, argument) for argument in arguments))
     for name, value in options.items():
         line = line.having(name, value)
@@ -314,13 +314,13 @@ def own_command(words: Sequence[object], argument: str) -> CommandLine | None:
 
 def _groups_of_maker(command: str) -> Groups | None:
     """Return the options of a command that makes artifacts; None for any other word."""
-    found = declaration("stages", command, "COMMAND") if registry.has_name("stages", command) else None
+    found = declaration("commands", command, "COMMAND") if registry.has_name("commands", command) else None
     return found.groups if found is not None and RecordOptions in found.groups else None
 
 
 def _takes_many(command: str) -> bool:
     """Whether a command takes further arguments behind its own."""
-    arguments = declaration("stages", command, "COMMAND").arguments
+    arguments = declaration("commands", command, "COMMAND").arguments
     return len(arguments) > 1 and bool(arguments[-1].is_many)
 
 

@@ -22,7 +22,7 @@ from bnncli.names import not_one_of
 # A statement at the left margin, with its decorators, up to the next one; the names that it imports or defines.
 _BLOCK = re.compile(r"^(?:@.*\n(?:[ \t)\]}].*\n)*)*[A-Za-z_].*\n(?:(?:[ \t)\]}#].*)?\n)*", re.MULTILINE)
 _IMPORT = re.compile(r"from ([\w.]+) import (\([^)]*\)|[^\n(]*)")
-_DEFINED = re.compile(r"(?:@.*\n(?:[ \t)\]}].*\n)*)*(?:(?:class|def) (\w+)|(\w+)(?:: [^=\n]+)? = )")
+_DEFINED = re.compile(r"(?:@.*\n(?:[ \t)\]}].*\n)*)*(?:(?:class|def) (\w+)|((?:\w+, )*\w+)(?:: [^=\n]+)? = )")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _top_level_blocks(text: str) -> dict[str, str]:
                 if one.strip():
                     found[one.split()[-1]] = f"from {imported[1]} import {one.strip()}"
         elif defined := _DEFINED.match(block):
-            found[defined[1] or defined[2]] = block
+            found |= dict.fromkeys((defined[1] or defined[2]).split(", "), block)
     return found
 
 
@@ -127,10 +127,11 @@ def _needed(name: str, blocks: Mapping[str, str]) -> list[str]:
     needed, waiting = {name}, [name]
     while waiting:
         tree = ast.parse(blocks[waiting.pop()])
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & blocks.keys()
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        used = {node.id for node in names if isinstance(node.ctx, ast.Load)} & blocks.keys()
         waiting += used - needed
         needed |= used
-    return ["from __future__ import annotations", *(blocks[one] for one in blocks if one in needed)]
+    return ["from __future__ import annotations", *dict.fromkeys(blocks[one] for one in blocks if one in needed)]
 
 
 def declarations(family: str, name: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from bnncli import registry
 from bnncli.errors import UsageError
@@ -14,6 +14,9 @@ from bnncli.names import not_one_of
 from bnncli.numerics.corruptions import CORRUPTIONS, NUM_SEVERITIES
 from bnncli.options.declaration import Checked, forms, option, parse_positive
 from bnncli.parameters.module import LAST, STATE
+
+if TYPE_CHECKING:
+    pass
 
 
 def trust_code_option(*, is_recorded: bool = True, also: str = "", group: str = "Inputs", is_rare: bool = True) -> Any:
@@ -179,6 +182,8 @@ class SearchedPriorOptions(LayersOptions):
 
 
 NO_NETWORK = "flatten"
+
+
 IDENTITY = "identity"  # as the name of a last layer: an identity layer on the network's own logits
 
 
@@ -273,6 +278,8 @@ def num_workers() -> Any:
 
 
 GRAMMAR = "rhat<=NUMBER, ess>=NUMBER, ess-tail>=NUMBER, joined by commas, each at most once"
+
+
 _DIRECTIONS = {"rhat": "<=", "ess": ">=", "ess-tail": ">="}
 
 
@@ -335,3 +342,6 @@ def check_variant(value: str | Sequence[str] | None, flag: str) -> None:
     for name in [value] if isinstance(value, str) else value or ():
         if not any(name == family or name.startswith(f"{family}-") for family in families):
             raise not_one_of(flag, name, families, also=["or one with its settings"])
+
+
+EITHER = "give either \0model\0 MODEL with \0data\0 SPLIT=SPEC, or \0from_npz\0 FILE"

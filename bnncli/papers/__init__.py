@@ -5,3 +5,8 @@
 function for each table or figure. `studies.py` has the grids of commands that they read. The toy experiments, which import torch, lie
 in `*_toys.py` and `bridge_digits.py`.
 """
+
+SCALES = ("quick", "paper")
+
+
+PUBLISHED, RIGHT, BOTH = "published", "right", "both"  # definitions of what is measured

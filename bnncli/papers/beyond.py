@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bnncli.options.reproduce import SCALES
+from bnncli.papers import SCALES
 from bnncli.papers.numbers import Formula, all_of, any_of, smallest
 from bnncli.papers.recipe import Claim, Experiment, PublishedWork, Results, Row, column, needs
 from bnncli.papers.refinement import MMD, PUBLISHED_ECE, REFINED, against_length, constant, predictions

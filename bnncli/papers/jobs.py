@@ -13,13 +13,13 @@ from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
 from bnncli.artifacts.known_files import checks_remembered
+from bnncli.commands.grid.running import GRACE, die_with
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError
 from bnncli.names import counted
 from bnncli.options.command import CommonOptions
 from bnncli.papers.runner import Made, RecipePart, Workshop
 from bnncli.progress import Task
-from bnncli.stages.grid.running import GRACE, die_with
 from bnncli.system import signals
 from bnncli.system.devices import configure_torch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from bnncli.options.reproduce import SCALES
+from bnncli.papers import SCALES
 from bnncli.papers.numbers import Combination, Formula, all_of
 from bnncli.papers.recipe import (
     Claim,

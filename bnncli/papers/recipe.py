@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import UsageError
 from bnncli.evaluation.agreement import Estimate
-from bnncli.options.reproduce import PUBLISHED, RIGHT, SCALES
 from bnncli.options.toml import closest
+from bnncli.papers import PUBLISHED, RIGHT, SCALES
 from bnncli.papers.numbers import Formula, Replicates, Rule, Unmeasured
 from bnncli.progress import Progress
 

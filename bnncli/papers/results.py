@@ -22,7 +22,7 @@ from bnncli.figures import render
 from bnncli.figures.posteriors import Marginal, Marginals
 from bnncli.names import counted
 from bnncli.numerics import random as seeds
-from bnncli.options.reproduce import BOTH
+from bnncli.papers import BOTH
 from bnncli.papers.figures import MarkedNumber, MeasuredLine, Pair, draw_agreement, draw_lines
 from bnncli.papers.numbers import Formula, Numbers, Replicates, Unmeasured, names_in
 from bnncli.papers.recipe import Cell, Claim, LineFigure, MarginalFigure, Needs, PaperRecipe, Reading, Results, Row

@@ -15,13 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import bnncli
 from bnncli import registry
 from bnncli.artifacts.atomic import publish_bytes
+from bnncli.commands.demo import fixture_path
+from bnncli.commands.grid.plan import Job, options_of, plan_jobs, read_grid
+from bnncli.commands.grid.running import check_apart
 from bnncli.errors import BnnError, Interrupted, MissingInput, ReadError, WriteError
 from bnncli.evaluation.agreement import Estimate
 from bnncli.names import counted
@@ -38,17 +41,14 @@ from bnncli.options.command import (
     WriteOptions,
 )
 from bnncli.options.declaration import declaration, made, spelled
-from bnncli.options.reproduce import ReproduceOptions
 from bnncli.papers.numbers import Replicates, Unmeasured
 from bnncli.papers.recipe import FILES, Files, Measurements, Needs, PaperRecipe, Place, Reading, Settings, Step, Study
 from bnncli.progress import Progress, Task
 from bnncli.session.run import Run, Voice
-from bnncli.stages.demo.fixtures import fixture_path
-from bnncli.stages.grid.apart import check_apart
-from bnncli.stages.grid.plan import Job, plan_jobs
-from bnncli.stages.grid.reader import read_grid
-from bnncli.stages.grid.steps import options_of
 from bnncli.system.input_files import read_object
+
+if TYPE_CHECKING:
+    from bnncli.commands.reproduce import ReproduceOptions
 
 MEASURED = "measured.npz"  # in a recipe's folder
 _FIXTURES = "fixtures"
@@ -206,7 +206,7 @@ def _run_stage(run: Run, line: CommandLine, job: Job, aside: _Aside, *, force: b
     own = next((one for group, one in options.items() if group not in (*_OF_RUNS, CommonOptions)), None)
     parts: dict[str, Any] = {name: options.get(group, group()) for group, name in _OF_RUNS.items()}
     parts["lock"] = replace(parts["lock"], wait=max(parts["lock"].wait, _WAIT))
-    argument = declaration("stages", line.command, "COMMAND").arguments[0]
+    argument = declaration("commands", line.command, "COMMAND").arguments[0]
     arguments = {argument.name: [Path(job.checkpoint)] if argument.is_many else Path(job.checkpoint)}
     own_run = replace(
         run,
@@ -221,7 +221,7 @@ def _run_stage(run: Run, line: CommandLine, job: Job, aside: _Aside, *, force: b
         has_device=False,
         **parts,
     )
-    return registry.load_module("stages", line.command).run(own_run, own)
+    return registry.load_module("commands", line.command).run(own_run, own)
 
 
 # Studies.

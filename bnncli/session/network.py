@@ -26,7 +26,6 @@ from bnncli.models.build import load_network, notes_on_names
 from bnncli.models.checkpoints import Checkpoint, load_checkpoint
 from bnncli.models.features import Extracted, InputSums, PrecisionLoss, collect, counted, extract
 from bnncli.models.head import Head
-from bnncli.models.head_search import find_head
 from bnncli.models.sharded import checkpoint_sha256
 from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.options.shared import NO_NETWORK
@@ -470,6 +469,8 @@ class Network:
         return self._head[0]
 
     def _find_head(self, example: data.InputSplit) -> Head | None:
+        from bnncli.models.head_search import find_head
+
         if self.spec == NO_NETWORK:
             return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from bnncli.artifacts.headers import Header
 from bnncli.inference.network_memory import first_use_bytes, prediction_bytes, trying_bytes, with_kernels
@@ -20,10 +21,12 @@ from bnncli.integrators.mc import affordable_draws
 from bnncli.lazy import torch
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, forward_growth
-from bnncli.parameters.tensor_bytes import Growth
 from bnncli.posteriors import draws_at_once, made_at_once
 from bnncli.session.predictor import LINEARISED, OF_THETA, type_of
 from bnncli.system.memory import budget, require
+
+if TYPE_CHECKING:
+    from bnncli.parameters.tensor_bytes import Growth
 
 _READ_COPIES = 2  # of a posterior's file: its bytes, and its tensors
 _DERIVED_VECTORS = 3  # of P numbers, float64, that a covariance makes of its file

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bnncli import registry
-from bnncli.targets.curvature_choice import DEFAULT_RANK, DEFAULT_SIZE, GGN, KINDS, CurvatureChoice
 
 if TYPE_CHECKING:
     pass

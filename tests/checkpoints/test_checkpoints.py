@@ -21,10 +21,10 @@ from safetensors.torch import save as safetensors_bytes
 from safetensors.torch import save_model
 from torch import nn
 
+from bnncli.commands.demo import fixture_path
 from bnncli.errors import DataError, MissingInput, Untrusted
 from bnncli.models.checkpoints import convert_checkpoint, load_checkpoint
 from bnncli.numerics.digests import canonical_json, file_sha256, json_sha256, tensor_digest
-from bnncli.stages.demo.fixtures import fixture_path
 
 STATE = {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.tensor([0.5, -0.5])}
 

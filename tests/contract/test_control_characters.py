@@ -67,7 +67,7 @@ def test_no_command_prints_what_a_terminal_would_obey(cli: Cli, nasty_run: Path)
 
 
 def test_a_traceback_is_escaped_too(cli: Cli, nasty_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnncli.stages import status
+    from bnncli.commands import status
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError(NASTY)

@@ -44,7 +44,7 @@ def test_0_is_done_or_up_to_date(cli: Cli, small_run: Path) -> None:
 
 
 def test_1_is_a_bug_of_ours_with_its_traceback(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnncli.stages import status
+    from bnncli.commands import status
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("oh")
@@ -224,9 +224,9 @@ def test_draws_without_room_leave_only_their_distances_out(
 def test_69_is_an_allocation_that_fails(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, allocate: Any
 ) -> None:
-    from bnncli.stages.refine import work
+    from bnncli.commands import refine
 
-    monkeypatch.setattr(work, "base_of", lambda *_: allocate())
+    monkeypatch.setattr(refine, "base_of", lambda *_: allocate())
     done = cli("refine", small_run, "--name", "x")
     assert done.code == 69
     assert "out of memory" in done.stderr
@@ -237,12 +237,12 @@ def test_69_is_an_allocation_that_fails(
 def test_a_hint_for_a_full_gpu_names_the_cpu_too(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, device: str, hint: str
 ) -> None:
-    from bnncli.stages.refine import work
+    from bnncli.commands import refine
 
     def require(*_: object) -> None:
         raise DeviceError(f"it needs more memory than {device} has", hint="use less", code="out_of_memory")
 
-    monkeypatch.setattr(work, "base_of", require)
+    monkeypatch.setattr(refine, "base_of", require)
     assert f"hint: {hint}\n" in cli("refine", small_run, "--name", "x").stderr
 
 
@@ -334,7 +334,7 @@ def test_a_terminated_refine_exits_143_and_says_how_to_go_on(small_run: Path) ->
 LOOP = """
 import time
 from bnncli.__main__ import main
-from bnncli.stages import config_show
+from bnncli.commands import config_show
 def run(run, options):
     task = run.console.task("loop", 1000)
     run.console.info("started")

@@ -16,7 +16,7 @@ from problems.command_line import Cli, Invocation
 from problems.workers import ended, free_port, run_processes, run_workers, start_workers
 from torch import nn
 
-from bnncli.stages.demo.fixtures import fixture_path
+from bnncli.commands.demo import fixture_path
 
 NETWORK = """
 import os, time

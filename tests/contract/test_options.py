@@ -15,6 +15,7 @@ from problems.command_line import Cli
 from bnncli.cli.build import parser
 from bnncli.cli.commands import own_commands
 from bnncli.cli.options import option_fields, read_config
+from bnncli.commands.refine import RefineOptions
 from bnncli.errors import ConfigError
 from bnncli.options.command import (
     SECTIONS,
@@ -29,7 +30,6 @@ from bnncli.options.command import (
     WriteOptions,
 )
 from bnncli.options.declaration import flag_of, help_of, made
-from bnncli.options.refine import RefineOptions
 
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {

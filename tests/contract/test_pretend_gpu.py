@@ -24,19 +24,19 @@ from bnncli import registry
 from bnncli.artifacts.files import read_header
 from bnncli.cli.commands import own_commands
 from bnncli.cli.execute import run_command_line
+from bnncli.commands import fit_lbbnn
+from bnncli.commands.export import ExportOptions
+from bnncli.commands.export import build as export
+from bnncli.commands.fit_lbbnn import FitLbbnnOptions
+from bnncli.commands.report import ReportOptions
+from bnncli.commands.train import AUGMENTATIONS, OPTIMIZERS, SCHEDULES
 from bnncli.inference import refine, sghmc, swag, vi
 from bnncli.latent import fit as latent_fit
 from bnncli.models.architectures import mlp
 from bnncli.numerics import random
 from bnncli.options.command import Command, CommonOptions, ComputeOptions
 from bnncli.options.declaration import choices_of, declared, flag_of
-from bnncli.options.export import ExportOptions
-from bnncli.options.fit_lbbnn import FitLbbnnOptions
-from bnncli.options.report import ReportOptions
 from bnncli.options.scoring import EvaluateOptions
-from bnncli.options.train import AUGMENTATIONS, OPTIMIZERS, SCHEDULES
-from bnncli.stages.export import measures as export
-from bnncli.stages.fit_lbbnn import report
 from bnncli.targets.last_layer import LastLayerTarget
 
 
@@ -292,7 +292,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
 
     with monkeypatch.context() as patches:
-        for module in (latent_fit, refine, report, sghmc, swag, vi):
+        for module in (latent_fit, refine, fit_lbbnn, sghmc, swag, vi):
             assert module.on_device is random.on_device  # type: ignore[attr-defined]
             patches.setattr(module, "on_device", on_device)
         yield

@@ -208,8 +208,8 @@ def test_verbose_shows_where_an_expected_error_came_from(cli: Cli, run: Path) ->
 def test_a_result_that_is_not_finite_is_a_bug_and_not_bad_json(
     cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from bnncli.commands import status
     from bnncli.session.run import Result
-    from bnncli.stages import status
 
     monkeypatch.setattr(status, "run", lambda run, options: Result(extra={"x": float("nan")}))
     done = cli("status", run, "--json")

@@ -11,6 +11,7 @@ import torch
 from problems.heads import ONE, THREE, TWO, at_random, gaussian_at_mode, head_target
 from torch import Tensor
 
+from bnncli.commands.export import EXPORTED_SCORES
 from bnncli.covariances.diag import Diag
 from bnncli.errors import UsageError
 from bnncli.evaluation.combined_score import Combined
@@ -19,7 +20,6 @@ from bnncli.export import parts as spreads
 from bnncli.export.parts import HeadParts, head_parts, thinned, with_combined_score, with_ood_score, with_sets
 from bnncli.integrators import Integrator, Prediction, load_integrator
 from bnncli.integrators._moments import energy_and_max_logit
-from bnncli.options.export import EXPORTED_SCORES
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.gaussian import Gaussian

@@ -75,7 +75,7 @@ def test_what_precision_loses_is_measured_on_logits() -> None:
 
 
 def test_much_loss_is_warned_of(cli: Cli, model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnncli.stages.extract_features import network
+    from bnncli.commands.extract_features import network
 
     monkeypatch.setattr(network, "MUCH", 1e-6)
     done = cli(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bnncli.commands.demo import fixture_path
 from bnncli.data.splits import InputSplit, load_split
 from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.models.build import load_network
@@ -19,7 +20,6 @@ from bnncli.models.features import collect, counted, extract
 from bnncli.models.head import Head, head_of, prove_head
 from bnncli.models.head_search import find_head
 from bnncli.progress import Task
-from bnncli.stages.demo.fixtures import fixture_path
 
 INPUTS = torch.randn(10, 6, generator=torch.Generator().manual_seed(0))
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bnncli.cli.execute import run_command_line
-from bnncli.stages.grid import running
+from bnncli.commands.grid import running
 from faults.shim import Shim
 
 _MAX_DESCRIPTOR = 1024

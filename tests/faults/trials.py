@@ -24,9 +24,9 @@ from bnncli import figures
 from bnncli.artifacts.atomic import temporaries
 from bnncli.artifacts.files import read_header
 from bnncli.cli.execute import run_command_line
+from bnncli.commands.export import build as export
 from bnncli.errors import BnnError
 from bnncli.figures import pages, style
-from bnncli.stages.export import measures as export
 from faults.forked_lines import fork_lines
 from faults.lines import LINES, Line, copy_tree, leave_leftovers, leave_stale
 from faults.mutations import mutations

@@ -15,10 +15,10 @@ from problems.command_line import Cli
 from problems.long_run import long_but
 from problems.outputs import figure_texts
 
+from bnncli.commands import fit_laplace
 from bnncli.errors import WriteError
 from bnncli.figures import render
 from bnncli.figures.fits import EDGE_TEXT, LABELS, draw_prior_precision
-from bnncli.stages import fit_laplace
 
 CURVE = [(0.1, 0.9), (1.0, 0.5), (4.0, 0.31), (10.0, 0.3), (30.0, 0.32), (100.0, 0.6)]
 
@@ -76,7 +76,7 @@ def test_plot_of_an_up_to_date_artifact_draws_the_stored_curve_without_fitting(
     cli: Cli, name: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fitted = cli("fit-laplace", name, "--json").json
-    monkeypatch.setattr("bnncli.stages.fit_laplace.work.search", None)
+    monkeypatch.setattr("bnncli.commands.fit_laplace.last_layer.search", None)
     for _ in range(2):  # the second time over the first figure
         again = cli("fit-laplace", name, "--json", "--plot", tmp_path / "curve.svg").json
         assert again["action"] == "up_to_date"
@@ -132,7 +132,7 @@ def test_without_plot_matplotlib_is_not_imported(name: Path) -> None:
 
         for command, *words in (["evaluate", "--curves", "--posterior", "map"], ["fit-laplace"]):
             assert run_command_line([command, str(name), *words], io.StringIO()) == 0
-        assert "bnncli.stages.fit_laplace" in sys.modules
+        assert "bnncli.commands.fit_laplace" in sys.modules
         assert "matplotlib" not in sys.modules
 
 

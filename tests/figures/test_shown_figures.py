@@ -18,13 +18,13 @@ from problems.long_run import long_but
 from problems.shown_figures import shown_figures
 
 import bnncli.figures as room
+from bnncli.commands.report import FIGURE_FORMATS
 from bnncli.figures import svg as inline
 from bnncli.figures.chains import ChainTraces, Trace
 from bnncli.figures.posteriors import Weights, WeightSpread
 from bnncli.figures.predictions import ReliabilityDiagrams
 from bnncli.figures.style import DARK, Shown, figure_file
 from bnncli.figures.svg import inline_svg
-from bnncli.options.report import FIGURE_FORMATS
 
 FIGURES = {figure.name: figure for figure in shown_figures()}
 FILES = {type(figure).__module__ for figure in FIGURES.values()}

@@ -11,6 +11,7 @@ from problems.seeds import seeded
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from bnncli.commands.fit_lbbnn import FitLbbnnOptions, plan_of, start_of
 from bnncli.evaluation.rank_uniformity import RankLaw
 from bnncli.inference.simulation import (
     LOG_LIKELIHOOD,
@@ -24,11 +25,9 @@ from bnncli.inference.simulation import (
 )
 from bnncli.latent.fit import Scaling, fit_latent
 from bnncli.latent.model import LatentModel, SpikeAndSlab, bias_divergence, weight_divergence
-from bnncli.options.fit_lbbnn import FitLbbnnOptions
 from bnncli.parameters.layouts import NetworkLayout
 from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT, Progress
-from bnncli.stages.fit_lbbnn.plan import plan_of, start_of
 from bnncli.targets.last_layer import LastLayerTarget
 
 CPU = torch.device("cpu")

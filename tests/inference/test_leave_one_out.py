@@ -13,7 +13,7 @@ from problems.heads import draw_examples, head_target
 from problems.seeds import antithetic, seeded
 from torch import Tensor
 
-import bnncli.stages.fit_laplace as stage
+import bnncli.commands.fit_laplace as stage
 from bnncli import registry
 from bnncli.inference import prior_criterion
 from bnncli.inference.laplace import fit_gaussian

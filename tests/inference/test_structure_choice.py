@@ -123,7 +123,9 @@ def test_rougher_structures_are_compared_on_val_and_the_closest_is_taken_where_t
     metrics = cli("fit-laplace", run, "--json").json["metrics"]
     assert (metrics["structure"], metrics["prior_precision_for"]) == ("block", "plug-in")
     assert metrics["structure_nll"] is None
-    monkeypatch.setattr("bnncli.stages.fit_laplace.work.first_near_the_best", lambda losses: "mc")  # as if draws did
+    monkeypatch.setattr(
+        "bnncli.commands.fit_laplace.last_layer.first_near_the_best", lambda losses: "mc"
+    )  # as if draws did
     done = cli("fit-laplace", run, "--name", "draws")
     by_draws = cli("fit-laplace", run, "--name", "draws", "--json").json["metrics"]
     compared = by_draws["structure_nll"]

@@ -14,13 +14,13 @@ from problems.heads import ONE, THREE, by_noisy_sign, draw_theta, gaussian_at_mo
 from problems.seeds import normal, seeded
 from torch import Tensor, nn
 
+from bnncli.commands.fit_vi import FitViOptions
 from bnncli.covariances.diag import Diag
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.elbo import diagnose_importance, elbo
 from bnncli.inference.sghmc import largest_curvature
 from bnncli.inference.vi import START_SHARE, ViPlan, _MeanField, fit_vi, logit_draws, shortfall
 from bnncli.numerics.random import stream
-from bnncli.options.fit_vi import FitViOptions
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior

@@ -17,6 +17,7 @@ from scipy import integrate, stats
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from bnncli.commands import fit_lbbnn
 from bnncli.latent import fit as latent_fit
 from bnncli.latent.factors import (
     Coupling,
@@ -54,7 +55,6 @@ from bnncli.likelihoods import likelihood_of
 from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.progress import SilentProgress
-from bnncli.stages.fit_lbbnn import report
 from bnncli.targets.blocks import FeatureBlocks
 from bnncli.training.loop import Course, num_batches, train
 
@@ -340,10 +340,10 @@ def test_the_flow_part_of_the_reported_bound_is_of_weights_that_are_drawn(
     else:  # activations follow the inclusions, far from a Gaussian
         for tensor in ("readout", "location", "log_scale"):
             getattr(model.multipliers[0], tensor).mul_(10)
-    monkeypatch.setattr(report, "FLOW_DRAWS", count)
-    monkeypatch.setattr(report, "NUM_PASSES", count // 4)
+    monkeypatch.setattr(fit_lbbnn, "FLOW_DRAWS", count)
+    monkeypatch.setattr(fit_lbbnn, "NUM_PASSES", count // 4)
     run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None))
-    found = report._flow_divergences(run, LatentBinary(model, best=1), seeded(2))
+    found = fit_lbbnn._flow_divergences(run, LatentBinary(model, best=1), seeded(2))
     assert found.shape == (count, 1)
 
     part, factors, rng = model.multipliers[0], model.factors, seeded(3)
@@ -487,7 +487,7 @@ def test_draws_and_flows_stay_where_the_model_is(has_multipliers: bool) -> None:
     found.append(latent_fit.averaged_divergence(moved, seeded(2), 4))
     found.append(layer_moments(leaves(moved, "exact"), SMALL)[0].mean)
     if has_multipliers:
-        found.append(report._flow_divergences(run, posterior, seeded(3)))
+        found.append(fit_lbbnn._flow_divergences(run, posterior, seeded(3)))
     assert {part.device.type for part in found} == {"meta"}
 
 

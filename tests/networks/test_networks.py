@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bnncli import registry
+from bnncli.commands.demo import fixture_path
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.models.architectures.wide_resnet import build as build_wide_resnet
 from bnncli.models.build import fill_network, load_network
 from bnncli.models.checkpoints import load_checkpoint
-from bnncli.stages.demo.fixtures import fixture_path
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 INPUT_SHAPES = {

@@ -19,10 +19,10 @@ from bnncli.artifacts.resume import write_state
 from bnncli.cli.build import parser
 from bnncli.cli.commands import own_commands
 from bnncli.cli.options import _from_text, option_fields
+from bnncli.commands.fit_laplace import FitLaplaceOptions
 from bnncli.errors import Interrupted, UsageError
 from bnncli.options.command import CommandLine, CommonOptions, RecordOptions, RunOptions, WriteOptions, own_command
 from bnncli.options.declaration import choices_of, flag_of, made
-from bnncli.options.fit_laplace import FitLaplaceOptions
 from bnncli.session import produce
 
 MAKERS = {one.name: one.groups for one in own_commands() if RecordOptions in one.groups}

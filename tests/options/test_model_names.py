@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bnncli.commands.extract_features import ExtractFeaturesOptions
 from bnncli.errors import UsageError
-from bnncli.options.extract_features import ExtractFeaturesOptions
 
 
 def test_a_wrong_model_lists_networks_saved_models_and_factories() -> None:

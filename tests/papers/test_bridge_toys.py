@@ -11,6 +11,7 @@ from problems.seeds import seeded
 from problems.tiny_networks import losses_of, tiny_target
 from scipy import integrate, stats
 
+from bnncli.commands.demo import fixture_path
 from bnncli.numerics import dirichlet
 from bnncli.papers import bridge_toys
 from bnncli.papers.bridge_toys import (
@@ -36,7 +37,6 @@ from bnncli.papers.bridge_toys import (
 from bnncli.papers.recipe import Measurements
 from bnncli.parameters.prior import Prior
 from bnncli.progress import SILENT
-from bnncli.stages.demo.fixtures import fixture_path
 
 
 def test_a_triangle_halved_five_times_has_561_vertices() -> None:

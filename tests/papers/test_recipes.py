@@ -9,14 +9,12 @@ import pytest
 from problems.command_line import Cli
 from problems.recipes import Recipes, small_recipe
 
+from bnncli.commands.grid.plan import plan_jobs, read_grid
 from bnncli.evaluation.agreement import Estimate
-from bnncli.options.reproduce import SCALES
-from bnncli.papers import studies
+from bnncli.papers import SCALES, studies
 from bnncli.papers.numbers import Unmeasured
 from bnncli.papers.recipe import FILES, Cell, Claim, LineFigure, Reading, Results, Study, find_recipe, recipe_names
 from bnncli.papers.runner import grid_text
-from bnncli.stages.grid.plan import plan_jobs
-from bnncli.stages.grid.reader import read_grid
 
 SHARED = Path(__file__).parents[3] / "shared"
 KNOWN = (

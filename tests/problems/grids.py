@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from bnncli.stages.grid.apart import check_apart
-from bnncli.stages.grid.plan import Job, plan_jobs
-from bnncli.stages.grid.reader import read_grid
+from bnncli.commands.grid.plan import Job, plan_jobs, read_grid
+from bnncli.commands.grid.running import check_apart
 
 # What a line does: it notes that it began, does what `acts.json` says of it, leaves a file, notes that it ended, prints a document.
 _LINE = """
@@ -123,8 +122,9 @@ def lines_of(folder: Path, text: str) -> list[str]:
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """A folder where grids run the stand-in."""
-    from bnncli.stages import grid
-    from bnncli.stages.grid import running, schedule
+    from bnncli.commands import grid
+    from bnncli.commands.grid import running
+    from bnncli.commands.grid import running as schedule
 
     found = Stage(tmp_path)
     monkeypatch.chdir(tmp_path)

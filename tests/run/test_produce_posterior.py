@@ -19,7 +19,7 @@ from bnncli.session.inputs import load_split
 from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
 from bnncli.session.run import Result, Run
 
-STAGES = Path(__file__).parents[2] / "bnncli" / "stages"
+STAGES = Path(__file__).parents[2] / "bnncli" / "commands"
 
 
 class Halving:

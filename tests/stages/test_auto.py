@@ -17,10 +17,11 @@ from sklearn.metrics import roc_auc_score
 import bnncli
 from bnncli.artifacts.files import read_header, read_metrics
 from bnncli.artifacts.predictions import read_predictions
+from bnncli.commands import auto as ladder
+from bnncli.commands import refine
+from bnncli.commands import stack as stack_work
+from bnncli.commands.auto import siblings_of
 from bnncli.models.architectures import mlp
-from bnncli.stages.auto import ladder, siblings_of
-from bnncli.stages.refine import work
-from bnncli.stages.stack import work as stack_work
 from bnncli.system import signals
 from bnncli.system.signals import BudgetSpent
 
@@ -205,7 +206,7 @@ def test_posteriors_that_are_there_are_judged_however_little_time_there_is(cli: 
 
 def test_a_fit_that_ends_past_the_deadline_is_kept(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
-    fit = stack_work.fit
+    fit = stack_work.fit_stack
 
     def late(*given: Any) -> Any:
         fitted = fit(*given)
@@ -231,7 +232,7 @@ def test_a_flow_that_was_trained_when_the_budget_ended_is_not_trained_again(
         raise BudgetSpent
 
     with monkeypatch.context() as patch:
-        patch.setattr(work, "measure_gain", measure)
+        patch.setattr(refine, "measure_gain", measure)
         if epochs == 600:
             (refined,) = [rung for rung in auto(cli, run, "--full")["rungs"] if rung["name"] == "refine"]
             assert not refined["is_there"]
@@ -337,7 +338,7 @@ def test_what_is_detected_out_of_distribution_is_said_until_the_outliers_change(
 def test_a_posterior_that_loses_accuracy_is_recommended_by_its_nll_alone(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bnncli.stages.auto.FEWEST_ROWS", 10**9)  # a stack fits val, which tells of both features
+    monkeypatch.setattr("bnncli.commands.auto.FEWEST_ROWS", 10**9)  # a stack fits val, which tells of both features
     generator = np.random.default_rng(0)
     arrays: dict[str, np.ndarray] = {
         "head_weight": np.array([[0.03, 3.0], [0, 0]], np.float32),  # too flat in one feature, right in the other

@@ -15,10 +15,10 @@ from problems.arrays import make_arrays
 from problems.command_line import STEPS, Cli, new_run
 from scipy import stats
 
+from bnncli.commands.compare.measure import Column, Entry
+from bnncli.commands.compare.output import Comparison, Name, as_csv, as_latex, as_markdown, as_table
 from bnncli.evaluation.paired import Difference, Sample
 from bnncli.evaluation.standings import Standing
-from bnncli.stages.compare.measure import Column, Entry
-from bnncli.stages.compare.tables import Comparison, Name, as_csv, as_latex, as_markdown, as_table
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +206,8 @@ def test_unlabelled_scores_that_are_named_are_an_error_and_not_shown_otherwise(c
 def test_posteriors_of_different_examples_are_refused(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from bnncli.commands import compare
     from bnncli.session.predictions import open_groups
-    from bnncli.stages.compare import comparing
 
     def changed(*words: Any, **names: Any) -> Any:
         groups = open_groups(*words, **names)
@@ -216,7 +216,7 @@ def test_posteriors_of_different_examples_are_refused(
                 header.meta["order_digest"] = "other"
         return groups
 
-    monkeypatch.setattr(comparing, "open_groups", changed)
+    monkeypatch.setattr(compare, "open_groups", changed)
     done = cli("compare", small_run)
     assert (done.code, "holds different examples for laplace.mc and for map.plug-in" in done.stderr) == (65, True)
     assert f"bnncli predict {small_run} --force" in done.stderr

@@ -111,6 +111,6 @@ def test_a_figure_that_cannot_be_written_is_an_error_with_its_name(
     def fail(path: Path, content: bytes) -> str:
         raise WriteError("disk full", hint="free some space")
 
-    monkeypatch.setattr("bnncli.stages.compare.plot.write_figure", fail)
+    monkeypatch.setattr("bnncli.commands.compare.output.write_figure", fail)
     done = cli("compare", small_run, "--metric", "nll", "--plot", tmp_path)
     assert (done.code, "cannot write " in done.stderr) == (74, True)

@@ -14,8 +14,8 @@ from problems.pages import check_is_self_contained, read_page
 
 from bnncli.artifacts.files import read_header
 from bnncli.cli.execute import run_command_line
-from bnncli.stages import demo as demo_stage
-from bnncli.stages.demo.fixtures import fixture_path
+from bnncli.commands import demo as demo_stage
+from bnncli.commands.demo import fixture_path
 
 pytestmark = pytest.mark.long  # in `.ci/run`
 

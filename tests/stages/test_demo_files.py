@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bnncli.cli.execute import run_command_line
-from bnncli.stages.demo.fixtures import fixture_path
+from bnncli.commands.demo import fixture_path
 
 
 @pytest.mark.parametrize("how", [(), ("--json",)])

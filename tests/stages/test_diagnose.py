@@ -272,8 +272,8 @@ def test_each_posterior_is_measured_on_its_own_target(cli: Cli, small_run: Path)
 
 
 def test_diagnostics_that_are_not_stored_are_computed(cli: Cli, small_run: Path) -> None:
+    from bnncli.commands.diagnose import diagnosis
     from bnncli.session.inputs import open_samples
-    from bnncli.stages.diagnose import diagnosis
     from bnncli.system.devices import resolve_device
 
     path = folder_of(small_run) / "posteriors/hmc.nc"

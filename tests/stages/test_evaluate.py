@@ -41,7 +41,7 @@ def test_each_input_of_the_inputs_is_read_once_until_something_is_written(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bnncli.artifacts import files, freshness
-    from bnncli.stages import evaluate
+    from bnncli.commands import evaluate
 
     read, known, produce = [], [], evaluate.produce
     monkeypatch.setattr(freshness, "read_header", lambda path: read.append(path.resolve()) or files.read_header(path))

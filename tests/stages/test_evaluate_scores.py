@@ -179,9 +179,7 @@ def test_distances_are_measured_once_for_each_posterior(
 ) -> None:
     assert cli("predict", small_run, "--posterior", "laplace", "--integrator", "probit").code == 0
     measured = []
-    monkeypatch.setattr(
-        "bnncli.stages.evaluate.distances.reference_rows", lambda *_, **words: measured.append(words) or []
-    )
+    monkeypatch.setattr("bnncli.commands.evaluate.reference_rows", lambda *_, **words: measured.append(words) or [])
     assert cli("evaluate", small_run, "--force", "--bootstrap", 0).code == 0
     assert len(measured) == 4  # map, laplace, refine, hmc; two integrators of laplace
     assert all(words["device"] == torch.device("cpu") for words in measured)

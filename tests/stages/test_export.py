@@ -22,11 +22,11 @@ from bnncli import registry
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.posteriors import read_decision
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
+from bnncli.commands.export import build
 from bnncli.decisions.acceptance import AcceptanceRule
 from bnncli.decisions.outliers import OutlierRule
 from bnncli.decisions.prediction_sets import SetRule
 from bnncli.export import steps
-from bnncli.stages.export import measures
 
 TORCH = ("--format", "torch", "--head-only")
 WHOLE = ("--draws", "100000")  # of predict
@@ -405,7 +405,7 @@ def test_a_run_without_val_is_judged_on_another_labelled_split(cli: Cli, tmp_pat
 
 def test_batches_that_take_too_long_are_not_timed(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for most in (20.0, 0.0):
-        monkeypatch.setattr(measures, "_MOST_SECONDS", most)
+        monkeypatch.setattr(build, "_MOST_SECONDS", most)
         done = cli("export", small_run, "--posterior", "map", *TORCH, "--json", "--force")
         times = done.json["metrics"]["milliseconds"]["torch"]
         assert [size for size, one in times.items() if one] == (["1", "32", "1024"] if most else ["1"])

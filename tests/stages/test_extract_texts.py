@@ -16,9 +16,9 @@ from problems.words_model import CLASSES, MeanOfWords, write_weights
 from bnncli import registry
 from bnncli.artifacts.features import FeatureFile, read_features
 from bnncli.artifacts.files import read_header
+from bnncli.commands.extract_features.splits import input_notes
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import load_split
-from bnncli.stages.extract_features.splits import input_notes
 
 TEXTS = ["a bb ccc", "dddd", "eeeee f", "a b c d e", "one two three four five six"] * 3
 LABELS = ["short", "long", " odd"] * 5

@@ -16,15 +16,14 @@ from sklearn.preprocessing import StandardScaler
 
 from bnncli.artifacts.features import read_features
 from bnncli.artifacts.predictions import read_predictions
+from bnncli.commands import fit_lbbnn
+from bnncli.commands.fit_lbbnn import FitLbbnnOptions, TrainingData, measure
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.fit import History, nll_of_repeats
 from bnncli.latent.model import LatentModel, SpikeAndSlab
-from bnncli.options.fit_lbbnn import FitLbbnnOptions
 from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.session.inputs import open_posterior
-from bnncli.stages.fit_lbbnn import work
-from bnncli.stages.fit_lbbnn.report import TrainingData, measure
 
 pytestmark = pytest.mark.gpu
 
@@ -374,7 +373,7 @@ def test_the_repeat_of_the_highest_bound_stands_for_all() -> None:
             density=nothing,
         )
     run: Any = SimpleNamespace(stream=lambda name: seeded(1))
-    assert work._posterior(run, model, history).best == 2
+    assert fit_lbbnn._posterior(run, model, history).best == 2
 
 
 @pytest.mark.parametrize("best", [0, 1])

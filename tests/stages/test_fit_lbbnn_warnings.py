@@ -18,11 +18,10 @@ from bnncli.artifacts.features import read_features
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.cli.execute import run_command_line
+from bnncli.commands.fit_lbbnn import FitLbbnnOptions, guessing, reach, rise, short_plan, still_rising
 from bnncli.errors import DataError
 from bnncli.latent.fit import History, Plan
-from bnncli.options.fit_lbbnn import FitLbbnnOptions
 from bnncli.session.inputs import open_posterior
-from bnncli.stages.fit_lbbnn.underfitting import guessing, reach, rise, short_plan, still_rising
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])

@@ -14,11 +14,10 @@ from problems.command_line import Cli
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.options.hmc import HmcOptions
+from bnncli.commands.evaluate import Reference
+from bnncli.commands.hmc import HmcOptions, verdict
 from bnncli.session.inputs import open_samples
 from bnncli.session.produce import ResumableDraws
-from bnncli.stages.evaluate.reference import Reference
-from bnncli.stages.hmc.report import verdict
 from bnncli.system import signals
 
 LINEAR = "nn.Linear(3, 2)"

@@ -10,8 +10,8 @@ from problems.arrays import make_arrays, make_wide_arrays
 from problems.command_line import Cli, new_run
 
 from bnncli.artifacts.predictions import read_predictions
+from bnncli.commands import hmc
 from bnncli.evaluation.excess import score
-from bnncli.stages.hmc import work
 
 SMALL = ("--chains", 4, "--warmup", 30, "--draws", 30)
 
@@ -54,7 +54,7 @@ def test_more_draws_than_memory_is_meant_for_are_thinned(
     words = ("hmc", run, *SMALL, "--prior-precision", 3, "--json")
     whole = cli(*words).json["metrics"]["val"]["hmc"]
     num_params = sum(make_arrays()[f"head_{part}"].size for part in ("weight", "bias"))
-    monkeypatch.setattr(work, "_MOST_PREDICTING", 70 * num_params)
+    monkeypatch.setattr(hmc, "_MOST_PREDICTING", 70 * num_params)
     found = cli(*words, "--name", "thinned").json["metrics"]["val"]["hmc"]
     assert found["samples"] == 60
     assert found["nll"] == pytest.approx(whole["nll"], rel=0.1)

@@ -19,17 +19,16 @@ from problems.command_line import Cli
 
 from bnncli.artifacts import resume
 from bnncli.artifacts.samples import read_samples
+from bnncli.commands import hmc
+from bnncli.commands.hmc import HmcOptions, hmc_warnings
 from bnncli.errors import WriteError
 from bnncli.evaluation.bfmi import bfmi
 from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.predictive_convergence import log_probabilities
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.options.hmc import HmcOptions
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.session import chains
 from bnncli.session.produce import ResumableDraws
-from bnncli.stages.hmc import work as hmc
-from bnncli.stages.hmc.report import hmc_warnings
 from bnncli.system import signals
 
 pytestmark = pytest.mark.gpu

@@ -14,11 +14,11 @@ from PIL import Image
 from problems.command_line import Cli
 from scipy import integrate, special, stats
 
+from bnncli.commands.integrals import integrators_for, predict, sigmoid_posterior, softmax_posterior
 from bnncli.figures.integrals import ErrorPanel, draw
 from bnncli.integrators import _exact, load_integrator, settings_of, supports
 from bnncli.integrators._exact import exact_probs
 from bnncli.registry import names
-from bnncli.stages.integrals.gaussians import integrators_for, predict, sigmoid_posterior, softmax_posterior
 
 COVARIANCE = [[2.0, 1.0, 0.0], [1.0, 2.0, 0.3], [0.0, 0.3, 1.0]]
 

@@ -13,8 +13,8 @@ from problems.label_sets import label_arrays
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
+from bnncli.commands.fit_lbbnn import guessing
 from bnncli.session.inputs import open_posterior
-from bnncli.stages.fit_lbbnn.underfitting import guessing
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from problems.command_line import Cli
 from safetensors.torch import load_file
 
 from bnncli.artifacts.files import read_header
-from bnncli.stages.fit_laplace import rounded
+from bnncli.commands.fit_laplace import rounded
 
 NETWORK = """
 from torch import nn

@@ -206,7 +206,7 @@ def test_a_killed_extraction_leaves_the_note(cli: Cli, run: Path) -> None:
     batch(run.parent, rows=25, seed=2)
     words = ["extract-features", run, "--model", "flatten", "--data", f"new=npz:{run.with_name('batch.npz')}"]
     process = start(
-        run_killed_at, [str(word) for word in words], "bnncli.stages.extract_features.one_split", "write_features"
+        run_killed_at, [str(word) for word in words], "bnncli.commands.extract_features.splits", "write_features"
     )
     process.join(timeout=60)
     assert process.exitcode == -signal.SIGKILL

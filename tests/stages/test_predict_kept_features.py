@@ -43,7 +43,7 @@ HALVES = ("--dtype", "float16", "--mean", "0.5")
 def test_the_table_is_that_without_keeping_and_that_of_the_split(
     folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bnncli.stages.predict.new_data.BLOCK", 256)  # and so another one of 300
+    monkeypatch.setattr("bnncli.commands.predict.new_data.BLOCK", 256)  # and so another one of 300
     predict(cli, *DATA, "--table", "streamed.csv")
     done = predict(cli, *DATA, *KEPT, "--json").json
     assert [output["role"] for output in done["outputs"]] == ["features.new", "table"]

@@ -17,8 +17,8 @@ from kills import run_to_files, start
 from problems.command_line import SCRIPT, Cli, Invocation
 from problems.image_runs import draw, make_run, rows
 
+from bnncli.commands.predict.new_data import Arrivals, continued
 from bnncli.errors import OutputExists
-from bnncli.stages.predict.follow import Arrivals, continued
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def predict(cli: Cli, *words: object, code: int = 0) -> Invocation:
 def test_one_command_gives_what_two_give_and_keeps_no_features(
     folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bnncli.stages.predict.new_data.BLOCK", 256)  # and so another split of 300
+    monkeypatch.setattr("bnncli.commands.predict.new_data.BLOCK", 256)  # and so another split of 300
     integrators = (
         "--integrator",
         "mc",
@@ -279,7 +279,7 @@ def test_two_commands_do_not_follow_into_one_table(folder: Path, cli: Cli) -> No
 def test_a_file_put_in_the_place_of_the_table_is_not_written(
     folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, is_link: bool
 ) -> None:
-    from bnncli.stages.predict.new_data import NewData
+    from bnncli.commands.predict.new_data import NewData
 
     draw(Path("in") / "0.png", 0)
     Path("other").write_text("of somebody else")

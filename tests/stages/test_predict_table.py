@@ -13,9 +13,9 @@ from scipy import stats
 
 from bnncli.artifacts.outputs import TableBlock, as_it_was, write_table
 from bnncli.artifacts.predictions import read_predictions
+from bnncli.commands.predict import table as predict_table
+from bnncli.commands.predict.table import parse_merges
 from bnncli.errors import UsageError
-from bnncli.stages.predict import table as predict_table
-from bnncli.stages.predict.table import parse_merges
 
 BRIDGE = ("--posterior", "laplace", "--integrator", "bridge", "--integrator", "mc")
 CLASSES = ["cat", "dog", "9", "car; red"]

@@ -21,6 +21,8 @@ from torch import nn
 from bnncli.artifacts.features import read_features
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.cli.execute import run_command_line
+from bnncli.commands.evaluate import curves as evaluate_density
+from bnncli.commands.prune import chosen_weights
 from bnncli.evaluation.density import density_rows, density_thresholds, inclusion_histogram
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.model import LatentModel, SpikeAndSlab
@@ -28,8 +30,6 @@ from bnncli.parameters.layouts import NetworkLayout
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.session.inputs import open_posterior
-from bnncli.stages.evaluate import density as evaluate_density
-from bnncli.stages.prune.work import chosen_weights
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bnncli.stages.diagnose.tables import MAX_PAIRS, diagnosis_tables
-from bnncli.stages.refine.report import summary
+from bnncli.commands.diagnose.diagnosis import MAX_PAIRS, diagnosis_tables
+from bnncli.commands.refine import summary
 
 
 def refined(**changes: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import pytest
 from problems.arrays import make_arrays
 from problems.command_line import Cli, new_run
 
+from bnncli.commands.fit_laplace import last_layer
 from bnncli.inference import prior_search
-from bnncli.stages.fit_laplace import structure
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,9 @@ def test_the_choice_is_that_of_a_search_by_the_closest_structure(
         searched.append((named["structure"], len(found.curve)))
         return found
 
-    monkeypatch.setattr(structure, "QUICK_SECONDS", 0.0)  # as if all searches were long
-    monkeypatch.setattr(structure, "_DEARER", 0.0)
-    monkeypatch.setattr("bnncli.stages.fit_laplace.work.search", counted)
+    monkeypatch.setattr(last_layer, "QUICK_SECONDS", 0.0)  # as if all searches were long
+    monkeypatch.setattr(last_layer, "_DEARER", 0.0)
+    monkeypatch.setattr("bnncli.commands.fit_laplace.last_layer.search", counted)
     found = cli("fit-laplace", run, "--name", "rough", "--json").json["metrics"]
     assert searched[0][0] != "full"
     assert found["structure"] == plain["structure"]

@@ -14,13 +14,12 @@ from problems.long_run import long_but
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
+from bnncli.commands import sbc
+from bnncli.commands.fit_lbbnn import FitLbbnnOptions
+from bnncli.commands.sbc import RankedQuantity, SbcOptions, verdict_of
 from bnncli.errors import DataError, UsageError
 from bnncli.inference.sghmc import SghmcPlan
 from bnncli.inference.simulation import GaussianRefit, SghmcRefit
-from bnncli.options.fit_lbbnn import FitLbbnnOptions
-from bnncli.options.sbc import SbcOptions
-from bnncli.stages import sbc
-from bnncli.stages.sbc.judged import RankedQuantity, verdict_of
 
 FEW = ("--simulations", 50, "--draws", 19, "--examples", 40)
 
@@ -93,7 +92,7 @@ def test_a_fit_that_flies_away_is_named_with_what_helps(cli: Cli, small_run: Pat
 
 
 def test_the_options_of_chains_are_read_as_they_were_recorded(cli: Cli, small_run: Path) -> None:
-    from bnncli.stages.sbc.fits import refit_of
+    from bnncli.commands.sbc import refit_of
 
     plan = ("--sampler", "cyclical", "--epochs", 40, "--cycles", 2, "--draws", 3, "--exploration", 0.5, "--chains", 3)
     more = (
@@ -161,7 +160,7 @@ def test_a_latent_binary_fit_that_learned_its_prior_is_refused() -> None:
 
 
 def test_epochs_that_fit_lbbnn_chose_are_chosen_anew_and_given_ones_kept() -> None:
-    from bnncli.stages.sbc.latent import options_of
+    from bnncli.commands.sbc import options_of
 
     options = FitLbbnnOptions(prior_inclusion=0.2, estimator="mnf", flow_rate=1e-4, repeats=3)
     assert options_of(latent_header(options, 5000), 200) == options.resolved(200)

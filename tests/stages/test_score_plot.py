@@ -122,7 +122,7 @@ def test_where_it_may_not_be_written_nothing_is_read(
     Path("p.npz").rename("p.svg")
     Path("notes.png").write_text("mine")
     Path("d.png").mkdir()
-    monkeypatch.setattr("bnncli.stages.score.open_given", None)
+    monkeypatch.setattr("bnncli.commands.score.open_given", None)
     done = cli("score", "p.svg", *words, *QUICK)
     assert (done.code, message in done.stderr) == (code, True), done.stderr
     assert Path("notes.png").read_text() == "mine"
@@ -147,6 +147,6 @@ def test_a_figure_that_cannot_be_written_is_told(cli: Cli, folder: Path, monkeyp
     def full(path: Path, content: bytes) -> str:
         raise WriteError("no space left", hint="free some")
 
-    monkeypatch.setattr("bnncli.stages.score.plot.write_figure", full)
+    monkeypatch.setattr("bnncli.commands.score.write_figure", full)
     done = cli("score", "p.npz", "--plot", "r.png", *QUICK)
     assert (done.code, "--plot: cannot write r.png" in done.stderr) == (int(WriteError.exit), True), done.stderr

@@ -18,7 +18,7 @@ from problems.command_line import Cli
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import note_path
-from bnncli.stages.extract_features import one_split
+from bnncli.commands.extract_features import splits
 
 NETWORK = """
 import torch
@@ -117,7 +117,7 @@ def test_splits_of_an_interrupted_command_are_refused_until_the_command_named_is
 
 def test_a_command_killed_before_the_splits_are_complete_changes_nothing(cli: Cli, folder: Path) -> None:
     words = [*extraction(*SPLITS), "--mean", "0.5", "--force", "-q", "--threads", "1"]
-    process = start(run_killed_at, words, "bnncli.stages.extract_features.one_split", "write_features", 3)
+    process = start(run_killed_at, words, "bnncli.commands.extract_features.splits", "write_features", 3)
     process.join(timeout=60)
     assert process.exitcode == -signal.SIGKILL
     assert set(means(folder).values()) == {None}
@@ -126,7 +126,7 @@ def test_a_command_killed_before_the_splits_are_complete_changes_nothing(cli: Cl
 
 
 def test_a_split_that_fails_leaves_all_as_they_were(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, left = one_split.write_features, [2]
+    write, left = splits.write_features, [2]
 
     def fail(*words: Any, **names: Any) -> str:
         left[0] -= 1
@@ -134,7 +134,7 @@ def test_a_split_that_fails_leaves_all_as_they_were(cli: Cli, folder: Path, monk
             raise OSError(28, "No space left on device")
         return write(*words, **names)
 
-    monkeypatch.setattr(one_split, "write_features", fail)
+    monkeypatch.setattr(splits, "write_features", fail)
     assert cli(*extraction(*SPLITS), "--mean", "0.5", "--force").code == 74
     assert set(means(folder).values()) == {None}
     assert not list(folder.rglob(".*.tmp"))

@@ -16,8 +16,8 @@ from sklearn.linear_model import LogisticRegression
 
 from bnncli.artifacts.posteriors import read_posterior
 from bnncli.artifacts.predictions import read_predictions
+from bnncli.commands import stack
 from bnncli.inference.temperature import stacking_weights
-from bnncli.stages.stack import work
 from bnncli.system.signals import BudgetSpent
 
 
@@ -102,7 +102,7 @@ def test_predictions_are_the_mixture_and_val_is_out_of_fold(
 def test_weights_and_temperature_of_a_fold_are_of_the_other_rows(
     cli: Cli, small_run: Path, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "KEPT", 0.0)
+    monkeypatch.setattr(stack, "KEPT", 0.0)
     assert cli("stack", small_run).code == 0
     tensors, _ = heads_of(small_run)
     labels, rows = arrays["labels_val"], tensors["folds.rows"].numpy()
@@ -190,11 +190,11 @@ def test_ways_that_take_long_are_left_out_and_none_at_all_is_an_error(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 320 * 18 * 21 - 1  # of train and val: 320 rows, 18 parameters, 21 modes
-    monkeypatch.setattr(work, "MOST_WORK", {"cpu": most})
+    monkeypatch.setattr(stack, "MOST_WORK", {"cpu": most})
     metrics = cli("stack", small_run, "--json").json["metrics"]
     assert [head["name"] for head in metrics["heads"][1:]] == ["train", "val"]
     assert metrics["left_out"] == ["train+val (would take too long)"]
-    monkeypatch.setattr(work, "MOST_WORK", {"cpu": 1})
+    monkeypatch.setattr(stack, "MOST_WORK", {"cpu": 1})
     done = cli("stack", small_run, "--force")
     assert done.code == 69
     assert "18 parameters" in done.stderr
@@ -207,7 +207,7 @@ def test_an_interrupted_stack_goes_on_after_the_ways_that_it_has_refitted(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli("stack", small_run, "--name", "whole").code == 0
-    refit, asked = work.refit_head, []
+    refit, asked = stack.refit_head, []
 
     def ending(name: str, *given: Any, **named: Any) -> Any:
         asked.append(name)
@@ -215,7 +215,7 @@ def test_an_interrupted_stack_goes_on_after_the_ways_that_it_has_refitted(
             raise BudgetSpent
         return refit(name, *given, **named)
 
-    monkeypatch.setattr(work, "refit_head", ending)
+    monkeypatch.setattr(stack, "refit_head", ending)
     stopped = cli("stack", small_run)
     assert stopped.code != 0
     assert "continue with: bnncli stack" in stopped.stderr
@@ -232,7 +232,7 @@ def test_an_interrupted_stack_goes_on_after_the_ways_that_it_has_refitted(
 def test_auto_goes_on_with_a_stack_that_its_budget_has_ended(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refit = work.refit_head
+    refit = stack.refit_head
 
     def ending(name: str, *given: Any, **named: Any) -> Any:
         if name == "train+val":
@@ -240,7 +240,7 @@ def test_auto_goes_on_with_a_stack_that_its_budget_has_ended(
         return refit(name, *given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(work, "refit_head", ending)
+        patch.setattr(stack, "refit_head", ending)
         found = cli("auto", small_run, "--json").json
     (rung,) = [rung for rung in found["rungs"] if rung["name"] == "stack"]
     assert (rung["is_there"], "the budget is spent: continue with: bnncli stack" in rung["note"]) == (False, True)
@@ -252,6 +252,6 @@ def test_auto_goes_on_with_a_stack_that_its_budget_has_ended(
 def test_auto_stacks_last_where_there_is_no_time_for_it(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, order: list[str]
 ) -> None:
-    monkeypatch.setattr(work, "estimated_seconds", lambda *given: seconds)
+    monkeypatch.setattr(stack, "estimated_seconds", lambda *given: seconds)
     found = cli("auto", small_run, "--budget", "30s", "--json").json
     assert [rung["name"] for rung in found["rungs"] if rung["name"] in order] == order

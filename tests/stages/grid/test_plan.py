@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from problems.grids import jobs_of, lines_of
 
+from bnncli.commands.grid import plan
+from bnncli.commands.grid.plan import Job
 from bnncli.errors import ConfigError
 from bnncli.options.command import CommandLine
-from bnncli.stages.grid import plan
-from bnncli.stages.grid.plan import Job
 
 
 @pytest.fixture(autouse=True)

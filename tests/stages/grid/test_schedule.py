@@ -17,15 +17,13 @@ import pytest
 from problems.command_line import Cli
 from problems.grids import Stage, jobs_of, stage, write_grid
 
+from bnncli.commands import grid
+from bnncli.commands.grid import GridOptions
+from bnncli.commands.grid.running import Ended, Journal, Running, Seen, seen_by, stop
 from bnncli.errors import DeviceError, UsageError
-from bnncli.options.grid import GridOptions
-from bnncli.stages import grid
-from bnncli.stages.grid.journal import Ended, Journal
-from bnncli.stages.grid.running import Running, stop
-from bnncli.stages.grid.seen import Seen, seen_by
 
 __all__ = ["stage"]
-places = importlib.import_module("bnncli.stages.grid.places")
+places = importlib.import_module("bnncli.commands.grid.plan")
 
 TWO = '[[step]]\ncommand = "fit-laplace"\nstructure = ["full", "kron"]\n'
 HMC = '[[step]]\ncommand = "hmc"\nbase = "{laplace}"\nseed = [1, 2]\n'
@@ -354,7 +352,7 @@ def test_a_task_of_slurm_leaves_out_what_waits_for_a_failed_line_and_stops_when_
 
 
 def test_more_parts_than_slurm_has_tasks_share_them(cli: Cli, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("bnncli.stages.grid.slurm"), "MAX_TASKS", 2)
+    monkeypatch.setattr(importlib.import_module("bnncli.commands.grid"), "MAX_TASKS", 2)
     path = write_grid(stage.folder, '[[step]]\ncommand = "fit-laplace"\nprior-precision = [1, 2, 3]\n')
     script = cli("grid", path.name, "--slurm").stdout
     assert "--array=0-1\n" in script

@@ -17,9 +17,9 @@ from problems.pages import Node, check_is_self_contained, check_names, read_page
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.cli.execute import run_command_line
+from bnncli.commands.report.subject import Damaged
 from bnncli.figures.pages import MOST_BYTES
 from bnncli.names import percent
-from bnncli.stages.report.subject import Damaged
 
 SECTIONS = (
     "verdict", "scores", "calibration", "confidence", "decisions", "posteriors", "chains", "fits", "fidelity", "inputs", "origins",
@@ -191,7 +191,7 @@ def test_a_page_of_other_options_is_not_replaced_without_force(cli: Cli, run: Pa
 def test_a_place_that_takes_no_page_is_told_before_any_work(
     cli: Cli, run: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bnncli.stages.report.whole.sections_of", None)  # no work is done
+    monkeypatch.setattr("bnncli.commands.report.whole.sections_of", None)  # no work is done
     path = tmp_path / place
     done = cli("report", run, "--out", path)
     assert (done.code, done.stdout) == (73, "")
@@ -400,7 +400,7 @@ def test_a_signal_is_told_with_what_there_is_of_the_report(
         os.kill(os.getpid(), signal.SIGINT)
         return []
 
-    monkeypatch.setattr("bnncli.stages.report.whole.damaged", interrupted)
+    monkeypatch.setattr("bnncli.commands.report.whole.damaged", interrupted)
     done = cli("report", run, "--out", tmp_path / "page.html")
     assert (done.code, done.stderr) == (130, "error: interrupted by SIGINT; no report was written\n")
     assert not (tmp_path / "page.html").exists()

@@ -108,7 +108,7 @@ def test_damage_that_leaves_nothing_keeps_the_old_report(cli: Cli, small_run: Pa
 @pytest.fixture
 def checkpoint(cli: Cli, tmp_path: Path) -> Path:
     """A checkpoint with features and a report."""
-    from bnncli.stages.demo.fixtures import fixture_path
+    from bnncli.commands.demo import fixture_path
 
     path = tmp_path / "net.pt"
     shutil.copy(fixture_path("lenet5-fmnist.pt"), path)

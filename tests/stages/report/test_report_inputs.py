@@ -13,7 +13,7 @@ from problems.command_line import Cli
 from problems.pages import Node, check_is_self_contained, read_page
 
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.stages.report.thumbnails import png_of, text_of
+from bnncli.commands.report.subject import png_of, text_of
 
 pytestmark = pytest.mark.usefixtures("pictures_are_names")
 SIDE = 6

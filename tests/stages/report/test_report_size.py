@@ -67,7 +67,7 @@ def test_a_crowded_run_has_a_page_below_the_size_with_its_verdict(
     cli: Cli, crowded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 60_000
-    monkeypatch.setattr("bnncli.stages.report.whole.MOST_BYTES", most)
+    monkeypatch.setattr("bnncli.commands.report.whole.MOST_BYTES", most)
     done = cli("report", crowded)
     assert done.code == 0, done.stderr
     path = crowded.with_name("small.bnn") / "report.html"

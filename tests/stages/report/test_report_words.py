@@ -8,14 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
+from bnncli.commands.report.sections import data_table
+from bnncli.commands.report.subject import class_name, missing, parameter_name, tried
+from bnncli.commands.report.verdict import calibration_in_words, listed_in_words, with_error
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, ReadError
 from bnncli.figures.pages import Markup, Missing, TableCell, commands, element, joined, paragraph, with_classes
 from bnncli.session.run import Table
-from bnncli.stages.report.parameters import class_name, parameter_name
-from bnncli.stages.report.scores import data_table
-from bnncli.stages.report.subject import missing, tried
-from bnncli.stages.report.verdict import calibration_in_words
-from bnncli.stages.report.words import listed_in_words, with_error
 
 HEAD = [
     {"name": "head.weight", "offset": 0, "shape": [3, 4]},

@@ -1,0 +1,855 @@
+"""auto: from features to a recommended posterior in one command.
+
+The rungs are temperature, ensemble, stack, laplace and refine. Each is a command as a user would type it; val decides which one
+and which integrator to recommend."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from bnncli.artifacts.files import read_header, write_metrics
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.provenance import Source
+from bnncli.artifacts.resume import state_path
+from bnncli.commands.diagnose import DiagnoseOptions
+from bnncli.commands.fit_ensemble import TEMPERATURE, FitEnsembleOptions, open_member, read_theta
+from bnncli.commands.fit_laplace import FitLaplaceOptions
+from bnncli.commands.fit_temperature import FitTemperatureOptions
+from bnncli.commands.hmc import HmcOptions
+from bnncli.commands.refine import RefineOptions
+from bnncli.commands.stack import FEWEST_ROWS, StackOptions
+from bnncli.decisions.outliers import fit_outliers
+from bnncli.errors import (
+    BnnError,
+    CheckFailed,
+    DataError,
+    DeviceError,
+    Interrupted,
+    MissingInput,
+    NumericError,
+    OutputExists,
+    Untrusted,
+    UsageError,
+)
+from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.detection import detection_rows
+from bnncli.evaluation.detectors import DEFAULT_SCORE
+from bnncli.evaluation.excess import WORSE_SHARE, Scored, score
+from bnncli.evaluation.layer_gain import LEVEL
+from bnncli.evaluation.recommendation import (
+    FALSE_ALARM,
+    PLAIN,
+    Detected,
+    Predictive,
+    Quality,
+    detection_sentence,
+    recommend,
+    sentence,
+)
+from bnncli.evaluation.scores import detection_forms
+from bnncli.integrators import supports
+from bnncli.lazy import no_grad, torch
+from bnncli.names import percent
+from bnncli.options.command import COMPUTE, Command, CommandLine, InputOptions, NameOptions, accept_poor_network_option
+from bnncli.options.declaration import Checked, option, parse_positive
+from bnncli.options.shared import INHERIT, trust_code_option
+from bnncli.parameters.module import STATE
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split, load_split, posterior_source
+from bnncli.session.network_fit import check_network_fits
+from bnncli.session.network_splits import NetworkReader
+from bnncli.session.predictor import Predictor, TrainData
+from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.recommendation import SplitProbabilities, judged_before, qualities, recorded_qualities
+from bnncli.session.run import Result, Run, Table
+from bnncli.session.val_report import gain_table, has_labeled_val, predicted_on, predictive_on_val, temperature_on_val
+from bnncli.system import signals
+from bnncli.system.signals import BudgetSpent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class AutoOptions(Checked):
+    """Options of auto."""
+
+    budget: str | None = option(
+        None,
+        "Time limit, such as 90s, 5m or 1h. Fits that would exceed it are skipped; the next auto resumes them "
+        "where it can.",
+        metavar="TIME",
+    )
+    prior_precision: str = option("auto", "Prior precision, as in fit-laplace.", metavar="NUMBER|val|marglik|auto")
+    criterion: str = option(
+        "nll-keep-accuracy",
+        "What a recommended posterior must improve: the val NLL without a significant loss of accuracy, or just "
+        "the NLL.",
+        choices=("nll-keep-accuracy", "nll"),
+    )
+    full: bool = option(False, "Try all methods, even when a simpler posterior already fits well.")
+    accept_poor_network: bool = accept_poor_network_option()
+    trust_code: bool = trust_code_option(is_recorded=False, also=" and for an ensemble")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.budget_seconds
+        if self.prior_precision not in ("auto", "val", "marglik"):
+            parse_positive(self.prior_precision, "\0prior_precision\0", "auto, val, marglik or a positive number")
+
+    @property
+    def budget_seconds(self) -> float | None:
+        """Seconds; None without a limit."""
+        if self.budget is None:
+            return None
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", self.budget)
+        if found is None or float(found[1]) == 0:
+            raise UsageError(f"\0budget\0: expected a time such as 90s, 5m or 1h; got {self.budget!r}")
+        return float(found[1]) * _SECONDS[found[2]]
+
+
+_NUMBER = re.compile(r"(\d+)")
+_TIME = re.compile(
+    r"(epoch|step|iter|iteration)s?[^a-z]*$", re.IGNORECASE
+)  # before a number that counts a training's progress
+_SAME_SIZE = 0.01  # of the size: names of keys and dates differ
+_MOST_SIBLINGS = 9
+_FOR_FITS = 0.95  # of the budget: the rest is for what ends, is judged and written after it
+
+COMMAND = Command(
+    "Try methods from cheap to costly and recommend one.",
+    "Fits a temperature, an ensemble (of sibling checkpoints), a stack of last layers and a Gaussian, then a "
+    "flow and hmc if the simpler posterior does not fit well. Compares all of them on val. Recommends the "
+    "simplest one that significantly lowers the NLL without losing accuracy, else a stack that lowers it, else "
+    "the network. Writes recommended.json, which predict uses by default.",
+    (AutoOptions, InputOptions, *COMPUTE),
+    ("bnncli auto ckpt.pt", "bnncli auto ckpt.pt --budget 5m"),
+    section="Start",
+    place=50,
+)
+
+
+def run(run: Run, options: AutoOptions) -> Result:
+    """Climb, judge, recommend; what is fitted stays as the posteriors of the run."""
+    if run.write.dry_run:
+        raise UsageError(
+            "auto has no --dry-run, because each step depends on earlier results; use --dry-run with "
+            "fit-laplace, refine or hmc"
+        )
+    train = load_split(run, "train").check_labeled()
+    if not has_labeled_val(run):
+        raise MissingInput(
+            f"{run.checkpoint_path} has no labelled val split; the recommendation needs data that the network "
+            "was not trained on",
+            hint="extract again with a val split, such as --hold-out val=test:2000, with --force",
+            path=run.folder.features("val"),
+        )
+    val = load_split(run, "val")
+    check_network_fits(run, ("train", "val"), is_accepted=options.accept_poor_network)
+    run.require_device()
+
+    seconds, outside = options.budget_seconds, outside_splits(run)
+    has_network = train.content.head_weight is not None
+    siblings = siblings_of(run.checkpoint_path) if has_network and train.checkpoint is not None else []
+    scores = Scores(run, val, trust_code=options.trust_code)
+    if seconds is not None:  # what comes after the ladder is done before it, and counts
+        scores.detect(outside)
+    ladder = Ladder(
+        run,
+        options,
+        {} if run.write.force else judged_before(run),
+        score=lambda rung: None if seconds is None else scores.add(rung),
+        deadline=None if seconds is None else run.started + _FOR_FITS * seconds,
+    )
+    rungs = ladder.climb(
+        train,
+        val,
+        has_network=has_network,
+        siblings=siblings,
+        can_stack=len(val.stored) >= FEWEST_ROWS,
+    )
+    sources = [one.source for one in (val, *outside)] + [rung.source for rung in rungs if rung.source is not None]
+    request = Request(
+        run.folder.recommended,
+        "metrics",
+        "recommended",
+        {"seed": run.compute.seed, "prior_precision": options.prior_precision, "criterion": options.criterion},
+        _revisions.AUTO,
+        sources,
+        train.checkpoint,
+        lambda: 1 << 16,
+        why_anew=lambda recorded: "other options or fitted posteriors",
+    )
+    keep_accuracy = options.criterion != "nll"
+    result = produce(
+        run,
+        request,
+        lambda: compute(request, rungs, scores, outside, keep_accuracy=keep_accuracy),
+        when_fresh=when_fresh,
+    )
+    rows = result.metrics.pop("rows")
+    result.extra |= {"rungs": [rung.to_json() for rung in rungs], "rows": rows, **result.metrics}
+    names = {rung.posterior for rung in rungs if rung.source is not None}
+    others = [path.stem for path in run.folder.posteriors() if path.stem not in names]
+    headers = {rung.posterior: read_header(rung.source.path) for rung in rungs if rung.source is not None}
+    tables = _table(rungs, rows, val.content.labels, result.metrics["about"][1] or None), *gain_table(headers)
+    result.tables = [*tables, *_qualities_table(result.metrics)]
+    gaussian = next((rung.posterior for rung in rungs if rung.name == "fit-laplace"), "")
+    result.lines = [
+        *(f"{rung.name}: {rung.note}" for rung in rungs if rung.note),
+        str(result.metrics["sentence"]),
+        *_averaging(gaussian, headers.get(gaussian)),
+        str(result.metrics["outside"]),
+    ]
+    took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
+    result.extra["siblings"] = [str(path) for path in siblings]
+    result.summary = [f"took: {took}"]
+    if others:
+        result.summary.append(f"not considered: {', '.join(others)} (compare shows all posteriors)")
+    chosen = next((row for row in rows if row["is_recommended"]), None)
+    if (
+        chosen is not None
+        and headers[chosen["posterior"]].meta.get("type") in ("stack", "ensemble")
+        and gaussian in headers
+    ):
+        line = run.suggest("predict", posterior=gaussian)
+        result.summary.append(f"{chosen['posterior']} has too few members for 95% intervals; for these: {line}")
+    ensemble = next((rung.posterior for rung in rungs if rung.name == ENSEMBLE and rung.source is not None), None)
+    if ensemble is not None and chosen is not None and chosen["posterior"] == ensemble:
+        result.summary.append(_without_ensemble(run, ensemble, rows))
+    return result
+
+
+def _averaging(name: str, gaussian: Header | None) -> list[str]:
+    """What averaging over the Gaussian gains on val: the part that is Bayesian."""
+    gain = None if gaussian is None else gaussian.meta["metrics"].get("val_gain")
+    if gain is None:
+        return []
+    averaging = gain["averaging"]
+    error = averaging["standard_error"]
+    shown = f"{-averaging['value']:+.4f}" + ("" if error is None else f" +- {error:.4f}")
+    return [f"averaging over {name} changes the val NLL by {shown} nats"]
+
+
+def _without_ensemble(run: Run, ensemble: str, rows: list[dict[str, Any]]) -> str:
+    """What an ensemble costs to predict with, and what there is without it."""
+    members = read_header(run.folder.posterior(ensemble)).meta["metrics"]["num_members"]
+    other = min((row for row in rows if row["posterior"] != ensemble), key=lambda row: float(row["nll"]))
+    line = run.suggest("predict", posterior=other["posterior"], integrator=other["integrator"])
+    return (
+        f"{ensemble} takes {members} network passes per input and cannot be exported; the best choice that uses "
+        f"one network has NLL {other['nll']:.4f} on val: {line}"
+    )
+
+
+def siblings_of(path: Path) -> list[Path]:
+    """Return the files beside a checkpoint whose names differ from its own in one number alone, and whose sizes are as good as its own.
+
+    The number is none of an epoch or a step: such files are of one training.
+    """
+    parts = _NUMBER.split(path.name)
+    if len(parts) < 3 or not path.is_file():
+        return []
+    size, found = path.stat().st_size, []
+    for other in sorted(path.parent.iterdir()):
+        theirs = _NUMBER.split(other.name)
+        differing = [place for place, pair in enumerate(zip(parts, theirs, strict=False)) if pair[0] != pair[1]]
+        is_alike = len(theirs) == len(parts) and len(differing) == 1 and differing[0] % 2 == 1
+        if not is_alike or _TIME.search("".join(parts[: differing[0]])):
+            continue
+        if other.is_file() and abs(other.stat().st_size - size) <= _SAME_SIZE * size:
+            found.append(other)
+    return found[:_MOST_SIBLINGS]
+
+
+def outside_splits(run: Run) -> list[Split]:
+    """The run's out-of-distribution splits; those that cannot be used are left out with a warning."""
+    found = []
+    for name in run.folder.splits():
+        try:
+            if read_header(run.folder.features(name)).meta.get("is_ood"):
+                found.append(load_split(run, name))
+        except DataError as error:
+            run.console.warn(f"skipping split {name}: {error.message}{error.advice}")
+    return found
+
+
+def _qualities_table(metrics: dict[str, Any]) -> list[Table]:
+    """A row for each quality of the posterior that the recommendation speaks of; nothing without one."""
+    found = recorded_qualities(metrics["qualities"])
+    if not found:
+        return []
+    columns = ["val", *metrics["about"], "difference", "95% interval", "finding"]
+    notes = ["paired by example; each interval holds on its own"]
+    return [Table(columns, [one.cells for one in found], notes=notes)]
+
+
+def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, baseline: str | None) -> Table:
+    """A row for each rung by its best integrator; gains are beside the baseline, in words."""
+    cells = []
+    for rung in rungs:
+        own = [row for row in rows if row["posterior"] == rung.posterior]
+        best = min(own, key=lambda row: float(row["nll"]), default=None)
+        mark = "*" if any(row["is_recommended"] for row in own) else ""
+        shown = next((row for row in own if row["is_recommended"]), best)
+        if shown is None:
+            cells.append([rung.name, "-", "-", "-", "-", "-"])
+            continue
+        gain = shown["gain"]
+        told = "-" if gain is None else f"{gain['value']:+.4f}"
+        if gain is not None and gain["standard_error"] is not None:
+            told += f" +- {gain['standard_error']:.4f}"
+        good = "-" if rung.is_good is None else "yes" if rung.is_good else "no"
+        ece = f"{shown['ece']:.4f}"
+        cells.append([f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", ece, told, good])
+    note = f"* recommended; {len(labels)} examples of val"
+    if baseline is not None and any(cell[4] != "-" for cell in cells):
+        note += f"; gain: NLL of {baseline} minus NLL of the row"
+    if any(cell[5] != "-" for cell in cells):
+        note += "; good: matches the exact posterior closely (see diagnose)"
+    if any(rung.name == "fit-temperature" and rung.source is not None for rung in rungs):
+        note += "; the temperature's scores are leave-one-out"
+    if any(rung.criterion == "val" or (rung.name == ENSEMBLE and rung.source is not None) for rung in rungs):
+        note += "; fits were tuned on val too, so their scores are slightly optimistic"
+    columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good"]
+    return Table(columns, cells, notes=[note])
+
+
+ENSEMBLE = "fit-ensemble"
+_SURE = 2  # times an estimate that is right to a factor of three
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What a step of the ladder left.
+
+    Args:
+        name: of the step.
+        posterior: its name in the run; of a step that ended without one, the name it would have had.
+        source: the posterior's file; None where there is none.
+        is_good: for its target; None where that was not asked.
+        seconds: that the step took, the judgement with it.
+        note: why there is no posterior, or no more of it is known.
+        criterion: that chose the prior precision: val or marglik; None where none did.
+    """
+
+    name: str
+    posterior: str
+    source: Source | None
+    is_good: bool | None
+    seconds: float
+    note: str = ""
+    criterion: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As --json has it."""
+        return {
+            "name": self.name,
+            "posterior": self.posterior,
+            "is_there": self.source is not None,
+            "is_good": self.is_good,
+            "seconds": round(self.seconds, 3),
+            "note": self.note,
+        }
+
+
+@dataclass
+class Suffix:
+    """What the names of posteriors end with where others have their plain names: those of one prior belong together.
+
+    Attributes:
+        is_needed: whether the base has it, and so what is made from it.
+    """
+
+    text: str
+    is_needed: bool = False
+
+    @classmethod
+    def of(cls, options: AutoOptions) -> Suffix:
+        """-auto, -val, -marglik, or -prior3 of a number."""
+        given = options.prior_precision
+        if given in ("auto", "val", "marglik"):
+            return cls(f"-{given}")
+        return cls(f"-prior{float(given):g}".replace(".", "p").replace("+", ""))
+
+
+@dataclass
+class Ladder:
+    """The steps of one climb.
+
+    Args:
+        judged: of posteriors, by their content's digest, whether they were found good before.
+        score: called with each rung that has a posterior, to say what it is worth while there is time.
+        deadline: of time.monotonic(), at which fits end; None for no limit.
+    """
+
+    run: Run
+    options: AutoOptions
+    judged: Mapping[str, bool]
+    score: Callable[[Rung], object]
+    deadline: float | None
+    rungs: list[Rung] = field(default_factory=list)
+
+    def climb(
+        self, train: Split, val: Split, *, has_network: bool, siblings: Sequence[Path], can_stack: bool
+    ) -> list[Rung]:
+        """The rungs that were climbed, the network as trained first where there is one; then what gains most in a second.
+
+        A stack gains more than a Gaussian, and comes first where there is time for both.
+
+        Args:
+            siblings: checkpoints that may be networks like the run's own.
+            can_stack: whether val has rows enough for folds.
+        """
+        run, options, plain = self.run, self.options, Suffix("-auto")
+        if has_network:
+            network = run.folder.posterior("map")
+            self._add(Rung("network", "map", posterior_source(run, network, "map")[1], None, 0.0))
+            # It takes a moment, and nothing is recommended that is worse: the budget is for what comes after it.
+            temperature = FitTemperatureOptions()
+            self._step("fit-temperature", temperature, "temperature", suffix=plain, is_judged=False, is_limited=False)
+        if siblings:
+            self._ensemble(val, siblings)
+        is_late = can_stack and not self._has_time_to_stack(train, val)
+        if can_stack and not is_late:
+            self._step("stack", StackOptions(), "stack", suffix=plain, is_judged=False)
+        gaussian, suffix = FitLaplaceOptions(prior_precision=options.prior_precision), Suffix.of(options)
+        base = self._step("fit-laplace", gaussian, "laplace", suffix=suffix)
+        if is_late:
+            self._step("stack", StackOptions(), "stack", suffix=plain, is_judged=False)
+        if base.source is None or (base.is_good and not options.full):
+            return self.rungs
+        # Each searches for the precision that suits it, where that of the Gaussian was searched for on val too.
+        prior: dict[str, Any] = {} if options.prior_precision in ("auto", "val") else {"prior_precision": INHERIT}
+        refined = self._step("refine", RefineOptions(base=base.posterior, **prior), "refine", suffix=suffix)
+        if not refined.is_good or options.full:
+            behind = None if options.full else self._behind(refined)
+            if behind is None:
+                self._step("hmc", HmcOptions(base=base.posterior, **prior), "hmc", suffix=suffix)
+            else:
+                self._add(Rung("hmc", "hmc", None, None, 0.0, f"skipped: {behind}; --full samples anyway"))
+        return self.rungs
+
+    def _behind(self, refined: Rung) -> str | None:
+        """Say what predicts val better than the refined posterior by more than counts; None where nothing does.
+
+        Draws of the same target predict much as the refined posterior does, and take minutes.
+        """
+        found: dict[str, float] = {}
+        for rung in self.rungs:
+            if rung.source is not None:
+                entries = read_header(rung.source.path).meta.get("metrics", {}).get("val") or {}
+                names = {rung.name.removeprefix("fit-"): rung.posterior, "temperature": "temperature"}
+                found |= {name: entries[key]["nll"] for key, name in names.items() if key in entries}
+        own_nll = found.pop(refined.posterior, None)
+        best = min(found, key=lambda name: found[name], default=None)
+        if own_nll is None or best is None or own_nll <= (1 + WORSE_SHARE) * found[best]:
+            return None
+        return f"{refined.posterior} predicts val worse than {best} (NLL {own_nll:.4f}, {best} {found[best]:.4f})"
+
+    def _has_time_to_stack(self, train: Split, val: Split) -> bool:
+        if self.deadline is None or self.run.folder.posterior("stack").is_file():
+            return True
+        from bnncli.commands.stack import estimated_seconds
+
+        return _SURE * estimated_seconds(self.run, train, val) < self.deadline - time.monotonic()
+
+    def _add(self, rung: Rung) -> Rung:
+        self.rungs.append(rung)
+        if rung.source is not None:
+            self.score(rung)
+        return rung
+
+    def _ensemble(self, val: Split, siblings: Sequence[Path]) -> None:
+        """The network and those of its siblings that are like it, at one temperature."""
+
+        run, trust, start = self.run, self.options.trust_code, time.monotonic()
+        names = ", ".join(path.name for path in siblings)
+        run.console.info(
+            f"found beside this checkpoint: {names}; checking whether they are separately trained copies of the "
+            "same network (one pass over val each)"
+        )
+        found, note = Siblings([], []), ""
+        try:
+            with signals.ending_at(self.deadline):
+                found = usable_siblings(run, list(siblings), val, trust_code=trust)
+        except BudgetSpent:
+            note = "skipped: the budget is spent"
+        except (DataError, MissingInput, Untrusted, UsageError, DeviceError) as error:
+            note = f"skipped: {error.message}{error.advice}"
+        looked = time.monotonic() - start
+        others = f"without {'; '.join(found.left_out)}" if found.left_out else ""
+        if not found.usable:
+            self._add(Rung(ENSEMBLE, "ensemble", None, None, looked, note or others))
+            return
+        options = FitEnsembleOptions(each=TEMPERATURE, trust_code=trust)
+        rung = self._step(ENSEMBLE, options, "ensemble", suffix=Suffix("-auto"), is_judged=False, members=found.usable)
+        note = "; ".join(filter(None, (rung.note, others)))
+        self.rungs[-1] = replace(rung, seconds=rung.seconds + looked, note=note)
+
+    def _step(
+        self,
+        command: str,
+        options: Checked,
+        name: str,
+        *,
+        suffix: Suffix,
+        is_judged: bool = True,
+        is_limited: bool = True,
+        members: Sequence[Path] = (),
+    ) -> Rung:
+        """One command, and the judgement of what it left, where one is asked for: as it was, or else made now.
+
+        A posterior of that name by other options stays, and another is made beside it.
+        """
+        run, start = self.run, time.monotonic()
+        source, is_good, note, criterion = None, None, "", None
+        try:
+            with signals.ending_at(self.deadline if is_limited else None):
+                path, name = _made(run, command, options, name, suffix, members)
+                header, source = posterior_source(run, path, name)
+                criterion = header.meta.get("criterion")
+                is_good = self.judged.get(source.content_digest) if is_judged else None
+                if is_judged and is_good is None:
+                    is_good = _is_good(run, name)
+        except BudgetSpent as spent:
+            hint = f": {spent.hint}" if spent.hint else ""
+            what = "skipped" if source is None else "fitted, but not compared with its target"
+            note = f"{what}: the budget is spent{hint}"
+        except (NumericError, DeviceError) as error:
+            run.console.warn(f"skipping {command}: {error.message}{error.advice}")
+            source, note = None, f"skipped: {error.message}"
+        return self._add(Rung(command, name, source, is_good, time.monotonic() - start, note, criterion))
+
+
+def _as_command(
+    run: Run,
+    command: str,
+    options: Checked,
+    *,
+    name: str | None = None,
+    force: bool = False,
+    members: Sequence[Path] = (),
+) -> Run:
+    """The run as another command sees it."""
+    naming = NameOptions(name=name)
+    line = CommandLine.of(command, str(run.arguments["ckpt"]), options, run.compute, naming, run.run_options)
+    return replace(
+        run,
+        command=command,
+        line=replace(line, parts=(*line.parts, *((None, str(path)) for path in members))),
+        arguments={**run.arguments, **({"member": list(members)} if members else {})},
+        naming=naming,
+        write=replace(run.write, force=force),
+        started=time.monotonic(),
+    )
+
+
+def _made(
+    run: Run, command: str, options: Checked, name: str, suffix: Suffix, members: Sequence[Path]
+) -> tuple[Path, str]:
+    """The posterior's file and its name.
+
+    What somebody fitted by other options stays, and another is made beside it under a name of its own; that of other members is replaced.
+    """
+    stage = importlib.import_module(f"bnncli.commands.{command.replace('-', '_')}")
+    own = name + suffix.text
+    tries = [(None, False)] * (not suffix.is_needed) + [(own, run.write.force)] + [(own, True)] * bool(members)
+    for place, (tried, force) in enumerate(tries, start=1):
+        step = _as_command(run, command, options, name=tried, force=force, members=members)
+        try:
+            run.console.info("$ " + step.line.pasted() + (" --force" if force else ""))
+            result: Result = _continued(stage, step, options, tried or name)
+        except OutputExists as error:
+            if place == len(tries):
+                error.hint = "add \0force\0 to replace it"
+                raise
+            if tried is None:
+                run.console.info(f"  {name} was fitted with other options and is kept; this one is called {own}")
+            continue
+        suffix.is_needed = tried == own
+        for text in [] if result.action == "up_to_date" else result.summary:
+            run.console.info("  " + text)
+        return Path(result.outputs[0]["path"]), tried or name
+    raise AssertionError("unreachable")
+
+
+def _continued(stage: Any, step: Run, options: Checked, name: str) -> Result:
+    """The result of a command; it goes on from where the budget, or a signal, ended it before."""
+    if hasattr(options, "resume"):
+        suffix = ".nc" if step.command == "hmc" else ".safetensors"
+        if state_path(step.folder.posterior(name, suffix=suffix)).exists():
+            try:
+                resumed: Result = stage.run(step, replace(options, resume=True))  # type: ignore[type-var]
+            except DataError as error:
+                if error.code != "resume_mismatch":
+                    raise
+                step.console.info(f"  {error.message}; starting from scratch")
+            else:
+                return resumed
+    result: Result = stage.run(step, options)
+    return result
+
+
+def _is_good(run: Run, name: str) -> bool:
+    """Whether a posterior is good for its target, as diagnose judges it alone."""
+    options = DiagnoseOptions(posterior=[name])
+    found = importlib.import_module("bnncli.commands.diagnose").run(_as_command(run, "diagnose", options), options)
+    return bool(found.extra["verdict"]["is_good"])
+
+
+_INTEGRATORS = ("mc", "probit", "mean-field", "plug-in")  # the first whose uncertainty says most
+_SHOWN = ("sentence", "pays", "qualities", "about", "detection", "outside")
+
+
+class Scores:
+    """What the rungs are worth on val, each looked at once: the network as trained and at its best temperature, held out, and every
+    posterior by every integrator that it supports.
+
+    Attributes:
+        points: of the network, by network and temperature.
+        candidates: of the posteriors, in the order of the ladder.
+    """
+
+    def __init__(self, run: Run, val: Split, *, trust_code: bool) -> None:
+        self.run, self.val, self.train = run, val, TrainData(run, trust_code)
+        self.points: dict[str, Scored] = {}
+        self.candidates: list[Predictive] = []
+        self._added: set[str] = set()
+        self._networks: dict[
+            Path, tuple[Any, Split]
+        ] = {}  # of more than the last layer, whose inputs are read for them
+        self._detected: list[Detected] | None = None
+
+    def add(self, rung: Rung) -> None:
+        """Score a rung that has a posterior."""
+        if rung.source is None or rung.posterior in self._added:
+            return
+        self._added.add(rung.posterior)
+        if rung.name == "fit-temperature":
+            found = temperature_on_val(self.run, self.val)
+            if found is not None:
+                self.points["temperature"] = found
+            return
+        posterior, val = self.judged_on(rung.source.path)
+        if rung.name == "network":
+            self.points["network"] = predictive_on_val(self.run, posterior, val, "plug-in", key="network")
+            return
+        whole, is_stack = getattr(posterior, "whole", posterior), rung.name == "stack"
+        for name in ("mc",) if is_stack else _INTEGRATORS:  # the mean of a stack is another head
+            if supports(name, whole):
+                scored = predictive_on_val(self.run, posterior, val, name, key=f"{rung.posterior}.{name}")
+                self.candidates.append(Predictive(rung.posterior, name, scored, has_network=is_stack))
+
+    def judged_on(self, path: Path) -> tuple[Any, Split]:
+        """A posterior on the device, or what stands for it on rows that it was fitted to; and val as it sees it."""
+        if path in self._networks:
+            return self._networks[path]
+        header = read_header(path)
+        posterior = Predictor(self.run, path, header, self.train).posterior
+        found = self.train.judged_on(header, posterior, self.val), self.train.seen_by(header, self.val)
+        if header.meta.get("layers") is not None:
+            self._networks[path] = found
+        return found
+
+    def detect(self, outside: list[Split]) -> list[Detected]:
+        """What the combined score of the features detects of each out-of-distribution split; nothing where val is too small for it."""
+        if self._detected is None:
+            self._detected = _detected(self.run, self.train, self.val, outside)
+        return self._detected
+
+
+def compute(
+    request: Request, rungs: list[Rung], scores: Scores, outside: list[Split], *, keep_accuracy: bool
+) -> Computed:
+    """The rows of all candidates with the recommended one marked, its qualities, what is detected out of distribution, and the sentences."""
+    task = scores.run.console.task("val", len(rungs))
+    for rung in rungs:
+        scores.add(rung)
+        task.advance()
+    ensembles = {rung.posterior for rung in rungs if rung.name == ENSEMBLE}
+    points = scores.points
+    candidates = sorted(
+        scores.candidates, key=lambda one: one.posterior in ensembles
+    )  # several networks are no simple choice
+    name = min(points, key=lambda key: points[key].nll, default="")
+    baseline, words = points.get(name), PLAIN.get(name, "")
+    if baseline is None and not candidates:
+        raise CheckFailed("no posterior was fitted, and this run has no network to recommend", code="nothing_fitted")
+    paired = _Paired(scores, rungs, name, None if baseline is None else baseline.losses)
+    found = recommend(candidates, baseline, words=words, keep_accuracy=keep_accuracy)
+    names = {
+        "temperature": next((rung.posterior for rung in rungs if rung.name == "fit-temperature"), ""),
+        "network": "map",
+    }
+    rows = [
+        _row(names[key], "plug-in", scored, baseline, is_recommended=found.chosen is None and key == name)
+        for key, scored in points.items()
+    ]
+    rows += [
+        _row(one.posterior, one.integrator, one.scored, baseline, is_recommended=one is found.chosen)
+        for one in candidates
+    ]
+    text = sentence(found, baseline, names.get(name, ""), words)
+    beside = [] if found.contender is None or baseline is None else paired.qualities(found.contender)
+    about = None if found.contender is None else str(found.contender)
+    judged = [(rung.source.content_digest, rung.is_good) for rung in rungs if rung.source and rung.is_good is not None]
+    told = {"is_recommended": False, "sentence": text, "pays": found.pays, "judged": judged}
+    told |= {"qualities": [one.to_json() for one in beside], "about": [about, words]}
+    detected = scores.detect(outside)
+    told |= {"detection": [asdict(one) for one in detected], "outside": detection_sentence(detected)}
+
+    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+        return write_metrics(
+            request.target,
+            rows=[*rows, told],
+            predictions=[],
+            provenance=provenance,
+            may_replace=may_replace,
+        )
+
+    return Computed(publish, {"rows": rows, **{key: told[key] for key in _SHOWN}})
+
+
+def when_fresh(header: Header) -> Computed:
+    """The same of a recommendation that is there already."""
+    *rows, told = header.meta["rows"]
+    metrics = {"rows": rows, **{key: told[key] for key in _SHOWN}}
+    return Computed(lambda provenance, may_replace: header.content_digest, metrics)
+
+
+class _Paired:
+    """Predictions of single candidates beside the baseline's, on val."""
+
+    def __init__(self, scores: Scores, rungs: list[Rung], baseline: str, losses: NDArray | None) -> None:
+        self.scores, self.losses = scores, losses
+        self.files = {rung.posterior: rung.source.path for rung in rungs if rung.source is not None}
+        step = {"temperature": "fit-temperature"}.get(baseline, baseline)
+        self.base = next((rung.posterior for rung in rungs if rung.name == step), None)
+
+    def qualities(self, one: Predictive) -> list[Quality]:
+        """Those of a candidate."""
+        assert self.base is not None
+        own, base = self._predicted(one.posterior, one.integrator), self._predicted(self.base, "plug-in")
+        return qualities(own, replace(base, losses=self.losses), seed=self.scores.run.compute.seed)
+
+    def _predicted(self, posterior: str, integrator: str) -> SplitProbabilities:
+        judged, val = self.scores.judged_on(self.files[posterior])
+        probs = predicted_on(self.scores.run, judged, val, integrator)
+        return SplitProbabilities(val.content.name, probs, val.content.labels)
+
+
+def _detected(run: Run, train: TrainData, val: Split, outside: list[Split]) -> list[Detected]:
+    found = []
+    own = train.combined_scores(val)
+    if own is None:
+        return []
+    threshold, bootstrap = fit_outliers(own, FALSE_ALARM), Bootstrap(level=LEVEL, seed=run.compute.seed)
+    for split in outside:
+        far, name = train.combined_scores(split), split.content.name
+        if far is None or not len(far):
+            continue
+        forms = {"auroc": detection_forms()["auroc"]}
+        inside, other = ({DEFAULT_SCORE: scores} for scores in (own, far))
+        (row,) = detection_rows(inside, other, forms, split="val", ood=name, bootstrap=bootstrap)
+        ends = row["interval"] or {"low": None, "high": None}
+        caught = float(threshold.is_outlier(far).mean())
+        found.append(Detected(name, DEFAULT_SCORE, row["value"], ends["low"], ends["high"], caught))
+    return found
+
+
+def _row(
+    posterior: str, integrator: str, scored: Scored, baseline: Scored | None, *, is_recommended: bool
+) -> dict[str, Any]:
+    gain = None
+    if baseline is not None and scored is not baseline:
+        gap = baseline.losses - scored.losses
+        gain = {
+            "value": float(gap.mean()),
+            "standard_error": float(gap.std(ddof=1) / len(gap) ** 0.5) if len(gap) > 1 else None,
+        }
+    return {
+        "posterior": posterior,
+        "integrator": integrator,
+        "split": "val",
+        **scored.to_json(),
+        "gain": gain,
+        "is_recommended": is_recommended,
+    }
+
+
+_MOST_ALIKE = 0.9  # cosine of two last layers: LeNet-5 trained apart -0.06 to 0.02, after 4, 6 and 12 epochs of one seed 0.98 to 0.996
+_FAR_OFF = 0.1  # of accuracy on val
+_ROWS = 1000  # of val, that say so
+
+
+class Siblings(NamedTuple):
+    """What was looked at.
+
+    Attributes:
+        usable: can be members of an ensemble.
+        left_out: each with the reason.
+    """
+
+    usable: list[Path]
+    left_out: list[str]
+
+
+@no_grad
+def usable_siblings(run: Run, paths: list[Path], val: Split, *, trust_code: bool) -> Siblings:
+    """Return the siblings that are networks like the run's own, were trained apart from it and from each other, and predict val about as well.
+
+    Raises:
+        BnnError: the run's own network, or its inputs, cannot be opened.
+    """
+    reader = NetworkReader(run, trust_code)
+    usable, left_out = [], []
+    with reader.recorded.visible():
+        seen, first = reader.split(val, STATE), reader.recorded.network
+        assert val.content.header is not None
+        head_name = f"{reader.network(reader.input_split(val, val.content.header))[1].name}.weight"
+        some = slice(None, None, -(-len(seen.inputs) // _ROWS))  # val may be in the order of its classes
+        layout, inputs, labels = seen.layout, seen.inputs[some], val.labels(torch.device("cpu"))[some].numpy()
+
+        def looked_at(theta: Tensor) -> tuple[Tensor, float]:
+            """The last layer's weights, or all where it has none of its own name, and the accuracy on val."""
+            stacked = theta.to(run.device).unsqueeze(0)
+            logits = torch.cat([layout.logits(block.to(run.device), stacked)[0] for block in inputs.split(500)])
+            probs = layout.likelihood.class_probabilities(logits.double(), dim=1).cpu().numpy()
+            head = layout.split(theta).get(head_name, theta).flatten().double()
+            return head / head.norm(), score("", probs, labels).accuracy or 0.0
+
+        own, accuracy = looked_at(read_theta(first.module, layout, run.checkpoint_path, run.checkpoint_path))
+        heads = {run.checkpoint_path: own}
+        for path in paths:
+            run.console.poll(f"checking {path}")
+            try:
+                theta = read_theta(open_member(run, first, path).module, layout, path, run.checkpoint_path)
+            except Interrupted:
+                raise
+            except BnnError as error:
+                left_out.append(f"{path.name} ({error.message})")
+                continue
+            head, theirs = looked_at(theta)
+            near = next((other for other, one in heads.items() if float(one @ head) > _MOST_ALIKE), None)
+            if near is not None:
+                left_out.append(
+                    f"{path.name} (its last layer is nearly that of {near.name}; probably the same training run)"
+                )
+            elif theirs < accuracy - _FAR_OFF:
+                left_out.append(f"{path.name} (accuracy on val {percent(theirs)}, here {percent(accuracy)})")
+            else:
+                usable.append(path)
+                heads[path] = head
+    return Siblings(usable, left_out)

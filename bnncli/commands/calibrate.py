@@ -1,0 +1,531 @@
+"""calibrate: fit decision rules with guarantees to predictions of a split that chose nothing else, one file per rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.posteriors import RULE_KIND, write_decision
+from bnncli.artifacts.predictions import stored_arrays
+from bnncli.artifacts.provenance import Source
+from bnncli.decisions import KINDS, LAC, OOD, RAPS, RISK, SCHEMES, SETS, SHIFT
+from bnncli.decisions.acceptance import fit_acceptance, least_accepted
+from bnncli.decisions.levels import least_for_coverage, least_for_rate
+from bnncli.decisions.outliers import fit_outliers
+from bnncli.decisions.prediction_sets import SetRule, choose_regularisation, fit_thresholds
+from bnncli.decisions.rules import Rule
+from bnncli.decisions.set_scores import SetScore
+from bnncli.decisions.shift import ShiftRule
+from bnncli.errors import BnnError, CheckFailed, DataError, MissingInput, UsageError
+from bnncli.evaluation import detectors
+from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
+from bnncli.names import percent
+from bnncli.numerics.random import stream_seed
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
+from bnncli.options.declaration import Checked, check_split_name, option
+from bnncli.options.shared import check_variant
+from bnncli.session import revisions as _revisions
+from bnncli.session.decisions import maker_of, scores_of
+from bnncli.session.predictions import PredictionGroup, open_groups
+from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.recommendation import recommended
+from bnncli.session.run import Result, Run
+from bnncli.session.score_rows import PredictedSplit
+from bnncli.session.splits import fresh_split, require_unused
+
+DEFAULT_CONFIDENCE = 0.95  # of a bound on the risk, which without one is none
+TUNING_SHARE = 0.2  # of the calibration examples, that choose how raps is regularised
+
+
+def _scores() -> tuple[str, ...]:
+    return tuple(detectors.of_predictions())
+
+
+@dataclass(frozen=True)
+class CalibrateOptions(Checked):
+    """Options of calibrate."""
+
+    split: str = option(
+        "calib",
+        "Split to calibrate on. Its examples must not have been used for fitting or model selection.",
+        metavar="SPLIT",
+        numeric=False,
+        group="Predictions",
+    )
+    posterior: str | None = option(
+        None,
+        "Posterior whose predictions to calibrate. Default: auto's recommendation, else every posterior that "
+        "predicted the split.",
+        metavar="NAME",
+        numeric=False,
+        group="Predictions",
+    )
+    integrator: str | None = option(
+        None,
+        "Calibrate only this integrator's predictions: a name (mc), or a name with settings (mc-qmc).",
+        metavar="NAME",
+        check=check_variant,
+        numeric=False,
+        group="Predictions",
+    )
+    sets: str | None = option(
+        None,
+        "Calibrate prediction sets: lac (smallest on average), aps (larger for harder examples) or raps (aps "
+        "without the long tail).",
+        choices=SCHEMES,
+        group="Prediction sets",
+    )
+    coverage: float = option(
+        0.9, "Share of examples whose class must be in their set.", minimum=0, maximum=1, group="Prediction sets"
+    )
+    class_conditional: bool = option(
+        False, "Guarantee the coverage for each class separately.", group="Prediction sets"
+    )
+    nonempty: bool = option(
+        False,
+        "Add the most probable class to empty sets. This never lowers the coverage.",
+        group="Prediction sets",
+        is_rare=True,
+    )
+    nonrandomized: bool = option(
+        False,
+        "Do not randomise aps and raps. The sets become larger and their coverage is no longer exact.",
+        group="Prediction sets",
+        is_rare=True,
+    )
+    raps_penalty: float | None = option(
+        None,
+        f"Penalty per rank (lambda) of raps. Default: tuned on {percent(TUNING_SHARE, 'g')} of the split.",
+        minimum=0,
+        group="Prediction sets",
+        is_rare=True,
+    )
+    raps_rank: int | None = option(
+        None,
+        f"Number of unpenalised ranks (k_reg) of raps. Default: tuned on {percent(TUNING_SHARE, 'g')} of the split.",
+        minimum=0,
+        group="Prediction sets",
+        is_rare=True,
+    )
+    risk: float | None = option(
+        None,
+        "Accept predictions so that at most this share of the accepted ones is wrong.",
+        minimum=0,
+        maximum=1,
+        group="Acceptance, outliers and shift",
+    )
+    false_alarm: float | None = option(
+        None,
+        "Flag at most this share of in-distribution examples as out-of-distribution.",
+        minimum=0,
+        maximum=1,
+        group="Acceptance, outliers and shift",
+    )
+    shift_level: float | None = option(
+        None,
+        "Raise a shift alarm for at most this share of batches that have not shifted.",
+        minimum=0,
+        maximum=1,
+        group="Acceptance, outliers and shift",
+    )
+    confidence: float | None = option(
+        None,
+        f"Confidence that the guarantee holds for this calibration split. Default: {DEFAULT_CONFIDENCE} for "
+        "\0risk\0; other rules hold on average over calibration splits.",
+        minimum=0,
+        maximum=1,
+        group="Acceptance, outliers and shift",
+    )
+    score: str | None = option(
+        None,
+        "Score for \0false_alarm\0 and \0shift_level\0. Default: combined, else mutual_info or max_prob.",
+        choices=_scores,
+        group="Acceptance, outliers and shift",
+        is_rare=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_split_name(self.split, "\0split\0")
+        for name in ("coverage", "risk", "false_alarm", "shift_level", "confidence"):
+            if getattr(self, name) in (0, 1):
+                raise UsageError(f"\0{name}\0: expected a number between 0 and 1; got {getattr(self, name):g}")
+
+    def check_together(self) -> None:
+        """Raise UsageError where nothing is asked for, or for an option that only means something beside another one."""
+        if not self.kinds:
+            raise UsageError(
+                "nothing to calibrate: expected \0sets\0, \0risk\0, \0false_alarm\0 or \0shift_level\0",
+                hint="add \0sets\0 lac \0coverage\0 0.9",
+            )
+        of_sets = {name: getattr(self, name) for name in ("class_conditional", "nonempty", "nonrandomized")}
+        of_raps = {"raps_penalty": self.raps_penalty, "raps_rank": self.raps_rank}
+        for name, value in {**of_sets, **of_raps}.items():
+            if value not in (None, False) and self.sets is None:
+                raise UsageError(
+                    f"\0{name}\0 applies to prediction sets: add \0sets\0 {RAPS if name in of_raps else 'aps'}"
+                )
+        if self.nonrandomized and self.sets == LAC:
+            raise UsageError("\0nonrandomized\0 applies to \0sets\0 aps and raps; lac is not randomised")
+        given = [name for name, value in of_raps.items() if value is not None]
+        if given and self.sets != RAPS:
+            raise UsageError(f"\0{given[0]}\0 applies to raps: add \0sets\0 raps")
+        if len(given) == 1:
+            raise UsageError("\0raps_penalty\0 and \0raps_rank\0 go together: give both, or neither to tune them")
+
+    @property
+    def kinds(self) -> list[str]:
+        """The rules that are asked for, of KINDS."""
+        asked = {SETS: self.sets, RISK: self.risk, OOD: self.false_alarm, SHIFT: self.shift_level}
+        return [kind for kind in KINDS if asked[kind] is not None]
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether a part of the split chooses how raps is regularised."""
+        return self.sets == RAPS and self.raps_penalty is None
+
+    def settings(self, kind: str, seed: int) -> dict[str, object]:
+        """What one of the rules is made with: what its file records, and what tells another request from it."""
+        if kind == SETS:
+            is_seeded = self.is_tuned or not (self.sets == LAC or self.nonrandomized)
+            regularised = {"penalty": self.raps_penalty, "free_ranks": self.raps_rank} if self.sets == RAPS else {}
+            return {
+                "sets": self.sets,
+                "coverage": self.coverage,
+                "class_conditional": self.class_conditional,
+                "nonempty": self.nonempty,
+                "randomized": not (self.sets == LAC or self.nonrandomized),
+                "confidence": self.confidence,
+                "seed": seed if is_seeded else None,
+                **regularised,
+            }
+        if kind == RISK:
+            return {"risk": self.risk, "confidence": self.confidence or DEFAULT_CONFIDENCE}
+        if kind == OOD:
+            return {"false_alarm": self.false_alarm, "confidence": self.confidence, "score": self.score}
+        return {"shift_level": self.shift_level, "score": self.score}
+
+
+COMMAND = Command(
+    "Calibrate decisions with guarantees: prediction sets, acceptance, outliers, shift.",
+    "Needs predictions on a split that was not used for fitting or model selection, such as one set aside with "
+    "extract-features --hold-out calib=test:2000. predict adds the decisions to its table; evaluate reports how "
+    "they perform. Exits 3 if no threshold meets --risk. Writes "
+    "decisions/<posterior>.<integrator>/<rule>.safetensors.",
+    (CalibrateOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli calibrate ckpt.pt --sets lac --coverage 0.9",
+        "bnncli calibrate ckpt.pt --posterior laplace --risk 0.02 --confidence 0.95 --false-alarm 0.05 --shift-level 0.01",
+        "bnncli calibrate ckpt.pt --sets raps --class-conditional --name by-class",
+    ),
+    section="Use",
+    place=20,
+)
+
+
+def run(run: Run, options: CalibrateOptions) -> Result:
+    """Fit and publish every rule that was asked for, for every group of predictions; the result's metrics are by rule."""
+    options.check_together()
+    groups = _groups(run, options)
+    if len(options.kinds) * len(groups) > 1 and run.naming.out is not None:
+        raise UsageError(
+            "--out FILE holds one rule of one posterior: ask for one rule and give --posterior and --integrator"
+        )
+    if len(options.kinds) > 1 and run.naming.name is not None:
+        raise UsageError("--name names one rule: give only one of --sets, --risk, --false-alarm, --shift-level")
+    run.require_device()
+    total = Result()
+    rules: list[dict[str, Any]] = []
+    for group, header in groups:
+        require_unused(run, group, header)
+        for kind in options.kinds:
+            result = _calibrate(run, options, kind, group, header)
+            total.add(result)
+            if result.metrics:
+                rules.append({"rule": kind, "posterior": group.posterior, "variant": group.variant, **result.metrics})
+    total.extra["rules"] = rules
+    return total
+
+
+def _groups(run: Run, options: CalibrateOptions) -> list[tuple[PredictionGroup, Header]]:
+    """The predictions to calibrate, each with the header of those of the split.
+
+    Raises:
+        MissingInput: none has predicted the split; with the command that does.
+        DataError: the split is out-of-distribution.
+    """
+    posterior, integrator = options.posterior, options.integrator
+    if posterior is None and integrator is None and (found := recommended(run)) is not None:
+        posterior, integrator = found.posterior, found.integrator
+        run.console.info(
+            f"using {posterior} ({integrator}), which auto recommends; choose another with --posterior NAME"
+        )
+    if not run.folder.features(options.split).is_file() and run.folder.splits():
+        raise MissingInput(
+            f"{run.checkpoint_path} has no split {options.split!r} (have: {', '.join(run.folder.splits())})",
+            hint=fresh_split(run, options.split),
+            path=run.folder.features(options.split),
+        )
+    posteriors, integrators = ([name] if name else [] for name in (posterior, integrator))
+    groups = open_groups(run, posteriors=posteriors, integrators=integrators)
+    chosen = []
+    for group in groups:
+        if options.split in group.splits(is_ood=True):
+            message = (
+                f"split {options.split!r} is out-of-distribution, but the guarantees hold only for examples like "
+                "the calibration split"
+            )
+            raise DataError(message, code="ood_split", hint=fresh_split(run, options.split))
+        header = group.splits(is_ood=False).get(options.split)
+        if header is not None:
+            chosen.append((group, header))
+        elif posterior is None:
+            run.console.warn(f"skipping {group.name}: it has no predictions for split {options.split!r}")
+    if not chosen:
+        hint = run.suggest("predict", posterior=posterior, integrator=integrator, split=options.split)
+        raise MissingInput(f"no predictions of split {options.split!r}", hint=hint)
+    return chosen
+
+
+def _calibrate(run: Run, options: CalibrateOptions, kind: str, group: PredictionGroup, header: Header) -> Result:
+    """One rule for one group of predictions."""
+    if options.score is None:
+        options = replace(options, score=default_score([stored_arrays(header.path)]))
+        if options.score != DEFAULT_SCORE and kind in (OOD, SHIFT):
+            run.console.info(
+                f"{group.name}: using the {options.score} score, because its predictions lack the {DEFAULT_SCORE} score"
+            )
+    if kind in (OOD, SHIFT) and options.score == DEFAULT_SCORE and options.split == "val":
+        message = (
+            f"split 'val' cannot calibrate {group.name} with the {DEFAULT_SCORE} score, which uses ranks within val"
+        )
+        raise DataError(message, code="split_was_used", hint=fresh_split(run, options.split), path=header.path)
+    settings = options.settings(kind, run.compute.seed)
+    named = run.folder.decision(group.name, run.naming.name or kind)
+    target = Path(run.naming.out) if run.naming.out else named
+    source = Source(f"predictions.{options.split}", header.path, header.content_digest)
+    checkpoint = header.provenance.get("checkpoint")
+    if kind in (SETS, RISK) and not header.meta.get("is_labeled"):
+        message = f"split {options.split!r} has no labels; sets and risk need them"
+        raise DataError(message, code="no_labels", path=header.path)
+    request = Request(
+        target,
+        RULE_KIND,
+        f"{RULE_KIND}.{group.name}.{target.stem}",
+        {"rule": kind, **settings},
+        _revisions.CALIBRATE,
+        [source],
+        checkpoint,
+        lambda: 8 * int(header.meta["num_examples"]) + (1 << 12),
+    )
+
+    def compute() -> Computed:
+
+        rule, classes, metrics = fit_rule(header, kind, settings, is_tuned=options.is_tuned)
+        names = ("posterior", "integrator", "split", "num_examples")
+        meta = {name: header.meta[name] for name in names} | {"variant": group.variant, "rule": kind}
+        meta |= {"classes": classes, "settings": settings, "maker": maker_of(header), "metrics": metrics}
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            return write_decision(target, rule, meta=meta, provenance=provenance, may_replace=may_replace)
+
+        return Computed(publish, metrics, [f"{group.name}: {said(kind, settings, metrics)}"], _failure(kind, metrics))
+
+    def when_fresh(found: Header) -> Computed:
+        metrics = found.meta["metrics"]
+        text = f"{group.name}: {said(kind, settings, metrics)}"
+        return Computed(lambda provenance, may_replace: found.content_digest, metrics, [text], _failure(kind, metrics))
+
+    return produce(run, request, compute, when_fresh=when_fresh)
+
+
+def _failure(kind: str, metrics: dict[str, Any]) -> BnnError | None:
+    """Of a risk that no threshold is shown to meet: the rule accepts nothing."""
+    if kind != RISK or metrics["most_doubt"] is not None:
+        return None
+    tried = (
+        f"of the {metrics['num_accepted']} most confident predictions, {metrics['num_wrong']} are wrong; "
+        if metrics["num_accepted"]
+        else ""
+    )
+    return CheckFailed(
+        f"no threshold reaches the requested risk: {tried}the rule accepts nothing",
+        code="no_threshold",
+        hint="use a larger --risk, or calibrate on more examples",
+    )
+
+
+Fit = tuple[Rule, dict[str, Any]]
+
+
+def fit_rule(
+    header: Header, kind: str, settings: Mapping[str, Any], *, is_tuned: bool
+) -> tuple[Rule, list[str], dict[str, Any]]:
+    """The rule, the classes it is for, and the numbers of the fit.
+
+    Raises:
+        DataError: too few examples for the level, with how many it takes; several labels an example; no such score.
+    """
+    split = PredictedSplit(header)
+    if kind in (SETS, RISK) and not split.file.is_exclusive:
+        message = "this run is multilabel; sets and accepted predictions need mutually exclusive classes"
+        raise DataError(message, code="several_labels", path=header.path)
+    if kind == SETS:
+        rule, metrics = _sets(split, settings, is_tuned=is_tuned)
+    elif kind == RISK:
+        rule, metrics = _acceptance(split, settings)
+    elif kind == OOD:
+        rule, metrics = _outliers(split, settings)
+    else:
+        scores = scores_of(split, settings["score"])
+        _require(split, len(scores), 1, what="a test")
+        rule, metrics = ShiftRule(np.sort(scores.astype(np.float64)), settings["shift_level"]), {}
+    return rule, list(split.file.classes), {"num_examples": len(split.examples), **metrics}
+
+
+def _sets(split: PredictedSplit, settings: Mapping[str, Any], *, is_tuned: bool) -> Fit:
+    probs, labels = split.file.probs, split.examples.labels
+    assert labels is not None
+    coverage, num_classes = settings["coverage"], probs.shape[1]
+    seed = settings["seed"] if settings["randomized"] else None
+    uniform = SetScore("aps", seed).uniform(split.name, len(labels))
+    rows = np.arange(len(labels))
+    if is_tuned:
+        order = np.random.default_rng(stream_seed(settings["seed"], "sets/tuning")).permutation(len(labels))
+        tuning, rows = np.sort(order[: _num_tuning(split)]), np.sort(order[_num_tuning(split) :])
+        _require(split, len(tuning), 1, what="choosing the raps penalty")
+        score = choose_regularisation(
+            probs[tuning], labels[tuning], coverage, seed=seed, uniform=None if uniform is None else uniform[tuning]
+        )
+    elif settings["sets"] == "raps":
+        score = SetScore("raps", seed, settings["penalty"], settings["free_ranks"])
+    else:
+        score = SetScore(settings["sets"], seed)
+    own, labels = score.of_labels(probs, labels, uniform)[rows], labels[rows]
+    _require_of_classes(split, labels, settings)
+    thresholds = fit_thresholds(
+        own,
+        labels if settings["class_conditional"] else None,
+        coverage,
+        num_classes=num_classes,
+        confidence=settings["confidence"],
+    )
+    chosen = {"penalty": score.penalty, "free_ranks": score.free_ranks} if settings["sets"] == "raps" else {}
+    return SetRule(score, thresholds, settings["nonempty"]), {
+        "num_examples": len(rows),
+        "thresholds": thresholds.tolist(),
+        **chosen,
+    }
+
+
+def _num_tuning(split: PredictedSplit) -> int:
+    return int(TUNING_SHARE * len(split.examples))
+
+
+def _require_of_classes(split: PredictedSplit, labels: np.ndarray, settings: Mapping[str, Any]) -> None:
+    """Raise DataError where there are too few examples for the coverage, of all or of a class."""
+    least = least_for_coverage(settings["coverage"], settings["confidence"])
+    if not settings["class_conditional"]:
+        _require(split, len(labels), least, what=f"a coverage of {settings['coverage']:g}")
+        return
+    counts = np.bincount(labels, minlength=len(split.file.classes))
+    few = [f"{name} {count}" for name, count in zip(split.file.classes, counts, strict=True) if count < least]
+    if few:
+        more = f" and {len(few) - 8} more classes" if len(few) > 8 else ""
+        raise DataError(
+            f"split {split.name!r}: coverage {settings['coverage']:g} for each class needs at least {least} "
+            f"examples per class; got {', '.join(few[:8])}{more}",
+            code="too_few",
+            hint="calibrate on a larger split, or without \0class_conditional\0",
+            path=split.header.path,
+        )
+
+
+def _acceptance(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
+    examples, risk, certainty = split.examples, settings["risk"], settings["confidence"]
+    assert examples.is_right is not None
+    _require(split, len(examples), least_accepted(risk, certainty), what=f"a risk of {risk:g}")
+    rule = fit_acceptance(examples.confidence, examples.is_right, risk, certainty)
+    return rule, {
+        "most_doubt": rule.most_doubt,
+        "threshold": None if rule.most_doubt is None else 1 - rule.most_doubt,
+        "num_accepted": rule.num_accepted,
+        "num_wrong": rule.num_wrong,
+    }
+
+
+def _outliers(split: PredictedSplit, settings: Mapping[str, Any]) -> Fit:
+    scores, rate, certainty = scores_of(split, settings["score"]), settings["false_alarm"], settings["confidence"]
+    _require(split, len(scores), least_for_rate(rate, certainty), what=f"a false-alarm rate of {rate:g}")
+    rule = fit_outliers(scores, rate, certainty)
+    return rule, {"threshold": rule.threshold}
+
+
+def _require(split: PredictedSplit, count: int, least: int, *, what: str) -> None:
+    """Raise DataError where there are fewer examples than it takes."""
+    if count < least:
+        raise DataError(
+            f"split {split.name!r} has {count} examples to calibrate on; {what} needs at least {least}",
+            code="too_few",
+            hint="calibrate on a larger split",
+            path=split.header.path,
+        )
+
+
+def said(kind: str, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    """One line: what is guaranteed, and what it took."""
+    certainty = settings.get("confidence")
+    often = (
+        "on average over calibration splits"
+        if certainty is None
+        else f"in {percent(certainty, 'g')} of calibration splits"
+    )
+    count = metrics["num_examples"]
+    if kind == SETS:
+        whose = "of each class's examples" if settings["class_conditional"] else "of examples"
+        thresholds = metrics["thresholds"]
+        shown = (
+            f"threshold {thresholds[0]:.4g}"
+            if len(thresholds) == 1
+            else f"thresholds {min(thresholds):.4g} to {max(thresholds):.4g}"
+        )
+        raps = (
+            f"; penalty {metrics['penalty']:g} beyond rank {metrics['free_ranks']}"
+            if settings["sets"] == "raps"
+            else ""
+        )
+        return (
+            f"{settings['sets']} sets contain the class of at least {percent(settings['coverage'], 'g')} {whose}, "
+            f"{often} ({shown}{raps}; {count} examples)"
+        )
+    if kind == RISK:
+        if metrics["most_doubt"] is None:
+            return (
+                f"no threshold keeps wrong predictions to at most {percent(settings['risk'], 'g')} ({count} examples)"
+            )
+        if metrics["threshold"] == 0:
+            return (
+                f"accept every prediction: at most {percent(settings['risk'], 'g')} are wrong, {often}; here "
+                f"{metrics['num_wrong']} of {count}"
+            )
+        wrong = percent(metrics["num_wrong"] / metrics["num_accepted"]) if metrics["num_accepted"] else "none"
+        return (
+            f"accept predictions with a confidence of at least {metrics['threshold']:.6g}: at most "
+            f"{percent(settings['risk'], 'g')} are wrong, {often}; here {metrics['num_accepted']} of {count} are "
+            f"accepted and {metrics['num_wrong']} of those are wrong ({wrong})"
+        )
+    if kind == OOD:
+        return (
+            f"an example is out-of-distribution if its {settings['score']} score is below "
+            f"{metrics['threshold']:.6g} (higher is more in-distribution): at most "
+            f"{percent(settings['false_alarm'], 'g')} false alarms, {often} ({count} examples)"
+        )
+    return (
+        f"a batch has shifted if p is at most {settings['shift_level']:g}: two-sample Kolmogorov-Smirnov test on "
+        f"{settings['score']} against {count} examples"
+    )

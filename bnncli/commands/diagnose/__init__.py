@@ -1,0 +1,639 @@
+"""diagnose: judge every posterior of a run against its target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.provenance import Source
+from bnncli.commands.hmc import HmcOptions
+from bnncli.errors import CheckFailed, DataError, MissingInput, Untrusted
+from bnncli.evaluation.draw_blocks import compare_draws
+from bnncli.evaluation.excess import Scored, excesses
+from bnncli.evaluation.layer_gain import LayerGain, layer_gains
+from bnncli.evaluation.mmd import comparing_bytes, median_bandwidth, mmd2_of, num_compared, squared_distances
+from bnncli.evaluation.recommendation import PLAIN, Predictive, recommend, sentence
+from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, Commands, Judged, Verdict, doubts, give_verdict
+from bnncli.inference.elbo import MOST_DRAWS
+from bnncli.inference.network_memory import first_use_bytes, judging_bytes
+from bnncli.integrators import load_integrator
+from bnncli.lazy import torch
+from bnncli.likelihoods import likelihood_of
+from bnncli.options.command import READ, Command, ComputeOptions, InputOptions
+from bnncli.options.declaration import Checked, option
+from bnncli.options.shared import INHERIT, LayersOptions, chosen_layers_option, trust_code_option
+from bnncli.parameters.layouts import ClassifierLayout
+from bnncli.parameters.prior import Prior
+from bnncli.session.inputs import Split, load_split, posterior_source, recorded_prior
+from bnncli.session.out_of_fold import fit_on
+from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes
+from bnncli.session.predictions import find_named, over_layers
+from bnncli.session.predictor import TrainData, sampling_integrator
+from bnncli.session.produce import expected
+from bnncli.session.recommendation import Recommended, recommended
+from bnncli.session.run import Result, Run, source_json
+from bnncli.session.states import after_predictions
+from bnncli.session.val_report import gain_table, network_on_val
+from bnncli.system.memory import require
+from bnncli.targets.network import pairs_at_once
+
+if TYPE_CHECKING:
+    from bnncli.commands.diagnose.diagnosis import Diagnosis
+
+
+@dataclass(frozen=True)
+class DiagnoseOptions(Checked):
+    """Options of diagnose."""
+
+    posterior: list[str] = option(
+        [],
+        "Posterior to judge, by name or file. Default: all posteriors in the run.",
+        metavar="NAME|FILE",
+    )
+    layers: str | None = chosen_layers_option(is_recorded=False)
+    draws: int | None = option(
+        None,
+        "Number of draws for the ELBO and Pareto k. Default: 512 to 8192, stopping when the ELBO is known to 2 "
+        "nats; fewer for slow networks.",
+        minimum=2,
+    )
+    strict: bool = option(False, "Exit 3 if none of the judged posteriors fits well.")
+    trust_code: bool = trust_code_option(is_recorded=False)
+
+
+COMMAND = Command(
+    "Check how closely each posterior matches its target.",
+    "A Gaussian or flow fits well if its log importance weights spread by at most 2 nats and Pareto k is below "
+    "its threshold. Draws fit well if R-hat is at most 1.05, there are at least 400 effective draws and none "
+    "diverged. Also shows which posterior predicts best on val. Writes nothing.",
+    (DiagnoseOptions, InputOptions, ComputeOptions, *READ),
+    (
+        "bnncli diagnose ckpt.pt",
+        "bnncli diagnose ckpt.pt --posterior laplace --strict --json | jq .verdict",
+        "bnncli diagnose ckpt.pt --layers all",
+    ),
+    section="Judge",
+    place=30,
+)
+
+
+def run(run: Run, options: DiagnoseOptions) -> Result:
+    """Judge and print; nothing is written."""
+    from bnncli.commands.diagnose.diagnosis import diagnosis_tables
+
+    found = judge(run, options)
+    recommended = found.recommended
+    return Result(
+        extra={
+            "posteriors": found.entries,
+            "pairs": found.pairs,
+            **({"layers": [gain.to_json() for gain in found.gains]} if found.gains else {}),
+            "verdict": _verdict_json(found.verdict) | {"predict": None if recommended is None else asdict(recommended)},
+            "inputs": [source_json(source) for source in found.sources],
+            "environment": run.environment(),
+        },
+        tables=[*diagnosis_tables(found.entries, found.pairs), *gain_table(found.headers)],
+        lines=[
+            found.verdict.sentence,
+            *(gain.sentence for gain in found.gains),
+            *([] if found.verdict.run in found.verdict.sentence else [f"next: {found.verdict.run}"]),
+        ],
+        failure=None if found.verdict.is_good or not options.strict else _failure(found.verdict),
+    )
+
+
+def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+    target = verdict.target
+    return {
+        "sentence": verdict.sentence,
+        "use": verdict.use,
+        "prior_precision": None if target is None else target.weight_precision,
+        "bias_precision": None if target is None or target.is_isotropic else target.bias_precision,
+        "is_good": verdict.is_good,
+        "run": verdict.run,
+    }
+
+
+def _failure(verdict: Verdict) -> CheckFailed:
+    return CheckFailed(
+        "--strict: none of the judged posteriors matches its target closely", hint=verdict.run, code="no_good_posterior"
+    )
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is known of the posteriors of a run.
+
+    Args:
+        diagnoses: of each, with its distance to good draws and its val NLL over the lowest.
+        pairs: distances between posteriors over the same parameters.
+        recommended: what to predict with; None without a labelled val split, or where there is nothing to predict with.
+        gains: of posteriors over other layers over one of the last.
+        sources: what all was judged from.
+        headers: of the posteriors by name.
+        val: the split whose labels they are held against; None where there is none.
+    """
+
+    diagnoses: list[Diagnosis]
+    pairs: list[dict[str, Any]]
+    verdict: Verdict
+    recommended: Recommended | None
+    gains: list[LayerGain]
+    sources: list[Source]
+    headers: dict[str, Header]
+    val: Split | None
+
+    @property
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """What \0json\0 says of each posterior, by name."""
+        return {one.judged.name: one.entry for one in self.diagnoses}
+
+
+def judge(run: Run, options: DiagnoseOptions, *, leave_out: Collection[Path] = ()) -> Judgement:
+    """The judgement of the posteriors that are named, or of all.
+
+    Args:
+        leave_out: files that are not looked at where none is named.
+
+    Raises:
+        MissingInput: there are no features, or no posteriors.
+        DataError: none can be judged; one that was named is stale or damaged.
+        DeviceError: there is no room.
+    """
+    train = load_split(run, "train").check_labeled()
+    val = load_split(run, "val") if run.folder.features("val").is_file() else None
+    seen = SeenSplits(run, options, train, val)
+    found = _open(run, options, train.layout, seen, leave_out)
+    from bnncli.commands.diagnose.diagnosis import diagnose  # the work: slow to import
+
+    planned = require_room(run, options, [header for _, header, _ in found.values()], seen)
+    run.console.debug(f"computing on {run.device}{expected(planned)}")
+    diagnoses = []
+    for name, (path, header, _) in found.items():
+        run.console.poll(f"diagnose {name}")
+        diagnoses.append(diagnose(run, options, path, name=name, **seen.by(header)))
+    pairs = _pairs(run, diagnoses)
+    headers = {name: header for name, (_, header, _) in found.items()}
+    points = {} if val is None or val.content.labels is None else network_on_val(run, val)[0]
+    plain = min(points, key=lambda key: points[key].nll, default="")
+    baseline = points.get(plain)
+    diagnoses = _with_comparisons(diagnoses, pairs, headers, baseline)
+    found_before = None if run.folder.recommended in leave_out else _recommended(run)
+    chosen = found_before or _recommend(run, diagnoses, headers, baseline, plain)
+    prediction = (
+        "no labelled val split, so it is unknown which posterior predicts best" if chosen is None else chosen.sentence
+    )
+    verdict = give_verdict([one.judged for one in diagnoses], commands(run, options, diagnoses, headers), prediction)
+    if verdict.is_good and chosen is not None:
+        verdict = replace(verdict, run=_to_predict(run, chosen, headers))
+    sources = [part.source for part in (train, val) if part is not None] + [source for _, _, source in found.values()]
+    return Judgement(diagnoses, pairs, verdict, chosen, gains_of_layers(diagnoses), sources, headers, val)
+
+
+def _recommended(run: Run) -> Recommended | None:
+    """What auto recommends; None without a recommendation that can be used."""
+    try:
+        return recommended(run)
+    except DataError as error:
+        run.console.warn(f"{error.message}{error.advice}")
+        return None
+
+
+def _to_predict(run: Run, chosen: Recommended, headers: dict[str, Header]) -> str:
+    """The command that predicts with what is recommended, or first fits the temperature; that after it where it has been predicted."""
+    following = after_predictions(run, f"{chosen.posterior}.{chosen.integrator}")
+    if following is not None:
+        return following
+    if chosen.by == "auto":
+        return run.suggest("predict")
+    if chosen.posterior not in {path.stem for path in run.folder.posteriors()}:
+        return run.suggest("fit-temperature")
+    header = headers.get(chosen.posterior)
+    is_of_layers = header is not None and header.meta.get("layers") is not None
+    return run.suggest("predict", posterior=chosen.posterior, integrator=chosen.integrator, trust_code=is_of_layers)
+
+
+_SIMPLEST_FIRST = (*POINTS, "stack", "gaussian", "flow", LINEAR_DRAWS, "samples")
+
+
+def _recommend(
+    run: Run, diagnoses: list[Diagnosis], headers: dict[str, Header], baseline: Scored | None, key: str
+) -> Recommended | None:
+    """The recommendation among the posteriors that were judged, by the rule of auto; None without scores on val."""
+
+    def simplicity(one: Diagnosis) -> tuple[bool, int]:
+        kind = one.judged.type
+        return one.judged.layers is not None, _SIMPLEST_FIRST.index(kind) if kind in _SIMPLEST_FIRST else 99
+
+    candidates = []
+    for one in sorted(diagnoses, key=simplicity):
+        meta = headers[one.judged.name].meta
+        is_network = one.judged.type == "point" and meta.get("base") is None and baseline is not None
+        if one.scored is not None and one.predicted_by is not None and not is_network:
+            is_stack = one.judged.type == "stack"
+            candidates.append(Predictive(one.judged.name, one.predicted_by[0], one.scored, has_network=is_stack))
+    if baseline is None and not candidates:
+        return None
+    plain, words = "map" if key == "network" else key, PLAIN.get(key, "")
+    found = recommend(candidates, baseline, words=words)
+    text = sentence(found, baseline, plain, words)
+    if found.chosen is not None:
+        return Recommended(found.chosen.posterior, found.chosen.integrator, text, by="diagnose")
+    return Recommended(plain, "plug-in", text, by="diagnose")
+
+
+def _open(
+    run: Run, options: DiagnoseOptions, layout: ClassifierLayout, seen: SeenSplits, leave_out: Collection[Path]
+) -> dict[str, tuple[Path, Header, Source]]:
+    """The posteriors to judge, by name, or by path when they lie elsewhere.
+
+    Stale ones are skipped with a warning unless they were named, and so are those whose network or inputs cannot be opened.
+    """
+    if options.posterior:
+        named = dict.fromkeys(options.posterior)
+        otherwise, trusts = run.suggest("status"), options.trust_code
+        paths = [find_named(run, name, flag="--posterior", otherwise=otherwise, trust_code=trusts) for name in named]
+    else:
+        paths = [path for path in run.folder.posteriors() if path not in leave_out]
+    if not run.folder.root.is_dir():
+        raise run.no_run()
+    if not paths:
+        raise MissingInput(
+            f"{run.checkpoint_path} has no posteriors",
+            hint=run.suggest("fit-laplace"),
+            path=run.folder.root / "posteriors",
+        )
+    found = {}
+    for path in over_layers(
+        run, options.layers, paths, are_named=bool(options.posterior), trust_code=options.trust_code
+    ):
+        is_own = path.resolve().parent == (run.folder.root / "posteriors").resolve()
+        try:
+            header, source = posterior_source(run, path, "posterior")
+            _check_is_of_head(path, header, layout)
+            _ = seen.by(header)
+            found[path.stem if is_own else str(path)] = (path, header, source)
+        except (DataError, MissingInput, Untrusted) as error:
+            if options.posterior or (options.layers is not None and isinstance(error, Untrusted)):
+                raise
+            run.console.warn(f"skipping {path.stem}: {error.message}{error.advice}")
+    if not found:
+        raise DataError(
+            "no posterior of the run can be diagnosed: each is stale or a separate network",
+            code="stale_input",
+            hint=f"see {run.suggest('status')}; {run.suggest('evaluate')} scores the predictions of any posterior",
+        )
+    return found
+
+
+def _check_is_of_head(path: Path, header: Header, layout: ClassifierLayout) -> None:
+    """Raise DataError for a network of its own: with hidden layers, a single logit where the last layer has two, or a bias where that has none."""
+    if header.meta.get("type") == "mixture":
+        raise DataError(f"{path} covers the last layers of several networks, which have no common target")
+    sizes = header.meta.get("sizes", ())
+    if len(sizes) > 2:
+        raise DataError(f"{path} has its own hidden layers; diagnose takes only posteriors over the last layer")
+    if sizes and sizes[1] != layout.num_outputs and likelihood_of(sizes[1]).num_classes == layout.num_classes:
+        raise DataError(
+            f"{path} has a single logit, but other posteriors of this run have two; diagnose takes only "
+            "posteriors with two"
+        )
+    if sizes and layout.num_params == layout.num_outputs * layout.num_features:
+        raise DataError(
+            f"{path} has a bias, but other posteriors of this run have none; diagnose takes only posteriors without one"
+        )
+
+
+def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
+    """MMD^2 between all pairs of posteriors over the same parameters, with one bandwidth for all of those, its standard error and p-value."""
+    groups = {
+        layers: [one for one in diagnoses if one.judged.layers == layers]
+        for layers in {d.judged.layers: None for d in diagnoses}
+    }
+    bandwidths = {layers: _bandwidth(run, group) for layers, group in groups.items() if len(group) > 1}
+    both = [
+        pair
+        for group in groups.values()
+        for pair in combinations(group, 2)
+        if not all(one.judged.type in POINTS for one in pair)  # two networks have no distance that says anything
+    ]
+    if not both:
+        return []
+    task = run.console.task("mmd", len(both))
+    pairs = []
+    for one, other in both:
+        chosen = bandwidths[one.judged.layers]
+        pair: dict[str, Any] = {
+            "posteriors": [one.judged.name, other.judged.name],
+            "is_same_target": one.judged.target is not None and one.judged.aim == other.judged.aim,
+            "unbiased": None,
+            "biased": None,
+            "standard_error": None,
+            "p_value": None,
+            "n": [len(side.draws.draws) for side in (one, other)],
+        }
+        finite = [side.judged.name for side in (one, other) if not torch.isfinite(side.draws.draws).all()]
+        single = [side.judged.name for side in (one, other) if len(side.draws.draws) < 2]
+        if finite:
+            pair["reason"] = f"draws of {' and '.join(finite)} are not finite"
+        elif single:
+            pair["reason"] = (
+                f"a distance needs at least two draws from each posterior; {' and '.join(single)} {'has' if len(single) == 1 else 'have'} one"
+            )
+        elif chosen is None:
+            pair["reason"] = "no posterior has draws to set a bandwidth with"
+        else:
+            pair |= _distance(run, one, other, chosen)
+        pairs.append(pair)
+        task.advance()
+    return pairs
+
+
+def _bandwidth(run: Run, diagnoses: list[Diagnosis]) -> tuple[str, float] | None:
+    """The posterior whose draws set the kernel's bandwidth, chains before others, and that bandwidth."""
+    distributions = [
+        one for one in diagnoses if one.judged.type not in POINTS and bool(torch.isfinite(one.draws.draws).all())
+    ]
+    for one in sorted(distributions, key=lambda one: one.judged.type != "samples"):
+        try:
+            return one.judged.name, median_bandwidth(one.draws.draws.to(run.device))
+        except DataError:  # chains that stand still have no scale
+            continue
+    return None
+
+
+def _distance(run: Run, one: Diagnosis, other: Diagnosis, chosen: tuple[str, float]) -> dict[str, Any]:
+    """MMD^2 of two posteriors with its p-value, and what defines both."""
+    name, bandwidth = chosen
+    x, y = (side.draws.to(run.device) for side in (one, other))
+    distances = squared_distances(x.draws, y.draws)
+    generator = run.stream(f"diagnose/permutations/{one.judged.name}/{other.judged.name}")
+    compared = compare_draws(x, y, distances, bandwidth, generator=generator)
+    found: dict[str, Any] = {
+        "unbiased": compared.value,
+        "biased": mmd2_of(distances, bandwidth).biased,
+        "standard_error": compared.standard_error,
+        "p_value": compared.p_value,
+        "kernel": "rbf",
+        "bandwidth": bandwidth,
+        "bandwidth_of": name,
+        "permutations": compared.num_permutations,
+        "blocks": compared.num_blocks,
+    }
+    return found if compared.untested is None else found | {"reason": compared.untested}
+
+
+def _with_comparisons(
+    diagnoses: list[Diagnosis], pairs: list[dict[str, Any]], headers: dict[str, Header], baseline: Scored | None
+) -> list[Diagnosis]:
+    """The diagnoses with their distance to good draws of the same target, and their val NLL over the lowest and the network's, paired."""
+    scored = [one.losses for one in diagnoses if one.losses is not None]
+    lowest = min(scored, key=lambda losses: float(losses.mean()), default=None)
+    # Few or stuck draws cannot show a difference: that they show none says nothing.
+    chains = [one.judged.name for one in diagnoses if one.judged.type == "samples" and not doubts(one.judged)]
+    tuned = {_aim(header) for header in headers.values() if header.meta.get("criterion") == "val"}
+    compared = []
+    for one in diagnoses:
+        is_tuned = one.judged.aim in tuned
+        has_seen_val = is_tuned or _was_tuned_on_val(headers[one.judged.name])
+        is_worse = one.scored is not None and baseline is not None and excesses(one.scored, [baseline])[0].is_worse
+        judged = replace(one.judged, is_tuned=is_tuned, is_worse=is_worse)
+        for pair in pairs:
+            other = next((name for name in pair["posteriors"] if name != judged.name), judged.name)
+            if (
+                judged.reference is None
+                and pair["is_same_target"]
+                and other in chains
+                and judged.name in pair["posteriors"]
+            ):
+                judged = replace(judged, reference=other, mmd2=pair["unbiased"], mmd_p=pair["p_value"])
+        if one.losses is not None and lowest is not None:
+            excess = one.losses - lowest
+            error = float(np.std(excess, ddof=1) / len(excess) ** 0.5) if len(excess) > 1 else None
+            one.entry["val_nll"] |= {
+                "excess": float(excess.mean()),
+                "excess_standard_error": error,
+                "tuned_on_val": has_seen_val,
+            }
+        compared.append(replace(one, judged=judged))
+    return compared
+
+
+def _aim(header: Header) -> tuple[str | None, Prior | None, str]:
+    """What a posterior was fitted to, as Judged.aim has it."""
+    return header.meta.get("layers"), recorded_prior(header), fit_on(header)
+
+
+def _was_tuned_on_val(header: Header) -> bool:
+    """Whether something of a posterior other than its prior precision was chosen by the NLL of the val split."""
+    searched = header.meta.get("metrics", {}).get("slab_sd_search")
+    return header.meta.get("method") == "temperature" or searched is not None
+
+
+def commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], headers: dict[str, Header]) -> Commands:
+    """The commands that a verdict may suggest, to be pasted."""
+
+    def sample(judged: Judged) -> str:
+        same = [one.judged for one in diagnoses if one.judged.aim == judged.aim]
+        if judged.layers is not None:
+            return _layers_sampling_command(run, judged.layers, same, headers)
+        return _sampling_command(run, options, same, headers)
+
+    def predict(name: str) -> str:
+        is_of_layers = headers[name].meta.get("layers") is not None
+        following = after_predictions(run, f"{name}.mc")
+        return following or run.suggest("predict", posterior=name, integrator="mc", trust_code=is_of_layers)
+
+    return Commands(
+        predict=predict,
+        sample=sample,
+        fit=run.suggest("fit-laplace"),
+        tune=run.suggest("fit-laplace", prior_precision="val", name="laplace-val"),
+    )
+
+
+def _layers_sampling_command(run: Run, layers: str, same_target: list[Judged], headers: dict[str, Header]) -> str:
+    """The same of draws of other layers than the last: about the base that was judged, for longer than those that lie there."""
+    bases = [one for one in same_target if one.type != "samples" and one.num_varying is None]
+    base = min(bases, key=_distance_of_base).name if bases else None
+    fixing = next((one for one in same_target if one.num_varying is not None), None)  # no base for hmc
+    drawn, given_of = _exact_draws(same_target), _prior_of_draws(same_target)
+    usual = f"hmc{LayersOptions(layers).layers_suffix}"
+    given: dict[str, Any] = {"layers": layers, "base": base, "trust_code": True}
+    if base is None and fixing is not None and fixing.target is not None:
+        given["prior_precision"] = fixing.target.weight_precision
+    if base is None:
+        given |= given_of
+    if drawn is None:
+        is_there = run.folder.posterior(usual, suffix=".nc").is_file()
+        return run.suggest("hmc", **given, name=f"hmc-{base or same_target[0].name}" if is_there else None)
+    return run.suggest("hmc", **given, **_longer(drawn.name, headers[drawn.name], usual=usual))
+
+
+def _exact_draws(same_target: list[Judged]) -> Judged | None:
+    """Draws of which more would be right: those of stochastic gradients are not, so that hmc goes beside them, not in their place."""
+    return next((judged for judged in same_target if judged.type == "samples" and judged.is_exact), None)
+
+
+def _prior_of_draws(same_target: list[Judged]) -> dict[str, Any]:
+    """The option of hmc that says the prior of what is drawn; none where there are no draws, or it takes two precisions or a mean."""
+    drawn = next((judged for judged in same_target if judged.type == "samples"), None)
+    if drawn is None or drawn.target is None or not drawn.target.is_isotropic or drawn.target.mean is not None:
+        return {}
+    return {"prior_precision": drawn.target.weight_precision}
+
+
+def _distance_of_base(base: Judged) -> tuple[bool, float]:
+    """What bases are ordered by: Gaussians before others, as they whiten, the nearest to the target first."""
+    return base.type != "gaussian", math.inf if base.log_weight_sd is None else base.log_weight_sd
+
+
+def _longer(name: str, header: Header, *, usual: str = "hmc") -> dict[str, Any]:
+    """Options of hmc for draws like these, twice as many, in their place; beside them where they were joined of several runs."""
+    params = header.provenance.get("params", {})
+    if header.meta.get("method") == "merge":
+        return {"name": f"{name}-longer", "warmup": 2 * HmcOptions.warmup, "draws": 2 * header.meta["metrics"]["draws"]}
+    twice = {key: 2 * int(params[key]) for key in ("warmup", "draws") if params.get(key)}
+    return {**twice, "name": None if name == usual else name, "force": True}
+
+
+def _sampling_command(run: Run, options: DiagnoseOptions, same_target: list[Judged], headers: dict[str, Header]) -> str:
+    """The command that gives draws of a target: for longer than those judged; or to judge those that lie there."""
+    bases = [judged.name for judged in same_target if judged.type != "samples"]
+    given: dict[str, Any] = {"base": bases[0]} if bases and "laplace" not in bases else {}
+    drawn = _exact_draws(same_target)
+    if not bases:  # no option of hmc says two precisions: they are those of the draws
+        given = _prior_of_draws(same_target) or {"base": same_target[0].name}
+    given.setdefault("prior_precision", INHERIT)
+    if drawn is not None:
+        longer = _longer(drawn.name, headers[drawn.name])
+        if given.get("base") == drawn.name:  # no artifact is made from itself
+            longer = {**longer, "name": f"{drawn.name}-longer", "force": False}
+        return run.suggest("hmc", **given, **longer)
+    path = run.folder.posterior("hmc", suffix=".nc")
+    if not path.is_file():
+        return run.suggest("hmc", **given)
+    if recorded_prior(read_header(path)) != same_target[0].target:
+        return run.suggest("hmc", **given, name=f"hmc-{(bases or [same_target[0].name])[0]}")
+    if options.posterior:  # there, and not among those named
+        return run.suggest("diagnose", posterior=[*options.posterior, "hmc"])
+    return run.suggest("hmc", **given, force=True)  # there, and skipped as stale
+
+
+@dataclass
+class SeenSplits:
+    """The run's train and val as its posteriors see them: features, which travel to a GPU once, or the network's inputs."""
+
+    run: Run
+    options: DiagnoseOptions
+    train: Split
+    val: Split | None
+    _known: dict[tuple[str | None, str], dict[str, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def _data(self) -> TrainData:
+        return TrainData(self.run, self.options.trust_code)
+
+    def by(self, header: Header) -> dict[str, Any]:
+        """`train` (a target), `val` (a split) and `network` as the posterior with this header sees them, read once; and `data`.
+
+        Raises:
+            Untrusted, MissingInput, DataError: its network or its inputs cannot be opened.
+        """
+        layers, wanted = header.meta.get("layers"), fit_on(header)
+        if (layers, wanted) not in self._known:
+            network = None if layers is None else self._data.reader.network_of(str(layers))
+            val = None if self.val is None else self._data.seen_by(header, self.val)
+            target = self._data.target(header, Prior(1.0))
+            self._known[layers, wanted] = {"train": target, "val": val, "network": network, "data": self._data}
+        return self._known[layers, wanted]
+
+
+def gains_of_layers(diagnoses: list[Diagnosis]) -> list[LayerGain]:
+    """Each posterior over other layers against the last layer's of its own method, else the first that is a distribution.
+
+    Which one is chosen does not depend on how well it predicts.
+    """
+    scored = [one for one in diagnoses if one.losses is not None and one.judged.type not in POINTS]
+    last = [one for one in scored if one.judged.layers is None]
+    losses, counterparts = {}, {}
+    for one in scored:
+        if one.judged.layers is None or not last:
+            continue
+        same = [other for other in last if other.entry["method"] == one.entry["method"]]
+        chosen = (same or last)[0]
+        assert one.losses is not None
+        assert chosen.losses is not None
+        losses[one.judged.name] = one.losses
+        counterparts[one.judged.name] = chosen.judged.name, chosen.losses
+    return layer_gains(losses, counterparts)
+
+
+_LIBRARIES = 135 * 2**20  # what arviz-stats, which fits Pareto k, and all that it imports take, as measured
+
+
+def require_room(run: Run, options: DiagnoseOptions, headers: Sequence[Header], seen: SeenSplits) -> int | None:
+    """Bytes that diagnose takes at its peak beside the inputs, which are read; None without posteriors over a network.
+
+    Draws of each posterior are kept to be compared with those of all others.
+
+    Raises:
+        DeviceError: that is too much.
+    """
+    kept, peak, libraries, sizes = 0, 0, 0, []
+    for header in headers:
+        if header.meta.get("layers") is None:
+            continue  # a last layer's draws are small
+        known = seen.by(header)
+        memory = PosteriorMemory.of(header, known["train"].layout)
+        libraries = _LIBRARIES if _has_weights(memory, header) else libraries
+        peak = max(peak, kept + _work(run, options, header, memory, known))
+        sizes.append((_num_kept(memory), memory.layout.num_params))
+        kept += 4 * _num_kept(memory) * memory.layout.num_params
+    if not sizes:
+        return None
+    comparing = max(comparing_bytes(count, num_params) for count, num_params in sizes) if len(sizes) > 1 else 0
+    needed = libraries + first_use_bytes(run.device) + max(peak, kept + comparing)
+    hint = "name fewer posteriors with \0posterior\0" if len(sizes) > 1 else "use a posterior over fewer \0layers\0"
+    require(needed, run.device, what=f"diagnose of {len(sizes)} posteriors over a network", hint=hint)
+    return needed
+
+
+def _work(run: Run, options: DiagnoseOptions, header: Header, memory: PosteriorMemory, known: dict[str, Any]) -> int:
+    """While one posterior is judged."""
+    from bnncli.commands.diagnose.diagnosis import VAL_DRAWS
+
+    device, val = run.device, known["val"]
+    work = [memory.sampling_bytes(_num_kept(memory))]
+    if _has_weights(memory, header):
+        judging = judging_bytes(memory.layout.num_params, num_draws=options.draws or MOST_DRAWS)
+        work.append(judging + memory.pass_bytes(device, pairs_at_once(memory.layout, device)))
+    found = [memory.reading_bytes, memory.held_bytes + max(work)]
+    if isinstance(val, Split) and val.content.labels is not None:
+        name = "plug-in" if memory.kind in POINTS else sampling_integrator(header)
+        makes_draws = memory.kind not in (*POINTS, "samples", "linear-draws")
+        asked = PredictionSizes(
+            load_integrator(name).needs, len(val.content.features), VAL_DRAWS if makes_draws else None
+        )
+        found.append(memory.predicting_bytes(device, asked, has_scores=False))
+    return max(found)
+
+
+def _has_weights(memory: PosteriorMemory, header: Header) -> bool:
+    """Whether a posterior has a density over all parameters, and so importance weights."""
+    return memory.kind in DENSITIES and "num_varying" not in header.meta
+
+
+def _num_kept(memory: PosteriorMemory) -> int:
+    """Draws that are compared."""
+    count = num_compared(memory.layout.num_params)
+    return min(count, memory.num_stored or count)

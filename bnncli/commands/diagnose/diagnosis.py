@@ -1,0 +1,443 @@
+"""The diagnosis of one posterior: its draws, its losses on val, and the tables that diagnose prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.samples import SampleFile
+from bnncli.errors import DataError
+from bnncli.evaluation.bfmi import lowest_bfmi
+from bnncli.evaluation.convergence import convergence, deciding
+from bnncli.evaluation.draw_blocks import ThinnedDraws, thin_draws
+from bnncli.evaluation.excess import Scored, score
+from bnncli.evaluation.mmd import num_compared
+from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, Judged, doubts
+from bnncli.inference.elbo import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagnose_importance, network_draws
+from bnncli.integrators import load_integrator
+from bnncli.parameters.module import ModuleNetwork
+from bnncli.parameters.prior import Prior
+from bnncli.posteriors import LATENT_BINARY
+from bnncli.session.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
+from bnncli.session.out_of_fold import OutOfFold, fit_on
+from bnncli.session.predictor import TrainData, sampling_integrator
+from bnncli.session.run import Run, Table
+from bnncli.targets.target import CurvedTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.commands.diagnose import DiagnoseOptions
+
+
+VAL_DRAWS = 200
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found about one posterior.
+
+    Args:
+        judged: the numbers that the verdict goes by.
+        entry: the numbers of --json, null with a reason where undefined.
+        draws: on the CPU, as many as num_compared says, with what is independent among them.
+        scored: on val; None without a labelled val split.
+        predicted_by: the integrator that gave them, and of how many draws; None where it makes none.
+    """
+
+    judged: Judged
+    entry: dict[str, Any]
+    draws: ThinnedDraws
+    scored: Scored | None
+    predicted_by: tuple[str, int | None] | None = None
+
+    @property
+    def losses(self) -> NDArray[np.float64] | None:
+        """(N,) negative log probability of each val label, nats; None without a labelled val split."""
+        return None if self.scored is None else self.scored.losses
+
+
+def diagnose(
+    run: Run,
+    options: DiagnoseOptions,
+    path: Path,
+    *,
+    name: str,
+    train: CurvedTarget,
+    val: Split | None,
+    data: TrainData,
+    network: ModuleNetwork | None = None,
+) -> Diagnosis:
+    """The diagnosis of the posterior in a file, called `name` in all that is said of it.
+
+    Args:
+        train: the log posterior of the rows that the posterior was fitted to; its own prior is ignored.
+        val: as the posterior sees it, like train.
+        data: what gives the folds of a posterior that was fitted to val.
+        network: of a posterior over other layers than the last.
+
+    Raises:
+        DataError: it is damaged, or is for another head than the features'.
+    """
+    content: SampleFile | None = None
+    if path.suffix == ".nc":
+        require_draws(run, read_header(path))
+        posterior, content = open_samples(path)
+        assert content.header is not None
+        header: Header = content.header
+    else:
+        posterior, header = open_posterior(path)
+    if network is not None:
+        posterior = posterior.bound_to(network)
+    if posterior.layout != train.layout:
+        raise DataError(
+            f"{path} takes {posterior.layout}, but the features have {train.layout}", code="wrong_layout", path=path
+        )
+    entry = _empty_entry(posterior.type, header)
+    if content is not None:
+        entry |= _chains(run, posterior.draws, content)
+    elif "num_varying" in header.meta:
+        reason = f"all but {header.meta['num_varying']:,} parameters are fixed, so it has no density over all of them"
+        entry |= dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), undefined(reason))
+    elif posterior.type in DENSITIES:
+        entry |= _importance(run, options, name, posterior, header, train)
+    scored = _scored(run, name, posterior, header, val, data)
+    entry["val_nll"] = _mean(None if scored is None else scored.losses)
+    draws = _draws(run, name, posterior, {**entry, **_independent(header)})
+    known: dict[str, Any] = {"layers": header.meta.get("layers"), "num_varying": header.meta.get("num_varying")}
+    known["fit_on"] = fit_on(header)
+    known["is_exact"] = header.meta.get("metrics", {}).get("is_exact", True)
+    left = header.meta.get("metrics", {}).get("shortfall") or {}
+    known["shortfall"] = left["value"] if left.get("is_large") else None
+    judged = replace(_judged(name, entry, recorded_prior(header)), **known)
+    if posterior.type in DENSITIES or posterior.type == "samples":
+        entry["doubts"] = doubts(judged)
+        entry["is_good"] = not entry["doubts"]
+    by = None if val is None or scored is None else _predictive(posterior, header, val)
+    return Diagnosis(judged, entry, draws, scored, by)
+
+
+def undefined(reason: str) -> dict[str, Any]:
+    """A number that cannot be given, and why."""
+    return {"value": None, "reason": reason}
+
+
+def _empty_entry(kind: str, header: Header) -> dict[str, Any]:
+    """Every key that a posterior may have; undefined with the reason that holds for its type."""
+    no_density = "draws have no density" if kind in ("samples", LINEAR_DRAWS) else f"a {kind} has no density"
+    no_chains = f"a {kind} posterior has no chains"
+    prior = recorded_prior(header)
+    entry: dict[str, Any] = {
+        "type": kind,
+        "method": header.meta.get("method"),
+        "prior_precision": prior.weight_precision if prior else None,
+        "bias_precision": None if prior is None or prior.is_isotropic else prior.bias_precision,
+        "prior_mean_scale": prior.mean_scale if prior else None,
+        "is_good": None,
+        "doubts": [],
+        "draws": None,
+    }
+    for key in ("elbo", "log_weight_sd", "pareto_k", "log_evidence"):
+        entry[key] = undefined(no_density)
+    for key in ("r_hat", "ess_bulk", "ess_tail", "bfmi", "divergences", "lowest_chain_acceptance"):
+        entry[key] = undefined(no_chains)
+    return entry
+
+
+def _importance(
+    run: Run, options: DiagnoseOptions, name: str, posterior: Any, header: Header, train: CurvedTarget
+) -> dict[str, Any]:
+    """ELBO, log-weight spread, Pareto k and evidence on the posterior's own target."""
+    prior = recorded_prior(header)
+    if prior is None:
+        no_target = undefined("its artifact has no prior precision, so it has no target")
+        return dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), no_target)
+    found = diagnose_importance(
+        train.with_prior(prior),
+        posterior.to(run.device),
+        generator=run.stream(f"diagnose/elbo/{name}"),
+        num_draws=options.draws,
+        **_first_draws(header, train.num_examples, posterior.layout.widest),
+        progress=run.console,
+    )
+    reason, no_evidence = found.undefined, found.evidence_undefined
+    threshold = {"threshold": found.k_threshold}
+    evidence = _value(found.log_evidence, no_evidence, standard_error=found.log_evidence_error)
+    own = header.meta.get("metrics", {}).get("log_marginal_likelihood")
+    if header.meta.get("center") == "mode" and own is not None:
+        evidence["laplace"] = own
+    return {
+        "draws": found.num_draws,
+        "elbo": _value(found.elbo, reason, standard_error=found.elbo_error),
+        "log_weight_sd": _value(found.log_weight_sd, reason),
+        "pareto_k": _value(found.pareto_k, reason) | threshold,
+        "log_evidence": evidence,
+    }
+
+
+def _first_draws(header: Header, num_examples: int, widest: int) -> dict[str, int]:
+    """How many are looked at, and how many are enough, where none were asked for."""
+    if header.meta.get("layers") is None:
+        return {"first_draws": FIRST_DRAWS, "enough_draws": FIRST_DRAWS}
+    enough = network_draws(num_examples, widest)
+    return {"first_draws": FIRST_NETWORK_DRAWS, "enough_draws": enough}
+
+
+def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
+    """Convergence as hmc has recorded it, else computed; energies, divergences and acceptance from the statistics."""
+    assert content.header is not None
+    metrics = content.header.meta.get("metrics", {})
+    if all(name in metrics for name in ("max_rhat", "min_ess_bulk", "min_ess_tail")):
+        worst = deciding(metrics)
+    else:
+        worst = convergence(draws.numpy(), device=run.device, progress=run.console)
+    values = {"r_hat": worst.r_hat, "ess_bulk": worst.ess_bulk, "ess_tail": worst.ess_tail}
+    found: dict[str, Any] = {key: _value(value, worst.undefined) for key, value in values.items()}
+    stats = content.stats
+    not_told = undefined("the sampler does not record it")
+    energy, diverging, acceptance = (stats.get(name) for name in ("energy", "diverging", "acceptance_rate"))
+    if energy is None or energy.shape[1] < 2:
+        found["bfmi"] = not_told if energy is None else undefined("needs at least two draws per chain")
+    else:
+        found["bfmi"] = {"value": lowest_bfmi(energy)}
+    found["divergences"] = not_told if diverging is None else {"value": int(diverging.astype(bool).sum())}
+    found["lowest_chain_acceptance"] = (
+        not_told if acceptance is None else {"value": float(acceptance.astype(np.float64).mean(axis=1).min())}
+    )
+    return {"draws": draws.shape[0] * draws.shape[1], **found}
+
+
+def _scored(run: Run, key: str, posterior: Any, header: Header, val: Split | None, data: TrainData) -> Scored | None:
+    """Scores on val: 200 draws, but all of samples, and plug-in for a point.
+
+    A posterior over other layers predicts by its default: a Gaussian is that of the linearised network. One that was fitted to val
+    predicts it by its folds, or has no scores.
+    """
+    if val is None or val.content.labels is None:
+        return None
+    name, size = _predictive(posterior, header, val)
+    judged = data.judged_on(header, posterior.to(run.device), val)
+    if judged is None:
+        return None
+
+    def predicted(one: Any, features: Tensor) -> NDArray[np.float32]:
+        generator = run.stream("diagnose/val")
+        found = load_integrator(name).predict(
+            one, features, num_samples=size, generator=generator, progress=run.console
+        )
+        probs: NDArray[np.float32] = found.probs.cpu().numpy()
+        return probs
+
+    features = val.features(run.device)
+    if not isinstance(judged, OutOfFold):
+        return score(key, predicted(judged, features), val.content.labels)
+    probs = np.empty((len(features), posterior.layout.num_classes), dtype=np.float32)
+    for one, rows in judged.parts():
+        probs[rows.numpy()] = predicted(one, features[rows.to(features.device)])
+    return score(key, probs, val.content.labels)
+
+
+def _predictive(posterior: Any, header: Header, val: Split) -> tuple[str, int | None]:
+    """By which integrator val is predicted, and of how many draws; None where there are none to make."""
+    name = "plug-in" if posterior.type in POINTS else "mc" if val.is_last_layer else sampling_integrator(header)
+    return name, None if posterior.type in (*POINTS, "samples", LINEAR_DRAWS) else VAL_DRAWS
+
+
+def _independent(header: Header) -> dict[str, Any]:
+    """Effective numbers of draws of the parameters, which distances between them go by, where they are recorded."""
+    names = {"ess_bulk": "min_ess_bulk", "ess_tail": "min_ess_tail"}
+    metrics = header.meta.get("metrics", {})
+    return {key: {"value": metrics[name]} for key, name in names.items() if name in metrics}
+
+
+def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> ThinnedDraws:
+    """Draws for MMD^2, 600 or fewer where they are long, of a stream of their own, or spread over the chains."""
+    count = num_compared(posterior.layout.num_params)
+    if posterior.type != "samples":
+        # The test takes both sides for independent: posteriors must not share their noise.
+        size = count if posterior.type == "stack" else getattr(posterior, "num_stored", count)
+        return ThinnedDraws(posterior.sample(min(size, count), run.stream(f"diagnose/mmd/{name}")).cpu())
+    sizes = [entry[key]["value"] for key in ("ess_bulk", "ess_tail")]
+    independent = min((int(size) for size in sizes if size is not None), default=0)
+    return thin_draws(posterior.draws, independent, count=count)
+
+
+def _judged(name: str, entry: dict[str, Any], target: Prior | None) -> Judged:
+    """The numbers of an entry that the verdict goes by."""
+    value = {key: part["value"] for key, part in entry.items() if isinstance(part, dict)}
+    return Judged(
+        name=name,
+        type=entry["type"],
+        target=target,
+        elbo=value["elbo"],
+        elbo_error=entry["elbo"].get("standard_error"),
+        log_weight_sd=value["log_weight_sd"],
+        pareto_k=value["pareto_k"],
+        k_threshold=entry["pareto_k"].get("threshold", 0.7),
+        r_hat=value["r_hat"],
+        ess_bulk=value["ess_bulk"],
+        ess_tail=value["ess_tail"],
+        divergences=value["divergences"],
+        lowest_acceptance=value["lowest_chain_acceptance"],
+        lowest_bfmi=value["bfmi"],
+    )
+
+
+def _mean(losses: NDArray[np.float64] | None) -> dict[str, Any]:
+    """The mean of losses (N,) and its standard error."""
+    if losses is None:
+        return undefined("no labelled val split")
+    error = float(losses.std(ddof=1) / len(losses) ** 0.5) if len(losses) > 1 else None
+    return {"value": float(losses.mean()), "standard_error": error}
+
+
+def _value(value: float | None, reason: str | None, **others: float | None) -> dict[str, Any]:
+    """A number with what belongs to it, or null with the reason."""
+    return undefined(reason or "undefined") if value is None else {"value": value, **others}
+
+
+MAX_PAIRS = 15
+_DENSITY_NOTE = "+- standard error; sd log w, k: spread and Pareto k of the log weights"
+_TUNED = "; * tuned on val"
+_DENSITY_COLUMNS = ["posterior", "prior", "ELBO", "sd log w", "k", "log evidence", "val NLL", "good"]
+_CHAIN_COLUMNS = [
+    "posterior",
+    "prior",
+    "R-hat",
+    "ESS bulk",
+    "ESS tail",
+    "E-BFMI",
+    "div.",
+    "accepts",
+    "val NLL",
+    "good",
+]
+
+
+def diagnosis_tables(entries: Mapping[str, dict[str, Any]], pairs: list[dict[str, Any]]) -> list[Table]:
+    """Tables of at most about 100 columns; an undefined number is a dash, +- is one standard error."""
+    densities = {name: entry for name, entry in entries.items() if entry["type"] != "samples"}
+    chains = {name: entry for name, entry in entries.items() if entry["type"] == "samples"}
+    tables = []
+    if densities:
+        tables.append(
+            Table(
+                _DENSITY_COLUMNS,
+                [_density_row(name, entry) for name, entry in densities.items()],
+                notes=[_density_note(densities)],
+                narrow=[_turned(_DENSITY_COLUMNS, [_density_row(*item) for item in densities.items()])],
+            )
+        )
+    if chains:
+        rows = [_chain_row(name, entry) for name, entry in chains.items()]
+        notes = ["worst parameter or chain; div.: divergences; accepts: acceptance rate" + _TUNED * _any_tuned(chains)]
+        tables.append(Table(_CHAIN_COLUMNS, rows, notes=notes, narrow=[_turned(_CHAIN_COLUMNS, rows)]))
+    if pairs:
+        tables.append(_pair_table(pairs))
+    return tables
+
+
+def _density_row(name: str, entry: dict[str, Any]) -> list[str]:
+    return [
+        name,
+        _prior(entry),
+        _number(entry["elbo"], 2),
+        _number(entry["log_weight_sd"], 2),
+        _number(entry["pareto_k"], 2),
+        _number(entry["log_evidence"], 2),
+        _val_nll(entry),
+        _good(entry),
+    ]
+
+
+def _chain_row(name: str, entry: dict[str, Any]) -> list[str]:
+    keys = (
+        ("r_hat", 3),
+        ("ess_bulk", 0),
+        ("ess_tail", 0),
+        ("bfmi", 2),
+        ("divergences", 0),
+        ("lowest_chain_acceptance", 2),
+    )
+    return [
+        name,
+        _prior(entry),
+        *(_number(entry[key], digits) for key, digits in keys),
+        _val_nll(entry),
+        _good(entry),
+    ]
+
+
+def _pair_table(pairs: list[dict[str, Any]]) -> Table:
+    """The distances; only those to the first sample posterior where all pairs would be too many to read."""
+    rows = []
+    reference = next((pair["bandwidth_of"] for pair in pairs if pair.get("bandwidth_of")), None)
+    few = [pair for pair in pairs if reference in pair["posteriors"]]
+    shown = pairs if len(pairs) <= MAX_PAIRS or not few else few
+    for pair in shown:
+        distance = {"value": pair["unbiased"], "standard_error": pair.get("standard_error")}
+        values = [_number(distance, 4), _number({"value": pair["biased"]}, 4), _number({"value": pair["p_value"]}, 3)]
+        same = "yes" if pair["is_same_target"] else "no"
+        rows.append([f"{pair['posteriors'][0]} - {pair['posteriors'][1]}", *values, same])
+    notes = list(dict.fromkeys(pair["reason"] for pair in pairs if "reason" in pair))
+    if len(shown) < len(pairs):
+        notes.append(f"--json has {len(pairs) - len(shown)} more pairs without {reference}")
+    known = next((pair for pair in pairs if pair["unbiased"] is not None), None)
+    if known is not None:
+        notes.insert(
+            0,
+            f"+- standard error; bandwidth from the draws of {known['bandwidth_of']}; p: {known['permutations']} permutations",
+        )
+    return Table(["pair", "MMD^2", "biased", "p", "same target"], rows, notes=["; ".join(notes)] if notes else [])
+
+
+def _turned(columns: list[str], rows: list[list[str]]) -> Table:
+    """The same numbers for a narrow terminal: a row for each number, a column for each posterior."""
+    turned = [[name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i > 0]
+    return Table([columns[0], *(row[0] for row in rows)], turned)
+
+
+def _density_note(densities: Mapping[str, dict[str, Any]]) -> str:
+    latent = [name for name, entry in densities.items() if entry["type"] == LATENT_BINARY]
+    note = _DENSITY_NOTE
+    if not any(entry["draws"] for entry in densities.values()):
+        note = "+- standard error; none has a density, so only their predictions can be compared"
+    other = f"; {', '.join(latent)}: has a spike-and-slab prior, and so another target" if latent else ""
+    return note + _TUNED * _any_tuned(densities) + other
+
+
+def _any_tuned(entries: Mapping[str, dict[str, Any]]) -> bool:
+    return any(entry["val_nll"].get("tuned_on_val") for entry in entries.values())
+
+
+def _prior(entry: dict[str, Any]) -> str:
+    """The precision of the weights, that of the biases where it is another, and how much of the checkpoint the mean is."""
+    value, bias, scale = (entry[name] for name in ("prior_precision", "bias_precision", "prior_mean_scale"))
+    if value is None:
+        return "-"
+    shown = f"{value:.4g}" if bias is None else f"{value:.4g} / {bias:.4g}"
+    return shown if scale is None else f"{shown} (mean {scale:.3g})"
+
+
+def _val_nll(entry: dict[str, Any]) -> str:
+    return _number(entry["val_nll"], 4) + "*" * bool(entry["val_nll"].get("tuned_on_val"))
+
+
+def _good(entry: dict[str, Any]) -> str:
+    return "-" if entry["is_good"] is None else "yes" if entry["is_good"] else "no"
+
+
+def _number(part: dict[str, Any], digits: int) -> str:
+    """A number with its standard error, or a dash."""
+    if part["value"] is None:
+        return "-"
+    error = part.get("standard_error")
+    shown = f"{round(part['value'], digits) + 0.0:.{digits}f}"  # + 0.0: no minus before a zero
+    return shown if error is None else f"{shown} +- {error:.{digits}f}"

@@ -1,0 +1,717 @@
+"""evaluate: from predictions to scores, one metrics file per posterior and integrator, and one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.artifacts.files import read_header, write_metrics
+from bnncli.artifacts.headers import Header
+from bnncli.artifacts.predictions import stored_arrays
+from bnncli.artifacts.provenance import Source
+from bnncli.data.prediction_files import divide
+from bnncli.errors import CheckFailed, DataError, DeviceError, MissingInput, OutputExists, UsageError
+from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, deciding
+from bnncli.evaluation.detection import detection_rows
+from bnncli.evaluation.detectors import (
+    DEFAULT_SCORE,
+    FALLBACK_SCORES,
+    Detector,
+    FittedDetector,
+    TrainingFeatures,
+    declared,
+    default_score,
+    of_features,
+)
+from bnncli.evaluation.metric_rows import Row
+from bnncli.evaluation.reference_distances import WeightDraws, num_draws_for, reference_rows, undefined_rows
+from bnncli.evaluation.scores import detection_forms, distances, fidelities, further_names
+from bnncli.lazy import torch
+from bnncli.names import FEATURES_NAME
+from bnncli.numerics.digests import file_sha256
+from bnncli.options.command import COMPUTE, Command, InputOptions
+from bnncli.options.declaration import spelled
+from bnncli.options.scoring import Assertion, EvaluateOptions
+from bnncli.options.shared import LayersOptions
+from bnncli.parameters.module import LAST, STATE
+from bnncli.session import revisions as _revisions
+from bnncli.session.decisions import ScoredDecisions
+from bnncli.session.inputs import Split, load_split, open_posterior, recorded_prior, require_draws
+from bnncli.session.prediction_files import (
+    GivenPredictions,
+    MatchedForecasts,
+    Said,
+    check_against,
+    open_given,
+    rows_against,
+)
+from bnncli.session.predictions import PredictionGroup, Skipped, layers_of, open_groups
+from bnncli.session.produce import Computed, Request, produce
+from bnncli.session.recommendation import recommended
+from bnncli.session.run import Result, Run
+from bnncli.session.score_rows import (
+    Absent,
+    PredictedSplit,
+    about,
+    bootstrap_of,
+    check_names,
+    failure_text,
+    group_rows,
+    hold_against,
+    is_of_every,
+    warn_of_rare_classes,
+)
+from bnncli.session.score_tables import class_table, legend, score_table, with_classes, with_metrics, without_classes
+from bnncli.system.input_files import open_regular
+from bnncli.system.workers import is_leader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+COMMAND = Command(
+    "Score predictions: accuracy, NLL, Brier, ECE, OOD detection.",
+    "Prints one row per posterior, integrator and in-distribution split. Writes all scores with their settings "
+    "to metrics/<posterior>.<integrator>.json. Undefined scores are null, with a reason. An --assert that names "
+    "no posterior, split or choices refers to auto's recommendation (else all posteriors), the test split, and "
+    "the usual form of the score.",
+    (EvaluateOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli evaluate ckpt.pt",
+        "bnncli evaluate ckpt.pt --split test --json | jq '.rows[].posterior'",
+        "bnncli evaluate ckpt.pt --plot figures",
+        "bnncli evaluate ckpt.pt --score max_prob --score energy --score knn",
+        "bnncli evaluate ckpt.pt --assert 'ece<=0.02' --assert 'laplace.mc.nll<map.nll'",
+    ),
+    section="Judge",
+    place=10,
+)
+
+
+def run(run: Run, options: EvaluateOptions) -> Result:
+    """Score every group of predictions and print one table."""
+    from bnncli.commands.evaluate.curves import check_true_inputs, draw_plots, planned_plots
+
+    skipped: list[Skipped] = []
+    named: dict[str, Any] = {"posteriors": options.posterior, "integrators": options.integrator}
+    groups = open_groups(run, **named, layers=options.layers, skipped=skipped)
+    is_usual = not options.score
+    options = _with_default_score(run, options, groups)
+    absent = [Absent(*one) for one in skipped]
+    check_true_inputs(groups, options.settings["true_inputs"])
+    assertions = _assertions(run, options)
+    check_names(assertions, [row for group in groups for row in _row_names(options, group)], absent)
+    is_drawn = options.plot is not None and is_leader()
+    plots = planned_plots(run, groups, options.split, Path(str(options.plot))) if is_drawn else []
+    warn_of_rare_classes(run, options, groups)
+    fidelity = find_fidelity(run, options, groups)
+    name = draws_name(run, options, USUAL)
+    references = References.of(run, name, [group.posterior_path for group in groups])
+    total = Result()
+    rows: list[dict[str, Any]] = []
+    for group in groups:
+        reference = references.for_posterior(group.posterior_path)
+        result = _evaluate(run, options, group, reference, fidelity, is_usual=is_usual)
+        total.add(result)
+        own = result.metrics["rows"] if result.metrics else []
+        rows += _with_curves(run, options, group, own) if options.curves or plots else own
+    if options.needs_features:
+        result = evaluate_features(run, options, groups)
+        total.add(result)
+        rows += result.metrics["rows"] if result.metrics else []
+    if not run.write.dry_run:
+        used = {one.name: one for one in (references.for_posterior(group.posterior_path) for group in groups)}
+        against = [*used, *([fidelity.name] if fidelity is not None else [])]
+        total.extra["checks"] = checks = hold_against(assertions, rows, absent, references=against)
+        total.add(draw_plots(run, plots, rows, score=options.curve_score))
+        if not options.curves:
+            rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
+        rows = with_classes(rows, groups) if options.per_class else [without_classes(row) for row in rows]
+        rows = _shown(run, options, rows)
+        notes = [
+            *legend(rows, options, options.shown_scores, options.bootstrap),
+            *(text for one in used.values() for text in one.doubts()),
+        ]
+        total.summary.append(f"all scores and their definitions are in {run.folder.root / 'metrics'}")
+        total.tables.append(
+            score_table(
+                rows,
+                ["; ".join(notes)],
+                chosen=options.metric,
+                scores=options.shown_scores,
+                intervals=options.intervals,
+            )
+        )
+        of_classes = class_table(rows) if options.per_class else None
+        total.tables += [of_classes] if of_classes is not None else []
+        failed = failure_text(checks)
+        total.failure = CheckFailed(failed, code="assertion_failed") if failed else None
+    else:
+        total.add(draw_plots(run, plots, [], score=options.curve_score))
+    total.extra["rows"] = rows
+    return total
+
+
+def _with_default_score(run: Run, options: EvaluateOptions, groups: list[PredictionGroup]) -> EvaluateOptions:
+    """The options with a score to detect by, which all predictions have, where none was named."""
+    if options.score:
+        return options
+    headers = [header for group in groups for header in group.headers]
+    name = default_score(stored_arrays(header.path) for header in headers)
+    if name != DEFAULT_SCORE and any(header.meta.get("is_ood") for header in headers):
+        has_both = {"train", "val"} <= {*run.folder.splits()}
+        adds = f"to add it run {run.suggest('predict')}" if has_both else "it needs the splits train and val"
+        run.console.info(f"detection by {name}: some predictions lack the {DEFAULT_SCORE} score; {adds}")
+    return replace(options, score=[name])
+
+
+def _assertions(run: Run, options: EvaluateOptions) -> list[Assertion]:
+    """The assertions, those without a posterior about the one that auto recommends, where none were selected."""
+    every = [one for one in options.assertions if is_of_every(one)]
+    if not every or options.posterior or options.integrator or options.layers is not None:
+        return [*options.assertions]
+    found = recommended(run)
+    if found is None:
+        return [*options.assertions]
+    run.console.info(
+        f"checking {every[0]} for {found.posterior} ({found.integrator}), which auto recommends; write "
+        f"POSTERIOR.{every[0]} to check another posterior"
+    )
+    return about(options.assertions, found.posterior, found.integrator)
+
+
+def _with_curves(
+    run: Run, options: EvaluateOptions, group: PredictionGroup, rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows of a group with their curves; those of splits that were not asked for as they are."""
+    from bnncli.commands.evaluate.curves import curves_of
+
+    found = curves_of(run, group, options.split, score=options.curve_score, num_bins=options.settings["bins"])
+    return [{**row, "curves": found[row["split"]]} if row["split"] in found else row for row in rows]
+
+
+def _row_names(options: EvaluateOptions, group: PredictionGroup) -> list[dict[str, Any]]:
+    """What the rows of a group, and those of its features, are called, before their scores are known."""
+    names = {"name": group.name, "posterior": group.posterior, "integrator": group.integrator, "variant": group.variant}
+    splits = list(group.splits(is_ood=False))
+    own = [{**names, "split": split} for split in splits]
+    return own + [row_name(split) for split in splits if options.needs_features]
+
+
+def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the splits asked for; the files always have all of them. Raises MissingInput for one without rows."""
+    there = list(dict.fromkeys(row["split"] for row in rows))
+    for name in options.split:
+        if name not in there:
+            raise MissingInput(
+                f"--split: no predictions for an in-distribution split {name!r} (have: {', '.join(there) or 'none'})",
+                hint=run.suggest("predict", split=name),
+            )
+    chosen = [row for row in rows if not options.split or row["split"] in options.split]
+    if not options.metric:
+        return chosen
+    return with_metrics(chosen, options.metric, options.shown_scores)
+
+
+def _evaluate(
+    run: Run,
+    options: EvaluateOptions,
+    group: PredictionGroup,
+    reference: Reference,
+    fidelity: FidelityReference | None,
+    *,
+    is_usual: bool,
+) -> Result:
+    from bnncli.commands.evaluate.curves import has_density, is_latent
+
+    sources = [
+        Source(f"predictions.{header.meta['split']}", header.path, header.content_digest) for header in group.headers
+    ]
+    posterior = group.posterior_path
+    is_thinned = has_density(posterior)
+    if reference.path is not None and posterior is not None:
+        sources.append(Source("reference", reference.path, reference.header.content_digest))
+    if posterior is not None and (reference.path is not None or is_thinned):
+        sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
+    decisions = ScoredDecisions(run, options, group)
+    sources += decisions.sources
+    beside: list[Callable[[PredictedSplit], list[dict[str, Any]]]] = [decisions.rows]
+    if fidelity is not None:
+        splits = group.splits(is_ood=False) if group.name != fidelity.group else {}
+        sources += dict.fromkeys(fidelity.sources[split] for split in splits if split in fidelity.sources)
+        beside.append(partial(fidelity.rows, run, options, group))
+    params = {**options.params(), "score": options.prediction_scores, "seed": run.compute.seed}
+    params["reference"] = reference.name
+    params |= fidelity.to_params() if fidelity is not None else {}
+    if further := further_names():
+        params["further_scores"] = further
+    target = run.folder.metrics(group.name)
+    checkpoint = group.headers[0].provenance.get("checkpoint")
+    request = Request(
+        target, "metrics", f"metrics.{group.name}", params, _revisions.EVALUATE, sources, checkpoint, lambda: 1 << 18,
+        why_anew=partial(_why_anew if is_usual else why_anew, params),
+    )  # fmt: skip
+
+    def compute() -> Computed:
+
+        distance = distance_rows(run, reference, posterior)
+        rows = [
+            {**row, "metrics": row["metrics"] + distance} for row in spelled(group_rows(run, options, group, beside))
+        ]
+        if is_thinned and posterior is not None:
+            from bnncli.commands.evaluate.curves import density_metrics, selection_metrics
+
+            density, histograms = density_metrics(run, posterior, group.integrator)
+            density += selection_metrics(posterior, options.settings["true_inputs"]) if is_latent(posterior) else []
+            rows = [{**row, "metrics": row["metrics"] + density, "inclusion": histograms} for row in rows]
+        predictions = [
+            _scored_file(group, header, source.to_json(target.parent)["path"])
+            for header, source in zip(group.headers, sources, strict=False)
+        ]
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            return write_metrics(
+                target, rows=rows, predictions=predictions, provenance=provenance, may_replace=may_replace
+            )
+
+        return Computed(publish, {"rows": rows})
+
+    try:
+        return produce(run, request, compute, when_fresh=_when_fresh)
+    except OutputExists:
+        if fidelity is not None:
+            fidelity.check(group)  # what is wrong with what was given is told before what is there
+        raise
+
+
+def _why_anew(asked: dict[str, Any], recorded: Mapping[str, Any]) -> str | None:
+    """The same where no score was named: scores made by another default are made again."""
+    usual = {DEFAULT_SCORE, *FALLBACK_SCORES}
+    is_other = asked["score"] != recorded.get("score") and usual >= {*(recorded.get("score") or [])}
+    if is_other and all(asked.get(name) == recorded.get(name) for name in {*asked, *recorded} - {"score"}):
+        return f"detection now uses {asked['score'][0]} by default"
+    return why_anew(asked, recorded)
+
+
+def _scored_file(group: PredictionGroup, header: Header, path: str) -> dict[str, Any]:
+    """What a metrics file says of predictions that it scores."""
+    return {
+        "path": path,
+        "content_digest": header.content_digest,
+        "posterior": group.posterior,
+        "integrator": group.integrator,
+        "variant": group.variant,
+        "split": header.meta["split"],
+        "n": header.meta["num_examples"],
+    }
+
+
+def _when_fresh(header: Header) -> Computed:
+    return Computed(lambda provenance, may_replace: header.content_digest, {"rows": header.meta.get("rows") or []})
+
+
+_INTEGRATOR = "none"
+_GROUP = f"{FEATURES_NAME}.{_INTEGRATOR}"  # what its metrics file is called
+Scores = dict[str, NDArray | str]
+
+
+def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> Result:
+    """Detection by every feature score between the splits that the groups have predictions of.
+
+    Raises:
+        MissingInput: the features of the training split, or of one of those, are not there.
+    """
+    inside, outside = (
+        list(dict.fromkeys(name for group in groups for name in group.splits(is_ood=is_ood)))
+        for is_ood in (False, True)
+    )
+    if not outside:
+        run.console.warn("--score: no out-of-distribution split to detect with features")
+        return Result()
+    train = load_split(run, "train")
+    splits = {name: load_split(run, name) for name in [*inside, *outside]}
+    sources = list(dict.fromkeys([train.source, *(split.source for split in splits.values())]))
+    params: dict[str, Any] = {"score": of_features(), **options.detector_settings}
+    params |= {"bootstrap": options.bootstrap, "level": options.level, "seed": run.compute.seed}
+    params |= {"further_scores": further} if (further := further_names()) else {}
+    target = run.folder.metrics(_GROUP)
+    request = Request(
+        target,
+        "metrics",
+        f"metrics.{FEATURES_NAME}",
+        params,
+        _revisions.EVALUATE_FEATURES,
+        sources,
+        train.checkpoint,
+        lambda: 1 << 18,
+    )
+
+    def compute() -> Computed:
+        scores, choices = _scores(run, options, train, splits)
+        rows = [_row(run, options, scores, name, outside) for name in sorted(inside, key=lambda n: (n != "test", n))]
+        for metric in (metric for row in rows for metric in row["metrics"]):
+            metric |= choices[metric["score"]]
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            return write_metrics(target, rows=rows, predictions=[], provenance=provenance, may_replace=may_replace)
+
+        return Computed(publish, {"rows": rows})
+
+    return produce(run, request, compute, when_fresh=_when_fresh)
+
+
+def row_name(split: str) -> dict[str, Any]:
+    """What the row of a split is called."""
+    own = {"name": _GROUP, "posterior": FEATURES_NAME, "integrator": _INTEGRATOR, "variant": _INTEGRATOR}
+    return {**own, "split": split}
+
+
+def _row(
+    run: Run, options: EvaluateOptions, scores: dict[str, Scores], name: str, outside: Sequence[str]
+) -> dict[str, Any]:
+    """The row of one in-distribution split: detection of every other split by every score."""
+    metrics = []
+    for other in outside:
+        bootstrap = bootstrap_of(run, options)
+        metrics += detection_rows(
+            scores[name], scores[other], detection_forms(), split=name, ood=other, bootstrap=bootstrap
+        )
+        run.console.poll()
+    return {**row_name(name), "settings": {}, "samples": None, "metrics": metrics}
+
+
+def _scores(
+    run: Run, options: EvaluateOptions, train: Split, splits: dict[str, Split]
+) -> tuple[dict[str, Scores], dict[str, Mapping[str, int]]]:
+    """Every score of the examples of each split, (N,), or the reason why there is none; and what defines each score."""
+    labels = train.content.labels
+    several = (
+        {"no_classes": "multilabel examples have no single class"} if labels is not None and labels.ndim == 2 else {}
+    )
+    given = TrainingFeatures(
+        torch.from_numpy(train.content.features),
+        None if labels is None or several else torch.from_numpy(labels),
+        run.device,
+        run.stream,
+        options.detector_settings,
+        **several,
+    )
+    fitted = {name: _fit(detector, given) for name, detector in declared().items() if detector.of_features is not None}
+    for note in (note for one in fitted.values() if isinstance(one, FittedDetector) for note in one.notes):
+        run.console.warn(note)
+    makers = {name: fitted[declared()[name].computed_by or name] for name in of_features()}
+    found: dict[str, Scores] = {}
+    task = run.console.task("feature scores", len(splits))
+    for name, split in splits.items():
+        rows = torch.from_numpy(split.content.features)
+        values = {maker: one if isinstance(one, str) else one.scores(rows) for maker, one in fitted.items()}
+        own = {score: values[declared()[score].computed_by or score] for score in of_features()}
+        found[name] = {score: one if isinstance(one, str) else one[score].numpy() for score, one in own.items()}
+        task.advance()
+    return found, {score: {} if isinstance(one, str) else one.choices for score, one in makers.items()}
+
+
+def _fit(detector: Detector, train: TrainingFeatures) -> FittedDetector | str:
+    """The detector, or the reason why there is none."""
+    assert detector.of_features is not None
+    try:
+        return detector.of_features(train)
+    except DataError as error:
+        return error.message
+
+
+_USUAL_INTEGRATOR = "mc"
+
+
+@dataclass(frozen=True)
+class FidelityReference:
+    """The predictions of the reference, by split.
+
+    Args:
+        name: in rows: of the predictions, as hmc.mc, or of the file.
+        group: of the reference's own predictions; "" for a file.
+        places: where those of each split are, as `open_given` takes them.
+        why_not: the reason for other splits.
+        sources: of each split.
+        opened: what was read, by split; all posteriors share it.
+    """
+
+    name: str
+    group: str
+    places: Mapping[str, str]
+    why_not: str
+    sources: Mapping[str, Source]
+    opened: dict[str, GivenPredictions] = field(default_factory=dict)
+
+    def to_params(self) -> dict[str, Any]:
+        """What a metrics file records of it."""
+        return {"fidelity": {"reference": self.name, "splits": sorted(self.places)}}
+
+    def rows(self, run: Run, options: EvaluateOptions, group: PredictionGroup, split: PredictedSplit) -> list[Row]:
+        """How near the predictions of a split come to the reference's; undefined rows say why."""
+        from bnncli.evaluation.fidelity import undefined_fidelity
+
+        if group.name == self.group or split.name not in self.places:
+            reason = "this is the reference itself" if group.name == self.group else self.why_not
+            return undefined_fidelity(fidelities(), reference=self.name, reason=reason)
+        return rows_against(
+            self._ours(split),
+            self._opened(split.name),
+            name=self.name,
+            bootstrap=bootstrap_of(run, options),
+            tell=run.console.info,
+        )
+
+    def check(self, group: PredictionGroup) -> None:
+        """Pass where the reference can be held against these predictions. Raises as `rows` does, without its work."""
+        for split in map(PredictedSplit, group.splits(is_ood=False).values()):
+            if group.name != self.group and split.name in self.places:
+                check_against(self._ours(split), self._opened(split.name))
+
+    def _opened(self, name: str) -> GivenPredictions:
+        if name not in self.opened:
+            self.opened[name] = open_given(self.places[name], Said())
+        return self.opened[name]
+
+    def _ours(self, split: PredictedSplit) -> MatchedForecasts:
+        file = split.file
+        labels = None if file.labels is None else np.asarray(file.labels)
+        return MatchedForecasts(split.name, file.probs, labels, file.mutual_info, file.sample_id, file.is_exclusive)
+
+
+def find_fidelity(run: Run, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference | None:
+    """What \0reference\0 names; None where it is not given.
+
+    Raises:
+        MissingInput: neither a posterior of the run nor a file. UsageError: predictions by several integrators.
+    """
+    place = options.reference
+    if place is None:
+        return None
+    there = {path.stem for path in run.folder.posteriors()} | {
+        path.parent.name for path in run.folder.prediction_files()
+    }
+    if place in there:
+        return _of_posterior(run, place)
+    path, _ = divide(place)
+    if not path.exists():
+        raise MissingInput(
+            f"--reference: {place!r} is neither a posterior of the run (have: {', '.join(sorted(there))}) nor a file",
+            hint=run.suggest("hmc") if place == "hmc" else run.suggest("status"),
+        )
+    return _of_file(place, path, options, groups)
+
+
+def why_anew(asked: Mapping[str, Any], recorded: Mapping[str, Any]) -> str | None:
+    """Why scores that were made with these parameters are made anew: they differ in the reference alone; None where they do not."""
+    names = {name for name in {*asked, *recorded} if asked.get(name) != recorded.get(name)}
+    if "fidelity" not in names or not names <= {"fidelity", "reference"}:
+        return None
+    then, now = (params.get("fidelity") or {} for params in (recorded, asked))
+    with_splits = then.get("reference") == now.get("reference")
+    said = [_said(one, with_splits=with_splits) for one in (then, now)]
+    return f"created {said[0]}, now {said[1]}"
+
+
+def _said(recorded: Mapping[str, Any], *, with_splits: bool) -> str:
+    """A reference as a metrics file records it, in the words of the option."""
+    if not recorded:
+        return "without \0reference\0"
+    splits = f" for {', '.join(recorded['splits']) or 'no split'}" if with_splits else ""
+    return f"with \0reference\0 {recorded['reference']}{splits}"
+
+
+def draws_name(run: Run, options: EvaluateOptions, usual: str) -> str:
+    """The posterior whose draws distances are measured to: the reference where it has draws, else the usual one."""
+    for name in (options.reference or usual, (options.reference or usual).partition(".")[0]):
+        if run.folder.posterior(name, suffix=".nc").is_file():
+            return name
+    return usual
+
+
+def _of_posterior(run: Run, name: str) -> FidelityReference:
+    try:
+        found = open_groups(run, posteriors=[name])
+    except MissingInput as error:
+        run.console.warn(f"{name} has no predictions, so nothing is compared with it{error.advice}")
+        return FidelityReference(name, name, {}, f"no predictions of {name}{error.advice}", {})
+    named = [group for group in found if group.name == name or f"{group.posterior}.{group.variant}" == name]
+    chosen = named or [group for group in found if group.variant == _USUAL_INTEGRATOR] or found
+    if len(chosen) > 1:
+        choices = ", ".join(group.name for group in chosen)
+        raise UsageError(f"--reference: {name} is ambiguous; name one of {choices}")
+    group = chosen[0]
+    headers = group.splits(is_ood=False)
+    sources = {split: Source(f"reference.{split}", one.path, one.content_digest) for split, one in headers.items()}
+    hint = run.suggest("predict", posterior=group.posterior, integrator=group.integrator)
+    places = {split: str(one.path) for split, one in headers.items()}
+    return FidelityReference(group.name, group.name, places, f"{group.name} has no predictions; run: {hint}", sources)
+
+
+def _of_file(place: str, path: Path, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference:
+    """A file is of one split: of those that were asked for, or test."""
+    with open_regular(path) as stream:
+        digest = f"sha256:{file_sha256(stream)}"
+    there = list(dict.fromkeys(name for group in groups for name in group.splits(is_ood=False)))
+    splits = options.split or (["test"] if "test" in there else there[:1])
+    column = divide(place)[1].get("")
+    name = path.name + ("" if column is None else f".{column}")
+    source = Source("reference", path, digest, is_artifact=False)
+    why = f"{name} is used as the reference for split {', '.join(splits)} (add \0split\0)"
+    return FidelityReference(name, "", dict.fromkeys(splits, place), why, dict.fromkeys(splits, source))
+
+
+USUAL = "hmc"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The draws that distances are measured to, opened when first needed.
+
+    Args:
+        name: of the posterior.
+        path: None where the run has none.
+        measured: rows by the posterior's file; all integrators of one posterior share them.
+    """
+
+    name: str
+    path: Path | None
+    measured: dict[Path, list[Row]] = field(default_factory=dict)
+
+    @cached_property
+    def header(self) -> Header:
+        """Of the file; there must be one."""
+        assert self.path is not None
+        return read_header(self.path)
+
+    @cached_property
+    def draws(self) -> WeightDraws:
+        """Every draw, and about how many of them are independent."""
+        from bnncli.evaluation.reference_distances import WeightDraws
+
+        assert self.path is not None
+        posterior, header = open_posterior(self.path)
+        return WeightDraws(posterior.draws, num_independent=effective_size(header))
+
+    def doubts(self) -> list[str]:
+        """What the reference's own diagnostics say against it."""
+        if self.path is None:
+            return []
+        metrics = self.header.meta.get("metrics", {})
+        r_hat, lowest = deciding(metrics).r_hat, metrics.get("lowest_chain_acceptance")
+        if (r_hat is None or r_hat <= GOOD_RHAT) and (lowest is None or lowest >= STUCK_ACCEPTANCE):
+            return []
+        shown = "undefined" if r_hat is None else f"{r_hat:.3f}"
+        return [f"{self.name} has not converged (R-hat {shown}): do not trust its row or distances to it"]
+
+
+def open_reference(run: Run, name: str) -> Reference:
+    """The reference of the run; one without a file (and a reason in the rows) when the run has no hmc draws.
+
+    Raises:
+        MissingInput: another one was named, and is not there.
+    """
+    path = run.folder.posterior(name, suffix=".nc")
+    if path.is_file():
+        header = read_header(path)
+        try:
+            run.use(header)
+            require_draws(run, header, num_used=0)
+        except (DataError, DeviceError) as error:
+            if error.code not in ("stale_input", "out_of_memory"):  # damaged: what else was made of it is no truer
+                raise
+            run.console.warn(f"skipping MMD^2: {error.message}{error.advice}")
+            return Reference(name, None)
+        return Reference(name, path)
+    if name != USUAL:
+        raise MissingInput(f"--reference: no draws {path}", hint=run.suggest("hmc", name=name), path=path)
+    return Reference(name, None)
+
+
+@dataclass(frozen=True)
+class References:
+    """The reference that was asked for, and in the place of the usual one, for other layers, draws over the same layers.
+
+    Args:
+        asked: by its name.
+        by_layers: hmc-all for all layers, and so on, where the run has them.
+    """
+
+    asked: Reference
+    by_layers: dict[str, Reference]
+
+    @classmethod
+    def of(cls, run: Run, name: str, posteriors: Sequence[Path | None]) -> References:
+        """Those of posteriors by their files. Raises as `open_reference` does."""
+        found = {}
+        for layers in {layers_of(path) for path in posteriors} - {LAST, STATE} if name == USUAL else ():
+            path = run.folder.posterior(f"{USUAL}{LayersOptions(layers).layers_suffix}", suffix=".nc")
+            if path.is_file() and layers_of(path) == layers:
+                found[layers] = open_reference(run, path.stem)
+        return cls(open_reference(run, name), found)
+
+    def for_posterior(self, path: Path | None) -> Reference:
+        """That of a posterior by its file."""
+        return self.by_layers.get(layers_of(path), self.asked)
+
+
+def effective_size(header: Header) -> int:
+    """The smallest effective number of draws over all parameters, as hmc has recorded it; 0 where it is unknown."""
+    metrics = header.meta.get("metrics", {})
+    sizes = [metrics.get(name) for name in ("min_ess_bulk", "min_ess_tail")]
+    return min((int(size) for size in sizes if size is not None), default=0)
+
+
+def distance_rows(run: Run, reference: Reference, posterior: Path | None) -> list[Row]:
+    """The rows of one posterior, from its file; undefined rows say why."""
+    if reference.path is None or posterior is None:
+        return reference_rows(
+            None, None, distances(), reference=reference.name, generator=run.stream("evaluate/permutation")
+        )
+    if posterior not in reference.measured:
+        reference.measured[posterior] = _measure(run, reference, posterior)
+    return reference.measured[posterior]
+
+
+def _measure(run: Run, reference: Reference, posterior: Path) -> list[Row]:
+    """The rows of one posterior, all of them at once."""
+    own, header = open_posterior(posterior)
+    if header.meta.get("layers") != reference.header.meta.get("layers"):
+        why = f"the draws of {reference.name} are over other layers"
+        return undefined_rows(distances(), reference=reference.name, reason=why)
+    theirs, ours = recorded_prior(reference.header), recorded_prior(header)
+    if ours is not None and theirs is not None and not ours.is_close(theirs):
+        run.console.warn(
+            f"{posterior.stem} has prior precision {ours}, but {reference.name} has {theirs}: MMD^2 and other "
+            "distances compare different targets"
+        )
+    draws = _draws(run, own, header)
+    return reference_rows(
+        draws,
+        reference.draws,
+        distances(),
+        reference=reference.name,
+        generator=run.stream("evaluate/permutation"),
+        device=run.device,
+    )
+
+
+def _draws(run: Run, posterior: Any, header: Header) -> WeightDraws:
+    """All draws of chains; seeded ones of a density or a point, whose mean is exact where its centre is that.
+
+    The centre of a latent binary network is its median probability model, and its mean that of one repeat.
+    """
+    if header.kind == "samples":
+        return WeightDraws(posterior.draws, num_independent=effective_size(header))
+    wanted = num_draws_for(posterior.layout.num_params)
+    count = min(wanted, getattr(posterior, "num_stored", wanted))
+    mean: Tensor | None = None if hasattr(posterior, "mean_theta") else getattr(posterior, "center", None)
+    with torch.no_grad():
+        draws: Tensor = posterior.to(run.device).sample(count, run.stream("evaluate/mmd")).cpu()
+    return WeightDraws(draws, mean=mean)

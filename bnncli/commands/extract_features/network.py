@@ -1,0 +1,491 @@
+"""Extract features by running the network over each split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bnncli import data
+from bnncli.artifacts.features import FeatureFile, KnownData, encoded_names
+from bnncli.commands.extract_features.splits import (
+    check_same_head,
+    check_two_classes,
+    class_names,
+    data_notes,
+    finished,
+    head_of,
+    hold_out_seed,
+    input_notes,
+    likelihood_of_splits,
+    model_identity,
+    publishable,
+    settle,
+    shared_params,
+    shift_asked,
+    split_request,
+    transform_json,
+    unfinished_kept,
+    without_rows,
+)
+from bnncli.data.pixels import Preprocess
+from bnncli.data.splits import InputSplit
+from bnncli.errors import BnnError, DataError
+from bnncli.lazy import torch
+from bnncli.models import Published, SavedModel
+from bnncli.models.features import Extracted, collect, padding_warning
+from bnncli.models.head import Head, check_link
+from bnncli.names import listed, percent
+from bnncli.options.shared import NO_NETWORK
+from bnncli.progress import SILENT
+from bnncli.session.network import FeatureStore, Network, recorded_checkpoint
+from bnncli.session.network_fit import NetworkFit, fit_of, unlike_inputs
+from bnncli.session.produce import Computed, Request, Work
+from bnncli.session.run import Result, Run, own_files
+from bnncli.session.splits import check_network_file, check_outputs, open_splits, shift_params, user_sources
+from bnncli.system.workers import Team, crew
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.commands.extract_features import ExtractFeaturesOptions
+
+
+_TRIED_ROWS = 256
+
+
+_MUCH_BETTER = 0.2  # of accuracy: five standard errors or more of so many rows
+
+
+_SCALINGS = (((0,), (1,)), ((0,), (255,)), ((0,), (1 / 255,)), ((0.5,), (0.5,)))  # mean and deviation
+
+
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+MUCH = 0.1  # of the logits' spread: more than that changes what a posterior says of an example
+
+
+def network_of(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None) -> Network:
+    """The network that was asked for, its checkpoint read. Raises what Network.of raises."""
+    assert options.model is not None
+    of, layer, output = options.model, options.last_layer, options.output
+    network = Network.of(run, of, options.model_arg, layer, saved, output, state=options.state)
+    network.autocast = options.autocast
+    return network
+
+
+class NetworkFeatures:
+    """The network that was asked for, and the splits that go through it.
+
+    Args:
+        opened: the network, where somebody has opened it already.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        options: ExtractFeaturesOptions,
+        splits: list[InputSplit],
+        saved: SavedModel | None,
+        likelihood: str | None,
+        *,
+        opened: Network | None = None,
+    ) -> None:
+        self.options, self.splits, self.likelihood = options, splits, likelihood
+        self.network = network_of(run, options, saved) if opened is None else opened
+        self._stores: list[FeatureStore] = []
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The checkpoint as provenance records it; None without one."""
+        return self.network.record
+
+    @cached_property
+    def head(self) -> Head | None:
+        """The last layer, of which is said what is special about it; None for flatten. Raises UsageError where it cannot be for the task."""
+        head = self.network.head(self.splits[0])
+        if head is not None:
+            check_outputs(self.options.task, self.likelihood, head.layout.num_outputs)
+            check_link(head, self.likelihood)
+            for note in head.notes:
+                self.network.run.console.info(f"{head.name}: {note}")
+        return head
+
+    def close(self) -> None:
+        """No more features come: what an interrupted run needs to go on stays."""
+        for store in self._stores:
+            store.close()
+
+    def forget(self) -> None:
+        """All features are published: nothing of them is needed any more."""
+        for store in self._stores:
+            store.remove()
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """Names of the classes; without a head as many as the labels show."""
+        if self.head is not None:
+            names = class_names(self.splits, self.head.layout.num_classes, self.network.saved, self.options.class_names)
+            if isinstance(self.network.saved, Published) and self.network.saved.published_classes(len(names)) == (
+                *names,
+            ):
+                self.network.run.console.info(
+                    f"using the class names of the published weights: {listed(names, limit=3)}"
+                )
+            return names
+        names = self._classes_shown()
+        check_two_classes(self.likelihood, len(names))
+        return names
+
+    def _classes_shown(self) -> list[str]:
+        """As many as the labels show."""
+        if self.options.class_names is not None:
+            return list(self.options.class_names)
+        named = [split for split in self.splits if split.classes and not split.is_ood]
+        if named:
+            return class_names(self.splits, len(named[0].classes or ()), None, None)
+        widths = [split.num_labels for split in self.splits if split.num_labels is not None]
+        if widths:
+            return [str(index) for index in range(widths[0])]
+        counts = [_largest_label(split) + 1 for split in self.splits if split.is_labeled and not split.is_ood]
+        return [str(index) for index in range(max([2, *counts]))]
+
+    def unread(self, split: InputSplit) -> FeatureFile:
+        """A split's file as far as it is known before any example goes through the network: the head and the classes, no rows and no labels."""
+        head = self.head
+        weight, bias = (None, None) if head is None else (head.weight, head.bias)
+        return FeatureFile(
+            name=split.name,
+            features=np.empty((0, 0), np.float32),
+            labels=None,
+            sample_id=np.empty(0, np.int64),
+            classes=self.classes,
+            head_weight=_numpy(weight),
+            head_bias=_numpy(bias),
+            check_logits=None,
+            is_ood=split.is_ood,
+            head_notes=() if head is None else head.notes,
+            likelihood=self.likelihood,
+        )
+
+    def features(
+        self, split: InputSplit, request: Request
+    ) -> tuple[FeatureFile, dict[str, Any], str | None, dict[str, Any] | None]:
+        """One split's features, what was done to its inputs, the name of the last layer, and what its inputs are like.
+
+        Args:
+            request: what they are for, which an interrupted run must have been asked for too.
+        """
+        options, head, unread = self.options, self.head, self.unread(split)
+        store = FeatureStore(
+            self.network.run,
+            request,
+            dtype=getattr(torch, options.dtype),
+            batch_size=options.batch_size,
+            resume=options.resume,
+            save_every=options.save_every,
+        )
+        self._stores.append(store)
+        whole = self.network.features(
+            split,
+            head,
+            batch_size=options.batch_size,
+            num_workers=options.num_workers,
+            dtype=options.dtype,
+            store=store,
+        )
+        self._say(split, whole)
+        content = replace(
+            unread,
+            features=whole.features.numpy(),
+            labels=_labels(split, whole),
+            sample_id=split.rows,
+            check_logits=None if whole.logits is None else whole.logits.numpy(),
+            names=encoded_names(split.names),
+            num_truncated=whole.num_truncated if split.items in ("texts", "audio") else None,
+        )
+        preprocess = {
+            "mean": options.mean,
+            "std": options.std,
+            "resize": options.resize,
+            "crop": options.crop,
+            "interpolation": "bilinear",
+            "dtype": options.dtype,
+            **({"no_exif": True} if options.no_exif else {}),
+            **({} if options.background is None else {"background": options.background}),
+            "augment": "none",
+            "hold_out": split.held_out,
+            **transform_json(self.network.saved),
+            **shift_params(split.shift),
+            **({} if options.autocast is None else {"autocast": options.autocast}),
+        }
+        statistics = None if whole.inputs is None else whole.inputs.statistics()
+        return content, preprocess, None if head is None else head.name, statistics
+
+    def better_scaling(self, split: InputSplit) -> str | None:
+        """Return the mean and deviation by which some rows of a misread split fit far better, in words; None without any.
+
+        Looks at 256 images or fewer, six times: usual scalings, and the mean and deviation of these images themselves.
+        """
+        rows = np.unique(np.linspace(0, len(split) - 1, num=_TRIED_ROWS).astype(np.int64))
+        few, own = split.take(rows), split.preprocess
+        plain = replace(few, preprocess=replace(own, mean=None, std=None))
+        inputs = next(iter(plain.batches(len(rows)))).inputs
+        if own.transform is not None or isinstance(inputs, dict) or inputs.ndim != 4:
+            return None
+        means, stds = (found.tolist() for found in (inputs.mean(dim=(0, 2, 3)), inputs.std(dim=(0, 2, 3))))
+        pairs = [*_SCALINGS, *([_IMAGENET] if len(means) == 3 else [])]
+        pairs += [(tuple(means), tuple(stds))] if all(value > 0 for value in stds) else []
+        texts = [tuple(",".join(f"{value:.4g}" for value in values) for values in pair) for pair in pairs]
+        now = self._fit_of(few)
+        found = [(now, "")]
+        for mean, std in texts:
+            parsed = Preprocess.parse(mean=mean, std=std)
+            tried = replace(own, mean=parsed.mean, std=parsed.std)
+            with suppress(BnnError):  # such as numbers that overflow
+                found.append((self._fit_of(replace(few, preprocess=tried)), f"\0mean\0 {mean} \0std\0 {std}"))
+        best, words = min(found, key=lambda pair: pair[0].nll)
+        is_rescaled = now.is_of_another_scale and best.nll < best.uniform_nll / 2
+        if not (best.nll < now.nll and (is_rescaled or best.accuracy >= now.accuracy + _MUCH_BETTER)):
+            return None
+        gain = f"accuracy {percent(best.accuracy)}, NLL {best.nll:.4f}"
+        return f"{words} gives {gain} on {len(rows)} rows of {split.name}"
+
+    def _fit_of(self, split: InputSplit) -> NetworkFit:
+        """How the network fits a few labelled examples."""
+        head = self.head
+        assert head is not None
+        batches = self.network.batches(
+            split, head, batch_size=self.options.batch_size, dtype="float32", num_workers=0, first_row=0, num_logits=0
+        )
+        whole = collect(batches, len(split))
+        weight, bias, labels = _numpy(head.weight), _numpy(head.bias), _labels(split, whole)
+        features = whole.features.numpy()
+        content = FeatureFile(
+            split.name,
+            features,
+            labels,
+            split.rows,
+            self.classes,
+            weight,
+            bias,
+            None,
+            False,
+            likelihood=self.likelihood,
+        )
+        fit = fit_of(content, is_judged=True, progress=SILENT)
+        assert fit is not None
+        return fit
+
+    def _say(self, split: InputSplit, whole: Extracted) -> None:
+        """What lower precision, padding, scaling and resampling changed; a warning where it is much."""
+        console, loss = self.network.run.console, whole.loss
+        if loss is not None:
+            say = console.warn if loss.largest > MUCH * loss.spread else console.info
+            say(f"{split.name} in {self.options.autocast}: {loss}")
+        stored = getattr(split.dataset, "inputs", None)
+        if self.network.spec.startswith("sklearn:") and getattr(stored, "dtype", None) == np.uint8:
+            console.warn(
+                f"{split.name}: bytes are divided by 255, as for networks; give floats if the model was fitted "
+                "differently"
+            )
+        if whole.num_converted:
+            console.info(
+                f"{split.name}: {whole.num_converted:,} of {len(split):,} clips were resampled to the model's "
+                "rate (scipy.signal.resample_poly) or averaged over channels"
+            )
+        for note in whole.images.notes(split.name, len(split), split.preprocess):
+            console.info(note)
+        if (warning := padding_warning(split.name, whole.padding)) is not None:
+            console.warn(warning)
+
+
+def _largest_label(split: InputSplit) -> int:
+    """The largest label of a split; a pass over the data where labels are known only when read."""
+    if split.labels is not None:
+        return int(split.labels.max())
+    return max(int(batch.labels.max()) for batch in split.batches(512) if batch.labels is not None)
+
+
+def _labels(split: InputSplit, whole: Extracted) -> np.ndarray | None:
+    known = split.labels if split.labels is not None else _numpy(whole.labels)
+    return None if known is None or split.is_ood else known if known.ndim == 2 else known.astype(np.int64)
+
+
+def _numpy(tensor: Tensor | None) -> np.ndarray | None:
+    return None if tensor is None else tensor.numpy()
+
+
+@dataclass
+class NetworkExtraction:
+    """Splits that a user named, and the network that they go through, which is opened when there is work for it.
+
+    Attributes:
+        saved: the model of KIND:PLACE.
+        opened: the network, where somebody has opened it already.
+    """
+
+    run: Run
+    options: ExtractFeaturesOptions
+    saved: SavedModel | None
+    opened: Network | None = None
+    _heads: dict[str, FeatureFile] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._known = cache(lambda name: KnownData(self.run.folder.features(name)))
+        self._network = cache(self._open_network)
+
+    @cached_property
+    def splits(self) -> list[data.InputSplit]:
+        """The data, opened and checked; train first. Raises what open_splits raises."""
+        return open_splits(
+            self.options,
+            self.saved,
+            seed=hold_out_seed(self.run),
+            memory=self._known,
+            ood=self.options.ood,
+            shift=shift_asked(self.run, self.options),
+            classes=self.options.class_names,
+        )
+
+    @cached_property
+    def requests(self) -> list[Request]:
+        """What is asked for, a request for each split."""
+        run, begin = self.run, partial(check_network_file, self.options)
+        params = [self._params(one) for one in self.splits]  # which refuse labels, before a checkpoint is read
+        sources = [user_sources(self.options, one, self.saved) for one in self.splits]
+        return [
+            split_request(run, one.name, self._record, params, sources, len(one), begin)
+            for one, params, sources in zip(self.splits, params, sources, strict=True)
+        ]
+
+    def result(self, *, also: Callable[[FeatureFile, dict[str, Any] | None], list[Result]]) -> Result:
+        """The features of all splits, published together.
+
+        Args:
+            also: produces what else belongs with them, of the first split without its rows and the checkpoint's record.
+        """
+
+        def beside() -> list[Result]:
+            return also(head_of(self.run, self.splits[0].name, self._heads), self._record)
+
+        pairs = zip(self.splits, self.requests, strict=True)
+        works = [Work(request, partial(self._extract, split, request)) for split, request in pairs]
+        with unfinished_kept(self._network):
+            results = settle(self.run, works, also=beside)
+        for warning in () if self.run.write.dry_run else unlike_inputs(self.run, [one.name for one in self.splits]):
+            self.run.console.warn(warning)
+        for split in self.splits if not self.run.write.dry_run else ():
+            self._known(split.name).keep()
+        return finished(self.run, results)
+
+    def better_scaling(self, name: str) -> str | None:
+        """Return the scaling by which a misread split fits far better, where the network was opened for its features."""
+        split = next(one for one in self.splits if one.name == name)
+        return self._network().better_scaling(split) if self._network.cache_info().currsize else None
+
+    @cached_property
+    def _likelihood(self) -> str | None:
+        return likelihood_of_splits(self.run, self.options, self.saved, self.splits)
+
+    def _open_network(self) -> NetworkFeatures:
+        """The network that the splits go through, its checkpoint read."""
+        from bnncli.session.network import begin  # here, for torch
+
+        if (others := crew()) is not None and not self.run.write.dry_run:
+            begin(others)
+        return NetworkFeatures(self.run, self.options, self.splits, self.saved, self._likelihood, opened=self.opened)
+
+    @cached_property
+    def _record(self) -> dict[str, Any] | None:
+        """The checkpoint as provenance records it, read where it is not the one of the run's features; None without one."""
+        if self.options.model == NO_NETWORK:
+            return None
+        run = self.run
+        recorded = recorded_checkpoint(run, own_files(self.saved, run.checkpoint_path), state=self.options.state)
+        if recorded is None:
+            names = {split.name for split in self.splits}
+            if not run.write.dry_run and not names & {*run.folder.splits()}:  # those may refuse, and that is said first
+                check_network_file(self.options)
+            recorded = self._network().record
+        return recorded
+
+    def _extract(self, split: data.InputSplit, request: Request) -> Computed:
+        run, network = self.run, self._network()
+        if network.record != self._record:
+            message = f"{run.checkpoint_path} was replaced while this command ran; nothing was written"
+            raise DataError(message, code="input_replaced", hint="run the command again", path=run.checkpoint_path)
+        names, shared = [one.name for one in self.splits], shared_params(self.options, self.saved, self._likelihood)
+        check_same_head(run, network.unread(split), names, self._record, shared)
+        content, preprocess, layer, statistics = network.features(split, request)
+        self._heads[split.name] = without_rows(content)
+        check_same_head(run, content, names, self._record, shared)  # its labels too
+        is_shifted = split.shift is not None
+        computed = publishable(
+            run, content, preprocess, layer, split.order_digest, split.spec, is_shifted, statistics
+        )  # fmt: skip
+        computed.summary.extend([*data_notes(split), *input_notes(split, content)])
+        return computed
+
+    def _params(self, split: data.InputSplit) -> dict[str, Any]:
+        """What changes the numbers of one split's features."""
+        options, seed = self.options, self.run.compute.seed
+        return {
+            **model_identity(options, self.saved),
+            "mean": options.mean,
+            "std": options.std,
+            "resize": options.resize,
+            "crop": options.crop,
+            "dtype": options.dtype,
+            "hold_out": split.held_out,
+            "seed": seed if split.held_out or (split.shift and split.shift.is_random) else None,
+            "is_ood": split.is_ood,
+            **shift_params(split.shift),
+            **({} if split.first_rows is None else {"first_rows": split.first_rows}),
+            **({} if self._likelihood is None else {"task": self._likelihood}),
+        }
+
+
+def lend_to_first(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None, crew: Team) -> Result:
+    """Nothing of its own: writes no file, decides nothing, says nothing.
+
+    The data are opened while the first process opens them, the network when that has work for it.
+
+    Raises:
+        BnnError: the data or the network cannot be opened, or are others than the first process has.
+    """
+    splits = open_splits(
+        options,
+        saved,
+        seed=hold_out_seed(run),
+        memory=lambda name: KnownData(run.folder.features(name)),
+        ood=options.ood,
+        shift=shift_asked(run, options),
+        classes=options.class_names,
+    )
+    from bnncli.session import network as turns  # here, for torch
+
+    if not turns.has_begun(crew):
+        return Result()
+    network = network_of(run, options, saved)
+    head, by_name = network.head(splits[0]), {split.name: split for split in splits}
+    for order in turns.orders(crew):
+        split = by_name[order.split]
+        order.check(split, network.record)
+        batches = partial(
+            network.batches,
+            split,
+            head,
+            batch_size=options.batch_size,
+            dtype=options.dtype,
+            num_workers=options.num_workers,
+            first_row=order.first_row,
+            num_logits=order.num_logits,
+        )
+        turns.lend(batches, crew)
+    return Result()

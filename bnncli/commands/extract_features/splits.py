@@ -1,0 +1,568 @@
+"""The splits of extract-features: what the user named, checked against the run, requested and published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import _lru_cache_wrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bnncli import data
+from bnncli.artifacts.atomic import check_free_space
+from bnncli.artifacts.features import (
+    FeatureFile,
+    check_split,
+    head_digest,
+    read_features,
+    write_features,
+)
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import (
+    SHARED_PARAMS,
+    UNFINISHED,
+    differing_names,
+    leave_note,
+    request_digest,
+    take_note_away,
+)
+from bnncli.artifacts.headers import Header, interpreting
+from bnncli.artifacts.posteriors import PREPROCESSING, RECORDED_NETWORK, trained_header
+from bnncli.artifacts.provenance import Source
+from bnncli.commands.inspect import recognised_model
+from bnncli.data.shift import Shift
+from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
+from bnncli.likelihoods import BINARY, MULTILABEL, recorded_name
+from bnncli.models import Published, SavedModel, is_kind
+from bnncli.numerics.random import stream_seed
+from bnncli.options.command import CommandLine
+from bnncli.options.declaration import spelled
+from bnncli.options.shared import EITHER, NO_NETWORK
+from bnncli.registry import own_names
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import run_classes
+from bnncli.session.network_fit import fit_of
+from bnncli.session.produce import Computed, Request, Work, produce_together
+from bnncli.session.run import Result, Run, opened_model
+from bnncli.session.splits import shared_rows, shift_of
+
+if TYPE_CHECKING:
+    from bnncli.commands.extract_features import ExtractFeaturesOptions
+    from bnncli.commands.extract_features.network import NetworkFeatures
+
+
+def no_model(run: Run, options: ExtractFeaturesOptions) -> UsageError:
+    """The error of a command that names no network, with the line that would work where the checkpoint tells of one."""
+    path = Path(run.arguments["ckpt"])
+    is_complete = bool(options.data or options.ood)
+    trained = own_code_line(run)
+    if trained is not None:
+        message = (
+            f"{path.name} was trained with a network from your own code; to run it, name the network with \0model\0"
+        )
+        return UsageError(message, hint=trained.pasted() + ("" if is_complete else " \0data\0 SPLIT=SPEC"))
+    found = recognised_model(path) if path.exists() else None
+    if found is None:
+        return UsageError(EITHER)
+    model, line = found
+    return UsageError(EITHER, hint=run.line.having("model", model).pasted() if is_complete else line)
+
+
+# Of a network in code, or of inputs whose preprocessing the network does not bring.
+_OF_CODE = ("model_arg", "last_layer", "output", "state", "base_model", "feature_node")
+
+
+_OF_ARRAYS = ("mean", "std", "resize", "crop")
+
+
+_WITH_TRANSFORM = ("hf", "peft", "timm")
+
+
+@contextmanager
+def own_model_told(run: Run, options: ExtractFeaturesOptions) -> Iterator[None]:
+    """Where CKPT is no weights inside the block but another model of its own, the error's hint is the line that runs it."""
+    try:
+        yield
+    except BnnError as error:
+        line = _own_line(run, options) if error.path == str(run.arguments["ckpt"]) else None
+        if line is None:
+            raise
+        raise type(error)(error.message, hint=line.pasted(), code=error.code, path=error.path) from error
+
+
+def _own_line(run: Run, options: ExtractFeaturesOptions) -> CommandLine | None:
+    """The command with the model that CKPT is; None where it is none but the one that was named, or cannot be told."""
+    path = Path(run.arguments["ckpt"])
+    found = recognised_model(path) if path.exists() else None
+    if found is None or not is_kind(found[0]) or found[0] == options.model:
+        return None
+    if found[0].partition(":")[2] != str(path):  # a network for its weights
+        return None
+    line = run.line.having("model", found[0])
+    for name in (*_OF_CODE, *(_OF_ARRAYS if found[0].partition(":")[0] in _WITH_TRANSFORM else ())):
+        line = line.having(name, None)
+    return line
+
+
+_OF_SAVED_MODELS = ("base_model", "feature_node")
+
+
+# Options that change numbers, recorded where they are given.
+_WHERE_GIVEN = (*_OF_SAVED_MODELS, "output", "state", "autocast", "no_exif", "background")
+
+
+def saved_model(run: Run, options: ExtractFeaturesOptions) -> SavedModel | None:
+    """The model of KIND:PLACE, opened; None for any other. Raises what open_model raises."""
+    if options.model is None and options.from_npz is None:
+        raise no_model(run, options)
+    asked = {name: getattr(options, name) for name in _OF_SAVED_MODELS}
+    return opened_model(options.model, options.model_arg, **asked, allow_download=options.allow_download)
+
+
+def class_names(
+    splits: list[data.InputSplit], num_classes: int, saved: SavedModel | None, given: tuple[str, ...] | None
+) -> list[str]:
+    """Names of the classes: those given, else the model's, else the data's, else those of published weights, else 0, 1, 2, ...
+
+    Raises:
+        UsageError: another number of names was given than the network has classes.
+        DataError: the model or the data name another number of classes than the network has.
+    """
+    if given is not None:
+        if len(given) != num_classes:
+            raise UsageError(
+                f"\0classes\0: expected {num_classes} names, one per output of the network; got {len(given)}"
+            )
+        return list(given)
+    if saved is not None and saved.classes is not None:
+        if len(saved.classes) != num_classes:
+            message = f"the model names {len(saved.classes)} classes, but its last layer has {num_classes}"
+            raise DataError(message, code="class_mismatch")
+        return list(saved.classes)
+    named = {split.name: list(split.classes) for split in splits if split.classes and not split.is_ood}
+    for name, own in named.items():
+        if len(own) != num_classes:
+            raise DataError(
+                f"split {name!r} has {len(own)} classes, but the network has {num_classes} outputs", code="class_mismatch",
+                hint="name all of them in the order of the network's outputs: \0classes\0 FILE or a,b,c",
+            )  # fmt: skip
+    if named:
+        return next(iter(named.values()))
+    published = saved.published_classes(num_classes) if isinstance(saved, Published) else None
+    return [str(index) for index in range(num_classes)] if published is None else list(published)
+
+
+def data_notes(split: data.InputSplit) -> list[str]:
+    """Return notes on a split's data: files left out, rows without labels, how names were numbered if the network names no classes, and columns that look like labels."""
+    note = getattr(split.dataset, "note", "")
+    return [*([f"{split.name}: {note}"] if note else []), *_label_notes(split)]
+
+
+def _label_notes(split: data.InputSplit) -> list[str]:
+    if (order := data.numbered_by_name(split)) is not None:
+        return [f"{order}; set another order with \0classes\0 FILE or a,b,c"]
+    columns = "+".join(data.columns_of_classes(split))
+    told = (
+        "no label columns were named, but some columns have the model's class names; to use them as labels, add "
+        f"label={columns}"
+    )
+    return [f"{split.name}: {told}"] if columns else []
+
+
+def input_notes(split: data.InputSplit, content: FeatureFile) -> list[str]:
+    """What the model's own preprocessing did not do to a split, a line each: texts and clips that it cut, arrays that it does not take."""
+    transform = split.preprocess.transform
+    if transform is None:
+        return []
+    if getattr(getattr(split.dataset, "inputs", None), "dtype", np.dtype(np.uint8)).kind == "f":
+        return [
+            f"{content.name}: the inputs are floats and are used unchanged: the model's preprocessing expects "
+            f"{transform.takes}"
+        ]
+    if not content.num_truncated:
+        return []
+    what, own = "clips" if split.items == "audio" else "texts", transform.to_json()
+    limit = own.get("max_length")
+    longer = "than the model takes" if limit is None else f"than {limit} tokens"
+    if limit is not None and "sampling_rate" in own:
+        longer = f"than {limit / own['sampling_rate']:.3g} s"
+    return [
+        f"{content.name}: {content.num_truncated:,} of {len(split):,} {what} were longer {longer} and were truncated"
+    ]
+
+
+def transform_json(saved: SavedModel | None) -> dict[str, Any]:
+    """What the model's own preprocessing does, for params and provenance; empty without one."""
+    return {} if saved is None or saved.transform is None else {"transform": saved.transform.to_json()}
+
+
+def model_identity(options: ExtractFeaturesOptions, saved: SavedModel | None) -> dict[str, Any]:
+    """What of the network's definition changes numbers: its name, arguments, layer and preprocessing."""
+    return {
+        "model": options.model,
+        "model_arg": sorted(options.model_arg),
+        "last_layer": options.last_layer,
+        **{name: getattr(options, name) for name in _WHERE_GIVEN if getattr(options, name) not in (None, False)},
+        **({} if options.classes is None else {"classes": "\n".join(options.class_names or ())}),
+        **transform_json(saved),
+    }
+
+
+def likelihood_of_splits(
+    run: Run,
+    options: ExtractFeaturesOptions,
+    saved: SavedModel | None,
+    splits: list[data.InputSplit],
+) -> str | None:
+    """The likelihood by name that the splits ask for; else what the model says, or the run's other splits.
+
+    Raises:
+        DataError: labels that are not what was said, or that may be several things.
+    """
+    labels = {split.spec: split.shown_labels for split in splits if split.is_labeled}
+    told = None if saved is None or options.task is not None else saved.task
+    task = options.task or (MULTILABEL if told == MULTILABEL else None)
+    if told is not None:
+        _check_model_is_for(told, labels)
+    found = data.common_task(labels, task)
+    if task == BINARY and options.model == NO_NETWORK:
+        return BINARY
+    return found if task is not None else likelihood_beside(run, found, [split.name for split in splits], labels)
+
+
+def _check_model_is_for(told: str, labels: Mapping[str, np.ndarray | None]) -> None:
+    """Raise DataError where what a model says that it was made for is not what the labels are, and nobody said a task."""
+    for where, array in labels.items():
+        if told == MULTILABEL and array is not None and array.ndim == 1:
+            raise DataError(
+                f"{where}: examples have one class, but the model was trained for several labels",
+                hint="name one column per label (label=A+B), or add \0task\0 multiclass",
+                code="bad_labels",
+            )
+        if told == "multiclass" and data.shows_several(array):
+            raise DataError(
+                f"{where}: examples have several labels, but the model was trained for one class",
+                hint=f"add \0task\0 {MULTILABEL} to treat each output as its own label",
+                code="bad_labels",
+            )
+
+
+def likelihood_beside(run: Run, found: str | None, names: Collection[str], labels: Collection[object]) -> str | None:
+    """What splits of these names are of by their labels, if they have any, and by what the run's others are: nobody said a task."""
+    of_run = likelihood_of_run(run, names)
+    return found if labels and of_run != BINARY else of_run
+
+
+def likelihood_of_run(run: Run, without: Collection[str]) -> str | None:
+    """The likelihood by name of a run's other splits; None where the number of outputs says it, or there are none."""
+    for name in run.folder.splits():
+        if name not in without:
+            try:
+                found = recorded_name(read_header(run.folder.features(name)).meta)
+            except NOT_OF_CONTENT:
+                raise
+            except BnnError:  # said where that split is asked for
+                continue
+            if found is not None:
+                return found
+    return None
+
+
+def check_two_classes(likelihood: str | None, num_classes: int) -> None:
+    """Raise UsageError where one logit is to tell apart other than two classes."""
+    if likelihood == BINARY and num_classes != 2:
+        raise UsageError(f"\0task\0 binary: expected labels 0 and 1; got {num_classes} classes")
+
+
+def shared_params(options: ExtractFeaturesOptions, saved: SavedModel | None, likelihood: str | None) -> dict[str, Any]:
+    """The options that all splits of a run must share."""
+    own = {**model_identity(options, saved), "task": likelihood}
+    return {name: own[name] if name in own else getattr(options, name, None) or None for name in SHARED_PARAMS}
+
+
+def hold_out_seed(run: Run) -> int:
+    """What chooses the rows that --hold-out moves."""
+    return stream_seed(run.compute.seed, "extract-features/hold-out")
+
+
+def shift_asked(run: Run, options: ExtractFeaturesOptions) -> Shift | None:
+    """What is to be done to the images of the splits; None for nothing."""
+    return shift_of({"rotate": options.rotate, "corrupt": options.corrupt, "seed": run.compute.seed})
+
+
+def split_request(
+    run: Run,
+    name: str,
+    checkpoint: dict[str, Any] | None,
+    params: dict[str, Any],
+    sources: list[Source],
+    num_examples: int,
+    begin: Callable[[], object] = lambda: None,
+) -> Request:
+    """The request for one split's features.
+
+    Args:
+        begin: called first where the features have to be made.
+    """
+    target = run.folder.features(name)
+    return Request(
+        target,
+        "features",
+        f"features.{name}",
+        params,
+        _revisions.EXTRACT_FEATURES,
+        sources,
+        checkpoint,
+        lambda: num_examples * 64,
+        begin=begin,
+    )
+
+
+def publishable(
+    run: Run,
+    content: FeatureFile,
+    preprocess: dict[str, Any],
+    layer: str | None,
+    order_digest: str,
+    source: str,
+    is_shifted: bool = False,
+    input_statistics: dict[str, Any] | None = None,
+) -> Computed:
+    """A feature split that has passed its own check and fits the run's other splits, with how well the network fits its labels."""
+    target = run.folder.features(content.name)
+    check_split(target, content)
+    check_free_space(target.parent, content.features.nbytes)
+    fit = fit_of(content, is_judged=not is_shifted, progress=run.console)
+    summary = [
+        f"{content.name}: {len(content.features)} examples, {content.features.shape[1]} features"
+        + ("" if content.labels is not None else ", no labels")
+    ]
+
+    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+        return write_features(
+            target,
+            content,
+            preprocess=preprocess,
+            layer=layer,
+            order_digest=order_digest,
+            source=source,
+            provenance=provenance,
+            may_replace=may_replace,
+            network_fit=None if fit is None else fit.to_json(),
+            input_statistics=input_statistics,
+        )
+
+    return Computed(publish, summary=summary)
+
+
+def without_rows(content: FeatureFile) -> FeatureFile:
+    """A split's head, classes and width, without its examples."""
+    return replace(content, features=content.features[:0].copy(), labels=None, names=None, sample_id=np.empty(0))
+
+
+def head_of(run: Run, split: str, made: Mapping[str, FeatureFile]) -> FeatureFile:
+    """The head of a split: as this command has made it, or as it was there."""
+    return made[split] if split in made else read_features(run.folder.features(split))
+
+
+def finished(run: Run, results: list[Result]) -> Result:
+    """All results as one; warns where two splits of the run share rows."""
+    total = Result()
+    for result in results:
+        total.add(result)
+    if not run.write.dry_run:
+        for text in shared_rows(run.folder):
+            run.console.warn(text)
+    if total.action == "up_to_date" and len(total.outputs) > 1:
+        total.summary = [f"all {len(total.outputs)} artifacts are up to date"]
+    return total
+
+
+def note_changed(run: Run, requests: Sequence[Request]) -> None:
+    """Note every request whose data are not those of the features that are there, before any of them is worked on."""
+    for request in requests:
+        if is_of_other_data(request):
+            _note(run, request, UNFINISHED)
+
+
+def settle(run: Run, works: Sequence[Work], *, also: Callable[[], list[Result]]) -> list[Result]:
+    """What `produce_together` gives; the notes of the requests for features say why where it raises, else they are gone.
+
+    While the files take their names, a note lies beside each that is replaced: a command that ends in between leaves
+    splits of two requests, and each then tells of which it is.
+    """
+    requests = [work.request for work in works if work.request.kind == "features"]
+    digests = {one.target: request_digest(one.params, one.sources) for one in requests}
+    earlier: dict[Path, int | None] = {}
+
+    def before(targets: Sequence[Path]) -> None:
+        earlier.update({target: _inode(target) for target in targets})
+        together = {target.stem: digests[target] for target in targets if target in digests}
+        for target in targets if len(targets) > 1 else ():
+            if target in digests and target.is_file():
+                leave_note(target, reason=UNFINISHED, request=digests[target], together=together)
+
+    try:
+        results = produce_together(run, works, also=also, before=before)
+    except BnnError as error:
+        if all(_inode(target) == number for target, number in earlier.items()):  # no file has its name
+            _say_why(run, requests, error.message, noted=earlier)
+        raise
+    if not run.write.dry_run:
+        for request in requests:
+            take_note_away(request.target)
+    return results
+
+
+def _inode(target: Path) -> int | None:
+    """Which file has a name."""
+    return target.stat().st_ino if target.exists() else None
+
+
+def _say_why(run: Run, requests: Sequence[Request], reason: str, *, noted: Collection[Path]) -> None:
+    """Note why newer data did not come through; a note about anything else is not needed, as nothing was changed."""
+    for request in requests:
+        if is_of_other_data(request):
+            _note(run, request, reason)
+        elif request.target in noted:
+            take_note_away(request.target)
+
+
+def is_of_other_data(request: Request) -> bool:
+    """Whether there are features, of other data than those that are asked for."""
+    if not request.target.is_file():
+        return False
+    try:
+        header = read_header(request.target)
+    except NOT_OF_CONTENT:
+        raise
+    except BnnError:  # nothing can be made of them
+        return False
+    then = {entry["role"]: entry["content_digest"] for entry in header.inputs}
+    return any(then.get(one.role) != one.content_digest for one in request.sources if one.role.startswith("data."))
+
+
+def _note(run: Run, request: Request, reason: str) -> None:
+    if not run.write.dry_run:
+        digest = request_digest(request.params, request.sources)
+        _try(run, lambda: leave_note(request.target, reason=spelled(reason), request=digest))
+
+
+def _try(run: Run, write: Callable[[], None]) -> None:
+    """Write a note; where that fails, what the command itself says matters more."""
+    try:
+        write()
+    except BnnError as error:
+        run.console.warn(f"cannot record that newer data were requested: {error.message}")
+
+
+@contextmanager
+def unfinished_kept(network: _lru_cache_wrapper[NetworkFeatures]) -> Iterator[None]:
+    """Around the work and its publication: what was not published stays where --resume finds it, and nothing else.
+
+    Args:
+        network: opens it when there is work for it, and knows then that it was.
+    """
+    try:
+        yield
+    finally:
+        if network.cache_info().currsize:
+            network().close()
+    if network.cache_info().currsize:
+        network().forget()
+
+
+_TOLD = {None: "one class per example", MULTILABEL: "several labels per example", BINARY: "two classes from one logit"}
+
+
+def check_same_head(
+    run: Run, content: FeatureFile, names: list[str], record: dict[str, Any] | None, shared: dict[str, Any]
+) -> None:
+    """Splits of a run that this command does not make have its head, classes and preprocessing, unless they are stale.
+
+    Raises:
+        DataError: they have other ones.
+    """
+    weights_digest = record["weights_digest"] if record else None
+    for name in sorted({*run.folder.splits()} - {*names}):
+        path = run.folder.features(name)
+        header = read_header(path)
+        if header.weights_digest == weights_digest and recorded_name(header.meta) != content.likelihood:
+            there, here = (_TOLD[one] for one in (recorded_name(header.meta), content.likelihood))
+            raise DataError(
+                f"split {name!r} of this run has {there}, but the new one has {here}",
+                code="mixed_options",
+                path=path,
+                hint="give --task, extract all splits in one command with --force, or use another --run-dir",
+            )
+        theirs = header.provenance.get("params", {})
+        if header.weights_digest != weights_digest and theirs.get("state") == shared.get("state"):
+            continue
+        for differing in differing_names(theirs, shared):
+            what = "model preprocessing" if differing == "transform" else f"--{differing.replace('_', '-')}"
+            raise DataError(
+                f"split {name!r} of this run was extracted with another {what} (then {theirs.get(differing)}, now "
+                f"{shared[differing]})",
+                code="mixed_options",
+                path=path,
+                hint="use the same options, extract all splits in one command with --force, or use another --run-dir",
+            )
+        if header.meta.get("head_digest") != head_digest(content):
+            raise DataError(
+                f"split {name!r} of this run has another head than the new one",
+                code="wrong_head",
+                path=path,
+                hint="extract all splits in one command with --force, or use another --run-dir",
+            )
+    run_classes(run.folder, content, weights_digest=weights_digest, without=names)
+
+
+def with_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeaturesOptions:
+    """The options with the network that the checkpoint was trained as, and its preprocessing, where no network is named.
+
+    What a file names is never run as code: of a network by code the user is asked. Warns where a network that is named gets
+    inputs of another preprocessing than it was trained with.
+    """
+    header = trained_header(Path(run.arguments["ckpt"])) if options.from_npz is None else None
+    if header is None:
+        return options
+    recorded = _recorded(header)
+    if options.model is None and recorded["model"] in own_names("networks"):
+        given = {name: getattr(options, name) for name in (*PREPROCESSING, "model_arg")}
+        run.console.info(f"{header.path.name} was trained with {_said(recorded)}")
+        return replace(options, **{name: value for name, value in recorded.items() if not given.get(name)})
+    if options.model is not None:
+        differing = [name for name in PREPROCESSING if getattr(options, name) != recorded[name]]
+        for name in differing:
+            run.console.warn(
+                f"{header.path.name} was trained with \0{name}\0 {recorded[name] or 'unset'}; you asked for "
+                f"{getattr(options, name) or 'none'}"
+            )
+    return options
+
+
+def own_code_line(run: Run) -> CommandLine | None:
+    """The command with the network of the user's own code that train recorded; None where the checkpoint records none."""
+    header = trained_header(Path(run.arguments["ckpt"]))
+    if header is None:
+        return None
+    line = run.line
+    for name, value in _recorded(header).items():
+        line = line if line.gives(name) else line.having(name, value)
+    return line
+
+
+def _recorded(header: Header) -> dict[str, Any]:
+    with interpreting(header.path):
+        params = header.provenance["params"]
+        return {name: params[name] for name in RECORDED_NETWORK}
+
+
+def _said(recorded: dict[str, Any]) -> str:
+    """The network and the preprocessing in words."""
+    words = [str(recorded["model"]), *map(str, recorded["model_arg"])]
+    words += [f"{name} {recorded[name]}" for name in PREPROCESSING if recorded[name] is not None]
+    return ", ".join(words)

@@ -1,0 +1,803 @@
+"""Fit a Laplace approximation over the last layer: the mode, the structure, the search for the prior precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from bnncli import registry
+from bnncli.artifacts.features import label_counts
+from bnncli.errors import DataError
+from bnncli.inference import memory
+from bnncli.inference.laplace import LaplaceFit, RowLift, fit_gaussian, lift_fit
+from bnncli.inference.memory import NUM_DRAWS, NUM_FOLDS, QUICK_SECONDS, SEARCH_FITS, SEARCH_MODES, fit_seconds
+from bnncli.inference.mode import mode_of
+from bnncli.inference.prior_criterion import LeftOut
+from bnncli.inference.prior_search import (
+    BOUNDS,
+    PLUG_IN,
+    SAMPLED,
+    PlugInChoice,
+    PriorSearch,
+    SearchRows,
+    first_near_the_best,
+    is_brief,
+    search,
+    search_rows,
+    search_size,
+)
+from bnncli.inference.prior_variants import Fold, FoldSearch, search_folds, stratified_folds
+from bnncli.inference.temperature import LabelledLogits, fit_temperature
+from bnncli.lazy import torch
+from bnncli.options.shared import LayersOptions
+from bnncli.parameters.layouts import MatrixLayout
+from bnncli.parameters.module import LAST
+from bnncli.parameters.prior import Prior
+from bnncli.posteriors.point import Point
+from bnncli.progress import Progress
+from bnncli.registry import declaring
+from bnncli.session.inputs import Split
+from bnncli.session.out_of_fold import VAL, GaussianFolds, fitted_rows
+from bnncli.session.posteriors import Cost, Fitted, row_space, span_metrics
+from bnncli.session.run import Run
+from bnncli.session.states import fresh_posterior, to_predict
+from bnncli.session.val_report import measure_on_val, warn_if_worse
+from bnncli.system.devices import speed_of
+from bnncli.system.memory import budget, bytes_text
+from bnncli.targets.last_layer import HeldOutFeatures, LastLayerTarget
+from bnncli.targets.target import counted_passes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.commands.fit_laplace import FitLaplaceOptions
+    from bnncli.inference.mode import Mode
+    from bnncli.posteriors.gaussian import Gaussian
+    from bnncli.targets.target import CurvedTarget
+
+
+JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal changes nothing below it
+
+_MOST_NAMES = 10
+_MEMORISED, _MOST_ROWS = 1 / 3, 10_000  # NLL of train, of that of val; rows that tell it
+_MEANINGS = {
+    "val": "they do not count in the choice of the prior precision or in any score on val",
+    "train": "their weights are learned only from examples of other classes, so they are rarely predicted",
+}
+
+
+def warn_of_missing_classes(run: Run, splits: Sequence[Split]) -> None:
+    """Say which classes no example of train or val has, and what that means."""
+    for split in splits:
+        if split.content.labels is None:
+            continue
+        classes = split.content.classes
+        counts = label_counts(split.content.labels, len(classes))
+        missing = [str(classes[place]) for place in np.flatnonzero(counts[: len(classes)] == 0)]
+        if missing:
+            shown = ", ".join(repr(name) for name in missing[:_MOST_NAMES]) + ", ..." * (len(missing) > _MOST_NAMES)
+            name = split.content.name
+            run.console.warn(
+                f"{name} ({len(split.content.labels)} examples) has no examples of {len(missing)} of the "
+                f"{len(classes)} classes ({shown}): {_MEANINGS[name]}"
+            )
+
+
+def warn_of_edge(run: Run, found: PriorSearch | FoldSearch) -> None:
+    """Say so where a wider search for the prior precision might find a better one."""
+    if found.at_edge:
+        run.console.warn(
+            f"the best prior precision found, {found.best:.4g}, is at the edge of the search range; set it with "
+            "--prior-precision"
+        )
+
+
+def warn_of_jitter(run: Run, gaussian: Gaussian) -> None:
+    """What was added to a precision that could not be factored acts as a prior; said where it outweighs the real one."""
+    jitter = getattr(gaussian.covariance, "jitter", 0.0)
+    precision = float(gaussian.require_prior().diagonal(gaussian.layout).min())
+    if jitter > JITTER_SHARE * precision:
+        run.console.warn(
+            f"the posterior precision is not positive definite in float64, so {jitter:.2g} was added to its "
+            f"diagonal (prior precision {precision:.2g}). The marginal likelihood and the variances in "
+            "directions that only the prior determines are wrong; use a larger --prior-precision or --structure "
+            "kron"
+        )
+
+
+def warn_of_shortfall(run: Run, mode: Mode) -> None:
+    """Say so where the centre is further from the mode than was asked for."""
+    if mode.shortfall is not None:
+        run.console.warn(
+            f"the centre is {mode.newton_decrement:.2g} posterior standard deviations from the mode (all {len(mode.theta):,} "
+            f"parameters together; a draw is about {math.sqrt(len(mode.theta)):.0f} away): {mode.shortfall}"
+        )
+
+
+def tell_of_memorised(run: Run, train: Split, val: Split | None) -> None:
+    """Say so where the network has memorised the rows that a last layer is fitted to: they tell little of what it does elsewhere."""
+    from bnncli.lazy import torch
+    from bnncli.posteriors.point import Point
+
+    head = train.head()
+    if head is None or val is None or val.content.labels is None or min(len(train.stored), len(val.stored)) < 2:
+        return
+    point, found = Point(head.to(run.device), train.layout), []
+    for split in (train, val):
+        order = torch.randperm(len(split.stored), generator=run.stream("fit-laplace/memorised"))
+        some = split.take(order[:_MOST_ROWS].sort().values)
+        losses = train.layout.likelihood.losses(some.logits(point, run.device), some.labels(run.device), 1.0)
+        found.append((float(losses.mean()), float(losses.std()) / math.sqrt(len(losses))))
+    (own, own_error), (other, other_error) = found
+    if own < _MEMORISED * other and other - own > 3 * math.hypot(own_error, other_error):
+        run.console.info(
+            f"the network has memorised train (NLL {own:.3g} on train, {other:.3g} on val); fit to rows that it "
+            "has not seen, with --fit-on train+val or with --fit-on val --prior-mean checkpoint"
+        )
+
+
+def _is_no_base(metrics: dict[str, Any]) -> bool:
+    """Whether refine would refuse it."""
+    return "subnetwork_size" in metrics or "solver_steps" in metrics
+
+
+def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
+    """Say so where what predict gives by default is worse on val than what is simpler."""
+    if metrics.get("val") is None:
+        return
+    also, other = [], None if path.stem == "laplace" else path.stem
+    if metrics.get("center") == "checkpoint":
+        command = run.suggest("fit-laplace", center="mode", force=True, name=other)
+        also.append(f"run {command} (not measured yet)")
+    elif metrics["structure"] not in declaring("curvature", "is_exact") and not _is_no_base(metrics):
+        name = f"refine{LayersOptions(metrics.get('layers', LAST)).layers_suffix}"
+        refined = fresh_posterior(run, name, {"flow": "affine", "base": path.stem})
+        if refined is None:
+            mend = run.suggest("refine", flow="affine", base=other)
+            also.append(f"run {mend} (a {metrics['structure']} covariance is rough; not measured yet)")
+        else:
+            measured = (refined.meta["metrics"].get("val") or {}).get("refine")
+            if measured and measured["nll"] < metrics["val"]["laplace"]["nll"]:
+                by = to_predict(run, name, measured["integrator"], is_default=True)
+                also.append(f"{by} ({measured['nll']:.4f})")
+    warn_if_worse(run, path, metrics, method="laplace", also=also)
+
+
+_DEARER = 8  # times, that a search by the structure to fit has to take longer than by a rougher one to be made around that one's result
+
+
+def structure_to_fit(
+    wanted: str,
+    layout: MatrixLayout,
+    run: Run,
+    *,
+    num_examples: int,
+    is_search: bool,
+    whole: MatrixLayout | None = None,
+) -> str:
+    """The structure to fit first. Raises DeviceError when it does not fit in memory, naming the largest that does.
+
+    Args:
+        wanted: as asked for.
+        layout: of what is fitted; `whole` of all of theta, where that is the span of the features.
+        is_search: whether the prior precision is searched for.
+    """
+    sizes: dict[str, Any] = {"num_draws": NUM_DRAWS, "whole": whole}
+    chosen = wanted
+    if wanted == "auto":
+        chosen = memory.automatic_structure(layout, budget(run.device_name), device=run.device_name, **sizes)
+        if chosen != memory.structures()[0]:
+            text = structure_text(run, chosen, layout, num_examples=num_examples, is_search=is_search, sizes=sizes)
+            run.console.warn(text)
+    memory.require_fit(chosen, layout, run.device_name, **sizes)
+    return chosen
+
+
+def structure_to_search(run: Run, structure: str, layout: MatrixLayout) -> str:
+    """The structure by which the prior precision is searched for: the one to fit, or a quicker one, which is said.
+
+    A search makes ten Gaussians or more: where the one to fit is none that fit-laplace would take of itself for its time, the
+    precision is that which val prefers for the closest that is, and the structure asked for is made once, there.
+    """
+    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
+    if structure in quick or not quick or structure not in memory.structures()[: memory.structures().index(quick[0])]:
+        return structure
+    run.console.info(
+        f"searching for the prior precision with {quick[0]}: ten {structure} covariances of "
+        f"{layout.num_params:,} parameters would take long"
+    )
+    return quick[0]
+
+
+def rough_structure_to_search(run: Run, structure: str, layout: MatrixLayout, *, num_examples: int) -> str:
+    """The structure by which the prior precision is searched for first, where val chooses the structure too: the quickest, if that pays.
+
+    A search makes ten Gaussians or more, and those of the structure that is fitted may take many times as long as rougher ones: 30 s of two
+    times 16 full covariances of 2,570 parameters, of Kronecker factors 2 s.
+    """
+    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS)
+    if structure not in quick:
+        return structure
+    speed = speed_of(run.device)
+    counts = {"num_fits": SEARCH_FITS, "num_modes": SEARCH_MODES}
+    seconds = {
+        name: fit_seconds(name, layout, num_examples=num_examples, speed=speed, **counts)
+        for name in quick[quick.index(structure) :]
+        if name != "diag"  # whose draws predict so badly that it may prefer a precision of its own
+    }
+    rough = min(seconds, key=lambda name: seconds[name])
+    is_dear = seconds[structure] > QUICK_SECONDS and seconds[structure] > _DEARER * seconds[rough]
+    return rough if is_dear else structure
+
+
+def structure_by_val(
+    run: Run,
+    target: CurvedTarget,
+    found: PriorSearch,
+    search_at: Callable[..., PriorSearch],
+    *,
+    closest: str,
+    layout: MatrixLayout,
+    whole: MatrixLayout | None,
+) -> tuple[PriorSearch, dict[str, float] | None]:
+    """The search of the structure to take, and the val NLL of each that is quick, where val chooses among several.
+
+    The exact one is taken wherever it is quick, whatever val says; val chooses among rougher ones.
+
+    Args:
+        found: of the closest structure, or of a rougher one.
+        search_at: searches for the precision of another, from structure, start and generator, and around another's where that is given.
+        closest: the structure that says most of the posterior.
+        layout, whole: as for structure_to_fit.
+    """
+    from bnncli.inference.prior_search import choose_structure
+
+    gaussian = found.fit.gaussian
+    first = gaussian.covariance.structure
+    quick = memory.automatic_structures(layout, budget(run.device), device=run.device, num_draws=NUM_DRAWS, whole=whole)
+    if whole is not None:  # a diagonal in the basis of the span, say, is none of theta's
+        quick = [name for name in quick if registry.declared("curvature", name, "is_same_in_span")]
+    others = quick[quick.index(closest) :] if closest in quick else []
+    if others and closest in registry.declaring("curvature", "is_exact"):
+        if first != closest:
+            around, start = found.best, gaussian.mean
+            generator = run.stream("fit-laplace/val")
+            found = search_at(structure=closest, start=start, generator=generator, around=around)
+        return found, None
+    if len(others) < 2:
+        return found, None
+    choice = choose_structure(target.with_prior(gaussian.require_prior()), found.fit, others, judge=found.judge)
+    if choice.structure != first:
+        is_closer = others.index(choice.structure) < others.index(first)
+        again = search_at(
+            structure=choice.structure,
+            start=gaussian.mean,
+            generator=run.stream("fit-laplace/val"),
+            around=found.best if is_closer else None,
+        )
+        if is_closer or dict(again.curve)[again.best] < dict(found.curve)[found.best]:
+            found = again
+    return found, choice.nll
+
+
+def structure_text(
+    run: Run, chosen: str, layout: MatrixLayout, *, num_examples: int, is_search: bool, sizes: Mapping[str, Any]
+) -> str:
+    """That `chosen` was taken in place of what says more of the posterior, what each would cost, and which do not fit."""
+    there = budget(run.device_name)
+    closer = memory.structures()[: memory.structures().index(chosen)]
+    fitting = [name for name in closer if memory.fit_bytes(name, layout, **sizes) <= there]
+    too_large = [name for name in closer if name not in fitting]
+
+    searched = search_size(
+        num_examples, num_params=layout.num_params, num_outputs=layout.num_outputs, device=run.device
+    )
+
+    def cost(name: str) -> str:
+        needed = bytes_text(memory.fit_bytes(name, layout, **sizes))
+        speed = speed_of(run.device)
+        seconds = fit_seconds(name, layout, num_examples=num_examples, speed=speed)
+        if is_search:
+            counts = {"num_fits": SEARCH_FITS - 1, "num_modes": SEARCH_MODES - 1}
+            seconds += fit_seconds(name, layout, num_examples=searched, speed=speed, **counts)
+        return f"about {needed} and {seconds_text(seconds)}"
+
+    text = f"using {chosen} for {layout.num_params:,} parameters ({cost(chosen)})"
+    if fitting:
+        text += "; closer to the posterior: " + ", ".join(f"--structure {name} ({cost(name)})" for name in fitting)
+    if too_large:
+        needed = ", ".join(f"{name} needs {bytes_text(memory.fit_bytes(name, layout, **sizes))}" for name in too_large)
+        text += f"; {needed}, but only {bytes_text(there)} can be used"
+    return text
+
+
+def seconds_text(seconds: float) -> str:
+    """A time for people, as roughly as it is known."""
+    for unit, size in (("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(1.0, seconds):.0f} s"
+
+
+class Searched(NamedTuple):
+    """What a search is made of.
+
+    Args:
+        target, held_out: of the examples that it reads.
+        counts: metrics that say how many these are, where they are not all.
+        share: of the training examples that the target has.
+        is_large: whether modes take so long that precisions far from the checkpoint's own are left out.
+    """
+
+    target: LastLayerTarget
+    held_out: HeldOutFeatures | None
+    counts: dict[str, int]
+    share: float = 1.0
+    is_large: bool = False
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the target is not of all examples."""
+        return self.share < 1
+
+
+def examples_to_search(
+    run: Run, target: LastLayerTarget, held_out: HeldOutFeatures | None, val: Split | None, *, center: str
+) -> Searched:
+    """All examples, or a part, which is said; by the marginal likelihood, without held_out, all."""
+    everything = Searched(target, held_out, {})
+    if held_out is None or val is None:
+        return everything
+    sizes = {"train": target.num_examples, "val": len(val.stored)}
+    rows = search_rows(
+        sizes["train"],
+        sizes["val"],
+        num_params=target.layout.num_params,
+        num_outputs=target.layout.num_outputs,
+        device=target.device,
+        generator=run.stream("fit-laplace/search"),
+    )
+    if center != "mode":  # no modes are searched for, and the one Hessian is that of all examples
+        rows = replace(rows, train=None)
+    counts = _counts(rows)
+    if not counts:
+        is_large = center == "mode" and is_brief(
+            sizes["train"], num_params=target.layout.num_params, device=target.device
+        )
+        if is_large:
+            run.console.info(
+                "searching for the prior precision around the checkpoint's own, until the predictions get worse"
+            )
+        return everything._replace(is_large=is_large)
+    said = " and ".join(f"{count:,} of {sizes[name]:,} examples of {name}" for name, count in counts.items())
+    run.console.info(f"searching for the prior precision with {said}; the final fit uses all")
+    return Searched(
+        target if rows.train is None else target.some(rows.train),
+        held_out if rows.val is None else target.held_out(val.stored[rows.val], val.labels(rows.val.device)[rows.val]),
+        {f"prior_precision_{name}_examples": count for name, count in counts.items()},
+        1.0 if rows.train is None else len(rows.train) / target.num_examples,
+        is_large=True,
+    )
+
+
+def _counts(rows: SearchRows) -> dict[str, int]:
+    parts = {"train": rows.train, "val": rows.val}
+    return {name: len(part) for name, part in parts.items() if part is not None}
+
+
+# A search makes some eighty Gaussians. The precision that it finds hardly depends on their structure, the folds' modes not at all.
+_QUICK, _EXACT, _MOST_EXACT = "kron", ("full", "block"), 1000  # parameters
+
+
+class FoldedFit(NamedTuple):
+    """What comes of it.
+
+    Args:
+        fit: to all rows.
+        search: that chose the precision, where one did.
+        theta: (K, P) float64, the folds' modes under that precision.
+        counts: metrics that say how many examples the search has read, where these are not all.
+    """
+
+    fit: LaplaceFit
+    search: FoldSearch | PriorSearch | None
+    theta: Tensor
+    counts: dict[str, int]
+
+
+def folds_of(run: Run, val: Split) -> Tensor:
+    """The fold of each row of val, (N,) uint8. Raises DataError where there are no two rows."""
+    labels = val.labels(torch.device("cpu"))
+    if len(labels) < 2:
+        raise DataError(
+            f"--fit-on: cross-validation needs at least 2 rows of val; got {len(labels)}",
+            hint="hold out more, or use --fit-on train",
+        )
+    return stratified_folds(labels, min(NUM_FOLDS, len(labels)), run.stream("fit-laplace/folds"))
+
+
+def fit_with_folds(
+    run: Run,
+    criterion: str,
+    structure: str,
+    target: LastLayerTarget,
+    *,
+    folds: Tensor,
+    priors: Sequence[Prior],
+    start: Tensor,
+    in_span: bool,
+) -> FoldedFit:
+    """Fit all rows of the target, the last of them val's, and the rows of each fold.
+
+    Args:
+        folds: (N,), of val's rows.
+        priors: of each fold; their precision of the weights is the target's.
+    """
+    rows = SearchRows(None, None) if in_span else _rows_to_search(run, target, len(folds))
+    parts = {name: len(part) for name, part in (("train", rows.train), ("val", rows.val)) if part is not None}
+    found: FoldSearch | PriorSearch | None = None
+    if criterion == "val":
+        is_large = not in_span and (
+            bool(parts) or is_brief(target.num_examples, num_params=target.layout.num_params, device=target.device)
+        )
+        found = search_folds(
+            [_fold(target, folds, place, prior, rows) for place, prior in enumerate(priors)],
+            start=start,
+            generator=run.stream("fit-laplace/val"),
+            structure=_QUICK if target.layout.num_params > _MOST_EXACT and structure in _EXACT else structure,
+            is_large=is_large,
+            progress=run.console,
+        )
+        start = torch.stack([fit.gaussian.mean for fit in found.fits]).mean(dim=0)
+    elif criterion == "marglik":
+        found = search(
+            target,
+            start=start,
+            generator=run.stream("fit-laplace/val"),
+            structure=structure,
+            criterion=criterion,
+            progress=run.console,
+        )
+    if found is not None:
+        target = target.with_prior(target.prior.with_weight_precision(found.best))
+    fit = fit_gaussian(target, structure=structure, start=start, progress=run.console)
+    if isinstance(found, FoldSearch) and not parts:
+        modes = [one.gaussian.mean for one in found.fits]
+    else:
+        precision = target.prior.weight_precision
+        modes = []
+        for place, prior in enumerate(priors):
+            fold = _fold(target, folds, place, prior.with_weight_precision(precision), SearchRows(None, None)).target
+            modes.append(mode_of(fold, fit.gaussian.mean, progress=run.console).theta)
+    return FoldedFit(
+        fit, found, torch.stack(modes), {f"prior_precision_{name}_examples": count for name, count in parts.items()}
+    )
+
+
+def _rows_to_search(run: Run, target: LastLayerTarget, num_val: int) -> SearchRows:
+    """Return the rows of the target and of val that a search reads, and say so where they are not all."""
+    layout = target.layout
+    found = search_rows(
+        target.num_examples,
+        num_val,
+        num_params=layout.num_params,
+        num_outputs=layout.num_outputs,
+        device=target.device,
+        generator=run.stream("fit-laplace/search"),
+    )
+    if found.train is not None:
+        text = f"{len(found.train):,} of {target.num_examples:,} examples"
+        run.console.info(f"searching for the prior precision with {text}; the final fits use all")
+    return found
+
+
+def _fold(target: LastLayerTarget, folds: Tensor, place: int, prior: Prior, rows: SearchRows) -> Fold:
+    """Return the target without the rows of one fold, as far as the search reads them."""
+    first = target.num_examples - len(folds)
+    own = (folds == place).nonzero()[:, 0]
+    fitted = fitted_rows(folds, place, target.num_examples)
+    if rows.train is not None:
+        fitted = fitted[torch.isin(fitted, rows.train)]
+    judged = own if rows.val is None else own[torch.isin(own, rows.val)]
+    index = (first + judged).to(target.device)
+    held_out = target.held_out(target.rows(index), target.labels[index])
+    return Fold(target.some(fitted).with_prior(prior), held_out, len(judged))
+
+
+_NEAR = 10**0.5  # by how much the best precisions of two structures may differ before all are tried
+
+
+def fit_last_layer(
+    run: Run,
+    options: FitLaplaceOptions,
+    criterion: str,
+    structure: str,
+    train: Split,
+    val: Split | None,
+    *,
+    in_span: bool,
+    only_draws: bool = False,
+) -> Fitted:
+    """The Gaussian with what is told of it.
+
+    Args:
+        in_span: whether it is fitted in the span of the features.
+        only_draws: whether a searched precision suits draws, whatever the mode alone predicts.
+    """
+    start = train.start().to(run.device)
+    # A search puts its candidates in the place of the weights' precision.
+    weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
+    if VAL not in options.fit_on:
+        tell_of_memorised(run, train, val)
+    folds = folds_of(run, val) if val is not None and VAL in options.fit_on else None
+    priors = _priors(run, options, Prior(weight_precision, options.own_bias_precision), train, val, folds)
+    target = of_all = train.target(priors[0], run.device)
+    held_out = None
+    if criterion == "val" and val is not None and folds is None:
+        held_out = target.held_out(val.features(run.device), val.labels(run.device))
+    rows = row_space(target) if in_span else None
+    lift = None if rows is None else RowLift(rows, target.prior)
+    if rows is not None:
+        target, start = rows.target(target), rows.reduce(start)
+    found: PriorSearch | FoldSearch | None
+    compared, theta = None, None
+    with counted_passes() as tally:
+        if folds is None:
+            fit, found, compared, counts = _fitted(
+                run,
+                options,
+                criterion,
+                structure,
+                target,
+                start=start,
+                lift=lift,
+                held_out=held_out,
+                val=val,
+                only_draws=only_draws,
+            )
+        else:
+            own = priors[1:] if rows is None else [rows.prior(prior) for prior in priors[1:]]
+            fit, found, theta, counts = fit_with_folds(
+                run, criterion, structure, target, folds=folds, priors=own, start=start, in_span=in_span
+            )
+    if found is not None:
+        warn_of_edge(run, found)
+    if lift is not None:
+        fit = lift_fit(fit, lift)
+    warn_of_jitter(run, fit.gaussian)
+    held: GaussianFolds | None = None
+    if folds is not None and theta is not None:
+        if rows is not None:
+            pairs = zip(theta, priors[1:], strict=True)
+            theta = torch.stack([rows.lift_about(mode, own_prior.to(run.device)) for mode, own_prior in pairs])
+        prior = fit.gaussian.require_prior()
+        held = GaussianFolds.of(
+            fit.gaussian, theta, folds, num_fitted=of_all.num_examples, target=lambda: of_all.with_prior(prior)
+        )
+    metrics = fit_metrics(run, fit, found, criterion, train, val, posterior=held)
+    told = {} if held is None else {"fit_on": options.fit_on, "num_folds": len(held)}
+    metrics |= told
+    metrics |= {"center": options.own_center, "structure_nll": compared, **counts}
+    if found is not None and found.structure != structure and options.structure != "auto":
+        metrics["prior_precision_structure"] = found.structure
+    metrics |= Cost.of_fit(tally.passes, is_last_layer=True).to_metrics()
+    tensors, meta = fit.gaussian.to_tensors()
+    # float32 holds all digits that float32 products gave the Hessian, in half the file.
+    tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
+    meta |= {
+        "method": "laplace",
+        "center": options.own_center,
+        **fit.gaussian.require_prior().to_meta(),
+        "criterion": criterion,
+        "param_layout": fit.gaussian.layout.to_json(),
+        "curve": [list(point) for point in found.curve] if found else None,
+        **told,
+    }
+    if held is not None:
+        tensors |= held.to_tensors()
+    return Fitted(tensors, meta, metrics, train)
+
+
+def _priors(
+    run: Run, options: FitLaplaceOptions, prior: Prior, train: Split, val: Split | None, folds: Tensor | None
+) -> list[Prior]:
+    """The prior of all rows and, where val is fitted, of each fold: about the checkpoint's last layer where that was asked for."""
+    left_out = [] if folds is None else [folds == place for place in range(int(folds.max()) + 1)]
+    if options.prior_mean == "zero":
+        return [prior] * (1 + len(left_out))
+    return [prior.with_mean(scale * train.start(), scale) for scale in _mean_scales(run, val, left_out)]
+
+
+def _mean_scales(run: Run, val: Split | None, left_out: Sequence[Tensor]) -> list[float]:
+    """One over the temperature of the network's logits that val prefers, then without each of some rows, masks (N,); 1 without val."""
+    if val is None or val.content.labels is None:
+        return [1.0]
+    point = Point(val.start().to(run.device), val.layout)
+    logits, labels = val.logits(point, run.device), val.labels(run.device)
+    scales = []
+    for rows in (torch.zeros(len(labels), dtype=torch.bool), *left_out):
+        kept = ~rows.to(run.device)
+        fit = fit_temperature(LabelledLogits(logits[kept], labels[kept], val.layout.likelihood))
+        scales.append(1.0 if fit.unbounded is not None else 1 / fit.temperature)
+        if fit.unbounded is not None and len(scales) == 1:
+            why = f"no optimal temperature exists on val ({fit.unbounded})"
+            run.console.warn(f"{why}: the prior's mean is the checkpoint's last layer unchanged")
+    return scales
+
+
+def _fitted(
+    run: Run,
+    options: FitLaplaceOptions,
+    criterion: str,
+    structure: str,
+    target: LastLayerTarget,
+    *,
+    start: Tensor,
+    lift: RowLift | None,
+    held_out: HeldOutFeatures | None,
+    val: Split | None,
+    only_draws: bool,
+) -> tuple[LaplaceFit, PriorSearch | None, dict[str, float] | None, dict[str, int]]:
+    """The fit, the search for its prior precision where there was one, the val NLL of the structures that it was chosen
+    among, and how many examples the search has read, where these are not all.
+    """
+    if criterion == "number":
+        fit = fit_gaussian(
+            target,
+            structure=structure,
+            center=options.own_center,
+            start=start,
+            progress=run.console,
+        )
+        return fit, None, None, {}
+    center = options.own_center
+    if criterion == "loo":
+        searched = Searched(target, LeftOut.of(target, run.stream("fit-laplace/loo")), {})
+    elif lift is None:
+        searched = examples_to_search(run, target, held_out, val, center=center)
+    else:
+        searched = Searched(target, held_out, {})
+
+    def search_by(
+        by: str, structure: str, start: Tensor, generator: torch.Generator, bounds: tuple[float, float] = BOUNDS
+    ) -> PriorSearch:
+        with counted_passes(searched.share):
+            found = search(
+                searched.target,
+                start=start,
+                generator=generator,
+                structure=by,
+                center=center,
+                criterion=criterion,
+                held_out=searched.held_out,
+                bounds=bounds,
+                is_large=searched.is_large,
+                lift=None if criterion == "loo" else lift,
+                progress=run.console,
+            )
+        if by == structure and not searched.is_part:
+            return found
+        return replace(found, fit=_fit_of(found, target, structure, center, start, run.console))
+
+    def search_at(
+        *, structure: str, start: Tensor, generator: torch.Generator, around: float | None = None
+    ) -> PriorSearch:
+        if around is not None:
+            bounds = max(BOUNDS[0], around / _NEAR), min(BOUNDS[1], around * _NEAR)
+            near = search_by(structure, structure, start, generator.clone_state(), bounds)
+            if not near.at_edge:
+                return near
+        return search_by(structure, structure, start, generator)
+
+    compared: dict[str, float] | None = None
+    closest, quick = structure, structure
+    if criterion == "val" and lift is None:
+        if options.structure == "auto":
+            num_examples = searched.target.num_examples
+            structure = rough_structure_to_search(run, structure, target.layout, num_examples=num_examples)
+        quick = structure_to_search(run, structure, target.layout)
+    found = search_by(quick, structure, start, run.stream("fit-laplace/val"))
+    plug_in = None if only_draws else found.plug_in
+    is_free = options.structure == "auto" and criterion == "val"
+    found = _chosen_for(found, plug_in, target, closest if is_free else None, center, run.console)
+    if is_free and found.integrator == SAMPLED:
+        whole = None if lift is None else lift.layout
+        found, compared = structure_by_val(
+            run, target, found, search_at, closest=closest, layout=target.layout, whole=whole
+        )
+        found = _chosen_for(found, plug_in, target, closest, center, run.console)
+    return found.fit, found, compared, searched.counts
+
+
+def _chosen_for(
+    found: PriorSearch,
+    plug_in: PlugInChoice | None,
+    target: LastLayerTarget,
+    structure: str | None,
+    center: str,
+    progress: Progress,
+) -> PriorSearch:
+    """The search itself; or that of the precision whose mode alone predicts best, where it predicts better than draws do under theirs.
+
+    Args:
+        structure: to fit there, where it is free; the search's own by default.
+    """
+    if plug_in is None:
+        return found
+    gaussian = found.fit.gaussian
+    drawn = found.judge.losses(target.with_prior(gaussian.require_prior()), gaussian.mean, gaussian.covariance)
+    if first_near_the_best({SAMPLED: drawn, PLUG_IN: found.judge.plug_in_losses(plug_in.theta)}) == SAMPLED:
+        return found
+    own = target.with_prior(target.prior.with_weight_precision(plug_in.precision))
+    structure = structure or gaussian.covariance.structure
+    fit = fit_gaussian(own, structure=structure, center=center, start=plug_in.theta, progress=progress)
+    return replace(
+        found, best=plug_in.precision, curve=plug_in.curve, at_edge=plug_in.at_edge, fit=fit, integrator=PLUG_IN
+    )
+
+
+def _fit_of(
+    found: PriorSearch, target: LastLayerTarget, structure: str, center: str, start: Tensor, progress: Progress
+) -> LaplaceFit:
+    """The fit of another structure at the precision that was found."""
+    gaussian = found.fit.gaussian
+    target = target.with_prior(gaussian.require_prior())
+    if center == "mode":  # few examples of many have a mode further away than the checkpoint is
+        both = torch.stack([gaussian.mean.double(), start.to(gaussian.mean.device).double()])
+        start = both[target.log_joint(both).argmax()]
+    return fit_gaussian(
+        target,
+        structure=structure,
+        center=center,
+        start=start,
+        progress=progress,
+    )
+
+
+def fit_metrics(
+    run: Run,
+    fit: LaplaceFit,
+    found: PriorSearch | FoldSearch | None,
+    criterion: str,
+    train: Split,
+    val: Split | None,
+    *,
+    posterior: Any = None,
+) -> dict[str, Any]:
+    """What is told of a fit, and of what it is worth on val: of the Gaussian, or of another posterior in its place."""
+    gaussian, head = fit.gaussian, train.head()
+    metrics: dict[str, Any] = {
+        "structure": gaussian.covariance.structure,
+        "num_params": gaussian.layout.num_params,
+        **span_metrics(gaussian),
+        **gaussian.require_prior().to_meta(),
+        "prior_precision_by": criterion,
+        "prior_precision_for": found.integrator if found is not None and criterion == "val" else None,
+        "prior_precision_at_edge": bool(found.at_edge) if found else None,
+        "log_marginal_likelihood": fit.log_marginal_likelihood,
+        "log_marginal_likelihood_undefined": fit.no_evidence,
+        "newton_decrement": fit.mode.newton_decrement if fit.mode else None,
+        "mode_distance": None,
+        "mode_distance_in_sd": None,
+        "val_nll_network": None,
+        "val_nll_laplace": None,
+        "val": None,
+        "val_excess": None,
+        "recommended_integrator": None,
+    }
+    if fit.mode is not None and head is not None:
+        shift = head.to(gaussian.mean) - gaussian.mean
+        metrics["mode_distance"] = float(shift.norm())
+        whitened = gaussian.covariance.whiten(shift.unsqueeze(0))
+        metrics["mode_distance_in_sd"] = float(whitened.norm() / math.sqrt(whitened.shape[1]))
+    if val is not None and val.content.labels is not None:
+        prefer = None if metrics["prior_precision_for"] in (None, SAMPLED) else metrics["prior_precision_for"]
+        metrics |= measure_on_val(run, posterior or gaussian, val, method="laplace", prefer=prefer)
+        metrics["val_nll_network"] = metrics["val"].get("network", {}).get("nll")
+        metrics["val_nll_laplace"] = metrics["val"]["laplace"]["nll"]
+    return metrics

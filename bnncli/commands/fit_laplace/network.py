@@ -1,0 +1,269 @@
+"""Fit a Laplace approximation over other layers than the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bnncli import registry
+from bnncli.commands.fit_laplace.last_layer import (
+    fit_metrics,
+    warn_of_edge,
+    warn_of_jitter,
+    warn_of_missing_classes,
+    warn_of_shortfall,
+)
+from bnncli.errors import NumericError, UsageError
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian, linear_draws, num_effective
+from bnncli.inference.network_memory import NetworkPlan
+from bnncli.inference.prior_search import PriorSearch, search
+from bnncli.inference.prior_variants import choose_layer_precisions
+from bnncli.logits._kept import keeping
+from bnncli.parameters.prior import Prior
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.posteriors.linear_draws import LinearDraws
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split
+from bnncli.session.network_splits import NetworkReader, NetworkSplit, network_sources
+from bnncli.session.posteriors import Cost, Fitted, posterior_request
+from bnncli.session.produce import Request
+from bnncli.session.run import Run
+from bnncli.targets.curvature_choice import HESSIAN, kinds_of, structures_of
+from bnncli.targets.network import NetworkTarget
+from bnncli.targets.target import counted_passes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.commands.fit_laplace import FitLaplaceOptions
+
+
+def prepare_network(
+    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None
+) -> tuple[Request, Callable[[], Fitted]]:
+    """The request for a posterior over the network's chosen parameters, and what fits it."""
+    if train.content.head_weight is None:
+        raise UsageError(f"--layers {options.layers}: this run has only features, no network")
+    used = [split for split in (train, val) if split is not None]
+    sources = [*(split.source for split in used), *network_sources(used)]
+    params = {**options.params(), "seed": run.compute.seed}
+    if criterion == "number":
+        params["prior_precision"] = float(options.prior_precision)
+    if options.own_bias_precision is not None:
+        params["bias_precision"] = options.own_bias_precision
+    warn_of_missing_classes(run, used)
+
+    @cache
+    def prepared() -> Prepared:
+
+        structures = [name for name in structures_of(is_last_layer=False) if options.curvature in kinds_of(name)]
+        return prepare(run, options, criterion, train, val, structures=structures)
+
+    def estimated_bytes() -> int:
+        if request.target.is_file() and not run.write.force:
+            return request.target.stat().st_size  # up to date: no code runs for that
+        return prepared().plan.stored_bytes(prepared().structure)
+
+    request = posterior_request(
+        run,
+        f"laplace{options.layers_suffix}",
+        params=params,
+        algo_rev=_revisions.of_laplace(in_span=False),
+        sources=sources,
+        checkpoint=train.checkpoint,
+        estimated_bytes=estimated_bytes,
+        require=prepared,
+        estimated_memory=lambda: prepared().planned_bytes,
+    )
+
+    @cache
+    def fit() -> Fitted:
+
+        return fit_network(run, options, criterion, train, val, prepared=prepared())
+
+    return request, fit
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A fit, before its data are read.
+
+    Attributes:
+        reader: of the network and the inputs.
+        plan: of the memory.
+        structure: that is fitted.
+        planned_bytes: of memory, at the peak of the fit.
+        num_kept: examples of val whose linearised logits are made once; 0 where they would take too much memory.
+    """
+
+    reader: NetworkReader
+    plan: NetworkPlan
+    structure: str
+    planned_bytes: int
+    num_kept: int
+
+
+def prepare(
+    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, structures: list[str]
+) -> Prepared:
+    """What will be fitted, of the network and the first example. Raises DeviceError where it does not fit in memory."""
+    reader = NetworkReader.of(run, options)
+    with reader.recorded.visible():
+        layout = reader.layout(train, options.layers)
+        held = 0 if val is None else len(val.content.features)
+        plan = NetworkPlan(
+            layout,
+            len(train.content.features),
+            held,
+            options.curvature_choice,
+            tuple(structures),
+            is_search=criterion == "val",
+            num_drawn=options.draws or 0,
+            is_climb=options.own_center == "mode",
+        )
+        structure = options.structure
+        if structure == "auto":
+            structure = plan.automatic_structure(run.device)
+        if options.size is not None and options.size > layout.num_params:
+            raise UsageError(
+                f"\0size\0: expected 1 to {layout.num_params} (the number of parameters); got {options.size}"
+            )
+        planned = plan.require_fit(structure, run.device)
+        num_kept = held if plan.kept_bytes(structure, run.device) else 0
+    return Prepared(reader, plan, structure, planned, num_kept)
+
+
+def fit_network(
+    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, prepared: Prepared
+) -> Fitted:
+    """The Gaussian with what is told of it."""
+    reader, structure, network = prepared.reader, prepared.structure, prepared.plan.layout.network
+    assert network is not None
+    with reader.recorded.visible(), keeping(network, prepared.num_kept):
+        whole = reader.split(train, options.layers)
+        held = None if val is None else reader.split(val, options.layers)
+        weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
+        target = whole.target(Prior(weight_precision, options.own_bias_precision), run.device)
+        target = target.with_choice(options.curvature_choice)
+        start = whole.start().to(run.device)
+        with counted_passes() as tally:
+            fit, found, told = _gaussian(run, options, criterion, target, start=start, structure=structure, held=held)
+        told |= _mode_told(run, fit, found)
+        posterior: Gaussian[Any] | LinearDraws = fit.gaussian
+        if options.draws is not None:
+            with counted_passes() as drawing:
+                posterior, drawn = _drawn(run, target, fit.gaussian, options.draws)
+            tally.passes += drawing.passes
+            told |= drawn
+        else:
+            told["effective_params"] = round(num_effective(target, fit), 6)  # none, and not a rounding error
+        metrics = fit_metrics(run, fit, found, criterion, whole, held, posterior=posterior)
+    told |= Cost.of_fit(tally.passes, is_last_layer=False).to_metrics()
+    over = {"layers": options.layers, "curvature": options.curvature}
+    metrics |= {"center": options.own_center, "structure_nll": None, **over, **told, **_kind_metrics(fit, structure)}
+    tensors, meta = posterior.to_tensors()
+    meta |= {
+        "method": "laplace",
+        "center": options.own_center,
+        **over,
+        **fit.gaussian.require_prior().to_meta(),
+        "criterion": criterion,
+        "param_layout": fit.gaussian.layout.to_json(),
+        "curve": [list(point) for point in found.curve] if found else None,
+    }
+    return Fitted(tensors, meta, metrics, train)
+
+
+class _Found(NamedTuple):
+    """A fit, the search that chose its prior precision, where one did, and what is told of the layers' own precisions."""
+
+    fit_network: LaplaceFit
+    search: PriorSearch | None
+    told: dict[str, Any]
+
+
+def _gaussian(
+    run: Run,
+    options: FitLaplaceOptions,
+    criterion: str,
+    target: NetworkTarget,
+    *,
+    start: Tensor,
+    structure: str,
+    held: NetworkSplit | None,
+) -> _Found:
+    """The Gaussian at the prior precision that was given, or at the one that `criterion` chooses, on `held` where that is val."""
+    common: dict[str, Any] = {
+        "structure": structure,
+        "center": options.own_center,
+        "start": start,
+        "progress": run.console,
+    }
+    try:
+        if criterion == "number":
+            return _Found(fit_gaussian(target, **common), None, {})
+        held_out = None
+        if criterion == "val" and held is not None:
+            held_out = target.held_out(held.inputs, held.labels(run.device))
+        found = search(
+            target, criterion=criterion, held_out=held_out, generator=run.stream("fit-laplace/val"), **common
+        )
+        if options.precision_per == "layer":
+            chosen = choose_layer_precisions(target, found.fit, structure)
+            told = {"layer_precisions": chosen.precisions, "layer_precisions_gain": chosen.gain}
+            return _Found(chosen.fit, found, told)
+    except NumericError as error:
+        if options.curvature != HESSIAN:
+            raise
+        hint = "away from a mode the Hessian may be indefinite: use --curvature ggn or a larger --prior-precision"
+        raise NumericError(error.message, hint=hint) from None
+    warn_of_edge(run, found)
+    return _Found(found.fit, found, {})
+
+
+def _mode_told(run: Run, fit: LaplaceFit, found: PriorSearch | None) -> dict[str, Any]:
+    """What is told of a mode, if the fit looked for one. Warns of one that was not reached, and of a jitter."""
+    warn_of_jitter(run, fit.gaussian)
+    if fit.mode is None:
+        return {}
+    warn_of_shortfall(run, fit.mode)
+    return {
+        "mode_passes": fit.mode.num_passes,
+        "mode_shortfall": fit.mode.shortfall,
+        "prior_precision_compared_at": found.compared_at if found else None,
+    }
+
+
+def _kind_metrics(fit: LaplaceFit, structure: str) -> dict[str, Any]:
+    """What the kind of curvature, and that of covariance, tell of themselves."""
+    metrics: dict[str, Any] = {}
+    if registry.has_attribute("network_curvature", structure, "metrics"):
+        metrics |= registry.load_class("network_curvature", structure).metrics(fit.hessian)
+    if registry.has_attribute("covariances", structure, "metrics"):
+        covariance: Any = fit.gaussian.covariance
+        metrics |= covariance.metrics(fit.gaussian.require_prior(), fit.gaussian.layout)
+    return metrics
+
+
+def _drawn(
+    run: Run, target: NetworkTarget, gaussian: Gaussian[Any], num_draws: int
+) -> tuple[LinearDraws, dict[str, Any]]:
+    """Draws of the Gaussian of all of the Gauss-Newton matrix where `gaussian`, of a structure, stands; and how they were made."""
+    prior = gaussian.require_prior()
+    found = linear_draws(
+        target.with_prior(prior),
+        gaussian.mean,
+        gaussian.covariance,
+        num_draws=num_draws,
+        generator=run.stream("fit-laplace/draws"),
+        progress=run.console,
+    )
+    told = {
+        "draws": num_draws,
+        "solver_steps": found.num_steps,
+        "solver_residual": found.residual,
+        "solver_passes": found.num_passes,
+    }
+    return LinearDraws(gaussian.mean, found.values.float(), gaussian.layout, prior), told

@@ -1,0 +1,298 @@
+"""fit-swag: fit a Gaussian to the iterates of SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bnncli.errors import DataError, UsageError
+from bnncli.inference.network_memory import Stepping
+from bnncli.inference.sghmc import curvature_passes, largest_curvature
+from bnncli.inference.swag import SwagFit, SwagPlan, fit_swag, noise_trace, tamed
+from bnncli.integrators.mc import Mc
+from bnncli.lazy import torch
+from bnncli.names import counted, percent
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
+from bnncli.options.declaration import option
+from bnncli.options.shared import GivenPriorOptions
+from bnncli.session import revisions as _revisions
+from bnncli.session.posteriors import (
+    LEAVE_OUT,
+    Cost,
+    Fitted,
+    Fitting,
+    Report,
+    TargetFit,
+    beside_base,
+    chosen_instead,
+    produce_fit,
+    weaker_prior,
+)
+from bnncli.session.produce import Request, resumable_training
+from bnncli.session.run import Result, Run
+from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse
+
+
+@dataclass(frozen=True)
+class FitSwagOptions(GivenPriorOptions):
+    """Options of fit-swag."""
+
+    warmup: int | None = option(
+        None, "Epochs of SGD before collecting iterates. Default: 50; other layers 5.", minimum=0, group="Training"
+    )
+    epochs: int | None = option(
+        None,
+        "Number of epochs that contribute one iterate each. Default: 100; other layers 20.",
+        minimum=2,
+        group="Training",
+    )
+    rank: int | None = option(
+        None,
+        "Rank of the low-rank half of the covariance. Default: 20, or as many as there are iterates.",
+        minimum=2,
+        group="Training",
+    )
+    batch_size: int | None = option(
+        None, "Examples per step. Default: 128, or a quarter of a smaller split.", minimum=1, group="Training"
+    )
+    learning_rate: float | None = option(
+        None,
+        "Constant learning rate of SGD, which sets the spread. Default: the rate nearest to the posterior "
+        "(Mandt et al., 2017).",
+        minimum=1e-15,
+        group="Training",
+    )
+    momentum: float = option(0.9, "Momentum of SGD.", minimum=0.0, maximum=0.999, group="Training", is_rare=True)
+    scale: float = option(1.0, "Factor on the covariance.", minimum=1e-12, group="Training", is_rare=True)
+    resume: bool = option(
+        False, "Continue an interrupted run that had the same inputs and options.", numeric=False, group="Training"
+    )
+    save_every: float = option(
+        60.0,
+        "Seconds between saved states for \0resume\0. With 0, save after every epoch.",
+        minimum=0,
+        numeric=False,
+        group="Training",
+        is_rare=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_columns > self.num_epochs:
+            raise UsageError(f"\0rank\0: expected at most the {self.num_epochs} \0epochs\0; got {self.rank}")
+
+    @property
+    def num_warmup(self) -> int:
+        """As asked for or by default."""
+        return self.warmup if self.warmup is not None else 50 if self.is_last_layer else 5
+
+    @property
+    def num_epochs(self) -> int:
+        """As asked for or by default."""
+        return self.epochs or (100 if self.is_last_layer else 20)
+
+    @property
+    def num_columns(self) -> int:
+        """As asked for or by default."""
+        return self.rank or min(20, self.num_epochs)
+
+    def examples_a_step(self, num_examples: int) -> int:
+        """Return the batch size asked for, or the default.
+
+        Raises:
+            UsageError: a step would take all examples, and have no noise.
+            DataError: there is only one.
+        """
+        if num_examples < 2:
+            raise DataError("fit-swag needs at least two training examples: minibatch noise sets the spread")
+        if self.batch_size is not None and self.batch_size >= num_examples:
+            raise UsageError(
+                f"\0batch_size\0: expected fewer than the {num_examples} examples, because minibatch noise sets "
+                f"SWAG's spread; got {self.batch_size}"
+            )
+        return self.batch_size or max(1, min(128, num_examples // 4))
+
+
+COMMAND = Command(
+    "Fit a Gaussian to the iterates of SGD (SWAG).",
+    "This is a baseline for fit-laplace. SGD starts at the network's weights; minibatch noise and the learning "
+    "rate set the spread. With --layers, batch norm statistics stay fixed. Writes posteriors/swag.safetensors, "
+    "or swag-all.",
+    (FitSwagOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli fit-swag ckpt.pt",
+        "bnncli fit-swag ckpt.pt --learning-rate 0.05 --rank 30 --scale 0.5 --name wide",
+        "bnncli fit-swag ckpt.pt --layers all --resume",
+    ),
+    section="Fit",
+    place=80,
+)
+
+_VECTORS = 12  # of P numbers: theta, momentum, gradients, mean and squares, and these in a state to resume from
+
+
+def run(run: Run, options: FitSwagOptions) -> Result:
+    """Fit and publish; the result's metrics have the learning rate and the spread."""
+
+    def stepping(num_examples: int, num_params: int) -> Stepping:
+        num_predicting = Mc().default_for(num_params, is_last_layer=options.is_last_layer)
+        # The deviations in two precisions, their orthonormal basis, and copies in a state.
+        num_vectors = _VECTORS + 4 * options.num_columns
+        return Stepping(num_vectors, 1, options.examples_a_step(num_examples), num_predicting=num_predicting)
+
+    def work(fitting: Fitting) -> Fitted:
+
+        return fit_gaussian(fitting, options)
+
+    asked = TargetFit(
+        "swag",
+        _revisions.FIT_SWAG,
+        stepping,
+        lambda num_params: (4 * options.num_columns + 24) * num_params,
+        work,
+        hint="use a smaller \0rank\0 or \0batch_size\0",
+    )
+    return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
+
+
+def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+    warn_if_worse(run, request.target, metrics, method="swag", also=weaker_prior(meta))
+    return Report(metrics, summary(metrics))
+
+
+def fit_gaussian(fitting: Fitting, options: FitSwagOptions) -> Fitted:
+    """The Gaussian with what is told of it."""
+    run, target, start = fitting.run, fitting.target, fitting.start
+    plan, told, passes = _planned(fitting, options, start)
+    resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
+    with resumable.hint(), chosen_instead(options.learning_rate):
+        found = fit_swag(
+            target,
+            plan,
+            start=start,
+            generator=run.stream("fit-swag/train"),
+            state=resumable.restore(),
+            save=resumable.save,
+            progress=run.console,
+        )
+    metrics = _metrics(fitting, plan, found, start) | told
+    passes += plan.warmup + plan.epochs
+    metrics |= Cost.of_fit(passes, is_last_layer=fitting.is_last_layer).to_metrics()
+    for text in warnings(metrics):
+        run.console.warn(text)
+    if fitting.val is not None:
+        metrics |= measure_on_val(run, found.gaussian, fitting.val, method="swag")
+    tensors, meta = found.gaussian.to_tensors()
+    tensors["history.log_joint"] = found.history
+    return Fitted(tensors, {**meta, **fitting.meta}, metrics, fitting.train, publishing=resumable.publishing)
+
+
+def _planned(fitting: Fitting, options: FitSwagOptions, start: torch.Tensor) -> tuple[SwagPlan, dict[str, Any], float]:
+    """How iterates are made, what is told of it, and the gradient passes that finding it took."""
+    target, run = fitting.target, fitting.run
+    batch_size = options.examples_a_step(target.num_examples)
+    rate, by, passes = options.learning_rate, "given", 0.0
+    if rate is None:
+        trace, passes = noise_trace(target, start, batch_size, run.stream("fit-swag/noise"))
+        stiffness = largest_curvature(target, start, run.stream("fit-swag/stiffness"))
+        passes += curvature_passes(target)
+        matched = (1 - options.momentum) * 2 * batch_size * target.layout.num_params / (target.num_examples * trace)
+        stable = (1 + options.momentum) * target.num_examples / stiffness
+        rate, by = min((matched, "noise"), (stable, "stability"))
+    plan = SwagPlan(
+        options.num_warmup,
+        options.num_epochs,
+        options.num_columns,
+        batch_size,
+        rate,
+        options.momentum,
+        options.scale,
+    )
+    if by != "given":
+        plan, epochs = tamed(target, plan, start=start, generator=run.stream("fit-swag/pilot"), progress=run.console)
+        passes += epochs
+        by = by if plan.learning_rate == rate else "pilot"
+    return plan, {"learning_rate": plan.learning_rate, "learning_rate_by": by}, passes
+
+
+def _metrics(fitting: Fitting, plan: SwagPlan, found: SwagFit, start: torch.Tensor) -> dict[str, Any]:
+    """How the Gaussian was made, and how wide it is."""
+    target, gaussian = fitting.target, found.gaussian
+    shares = gaussian.covariance.marginal_variances() * fitting.prior.diagonal(target.layout, device=target.device)  # type: ignore[attr-defined]
+    beside = beside_base(fitting.base, gaussian)
+    ends = target.log_joint(torch.stack([start, gaussian.mean])).tolist()
+    return {
+        "structure": gaussian.covariance.structure,
+        "num_params": target.layout.num_params,
+        **fitting.prior.to_meta(),
+        "warmup": plan.warmup,
+        "iterates": plan.epochs,
+        "rank": plan.rank,
+        "batch_size": plan.batch_size,
+        "momentum": plan.momentum,
+        "scale": plan.scale,
+        "num_still": found.num_still,
+        "median_share_of_prior": float(shares.median()),
+        "largest_share_of_prior": float(shares.max()),
+        "base": None if beside is None else beside.name,
+        "median_share_of_base": None if beside is None else beside.median_share,
+        "share_wider_than_prior": float((shares > 1).double().mean()),
+        "log_joint_start": ends[0],
+        "log_joint_mean": ends[1],
+        "val": None,
+        "val_excess": None,
+        "recommended_integrator": None,
+    }
+
+
+TOO_NARROW = 1e-6
+
+
+def summary(metrics: dict[str, Any]) -> list[str]:
+    """The numbers as lines for people."""
+    how = {
+        "given": "as given",
+        "noise": "from the gradient noise",
+        "stability": "half of the stable limit",
+        "pilot": "halved until the steps were stable",
+    }
+    lines = [
+        f"{counted(metrics['iterates'], 'iterate')} after {counted(metrics['warmup'], 'epoch')} of warm-up; learning rate {metrics['learning_rate']:.3g} "
+        f"({how[metrics['learning_rate_by']]}), momentum {metrics['momentum']:g}, batches of {metrics['batch_size']:,}"
+    ]
+    scale = "" if metrics["scale"] == 1 else f", scale {metrics['scale']:g}"
+    lines.append(
+        f"the covariance is half diagonal, half of rank {metrics['rank']}{scale}; the median parameter has "
+        f"{percent(metrics['median_share_of_prior'], '.3g')} of the prior's variance, the largest has "
+        f"{percent(metrics['largest_share_of_prior'], '.3g')} (set by the learning rate)"
+    )
+    if metrics["median_share_of_base"] is not None:
+        share = percent(metrics["median_share_of_base"], ".3g")
+        lines.append(f"the median parameter has {share} of its variance in {metrics['base']}")
+    lines.append(
+        f"log joint {metrics['log_joint_start']:.2f} nats at the start, {metrics['log_joint_mean']:.2f} at the mean of the iterates"
+    )
+    lines += val_lines(metrics)
+    return lines
+
+
+def warnings(metrics: dict[str, Any]) -> list[str]:
+    """Why this spread is no posterior's; empty when nothing speaks against it."""
+    found, rate = [], f"{metrics['learning_rate']:.3g}"
+    slower = LEAVE_OUT if metrics["learning_rate_by"] == "given" else f"use a --learning-rate below {rate}"
+    if metrics["share_wider_than_prior"] > 0:
+        found.append(
+            f"{percent(metrics['share_wider_than_prior'], '.3g')} of the parameters have a larger variance than "
+            f"under the prior, although data lower the variance on average: {slower}, or use a smaller --scale"
+        )
+    if metrics["median_share_of_prior"] < TOO_NARROW:
+        found.append(
+            f"the spread is negligible compared with the prior (median {metrics['median_share_of_prior']:.2g} of "
+            f"its variance): use a --learning-rate above {rate}"
+        )
+    if metrics["num_still"]:
+        had = "has" if metrics["num_still"] == 1 else "have"
+        found.append(f"{counted(metrics['num_still'], 'parameter')} did not move and {had} almost no variance")
+    return found

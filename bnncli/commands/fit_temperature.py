@@ -1,0 +1,168 @@
+"""fit-temperature: fit the one number that all logits are divided by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnncli.artifacts.headers import Header
+from bnncli.errors import NumericError, UsageError
+from bnncli.inference.temperature import LARGEST, SMALLEST, LabelledLogits, TemperatureFit, fit_temperature
+from bnncli.lazy import torch
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
+from bnncli.options.declaration import Checked, option
+from bnncli.posteriors.point import Point
+from bnncli.registry import has_attribute, names
+from bnncli.session import revisions as _revisions
+from bnncli.session.inputs import Split, open_posterior, posterior_source
+from bnncli.session.out_of_fold import fit_on_meta, knows, out_of_fold
+from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
+from bnncli.session.predictions import find_named
+from bnncli.session.predictor import TrainData, type_of
+from bnncli.session.run import Result, Run
+from bnncli.session.val_report import logits_on_val, require_labeled_val
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FitTemperatureOptions(Checked):
+    """Options of fit-temperature."""
+
+    base: str | None = option(
+        None,
+        "Posterior whose mean to scale, by name or file. Default: the network's last layer.",
+        metavar="NAME|FILE",
+        numeric=False,
+    )
+
+
+COMMAND = Command(
+    "Scale the network's logits by one temperature, fitted on val.",
+    "This is the plain calibration baseline: it divides the logits by the T that minimises the NLL on val. The "
+    "confidence changes, but the predicted class does not. Writes posteriors/temperature.safetensors.",
+    (FitTemperatureOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli fit-temperature ckpt.pt",
+        "bnncli fit-temperature ckpt.pt --base laplace --name laplace-temperature",
+    ),
+    section="Fit",
+    place=10,
+)
+
+
+def run(run: Run, options: FitTemperatureOptions) -> Result:
+    """Fit and publish; the result's metrics have the temperature and the NLL before and after."""
+    val = require_labeled_val(run, "a temperature is fitted")
+    sources, base_path = [val.source], None
+    if options.base is not None:
+        base_path = find_named(
+            run, options.base, flag="--base", otherwise=run.suggest("fit-laplace", name=options.base)
+        )
+        header, source = posterior_source(run, base_path, "base")
+        _check_has_center(base_path, header)
+        sources.append(source)
+    elif val.content.head_weight is None:
+        raise UsageError("this run has no network whose last layer could be scaled; give --base NAME")
+    request = posterior_request(
+        run,
+        "temperature",
+        params={**options.params(), "base": base_path.stem if base_path else None},
+        algo_rev=_revisions.FIT_TEMPERATURE,
+        sources=sources,
+        checkpoint=val.checkpoint,
+        estimated_bytes=lambda: 16 * val.layout.num_params,
+    )
+
+    def fit() -> Fitted:
+
+        return fit_factor(run, val, base_path)
+
+    return produce_posterior(run, request, fit, _report)
+
+
+def _check_has_center(path: Path, header: Header) -> None:
+    posterior_type, layers = type_of(header), header.meta.get("layers")
+    if layers is not None:
+        raise UsageError(
+            f"--base: {path.stem} is over --layers {layers}, but a temperature divides only the last layer"
+        )
+    if not has_attribute("posteriors", posterior_type, "center"):
+        having = [name for name in names("posteriors") if has_attribute("posteriors", name, "center")]
+        raise UsageError(
+            f"--base: {path.stem} is a {posterior_type} posterior, which has no mean to scale; types that have "
+            f"one: {', '.join(having)}",
+            code="wrong_type",
+        )
+
+
+def _report(meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+
+    def said(name: str, form: str) -> str:
+        value, error = metrics[name]["value"], metrics[name]["standard_error"]
+        return f"{value:{form}}" + ("" if error is None else f" +- {error:.4f}")
+
+    lines = [
+        f"temperature {metrics['temperature']:.4g}, fitted on {metrics['num_examples']} val examples",
+        f"val NLL {said('val_nll_before', '.4f')} before, {said('val_nll_after', '.4f')} after; "
+        f"change {said('val_nll_change', '+.4f')}",
+    ]
+    return Report(metrics, lines)
+
+
+_WHY_UNBOUNDED = {
+    "separable": "the correct class has the largest logit in every val example, so a lower temperature is always better",
+    "hopeless": "the logits predict the val labels so poorly that a higher temperature is always better",
+}
+
+
+def fit_factor(run: Run, val: Split, base_path: Path | None) -> Fitted:
+    """The network, or the mean of the base, divided by the best temperature."""
+    theta, layout, told = val.start(), val.layout, {}
+    judged: Any = Point(theta, layout)
+    if base_path is not None:
+        base, header = open_posterior(base_path)
+        theta, layout, told = base.center.double(), base.layout, fit_on_meta(header)
+        val.check_fits(layout)
+        judged = Point(theta, layout)
+        if knows(header, val):
+            judged = out_of_fold(header, base.to(run.device), val, TrainData(run).target)
+    labels = val.labels(run.device)
+    logits = logits_on_val(run, judged, val)
+    fit = fit_temperature(LabelledLogits(logits, labels, layout.likelihood), progress=run.console)
+    if not bool(torch.isfinite(fit.nll_after).all()):
+        raise NumericError(
+            "the NLL on val is not finite", hint="the logits are not finite; find the damaged file with bnncli verify"
+        )
+    metrics = _metrics(fit, base_path)
+    if fit.temperature in (SMALLEST, LARGEST):
+        why = _WHY_UNBOUNDED.get(fit.unbounded or "", "the best one on val is outside that range")
+        run.console.warn(f"the temperature {fit.temperature:g} is at the end of the search range: {why}")
+    tensors, meta = Point(theta / fit.temperature, layout).to_tensors()
+    tensors |= {"temperature": torch.tensor([fit.temperature], dtype=torch.float64)}
+    meta |= {"method": "temperature", "base": metrics["base"], "param_layout": layout.to_json(), **told}
+    return Fitted(tensors, meta, metrics, val)
+
+
+def _metrics(fit: TemperatureFit, base_path: Path | None) -> dict[str, Any]:
+    return {
+        "temperature": fit.temperature,
+        "temperature_at_bound": fit.temperature in (SMALLEST, LARGEST),
+        "unbounded": fit.unbounded,
+        "base": base_path.stem if base_path else None,
+        "num_examples": len(fit.nll_after),
+        "val_nll_before": _mean(fit.nll_before),
+        "val_nll_after": _mean(fit.nll_after),
+        "val_nll_change": _mean(fit.nll_after - fit.nll_before),
+    }
+
+
+def _mean(losses: Tensor) -> dict[str, float | None]:
+    """The mean of (N,) and its standard error; None for one example."""
+    error = float(losses.std()) / math.sqrt(len(losses)) if len(losses) > 1 else None
+    return {"value": float(losses.mean()), "standard_error": error}

@@ -1,0 +1,869 @@
+"""hmc: draw from the exact posterior, and report whether the chains agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from importlib.metadata import version
+from typing import Any
+
+from bnncli import __version__, registry
+from bnncli.artifacts.resume import DrawFile
+from bnncli.artifacts.samples import SampleFile, write_samples
+from bnncli.covariances import Covariance
+from bnncli.errors import CheckFailed, DataError, UsageError
+from bnncli.evaluation.bfmi import LOW_BFMI, lowest_bfmi
+from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding
+from bnncli.inference import memory
+from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, Workers, sample_hmc
+from bnncli.inference.laplace import complete, fit_gaussian
+from bnncli.inference.mode import covariance_at
+from bnncli.inference.network_memory import NetworkDraws
+from bnncli.inference.prior_variants import PriorTrial, climb_prior
+from bnncli.lazy import torch
+from bnncli.likelihoods import name_to_record
+from bnncli.names import counted, percent
+from bnncli.numerics.digests import tensor_digest
+from bnncli.options.command import COMPUTE, Command, InputOptions, NameOptions
+from bnncli.options.declaration import option
+from bnncli.options.shared import AUTO, Condition, SearchedPriorOptions, TargetOptions, parse_until, unmet
+from bnncli.parameters.layouts import MatrixLayout, ParamLayout
+from bnncli.parameters.module import ModuleLayout
+from bnncli.parameters.prior import Prior
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.posteriors.samples import Samples
+from bnncli.session import revisions as _revisions
+from bnncli.session.chains import (
+    Judge,
+    deciding_line,
+    head_judges,
+    network_judge,
+    other_lines,
+    parameter_judge,
+    parameter_metrics,
+    prediction_metrics,
+)
+from bnncli.session.inputs import Split, load_split, open_posterior
+from bnncli.session.network_splits import NetworkReader, NetworkSplit, network_sources
+from bnncli.session.out_of_fold import fit_on, fit_on_meta, held_out_of, load_fitted, require_features
+from bnncli.session.posteriors import (
+    Base,
+    Cost,
+    Fitted,
+    Report,
+    find_base,
+    posterior_request,
+    prior_line,
+    prior_metrics,
+    prior_of,
+    produce_posterior,
+    request_params,
+    request_sources,
+    row_space,
+    search_identity,
+    span_to_fit,
+    stored_search,
+    weaker_prior,
+    with_prior_choice,
+)
+from bnncli.session.produce import Request, Resumable, ResumableDraws
+from bnncli.session.run import Result, Run
+from bnncli.session.val_report import measure_on_val, val_lines, warn_if_worse
+from bnncli.system.memory import budget
+from bnncli.system.workers import team
+from bnncli.targets.network import NetworkTarget
+from bnncli.targets.target import Target, counted_passes
+from bnncli.targets.variants import choose_gradient
+
+_TRIED_DRAWS = 256  # of all chains together
+
+
+@dataclass(frozen=True)
+class HmcOptions(SearchedPriorOptions, TargetOptions):
+    """Options of hmc."""
+
+    base: str | None = option(
+        None,
+        "Artifact whose prior defines the target, and whose Gaussian whitens the parameters. Default: laplace, "
+        "or laplace-all for \0layers\0 all.",
+        metavar="NAME|FILE",
+        numeric=False,
+        group="Target",
+    )
+    chains: int = option(16, "Number of chains, run as one batch.", minimum=1, group="Sampling")
+    warmup: int = option(60, "Number of warm-up draws per chain, which are discarded.", minimum=1, group="Sampling")
+    draws: int = option(260, "Draws to keep per chain.", minimum=4, group="Sampling")
+    until: str | None = option(
+        None,
+        "Keep drawing until these conditions hold, such as rhat<=1.01,ess>=400 (also ess-tail>=NUMBER). Exit 3 "
+        "if \0max_draws\0 is reached first.",
+        metavar="CONDITIONS",
+        group="Sampling",
+    )
+    max_draws: int | None = option(
+        None, "Maximum draws per chain with \0until\0. Default: 20 times \0draws\0.", minimum=4, group="Sampling"
+    )
+    target_accept: float = option(
+        0.9,
+        "Target acceptance rate for step size adaptation.",
+        minimum=0.1,
+        maximum=0.99,
+        group="Sampling",
+        is_rare=True,
+    )
+    dynamics: str = option(
+        "split",
+        "Integrator of the dynamics: split (exact Gaussian part) or leapfrog.",
+        choices=("split", "leapfrog"),
+        group="Sampling",
+        is_rare=True,
+    )
+    gradients: str = option(
+        "float32",
+        "Precision of the gradients that move the chains. The acceptance step stays in float32, so the "
+        "posterior does not change.",
+        choices=("float32", "tf32", "bfloat16"),
+        group="Sampling",
+        is_rare=True,
+    )
+    sampler: str = option(
+        "hmc",
+        "Sampler. nuts is Pyro's implementation, a slow independent reference.",
+        choices=("hmc", "nuts"),
+        group="Sampling",
+        is_rare=True,
+    )
+    max_rhat: float | None = option(
+        None, "Exit 3 if the largest R-hat is above this value.", minimum=1.0, numeric=False, group="Sampling"
+    )
+    spread: str | None = option(
+        None,
+        "What torchrun workers split: chains, or examples. Default: chains, unless the data do not fit on one GPU.",
+        choices=("chains", "examples"),
+        numeric=False,
+        group="Sampling",
+        is_rare=True,
+    )
+    resume: bool = option(
+        False, "Continue an interrupted run that had the same inputs and options.", numeric=False, group="Sampling"
+    )
+    save_every: float = option(
+        60.0,
+        "Seconds between saved states for \0resume\0. With 0, save after every draw.",
+        minimum=0,
+        numeric=False,
+        group="Sampling",
+        is_rare=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sampler == "nuts" and self.dynamics != "split":
+            raise UsageError("\0dynamics\0 is for \0sampler\0 hmc")
+        if self.sampler == "nuts" and self.gradients != "float32":
+            raise UsageError("\0gradients\0 is for \0sampler\0 hmc")
+        if not self.is_last_layer and self.gradients != "float32":
+            raise UsageError("\0gradients\0 is for the last layer; other layers use float32")
+        if self.sampler == "nuts" and (self.until is not None or self.resume):
+            raise UsageError("\0until\0 and \0resume\0 are for \0sampler\0 hmc; nuts runs its chains one after another")
+        if self.sampler == "nuts" and self.spread == "chains":
+            raise UsageError("\0spread\0 chains is for \0sampler\0 hmc; workers of nuts split the examples")
+        if not self.is_last_layer and self.spread == "examples":
+            raise UsageError("\0spread\0 examples is for the last layer; use chains for other layers")
+        if self.max_draws is not None and self.max_draws < self.draws:
+            raise UsageError(f"\0max_draws\0: expected at least \0draws\0 ({self.draws}); got {self.max_draws}")
+        if any(condition.name == "rhat" for condition in self.conditions) and self.chains == 1:
+            raise UsageError("\0until\0: rhat needs at least two \0chains\0")
+
+    @property
+    def tried(self) -> tuple[int, int]:
+        """Warm-up and draws of a short run that tries a prior precision, of each chain.
+
+        Chains go on from a neighbouring prior's, so that a dozen transitions settle them: on 397 digits the val NLL is within .005 of that
+        of 260 draws.
+        """
+        return min(12, self.warmup), min(self.draws // 4, -(-_TRIED_DRAWS // self.chains))
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """What --until asks for; nothing without it."""
+        return () if self.until is None else parse_until(self.until, "\0until\0")
+
+
+COMMAND = Command(
+    "Sample the exact posterior by Hamiltonian Monte Carlo.",
+    "Runs all chains as one batch, in coordinates whitened by the Gaussian at the mode. Reports R-hat and "
+    "effective sample sizes for the parameters and for predictions on val; with --layers, convergence is judged "
+    "by the predictions. Writes posteriors/hmc.nc, or hmc-all.nc, which ArviZ can open.",
+    (HmcOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli hmc ckpt.pt",
+        "bnncli hmc ckpt.pt --chains 32 --draws 100 --max-rhat 1.01",
+        "bnncli hmc ckpt.pt --until 'rhat<=1.01,ess>=1000' --resume",
+        "bnncli hmc ckpt.pt --layers all --chains 4 --warmup 100",
+    ),
+    section="Fit",
+    place=50,
+)
+
+_LEAST_TRIED = 64  # draws: of fewer the val NLL is noise
+
+
+def run(run: Run, options: HmcOptions) -> Result:
+    """Sample and publish; the result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
+    if options.max_draws is not None and options.until is None:
+        raise UsageError("--max-draws is a limit for --until; give --until too")
+    require_features(run)
+    base = find_base(run, options)
+    train = load_fitted(run, fit_on(base.header if base else None))
+    held_out = held_out_of(train, load_split(run, "val") if "val" in run.folder.splits() else None)
+    val = held_out if held_out is not None and held_out.content.labels is not None else None
+    num_tried = options.chains * options.tried[1]
+    too_short = f"a quarter of the draws is {num_tried}" if num_tried < _LEAST_TRIED else None
+    options = with_prior_choice(run, options, val, num_drawn=num_tried, too_short=too_short)
+    run.require_device()
+    prepare = _last_layer if options.is_last_layer else prepare_network
+    request, fit = prepare(run, options, train, held_out, base)
+    return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta, options))
+
+
+def _last_layer(
+    run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
+) -> tuple[Request, Callable[[], Fitted]]:
+    """The request for draws of the last layer, and what makes them."""
+    span = span_to_fit(run, train)
+    sizes: dict[str, Any] = {"num_chains": options.chains, "whole": train.layout if span else None}
+    request = posterior_request(
+        run,
+        "hmc",
+        kind="samples",
+        params=request_params(run, options, base),
+        algo_rev=_revisions.of_hmc(in_span=span is not None, num_params=train.layout.num_params),
+        sources=request_sources(train, held_out, base),
+        checkpoint=train.checkpoint,
+        estimated_bytes=lambda: memory.sampled_bytes(train.layout.num_params, options.chains * options.draws),
+        require=lambda: memory.require_sampling(span or train.layout, run.device_name, **sizes),
+    )
+
+    def fit() -> Fitted:
+
+        def space_at(prior: Prior, before: Space | None) -> Space:
+            return last_layer(run, options, train, held_out, prior=prior, base=base, span=span, before=before)
+
+        prior, told = prior_of(options, base), dict[str, Any]()
+        if options.prior_precision == AUTO and held_out is not None:
+            told = (stored_search(request) if options.resume else None) or choose_prior(
+                run, options, prior, held_out, space_at
+            )
+            prior = Prior.from_meta(told, mean=prior.mean) or prior
+        space = space_at(prior, None)
+        space = replace(space, passes=space.passes + told.get("prior_precision_search_passes", 0))
+        return Sampling(run, options, request, prior, space, told).fit()
+
+    return request, fit
+
+
+def _report(run: Run, request: Request, meta: Mapping[str, Any], options: HmcOptions) -> Report:
+    metrics = meta["metrics"]
+    warn_if_worse(run, request.target, metrics, method="hmc", also=weaker_prior(meta))
+    return Report(metrics, summary(metrics), verdict(metrics, options))
+
+
+_ACCEPT = 0.8  # that short runs aim at: the most draws a second
+
+
+def choose_prior(
+    run: Run,
+    options: HmcOptions,
+    prior: Prior,
+    val: Split,
+    space_at: Callable[[Prior, Space | None], Space],
+) -> dict[str, Any]:
+    """Return the metrics of the search, the chosen prior among them.
+
+    Args:
+        prior: of the base: where the search starts.
+        val: labelled.
+        space_at: where chains of a prior move, whose mode may be found from that of another.
+    """
+    features, labels = val.features(run.device), val.labels(run.device)
+    limit = options.warmup + options.draws
+    num_warmup, num_draws = options.tried
+    passes = 0.0
+
+    def try_at(precision: float, before: PriorTrial | None) -> PriorTrial:
+        nonlocal passes
+        tried = prior.times(precision / prior.weight_precision)
+        space = space_at(tried, None if before is None else before.found[1])
+        drawn = sample_hmc(
+            space.target,
+            mode=space.center,
+            covariance=space.covariance,
+            generator=run.stream("hmc/prior"),
+            num_chains=options.chains,
+            num_warmup=num_warmup,
+            num_draws=num_draws,
+            target_accept=min(_ACCEPT, options.target_accept),
+            dispersion=1.0,
+            go_on=None if before is None else before.found[2],
+            dynamics=options.dynamics,
+            coarse=space.coarse,
+            complete=space.complete,
+            progress=run.console,
+        )
+        held_out = space.train.target(tried, run.device).held_out(features, labels)
+        losses = held_out.losses(drawn.draws.flatten(0, 1).to(run.device))
+        passes += space.passes + options.chains * (drawn.num_gradients or 0)
+        steps = float(drawn.n_steps.double().mean())
+        return PriorTrial(
+            precision, losses.cpu(), float(drawn.num_gradients or 0), limit * steps, (tried, space, drawn)
+        )
+
+    found = climb_prior(try_at, prior.weight_precision, progress=run.console)
+    return prior_metrics(found, found.best.found[0], passes=passes)
+
+
+_SMALLEST_GROUP = 4  # chains a product; on two cores each of fewer costs a third more, of 16 a tenth less
+_MOST_PREDICTING = 2**26  # numbers of the draws that predict val: 256 MiB, and on two cores 15 s for 10,000 examples
+Publishing = Callable[[], AbstractContextManager[None]]  # around the publication of draws
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where chains move, and by what they are judged.
+
+    Args:
+        train: the training split, whose layout is of all of theta.
+        target: over what moves.
+        center: (P',), of the Gaussian that whitens.
+        covariance: its.
+        complete: makes all of theta of what moves; None where the chains move over all of it.
+        coarse: the gradient that kicks, as for sample_hmc.
+        dispersion: of the starts.
+        predictions: how chains agree on log probabilities of labels, by whose they are: heldout, train.
+        judged_by: whose numbers decide about the chains; None for the parameters'.
+        val: labelled, as the posterior sees it, where there is one: what the draws are worth is measured there.
+        identity: of the whitening: what a state to resume from must have been made with.
+        meta: what the artifact records besides.
+        passes: gradient passes over the data that the whitening took.
+        smallest_group: chains that one product is of at least, where workers share them out.
+    """
+
+    train: Split
+    target: Target
+    center: torch.Tensor
+    covariance: Covariance
+    identity: str
+    complete: Completion | None = None
+    coarse: Callable[[torch.Tensor], torch.Tensor] | None = None
+    dispersion: float = OVERDISPERSION
+    predictions: Mapping[str, Judge] = field(default_factory=dict)
+    judged_by: str | None = None
+    val: Split | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    passes: float = 0.0
+    smallest_group: int = 1
+
+
+def last_layer(
+    run: Run,
+    options: HmcOptions,
+    train: Split,
+    held_out: Split | None,
+    *,
+    prior: Prior,
+    base: Base | None,
+    span: MatrixLayout | None,
+    before: Space | None = None,
+) -> Space:
+    """About the exact mode of the last layer's target.
+
+    Args:
+        held_out: the val split, whose predictions are judged too; None without one.
+        prior: of the target.
+        base: whose Gaussian whitens, where it is that of the same target.
+        span: the layout inside the span of the features, where the chains move; None where they move over all of theta.
+        before: of another prior, from whose mode this one's is looked for.
+    """
+    target = train.target(prior, run.device)
+    whole = train.layout if span else None
+    own = memory.automatic_structure(span or train.layout, budget(run.device), device=run.device, whole=whole)
+    structure = memory.whitening_structure(
+        span or train.layout,
+        budget(run.device),
+        device=run.device,
+        num_examples=len(train.content.features),
+        num_chains=options.chains,
+        num_draws=options.warmup + options.draws,
+        whole=whole,
+    )
+    rows = row_space(target) if span else None
+    with counted_passes() as tally:
+        gaussian = None if rows is not None else _gaussian_of(base, prior, structure, train)
+        if gaussian is None:
+            if structure != own and before is None:
+                run.console.info(
+                    f"using the {structure} Gaussian at the mode for the chains' coordinates instead of "
+                    f"fit-laplace's {own} one: computing it should take no longer than the draws, and the draws "
+                    "should be less correlated"
+                )
+            start = train.start().to(run.device)
+            if rows is not None:
+                target, start = rows.target(target), rows.reduce(start)
+            start = start if before is None else before.center
+            gaussian = fit_gaussian(
+                target, structure=structure, center="mode", start=start, progress=run.console
+            ).gaussian
+    return Space(
+        train,
+        target,
+        gaussian.mean,
+        gaussian.covariance,
+        identity=gaussian.covariance.structure,
+        complete=None if rows is None else partial(complete, rows=rows, prior=prior.to(run.device)),
+        coarse=choose_gradient(options.gradients, target, gaussian.mean),
+        predictions=head_judges(run, train, held_out),
+        val=held_out if held_out is not None and held_out.content.labels is not None else None,
+        meta={**fit_on_meta(base.header if base else None), **({} if rows is None else {"row_space_rank": rows.rank})},
+        passes=tally.passes,
+        smallest_group=_SMALLEST_GROUP,
+    )
+
+
+def _gaussian_of(base: Base | None, prior: Prior, structure: str, train: Split) -> Gaussian | None:
+    """The base's, where it is the one that would be made: of these examples and this prior, at their mode, in this structure."""
+    if base is None or not base.is_gaussian or not base.prior.is_close(prior):
+        return None
+    meta, inputs = base.header.meta, base.header.provenance["inputs"]
+    is_it = (meta.get("method"), meta.get("center"), meta.get("structure")) == ("laplace", "mode", structure)
+    own = {(given["role"], given["content_digest"]) for given in inputs}
+    if not is_it or not own.issuperset((one.role, one.content_digest) for one in train.sources):
+        return None
+    gaussian: Gaussian = open_posterior(base.path)[0]
+    return gaussian
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One request for draws, and what it needs; told: metrics of what was chosen for it."""
+
+    run: Run
+    options: HmcOptions
+    request: Request
+    prior: Prior
+    space: Space
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+    def fit(self) -> Fitted:
+        """Draw, judge, and say how to publish."""
+        run, options, space, layout = self.run, self.options, self.space, self.space.train.layout
+        sample = self._sample_nuts if options.sampler == "nuts" else self._sample_hmc
+        drawn, decided, publishing = sample(
+            mode=space.center,
+            covariance=space.covariance,
+            num_chains=options.chains,
+            num_warmup=options.warmup,
+            num_draws=options.draws,
+            target_accept=options.target_accept,
+            progress=run.console,
+        )
+        judged = decided if space.judged_by is None else parameter_judge(run)(drawn.draws)
+        known = {} if space.judged_by is None else {space.judged_by: decided}
+        others = {name: judge(drawn.draws) for name, judge in space.predictions.items() if name not in known}
+        metrics = hmc_metrics(
+            drawn,
+            judged,
+            predictions=known | others,
+            judged_by=space.judged_by,
+            options=options,
+            prior=self.prior,
+        )
+        metrics |= self.told
+        if drawn.num_gradients is not None:
+            passes = options.chains * drawn.num_gradients + space.passes
+            metrics |= Cost.of_fit(passes, is_last_layer=space.train.is_last_layer).to_metrics()
+        for text in hmc_warnings(metrics):
+            run.console.warn(text)
+        if space.val is not None:
+            posterior = _some(drawn.draws, layout).to(run.device)
+            metrics |= measure_on_val(run, posterior, space.val, method="hmc")
+        meta = {
+            "method": "hmc",
+            "type": "samples",
+            **self.prior.to_meta(),
+            **name_to_record(layout.likelihood_name),
+            "param_layout": layout.to_json(),
+            "whitening": space.covariance.structure,
+            **space.meta,
+        }
+        return Fitted({}, meta, metrics, space.train, write=partial(self._write, drawn), publishing=publishing)
+
+    def _sample_hmc(self, **common: Any) -> tuple[HmcRun, Convergence, Publishing]:
+        """Draws by our sampler, how they converged, and what removes the resume state once they are published."""
+        run, options, request, space = self.run, self.options, self.request, self.space
+        store = DrawFile(request.target, num_chains=options.chains, num_params=space.train.layout.num_params)
+        # A state holds whitened coordinates: under another whitening they would be other theta.
+        workers = self._workers()
+        also: dict[str, Any] = {"whitening": space.identity} | ({} if workers is None else {"spread": "chains"})
+        also |= search_identity(self.told)
+        resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
+        resume = ResumableDraws(resumable, store)
+        judgements: dict[int, Convergence] = {}
+
+        def is_enough(draws: torch.Tensor) -> bool:
+            judged = judgements[draws.shape[1]] = self._decide(draws)
+            run.console.info(_round_line(draws.shape[1], judged))
+            return not unmet(options.conditions, condition_values(judged))
+
+        try:
+            with resumable.hint():
+                drawn = sample_hmc(
+                    space.target,
+                    dynamics=options.dynamics,
+                    dispersion=space.dispersion,
+                    coarse=space.coarse,
+                    complete=space.complete,
+                    generator=run.stream("hmc/chains"),
+                    is_enough=is_enough if options.conditions else None,
+                    max_draws=options.max_draws,
+                    store=store,
+                    resume=resume,
+                    workers=workers,
+                    **common,
+                )
+                judged = judgements.get(drawn.draws.shape[1]) or self._decide(drawn.draws)
+        finally:
+            resume.close()
+        return drawn, judged, resume.publishing
+
+    def _workers(self) -> Workers | None:
+        """Those that share out the chains; None where there are none, or they share out the examples."""
+        others, spread, space = team(), self.options.spread, self.space
+        if spread is None:
+            is_near = (
+                space.target.is_resident or not space.train.is_last_layer
+            )  # networks read all data, wherever it lies
+            spread = "chains" if is_near else "examples"
+        return None if others is None or spread == "examples" else Workers(others, self.space.smallest_group)
+
+    def _sample_nuts(self, **common: Any) -> tuple[HmcRun, Convergence, Publishing]:
+        """The same by Pyro's NUTS, which cannot be continued."""
+        from bnncli.inference.nuts import sample_nuts
+
+        drawn = sample_nuts(self.space.target, seed=self.run.stream("hmc/nuts").initial_seed() % 2**31, **common)
+        if self.space.complete is not None:
+            inside = drawn.draws.flatten(0, 1).double()
+            theta, outside = self.space.complete(inside, self.run.stream("hmc/outside"))
+            shape = drawn.draws.shape[:2]
+            log_joint = drawn.log_joint + outside.to(drawn.log_joint.device).view(shape)
+            drawn = replace(drawn, draws=theta.float().unflatten(0, shape), log_joint=log_joint)
+        return drawn, self._decide(drawn.draws), nullcontext
+
+    def _decide(self, draws: torch.Tensor) -> Convergence:
+        """How the chains agree on what decides."""
+        by = self.space.judged_by
+        return parameter_judge(self.run)(draws) if by is None else self.space.predictions[by](draws)
+
+    def _write(self, drawn: HmcRun, meta: dict[str, Any], provenance: dict[str, Any], may_replace: bool) -> str:
+        is_nuts, train = self.options.sampler == "nuts", self.space.train
+        return write_samples(
+            self.request.target,
+            sample_file(drawn, train, self.prior),
+            outputs=train.layout.likelihood.output_names(train.content.classes),
+            created_at=provenance["created_at"],
+            name=self.run.checkpoint_path.stem,
+            sampler_library=("pyro", version("pyro-ppl")) if is_nuts else ("bnncli", __version__),
+            meta=meta,
+            provenance=provenance,
+            may_replace=may_replace,
+        )
+
+
+def _some(draws: torch.Tensor, layout: ParamLayout) -> Samples:
+    """All draws (C, T, P); every n-th of each chain where all would take much memory."""
+    step = math.ceil(draws.numel() / _MOST_PREDICTING)
+    return Samples(draws[:, :: min(step, draws.shape[1])], layout)
+
+
+def _round_line(num_draws: int, judged: Convergence) -> str:
+    """How far --until is."""
+    if judged.ess_bulk is None or judged.ess_tail is None:
+        return f"{num_draws} draws per chain: {judged.undefined}"
+    r_hat = "undefined" if judged.r_hat is None else f"{judged.r_hat:.4f}"
+    return f"{num_draws} draws per chain: R-hat {r_hat}, ESS {judged.ess_bulk:.0f} bulk, {judged.ess_tail:.0f} tail"
+
+
+def sample_file(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
+    """Draws and statistics under the names of the ArviZ schema."""
+    draws = drawn.draws.cpu()
+    weight, bias = train.layout.split(draws) if train.is_last_layer else (None, None)
+    stats = {
+        "lp": drawn.log_joint,
+        "energy": drawn.energy,
+        "acceptance_rate": drawn.acceptance_rate,
+        "diverging": drawn.diverging,
+        "step_size": torch.full_like(drawn.acceptance_rate, drawn.step_size),
+        "n_steps": drawn.n_steps,
+    }
+    return SampleFile(
+        head_weight=None if weight is None else weight.numpy(),
+        head_bias=None if bias is None else bias.numpy(),
+        stats={name: values.cpu().numpy() for name, values in stats.items() if values is not None},
+        constants=prior.to_constants(),
+        theta=None if train.is_last_layer else draws.numpy(),
+    )
+
+
+def prepare_network(
+    run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
+) -> tuple[Request, Callable[[], Fitted]]:
+    """The request for draws of the network's chosen parameters, and what makes them."""
+    if train.content.head_weight is None:
+        raise UsageError(f"--layers {options.layers}: this run has only features, no network")
+
+    @cache
+    def prepared() -> PreparedChains:
+
+        return prepare(run, options, train, held_out, base)
+
+    def estimated_bytes() -> int:
+        if request.target.is_file() and not run.write.force:
+            return request.target.stat().st_size  # up to date: no code runs for that
+        return memory.sampled_bytes(prepared().layout.num_params, options.chains * options.draws)
+
+    used = [split for split in (train, held_out) if split is not None]
+    request = posterior_request(
+        run,
+        f"hmc{options.layers_suffix}",
+        kind="samples",
+        params=request_params(run, options, base),
+        algo_rev=_revisions.HMC_OF_LAYERS,
+        sources=[*request_sources(train, held_out, base), *network_sources(used)],
+        checkpoint=train.checkpoint,
+        estimated_bytes=estimated_bytes,
+        require=prepared,
+        estimated_memory=lambda: prepared().planned_bytes,
+    )
+
+    def fit() -> Fitted:
+
+        prior = prior_of(options, base)
+        return sample_network(run, options, request, train, held_out, prior=prior, base=base, prepared=prepared())
+
+    return request, fit
+
+
+DISPERSION = (
+    1.0  # chains of a network start as draws of the Gaussian: of twice that width they would take long to come back
+)
+
+
+@dataclass(frozen=True)
+class PreparedChains:
+    """A run, before its data are read.
+
+    Attributes:
+        reader: of the network and the inputs.
+        layout: of the chosen parameters.
+        planned_bytes: of memory, at the peak.
+    """
+
+    reader: NetworkReader
+    layout: ModuleLayout
+    planned_bytes: int
+
+
+def prepare(run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None) -> PreparedChains:
+    """What will move, of the network and the first example. Raises DeviceError where the chains have no room."""
+    reader = NetworkReader.of(run, options)
+    with reader.recorded.visible():
+        layout = reader.layout(train, options.layers)
+        held = 0 if held_out is None or held_out.content.labels is None else len(held_out.content.features)
+        base_bytes = 8 * int(
+            registry.load_class("network_curvature", NetworkTarget.rough_structure).num_elements(layout)
+        )
+        if base is not None and base.is_gaussian:
+            base_bytes = base.path.stat().st_size
+        plan = NetworkDraws(layout, len(train.content.features), held, base_bytes)
+        planned = plan.require_sampling(run.device, num_chains=options.chains, num_draws=options.draws)
+    return PreparedChains(reader, layout, planned)
+
+
+def sample_network(
+    run: Run,
+    options: HmcOptions,
+    request: Request,
+    train: Split,
+    held_out: Split | None,
+    *,
+    prior: Prior,
+    base: Base | None,
+    prepared: PreparedChains,
+) -> Fitted:
+    """The draws with what is told of them."""
+    reader = prepared.reader
+    with reader.recorded.visible():
+        whole = reader.split(train, options.layers)
+        target = whole.target(prior, run.device)
+        with counted_passes() as tally:
+            center, covariance = _gaussian(run, target, whole, base)
+        has_val = held_out is not None and held_out.content.labels is not None
+        val = reader.split(held_out, options.layers) if held_out is not None and has_val else None
+        judged_by, judged = ("train", whole) if val is None else ("heldout", val)
+        space = Space(
+            whole,
+            target,
+            center,
+            covariance,
+            identity=f"{covariance.structure} {tensor_digest({'center': center, **covariance.to_tensors()})}",
+            dispersion=DISPERSION,
+            predictions={judged_by: network_judge(run, target, judged)},
+            judged_by=judged_by,
+            val=val,
+            meta={"layers": options.layers, **whole.layout.to_meta()},
+            passes=tally.passes,
+        )
+        return Sampling(run, options, request, prior, space).fit()
+
+
+def _gaussian(
+    run: Run, target: NetworkTarget, whole: NetworkSplit, base: Base | None
+) -> tuple[torch.Tensor, Covariance]:
+    """The centre and the covariance that whiten: the base's where it is a Gaussian, else Kronecker factors at the network's weights."""
+    if base is not None and base.is_gaussian:
+        gaussian, _ = open_posterior(base.path)
+        if gaussian.layout != whole.layout:
+            raise DataError(f"{base.path} is over {gaussian.layout}, not {whole.layout}", code="wrong_layout")
+        return gaussian.mean.to(run.device), gaussian.covariance.to(device=run.device)
+    center = whole.start().to(run.device)
+    return center, covariance_at(target, center, target.rough_structure)[0]
+
+
+def hmc_metrics(
+    drawn: HmcRun,
+    judged: Convergence,
+    *,
+    predictions: Mapping[str, Convergence],
+    judged_by: str | None,
+    options: HmcOptions,
+    prior: Prior,
+) -> dict[str, Any]:
+    """The numbers of a run, as its artifact and `--json` give them.
+
+    Args:
+        judged: of the parameters.
+        predictions: of log probabilities of labels: heldout, train.
+        judged_by: whose numbers decide, heldout or train; None for the parameters'.
+    """
+    from bnncli.inference.hmc import goals
+
+    num_draws = drawn.draws.shape[1]
+    decided = judged if judged_by is None else predictions[judged_by]
+    is_met = bool(options.conditions) and not unmet(options.conditions, condition_values(decided))
+    return {
+        "sampler": options.sampler,
+        "dynamics": options.dynamics if options.sampler == "hmc" else None,
+        **({} if options.gradients == "float32" else {"gradients": options.gradients}),
+        "chains": options.chains,
+        "draws": num_draws,
+        **prior.to_meta(),
+        **parameter_metrics(judged),
+        # What chose the stop is no longer an estimate of what runs of this length have.
+        "stopped_by": options.until if is_met else None,
+        "until_looks": sum(goal <= num_draws for goal in goals(options.draws, options.max_draws))
+        if options.conditions
+        else None,
+        **prediction_metrics(predictions, judged_by),
+        "min_bfmi": None if drawn.energy is None else lowest_bfmi(drawn.energy.cpu().numpy()),
+        "acceptance_rate": float(drawn.acceptance_rate.double().mean()),
+        "lowest_chain_acceptance": float(drawn.acceptance_rate.double().mean(dim=1).min()),
+        "divergences": int(drawn.diverging.sum()),
+        "step_size": drawn.step_size,
+        "mean_steps": float(drawn.n_steps.double().mean()),
+    }
+
+
+def summary(metrics: dict[str, Any]) -> list[str]:
+    """The numbers as lines for people."""
+    lines = [*prior_line(metrics), deciding_line(metrics)]
+    if metrics.get("stopped_by") is not None:
+        lines.append(
+            f"these numbers decided when to stop (--until {metrics['stopped_by']}, after "
+            f"{counted(metrics['until_looks'], 'check')}), so they are optimistic: a run of fixed length tends "
+            "to have a larger R-hat and fewer effective draws"
+        )
+    lines += other_lines(metrics)
+    if "judged_by" in metrics:
+        lines.append("all chains started near the same weights, so R-hat cannot detect modes that none of them reached")
+    bfmi = "" if metrics["min_bfmi"] is None else f", lowest E-BFMI {metrics['min_bfmi']:.2f}"
+    coarse = f" with {metrics['gradients']} gradients and exact energies" if "gradients" in metrics else ""
+    lines.append(
+        f"acceptance {metrics['acceptance_rate']:.2f}{coarse}, {counted(metrics['divergences'], 'divergence')}, "
+        f"step size {metrics['step_size']:.3f}, {metrics['mean_steps']:.1f} steps per draw{bfmi}"
+    )
+    lines += val_lines(metrics)
+    return lines
+
+
+def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
+    """Why these draws may not be the posterior's; empty when nothing speaks against them."""
+    found = []
+    r_hat = deciding(metrics).r_hat
+    if r_hat is not None and r_hat > GOOD_RHAT:
+        of = " of predictions" if "judged_by" in metrics else ""
+        found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); {_remedy(metrics)}")
+    if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
+        lowest = metrics["lowest_chain_acceptance"]
+        found.append(f"a chain is stuck: it accepts {percent(lowest)} of its moves; {_remedy(metrics)}")
+    if metrics["divergences"]:
+        diverged = "1 trajectory" if metrics["divergences"] == 1 else f"{metrics['divergences']} trajectories"
+        found.append(f"{diverged} diverged; try a higher --target-accept")
+    if metrics["min_bfmi"] is not None and metrics["min_bfmi"] < LOW_BFMI:
+        found.append(
+            f"energies change too slowly: lowest E-BFMI {metrics['min_bfmi']:.2f} (below {LOW_BFMI}); the tails "
+            "may be missing, so use more --draws or a larger --prior-precision"
+        )
+    return found
+
+
+def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
+    """The failure that --until or --max-rhat asks for; an undefined value passes neither."""
+    decided = deciding(metrics)
+    values = condition_values(decided)
+    missed = unmet(options.conditions, values)
+    if missed:
+        got = ", ".join(f"{condition.name} is {_shown(values[condition.name])}" for condition in missed)
+        return CheckFailed(
+            f"--until {options.until}: {got} after {metrics['draws']} draws per chain",
+            hint="draw again with a larger --max-draws and --force (or another --name)",
+            code="until",
+        )
+    if options.max_rhat is None or (decided.r_hat is not None and decided.r_hat <= options.max_rhat):
+        return None
+    of = " of predictions" if "judged_by" in metrics else ""
+    return CheckFailed(
+        f"--max-rhat {options.max_rhat}: the largest R-hat{of} is {_shown(decided.r_hat)}",
+        hint=_remedy(metrics),
+        code="max_rhat",
+    )
+
+
+def condition_values(numbers: Convergence) -> dict[str, float | None]:
+    """What the conditions of --until are about, by the names they have there."""
+    return {"rhat": numbers.r_hat, "ess": numbers.ess_bulk, "ess-tail": numbers.ess_tail}
+
+
+def _shown(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.4f}" if value < 10 else f"{value:.0f}"
+
+
+def _remedy(metrics: dict[str, Any]) -> str:
+    """What most likely helps."""
+    if metrics["chains"] == 1:
+        return "use more --chains"
+    if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
+        return "use a higher --target-accept and more --warmup"
+    return "use more --warmup and --draws"

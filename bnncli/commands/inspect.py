@@ -1,0 +1,815 @@
+"""inspect: say what a file or folder is, without running anything in it."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from bnncli import registry
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.headers import Header, check_is_file
+from bnncli.data import sound
+from bnncli.errors import BnnError, DataError, MissingInput
+from bnncli.models.build import recognised
+from bnncli.models.checkpoint_files import sniff, sniff_zip
+from bnncli.models.checkpoints import Checkpoint, load_whole, states_in
+from bnncli.models.huggingface import feature_extractor, weight_files
+from bnncli.models.recognition import guess, possible_heads
+from bnncli.models.sharded import INDEX_SUFFIX, sharded_folder, shards_of
+from bnncli.names import FORMATS, listed, prefixes_of, quoted
+from bnncli.options.command import Argument, Command, CommonOptions, pasted
+from bnncli.options.declaration import spelled
+from bnncli.options.shared import IDENTITY
+from bnncli.registry import has_name
+from bnncli.session.run import Result, Run, Table
+from bnncli.system.input_files import is_failure, open_regular, read_object, reading
+
+COMMAND = Command(
+    "Show what is in a file: kind, shapes, parameters, provenance, digests.",
+    "Works on checkpoints, saved models, data, run folders and artifacts. Suggests an extract-features command for "
+    "it. Never runs code from the file.",
+    (CommonOptions,),
+    ("bnncli inspect ckpt.pt", "bnncli inspect ckpt.pt.bnn/posteriors/laplace.safetensors --json"),
+    (Argument("file", "A checkpoint, an artifact, data, or a folder of these; also KIND:PLACE."),),
+    section="Start",
+    place=20,
+)
+
+
+def run(run: Run, options: Any) -> Result:
+    """Facts about an artifact, a checkpoint, a saved model or data, and the line that would work with it."""
+    path = _path_of(str(run.arguments["file"]))
+    if path.is_dir():
+        return folder_found(path).result(path)
+    check_is_file(path)
+    if (found := _by_name(path)) is not None:
+        return found.result(path)
+    try:
+        header = read_header(path)
+    except DataError as error:
+        if error.code not in ("not_an_artifact", "wrong_kind"):
+            raise
+        return _other(path).result(path)
+    return _artifact(header)
+
+
+def _path_of(text: str) -> Path:
+    """The path that was given, as it stands or behind the kind that --model or --data names it by (onnx:FILE)."""
+    kind, _, place = text.partition(":")
+    is_spec = place and not Path(text).exists() and any(has_name(family, kind) for family in ("models", "data"))
+    return Path(place).expanduser() if is_spec else Path(text)
+
+
+def recognised_model(path: Path) -> tuple[str, str] | None:
+    """What --model would name a checkpoint or a saved model, and the line that runs it; None where that cannot be told."""
+    try:
+        found = folder_found(path) if path.is_dir() else _by_name(path) or _other(path)
+    except (BnnError, OSError):  # said where it is used
+        return None
+    return None if found.model in (None, "hf:DIR") or found.suggested is None else (str(found.model), found.suggested)
+
+
+def _by_name(path: Path) -> Found | None:
+    """What a file of text is, which its name alone can tell."""
+    with reading(path):
+        if path.name.endswith(INDEX_SUFFIX):
+            return _checkpoint(path)
+        return table_found(path)
+
+
+def _other(path: Path) -> Found:
+    """What a file is that is none of ours. Raises what load_checkpoint raises where it is of no kind that is known."""
+    with open_regular(path) as stream:
+        head = stream.read(64)
+        kind = sniff(stream)
+        if kind == "zip":
+            kind = sniff_zip(stream)
+    if kind == "npz":
+        return npz_found(path)
+    if kind == "unknown" and (found := idx_found(path, head)) is not None:
+        return found
+    if kind in PROGRAMS:
+        return program_found(path, kind)
+    return _checkpoint(path)
+
+
+def _checkpoint(path: Path) -> Found:
+
+    return checkpoint_found(path)
+
+
+def _artifact(header: Header) -> Result:
+    provenance, meta = header.provenance, dict(header.meta)
+    facts: list[list[str]] = [
+        ["kind", header.kind],
+        ["schema", header.schema],
+        ["content digest", short(header.content_digest)],
+        ["command", short(" ".join(str(word) for word in provenance["command"]), 2000)],
+        [
+            "created",
+            f"{short(provenance.get('created_at'))} in {provenance.get('seconds')} s on {short(provenance.get('device'))}",
+        ],
+        ["bnncli", short(provenance.get("tool", {}).get("version"))],
+        ["checkpoint", (header.weights_digest or "none")],
+    ]
+    facts += [["source", short(provenance["source"], 2000)]] if "source" in provenance else []
+    facts += [
+        [f"input {short(entry['role'])}", f"{short(entry['path'], 2000)} {short(entry['content_digest'])}"]
+        for entry in header.inputs
+    ]
+    facts += [[f"param {short(name)}", short(value, 2000)] for name, value in sorted(provenance["params"].items())]
+    shown = {
+        name: value
+        for name, value in meta.items()
+        if name not in ("metrics", "rows", "curve", "classes", "param_layout", "predictions", "code")
+    }
+    facts += [
+        [short(name), quoted(value, limit=120) if isinstance(value, str) else short(value)]
+        for name, value in sorted(shown.items())
+    ]
+    metrics = meta.get("metrics") or {}
+    facts += [[f"metric {short(name)}", short(value)] for name, value in metrics.items()]
+    arrays = _arrays(header)
+    facts += [[f"array {short(name)}", described] for name, described in arrays.items()]
+    document = {
+        "kind": header.kind,
+        "content_digest": header.content_digest,
+        "artifact_schema": header.schema,
+        "meta": meta,
+        "provenance": provenance,
+        "arrays": arrays,
+    }
+    return Result(extra=document, tables=[Table(["what", "value"], facts[:MAX_ROWS], title=str(header.path))])
+
+
+def _arrays(header: Header) -> dict[str, str]:
+    """Name to type and shape of everything stored; nothing for metrics and graphs."""
+    is_tensors = header.path.suffix == FORMATS["torch"]
+    if header.kind == "metrics" or (header.kind == "export" and not is_tensors):
+        return {}
+    if header.kind in ("posterior", "checkpoint", "decision", "export"):
+        from bnncli.artifacts.posteriors import tensor_shapes
+
+        return tensor_shapes(header.path)
+    from bnncli.artifacts.hdf5 import array_shapes
+
+    return array_shapes(header.path)
+
+
+MAX_ROWS = 400
+_NETWORK = "NET.py:FACTORY"  # stands for what only the user knows, as TRAIN and CKPT do
+CHECKPOINT = "CKPT"
+MODEL = "MODEL"
+_NOT_LINEAR = ("torchvision:squeezenet", "timm:volo")  # in what they do after their last weights
+
+
+@dataclass
+class Found:
+    """What a place is.
+
+    Attributes:
+        kind: in one or two words, stable for scripts.
+        facts: lines of the table: what, value.
+        document: further keys of the JSON document.
+        model: what --model would name; None where only the user knows, or where nothing runs it.
+        suggested: the command that would work, filled in as far as can be known.
+    """
+
+    kind: str
+    facts: list[list[str]] = field(default_factory=list)
+    document: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    suggested: str | None = None
+
+    def add(self, what: str, value: object, *, key: str | None = None) -> None:
+        """A line of the table, and of the document under `key`."""
+        self.facts.append([what, short(value)])
+        if key is not None:
+            self.document[key] = value
+
+    def suggest(
+        self, path: Path, *, model: str | None, data: str, architecture: str | None = None, **options: Any
+    ) -> None:
+        """Suggest the extract-features line for a checkpoint, or for a model that has weights of its own.
+
+        Args:
+            model: None where only the user knows.
+            data: the kind and place of a split.
+            architecture: as --model would name it, where `model` does not.
+        """
+        self.model = model
+        if (architecture or model or "").startswith(_NOT_LINEAR):
+            options["last_layer"] = IDENTITY
+        split = [f"train={data}"]
+        self.suggested = pasted("extract-features", str(path), model=model or _NETWORK, data=split, **options)
+
+    def result(self, path: Path) -> Result:
+        """As the command line prints it, the suggested line last."""
+        document = {"kind": self.kind, **self.document, "suggested": self.suggested}
+        rows = [["kind", self.kind], *self.facts][:MAX_ROWS]
+        lines = [] if self.suggested is None else [self.suggested]
+        summary = (
+            ["add --data test=SPEC --hold-out val=test:N: auto and most fits need a validation split"]
+            if " extract-features " in "".join(lines) and " --data " in lines[0]
+            else []
+        )
+        return Result(
+            summary=summary, extra=document, tables=[Table(["what", "value"], rows, title=str(path))], lines=lines
+        )
+
+
+def short(value: Any, limit: int = 160) -> str:
+    """A value of a file in a cell: in one line, cut after `limit` characters."""
+    text = quoted(value, limit=limit)[1:-1] if isinstance(value, str) else str(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def data_line(spec: str) -> str:
+    """The extract-features line for data."""
+    return pasted("extract-features", CHECKPOINT, model=MODEL, data=[f"train={spec}"])
+
+
+_HYPER_PARAMETERS = ("hyper_parameters", "hparams", "args", "config", "cfg", "opt", "model_args", "model_kwargs")
+_MAX_HYPER_PARAMETERS, _MAX_HEADS, _MAX_DEPTH = 60, 6, 4
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def checkpoint_found(path: Path) -> Found:
+    """What a checkpoint is. Raises what load_checkpoint raises."""
+    checkpoint, saved = load_whole(path)
+    found = Found("checkpoint")
+    found.add("format", checkpoint.format, key="format")
+    found.add("selected key", str(checkpoint.selected_key))
+    found.document["selected_key"] = checkpoint.selected_key
+    found.add("stripped prefixes", ", ".join(checkpoint.stripped_prefixes) or "none")
+    found.document["stripped_prefixes"] = list(checkpoint.stripped_prefixes)
+    found.add("weights digest", checkpoint.weights_digest, key="weights_digest")
+    found.add("file sha256", checkpoint.file_sha256, key="file_sha256")
+    found.add("parameters", str(sum(tensor.numel() for tensor in checkpoint.state.values())))
+    notes = [spelled(note) for note in checkpoint.notes]
+    for note in notes:
+        found.add("note", note)
+    found.document["notes"] = notes
+    _add_origin(found, saved)
+    _add_states(found, saved)
+    _add_network(found, checkpoint, saved)
+    arrays = {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        for name, tensor in checkpoint.state.items()
+    }
+    found.facts += [[f"tensor {quoted(name)}", described] for name, described in arrays.items()]
+    found.document["arrays"] = arrays
+    return found
+
+
+def _add_origin(found: Found, saved: Any) -> None:
+    """What wrote the file, as far as it tells, with the settings it kept."""
+    if not isinstance(saved, Mapping):
+        return
+    version = saved.get("pytorch-lightning_version")
+    if isinstance(version, str):
+        found.add("created by", f"Lightning {version}", key="made_by")
+    elif isinstance(saved.get("arch"), str) and "state_dict" in saved:
+        found.add("created by", f"a timm-style training script, arch {saved['arch']}", key="made_by")
+    for name in ("epoch", "global_step", "step", "iteration"):
+        if isinstance(saved.get(name), int):
+            found.add(name, saved[name])
+    told = {
+        key: value for name in _HYPER_PARAMETERS for key, value in _flat(saved.get(name), name)
+    }  # fmt: skip
+    for key, value in list(told.items())[:_MAX_HYPER_PARAMETERS]:
+        found.add(key if len(key) <= 80 else f"{key[:80]}...", value)
+    if told:
+        found.document["hyper_parameters"] = dict(list(told.items())[:_MAX_HYPER_PARAMETERS])
+
+
+def _flat(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Plain values by dotted name; of a list, what it says in one line."""
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}", depth + 1)
+    elif isinstance(value, _PLAIN) and depth:
+        yield name, value
+    elif isinstance(value, (list, tuple)) and all(isinstance(one, _PLAIN) for one in value):
+        yield name, ", ".join(map(str, value[:20]))
+
+
+def _add_states(found: Found, saved: Any) -> None:
+    """The states to choose from, where there are several."""
+    states = states_in(saved)
+    if len(states) > 1:
+        for one in states:
+            averaged = ", averaged" if one.is_averaged else ""
+            found.add(f"state {quoted(one.key)}", f"{one.num_tensors} tensors{averaged} (--state {one.key})")
+    found.document["states"] = [one._asdict() for one in states]
+
+
+def _add_network(found: Found, checkpoint: Checkpoint, saved: Any) -> None:
+    """What the network looks like, and the line that would run it."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.state.items()}
+    heads = possible_heads(shapes)
+    for place, head in enumerate(heads[:_MAX_HEADS]):
+        outputs = "1 output" if head.num_classes == 1 else f"{head.num_classes} classes"
+        found.add("head" if not place else "or head", f"{quoted(head.name)}: {outputs}, {head.num_features} features")
+    if len(heads) > _MAX_HEADS:
+        found.add("or head", f"one of {len(heads) - _MAX_HEADS} more")
+    found.document["heads"] = [head._asdict() for head in heads]
+    network, model, data = _network_of(checkpoint, saved, shapes)
+    found.add("network", network, key="network")
+    found.suggest(checkpoint.path, model=model, data=data)
+
+
+def _network_of(
+    checkpoint: Checkpoint, saved: Any, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, str | None, str]:
+    """The network in words, --model (None: not known), and a split of its kind."""
+    images = "images:TRAIN"
+    built_in = recognised(checkpoint.state)
+    if built_in:
+        name, arguments = built_in[0]
+        sizes = ", ".join(f"{key} {value}" for key, value in arguments.items())
+        unsure = "; activation=relu is a guess" if name == "mlp" else ""
+        return f"{name} ({sizes}){unsure}", name, "npz:TRAIN.npz"
+    if (config := checkpoint.path.parent / "config.json").is_file() and '"model_type"' in _text(config):
+        folder = checkpoint.path.parent
+        return f"weights of the Hugging Face folder {folder}", f"hf:{folder}", "SPEC"
+    arch = saved.get("arch") if isinstance(saved, Mapping) else None
+    told = guess(shapes)
+    if isinstance(arch, str) and arch.isidentifier() and (told is None or told.model is None):
+        return f"arch {arch}, according to the file", f"timm:{arch}", images
+    if told is not None:
+        is_text = told.model is None and "Hugging Face" in told.text
+        return told.text, "hf:DIR" if is_text else told.model, "SPEC" if told.model is None else images
+    parts = [prefix[:-1] for prefix in prefixes_of(shapes) if prefix.count(".") == 1]
+    return f"unknown; its parts: {listed(parts)}" if parts else "unknown", None, "SPEC"
+
+
+def _text(path: Path) -> str:
+    """The start of a small file."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read(1 << 20)
+    except OSError:
+        return ""
+
+
+_MODEL = {"torchscript": "jit", "pt2": "export", "onnx": "onnx", "skops": "sklearn"}
+PROGRAMS = {
+    "torchscript": "TorchScript program",
+    "pt2": "exported program",
+    "onnx": "ONNX graph",
+    "skops": "skops file",
+}
+_MAX_VERSION = 64
+
+
+def program_found(path: Path, kind: str) -> Found:
+    """What a program is, and the line that runs its graph.
+
+    Args:
+        kind: torchscript, pt2, onnx or skops.
+    """
+    found = Found(PROGRAMS[kind])
+    if kind == "onnx":
+        _add_onnx(found, path)
+    else:
+        with zipfile.ZipFile(path) as archive:
+            _add_members(found, archive, kind)
+    model = _MODEL[kind]
+    if registry.has_name("models", model):
+        found.suggest(path, model=f"{model}:{path}", data="npz:TRAIN.npz")
+    return found
+
+
+def _add_members(found: Found, archive: zipfile.ZipFile, kind: str) -> None:
+    """What a zip archive says of itself."""
+    members = {member.filename: member.file_size for member in archive.infolist()}
+    found.add("members", f"{len(members)}, {sum(members.values()) / 1e6:.1f} MB")
+    for name in members:
+        last = name.rpartition("/")[2]
+        if last in ("version", "archive_version", ".format_version") and members[name] <= _MAX_VERSION:
+            found.add(last, archive.read(name).decode("utf-8", "replace").strip())
+    if kind == "torchscript":
+        code = [name for name in members if "/code/" in name and name.endswith(".py")]
+        found.add("code", f"{len(code)} files: {listed([name.partition('/code/')[2] for name in code])}")
+    if kind == "skops" and members["schema.json"] < 1 << 24:
+        schema = json.loads(archive.read("schema.json"))
+        for name in ("__class__", "__module__", "_skops_version", "protocol"):
+            if name in schema:
+                found.add(name.strip("_"), schema[name])
+
+
+def _add_onnx(found: Found, path: Path) -> None:
+    """The versions in the header of an ONNX model."""
+    names = {1: "ir version", 2: "producer", 3: "producer version"}
+    with open(path, "rb") as stream:
+        for field, value in _fields(stream):
+            if field in names:
+                found.add(names[field], value if isinstance(value, int) else value.decode("utf-8", "replace"))
+            elif field == 8 and isinstance(value, bytes):
+                opset = dict(_fields_of(value))
+                domain, version = opset.get(1, b""), opset.get(2)
+                text = domain.decode("utf-8", "replace") if isinstance(domain, bytes) else ""
+                found.add("opset", f"{version if isinstance(version, int) else 0} {text}".strip())
+
+
+def _fields(stream: IO[bytes]) -> Iterator[tuple[int, int | bytes]]:
+    """The short fields of a protobuf message; long ones are passed over."""
+    size = os.fstat(stream.fileno()).st_size
+    while (tag := _varint(stream)) is not None:
+        wire = tag & 7
+        length = _varint(stream)
+        if length is None or wire not in (0, 2) or (wire == 2 and length > size - stream.tell()):
+            return
+        if wire == 0:
+            yield tag >> 3, length
+        elif length <= 4096:
+            yield tag >> 3, stream.read(length)
+        else:
+            stream.seek(length, os.SEEK_CUR)
+
+
+def _fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a short message."""
+    place = 0
+    while place < len(message):
+        tag, place = _number(message, place)
+        value, place = _number(message, place)
+        if tag & 7 == 2:
+            yield tag >> 3, message[place : place + value]
+            place += value
+        else:
+            yield tag >> 3, value
+
+
+def _number(message: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while place < len(message):
+        byte = message[place]
+        value, shift, place = value | (byte & 0x7F) << shift, shift + 7, place + 1
+        if byte < 0x80:
+            break
+    return value, place
+
+
+def _varint(stream: IO[bytes]) -> int | None:
+    """The next number; None at the end."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = stream.read(1)
+        if not byte:
+            return None
+        value |= (byte[0] & 0x7F) << shift
+        if byte[0] < 0x80:
+            return value
+    return None
+
+
+_TABLES = ("csv", "tsv", "jsonl", "parquet", "arrow")
+_TEXT = ("text", "sentence", "review", "content", "comment", "body", "message", "tweet", "title", "question")
+_LABEL = ("label", "labels", "target", "class", "category", "sentiment", "y")
+_IDX = {b"\0\0\x08\x01": "labels", b"\0\0\x08\x03": "images"}
+_LINE = 1 << 20
+
+
+def can_be_read(kind: str) -> bool:
+    """Whether there is such a kind of data."""
+    return registry.has_name("data", kind)
+
+
+def table_found(path: Path) -> Found | None:
+    """What a file of rows is, by its name; None for any other."""
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in _TABLES or not can_be_read(kind):
+        return None
+    found, columns = Found(kind), _columns(path, kind)
+    if columns:
+        found.add("columns", ", ".join(columns), key="columns")
+    text = next((name for name in columns if name.lower() in _TEXT), None)
+    label = next((name for name in columns if name.lower() in _LABEL), None)
+    named = [
+        f"{what}={name}" for what, name in (("text", text), ("label", label)) if name is not None and "," not in name
+    ]
+    found.suggested = data_line(f"{kind}:{path}" + (f":{','.join(named)}" if len(named) == 2 else ""))
+    return found
+
+
+def _columns(path: Path, kind: str) -> list[str]:
+    """Names of the columns; none where they cannot be told without another library."""
+    if kind in ("parquet", "arrow"):
+        return []
+    with open(path, encoding="utf-8-sig", errors="replace", newline="") as stream:
+        first = stream.readline(_LINE)
+    if kind == "jsonl":
+        try:
+            row = json.loads(first)
+        except (ValueError, RecursionError):
+            return []
+        return [str(name) for name in row] if isinstance(row, dict) else []
+    csv.field_size_limit(_LINE)
+    return next(iter(csv.reader([first], delimiter="\t" if kind == "tsv" else ",")), [])
+
+
+def idx_found(path: Path, head: bytes) -> Found | None:
+    """What a file of the MNIST family is, with its partner; None for any other."""
+    what = _IDX.get(head[:4])
+    if what is None:
+        return None
+    found = Found(f"idx {what}")
+    shape = [int.from_bytes(head[place : place + 4], "big") for place in range(4, 4 + 4 * head[3], 4)]
+    found.add("shape", str(tuple(shape)), key="shape")
+    other = {"images": ("images-idx3", "labels-idx1"), "labels": ("labels-idx1", "images-idx3")}[what]
+    partner = path.with_name(path.name.replace(*other))
+    pair = [
+        str(path),
+        str(partner) if partner != path and partner.is_file() else "LABELS" if what == "images" else "IMAGES",
+    ]
+    found.suggested = data_line(f"idx:{','.join(pair if what == 'images' else pair[::-1])}")
+    return found
+
+
+def npz_found(path: Path) -> Found:
+    """What an archive of arrays is: inputs and labels, ready features, or a linear classifier.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    shapes = _npz_shapes(path)
+    found = Found("npz")
+    for name, described in shapes.items():
+        found.add(f"array {quoted(name)}", f"{described[0]} {described[1]}")
+    found.document["arrays"] = {name: f"{kind} {shape}" for name, (kind, shape) in shapes.items()}
+    if "coef_" in shapes and registry.has_name("models", "sklearn"):
+        found.suggest(path, model=f"sklearn:{path}", data="npz:TRAIN.npz")
+    elif any(name.startswith("features_") for name in shapes):
+        found.suggested = pasted("extract-features", str(path.with_suffix("")), from_npz=str(path))
+    else:
+        found.suggested = _as_split(path, shapes)
+    return found
+
+
+def _as_split(path: Path, shapes: dict[str, tuple[str, tuple[int, ...]]]) -> str | None:
+    """The line for inputs x and labels y, or for those that could be them."""
+    if "x" in shapes:
+        return data_line(f"npz:{path}")
+    inputs = [name for name, (_, shape) in shapes.items() if len(shape) >= 2]
+    labels = [
+        name for name, (kind, shape) in shapes.items()
+        if len(shape) == 1 and kind.startswith(("int", "uint")) and inputs and shape[0] == shapes[inputs[0]][1][0]
+    ]  # fmt: skip
+    if not inputs:
+        return None
+    return data_line(f"npz:{path}:{','.join([inputs[0], *labels[:1]])}")
+
+
+def _npz_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each array, from their headers."""
+    found = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                with archive.open(name) as stream:
+                    version = np.lib.format.read_magic(stream)
+                    read = (
+                        np.lib.format.read_array_header_1_0
+                        if version == (1, 0)
+                        else np.lib.format.read_array_header_2_0
+                    )
+                    shape, _, dtype = read(stream)
+                    found[name.removesuffix(".npy")] = (str(dtype), tuple(shape))
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        if is_failure(error):
+            raise
+        raise DataError(
+            f"{quoted(path, limit=300)}: the npz archive is damaged", code="truncated", path=path
+        ) from error
+    return found
+
+
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt", ".bin", ".onnx", ".pt2", ".skops")
+_OF_CLASSES = {
+    "images": (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"),
+    "audio": tuple(sound.SUFFIXES),
+}
+_PARTS = ("features", "posteriors", "predictions", "metrics", "decisions", "exports")
+_LATER = ("decisions", "exports")  # shown where they are
+_DATA = {"Image": "images:TRAIN", "Sequence": "csv:TRAIN.csv"}
+_CLASSIFIER = re.compile(r"For(Image|Sequence|Audio)Classification$")
+
+
+def folder_found(folder: Path) -> Found:
+    """What a folder is.
+
+    Raises:
+        MissingInput: nothing that is known lies in it.
+        DataError: a small file in it is damaged.
+    """
+    with reading(folder):
+        names = sorted(entry.name for entry in folder.iterdir())
+        tellers: tuple[Callable[[Path, list[str]], Found | None], ...] = (
+            _run, _adapter, _saved_model, _data_set, _of_a_cluster, _shards, _classes, _clips, _tables, _one_file
+        )  # fmt: skip
+        for tell in tellers:
+            if (found := tell(folder, names)) is not None:
+                return found
+    what = f"it holds {listed(names)}" if names else "it is empty"
+    raise MissingInput(f"bnncli does not recognise the folder {quoted(folder, limit=300)}; {what}", path=folder)
+
+
+def _run(folder: Path, names: list[str]) -> Found | None:
+    """A run folder of ours."""
+    if folder.suffix != ".bnn" or not {*_PARTS} & {*names}:
+        return None
+    found = Found("run")
+    for part in [part for part in _PARTS if part not in _LATER or part in names]:
+        files = sorted(file.name for file in (folder / part).glob("[!.]*")) if part in names else []
+        found.add(part, ", ".join(files) or "none", key=part)
+    found.suggested = pasted("status", str(folder.with_suffix("")))
+    return found
+
+
+def _adapter(folder: Path, names: list[str]) -> Found | None:
+    """An adapter of PEFT."""
+    if "adapter_config.json" not in names:
+        return None
+    config, found = _json(folder / "adapter_config.json"), Found("peft adapter")
+    for name in (
+        "peft_type",
+        "task_type",
+        "base_model_name_or_path",
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "modules_to_save",
+    ):
+        if config.get(name) is not None:
+            found.add(name, config[name], key=name)
+    base = str(config.get("base_model_name_or_path") or "")
+    local = next((place for place in (base, str(folder / base)) if base and Path(place).is_dir()), "BASE")
+    data = "csv:TRAIN.csv" if config.get("task_type") == "SEQ_CLS" else "SPEC"
+    found.suggest(folder, model=f"peft:{folder}", data=data, base_model=local)
+    return found
+
+
+def _saved_model(folder: Path, names: list[str]) -> Found | None:
+    """A folder of save_pretrained, or one that timm wrote."""
+    if "config.json" not in names:
+        return None
+    config = _json(folder / "config.json")
+    if isinstance(config.get("architecture"), str):
+        found = Found("timm folder")
+        found.add("architecture", config["architecture"], key="architecture")
+        for name in ("num_classes", "label_names"):
+            if config.get(name) is not None:
+                found.add(name, config[name])
+        architecture = f"timm:{config['architecture']}"
+        found.suggest(folder, model=f"timm:{folder}", data="images:TRAIN", architecture=architecture)
+        return found
+    if not isinstance(config.get("model_type"), str):
+        return None
+    found = Found("hugging face folder")
+    architectures = [str(one) for one in config.get("architectures") or []]
+    found.add("model type", config["model_type"], key="model_type")
+    found.add("architecture", ", ".join(architectures) or "unknown", key="architecture")
+    for name in ("transformers_version", "torch_dtype", "dtype", "problem_type"):
+        if config.get(name) is not None:
+            found.add(name, config[name], key=name)
+    labels = config.get("id2label")
+    if isinstance(labels, dict):
+        classes = [str(labels[number]) for number in sorted(labels, key=lambda number: (len(number), number))]
+        found.add("classes", f"{len(labels)}: {listed(classes)}")
+        found.document["classes"] = classes
+    weights: list[str] = []
+    try:
+        weights = [file.name for file in weight_files(folder)]
+    except BnnError as error:  # a shard is missing
+        found.add("note", error.message)
+    found.add("weights", ", ".join(weights) or "none", key="weights")
+    found.add(
+        "preprocessing", ", ".join(name for name in names if re.match(r"tokenizer|preprocessor|vocab", name)) or "none"
+    )
+    task = next((match[1] for one in architectures if (match := _CLASSIFIER.search(one))), None)
+    if task is None:
+        found.add("note", "not a classifier: it has no head, so its outputs can only be features")
+    else:
+        is_audio = task == "Audio" or (task == "Sequence" and feature_extractor(folder) is not None)
+        data = "audio:TRAIN" if is_audio else _DATA[task]
+        found.suggest(folder if weights else Path(CHECKPOINT), model=f"hf:{folder}", data=data)
+    return found
+
+
+def _data_set(folder: Path, names: list[str]) -> Found | None:
+    """A data set of Hugging Face, saved to disk."""
+    if not {"dataset_info.json", "dataset_dict.json"} & {*names}:
+        return None
+    found = Found("hf-dataset")
+    if "dataset_dict.json" in names:
+        splits = _json(folder / "dataset_dict.json").get("splits") or []
+        found.add("splits", ", ".join(map(str, splits)), key="splits")
+    found.suggested = data_line(f"hf-dataset:{folder}") if can_be_read("hf-dataset") else None
+    return found
+
+
+def _of_a_cluster(folder: Path, names: list[str]) -> Found | None:
+    """A checkpoint of torch.distributed.checkpoint or of DeepSpeed, for convert."""
+    sharded = sharded_folder(folder)
+    if sharded is None:
+        return None
+    found = Found("deepspeed checkpoint" if sharded.kind == "deepspeed" else "distributed checkpoint")
+    found.add("files", len(list(sharded.folder.iterdir())), key="files")
+    found.add("folder", str(sharded.folder))
+    if sharded.kind == "distributed":
+        if not (sharded.folder / ".metadata").is_file():
+            found.add("note", "its .metadata file is missing; without it the other files cannot be read")
+            return found
+        from bnncli.models.sharded import described
+
+        arrays = described(sharded.folder)
+        found.document["arrays"] = arrays
+        found.facts += [[f"tensor {quoted(name)}", text] for name, text in arrays.items()]
+    out = sharded.folder.absolute().parent / f"{sharded.folder.absolute().name}.safetensors"
+    found.suggested = pasted("convert", str(folder), str(out))
+    return found
+
+
+def _shards(folder: Path, names: list[str]) -> Found | None:
+    """A checkpoint in shards, read as one."""
+    if shards_of(folder) is None:
+        return None
+
+    return checkpoint_found(folder)
+
+
+def _classes(folder: Path, names: list[str]) -> Found | None:
+    """Class folders with images, or with sound."""
+    for kind, suffixes in _OF_CLASSES.items():
+        classes = [name for name in names if (folder / name).is_dir() and _has(folder / name, suffixes)]
+        if classes:
+            found = Found(kind)
+            found.add("classes", f"{len(classes)}: {listed(classes)}")
+            found.document["classes"] = classes
+            found.suggested = data_line(f"{kind}:{folder}")
+            return found
+    return None
+
+
+def _clips(folder: Path, names: list[str]) -> Found | None:
+    """Sound without labels."""
+    files = [name for name in names if Path(name).suffix.lower() in _OF_CLASSES["audio"]]
+    if not files:
+        return None
+    found = Found("audio")
+    found.add("files", f"{len(files)}: {listed(files)}")
+    found.suggested = data_line(f"audio:{folder}")
+    return found
+
+
+def _has(folder: Path, suffixes: tuple[str, ...]) -> bool:
+    return any(file.suffix.lower() in suffixes for file in folder.iterdir())
+
+
+def _tables(folder: Path, names: list[str]) -> Found | None:
+    """Parquet or Arrow files, or WebDataset shards."""
+    for suffix, kind, place in (
+        (".parquet", "parquet", folder), (".arrow", "arrow", folder), (".tar", "webdataset", folder / "*.tar")
+    ):  # fmt: skip
+        files = [name for name in names if name.endswith(suffix) and not name.endswith(_WEIGHTS)]
+        if files:
+            found = Found(kind)
+            found.add("files", f"{len(files)}: {listed(files)}")
+            found.suggested = data_line(f"{kind}:{place}") if can_be_read(kind) else None
+            return found
+    return None
+
+
+def _one_file(folder: Path, names: list[str]) -> Found | None:
+    """Any folder with files of weights: they are what to look at."""
+    files = [name for name in names if name.endswith(_WEIGHTS)]
+    if not files:
+        return None
+    found = Found("folder")
+    for name in files:
+        found.add("file", name)
+    found.document["files"] = files
+    found.suggested = pasted("inspect", str(folder / files[0]))
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a small JSON file holds; nothing where it is no dictionary."""
+    try:
+        return read_object(path)
+    except DataError:
+        return {}

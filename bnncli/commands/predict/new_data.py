@@ -1,0 +1,773 @@
+"""Predict data that are no split of the run: features and predictions in one go, or files as they arrive in a folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli import data
+from bnncli.artifacts.atomic import check_writable, publish_bytes, write_error
+from bnncli.artifacts.features import FeatureFile, read_features
+from bnncli.artifacts.headers import interpreting
+from bnncli.artifacts.outputs import NAME, TableBlock, as_it_was, csv_bytes, csv_header, is_table, write_table
+from bnncli.artifacts.posteriors import DecisionFile
+from bnncli.artifacts.predictions import PredictionFile
+from bnncli.artifacts.run_folder import artifact_lock
+from bnncli.commands.extract_features import ExtractFeaturesOptions
+from bnncli.commands.extract_features.splits import (
+    is_of_other_data,
+)
+from bnncli.commands.predict.stored import params_of, predictions_of
+from bnncli.commands.predict.table import (
+    NONE,
+    Merge,
+    Origin,
+    RuleColumns,
+    ShownColumns,
+    SplitDecisions,
+    check_table_path,
+    columns_of,
+    few_draws_lines,
+)
+from bnncli.data.kinds.images import image_dataset
+from bnncli.data.pixels import SUFFIXES
+from bnncli.decisions.shift import ShiftRule
+from bnncli.errors import BnnError, DataError, MissingInput, OutputExists, ReadError, UsageError, WriteError
+from bnncli.evaluation.detection import ExampleScores
+from bnncli.evaluation.detectors import example_scores
+from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
+from bnncli.lazy import torch
+from bnncli.likelihoods import has_exclusive_classes
+from bnncli.models.features import Extracted, InputSums, padding_warning
+from bnncli.names import in_table, quoted
+from bnncli.options.command import CommandLine
+from bnncli.options.predict import STDIN, PredictOptions
+from bnncli.session.decisions import maker_as, open_decisions, scores_of, why_unfit_for
+from bnncli.session.inputs import posterior_classes
+from bnncli.session.network import RecordedNetwork
+from bnncli.session.network_fit import difference, reference_of
+from bnncli.session.predictor import IntegratorChoice, Predictor
+from bnncli.session.run import Result, Run
+from bnncli.system.input_files import reading
+from bnncli.system.workers import team
+
+if TYPE_CHECKING:
+    pass
+
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class PredictedBlock:
+    """Some rows of a split, predicted; in no file."""
+
+    name: str
+    file: PredictionFile
+
+    @cached_property
+    def examples(self) -> ExampleStatistics:
+        """The numbers of each example."""
+        probs, labels = self.file.probs, self.file.labels
+        return examples_of(probs, labels, num_classes=len(self.file.classes), is_exclusive=True)
+
+    def detection_scores(self, names: Sequence[str]) -> ExampleScores:
+        """The scores of these names of each example, or why there are none."""
+        return example_scores(names, self.examples, lambda name: getattr(self.file, name))
+
+
+@dataclass(frozen=True)
+class NewDataRules:
+    """The rules that fit one posterior and integrator.
+
+    Args:
+        name: of its predictions in the run.
+    """
+
+    name: str
+    origin: tuple[str, str]
+    decisions: list[DecisionFile]
+    _scores: dict[tuple[str, str], list[Array]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, run: Run, origin: tuple[str, str], params: Mapping[str, Any], posterior: str, classes: Sequence[str], *,
+        only: Sequence[str],
+    ) -> NewDataRules:  # fmt: skip
+        """Those of the run that hold for what is predicted so; why others do not is said.
+
+        Args:
+            params: of predict. posterior: its digest. only: names of rules; all where none is named.
+
+        Raises:
+            MissingInput, DataError: one that is named is not there, or cannot be used.
+        """
+        name = ".".join(origin)
+        found = [] if list(only) == [NONE] else open_decisions(run, name, only=[one for one in only if one != NONE])
+        reasons = {one.name: why_unfit_for(one, maker_as(params, posterior), classes) for one in found}
+        for rule, why in reasons.items():
+            if why is not None:
+                run.console.info(f"{name}: skipping rule {rule}: {why}")
+        return cls(name, origin, [one for one in found if reasons[one.name] is None])
+
+    def of_block(self, split: str, content: PredictionFile, first: int, columns: RuleColumns) -> dict[str, Array]:
+        """Columns of some rows of a split, the first of which is its row `first`."""
+        decided = SplitDecisions(self.name, PredictedBlock(split, content), self.decisions, self.origin, first)
+        for one in self.decisions:
+            if isinstance(one.rule, ShiftRule):
+                scores = scores_of(decided.split, one.header.meta["settings"]["score"])
+                self._scores.setdefault((split, one.name), []).append(scores)
+        return columns.of_rows(decided, content.probs, slice(None)) if columns.names else {}
+
+    def alarms(self) -> Iterator[dict[str, Any]]:
+        """What the shift alarms say of each split as a batch."""
+        rules = {one.name: one.rule for one in self.decisions}
+        for (split, name), parts in self._scores.items():
+            rule = rules[name]
+            assert isinstance(rule, ShiftRule)
+            p_value = rule.p_value(np.concatenate(parts))
+            row = {"name": self.name, "split": split, "rule": name, "kind": "shift", "p_value": p_value}
+            yield {**row, "is_alarm": p_value is not None and p_value <= rule.level}
+
+
+def columns_of_rules(rules: Sequence[NewDataRules]) -> RuleColumns:
+    """The columns that a table has of all of them."""
+    nothing = PredictionFile(np.empty((0, 1)), np.empty(0), None, None, np.empty(0), [])
+    return columns_of(
+        [SplitDecisions(one.name, PredictedBlock("", nothing), one.decisions, one.origin) for one in rules]
+    )
+
+
+BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of extract-features by default: sums depend on it
+
+
+_OF_THE_RUN = {spec.name for spec in fields(ExtractFeaturesOptions)} - {spec.name for spec in fields(PredictOptions)}
+
+
+BLOCK = 16 * BATCH_SIZE  # examples predicted at once
+
+
+@dataclass(frozen=True)
+class Maker:
+    """A posterior and the integrator that it predicts by."""
+
+    predictor: Predictor
+    choice: IntegratorChoice
+    digest: str
+    """Of the posterior."""
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """Posterior and integrator, as tables have them."""
+        return self.predictor.path.stem, self.choice.variant
+
+    @property
+    def is_last_layer(self) -> bool:
+        """Whether it takes features, and not the network's inputs."""
+        return self.predictor.header.meta.get("layers") is None
+
+
+@dataclass(frozen=True)
+class NewData:
+    """What predicts new data.
+
+    Attributes:
+        classes: of the posteriors, index = output.
+        rules: of calibrate, of each maker.
+        shown: the columns of the table.
+        kept: features that are there already, by the name of their split.
+        levels: of each maker that gave intervals, by its name: the posterior, and their lowest level.
+    """
+
+    run: Run
+    makers: Sequence[Maker]
+    classes: list[str]
+    shown: ShownColumns
+    rules: Sequence[NewDataRules]
+    kept: Mapping[str, FeatureFile] = field(default_factory=dict)
+    levels: dict[str, tuple[str, float]] = field(default_factory=dict)
+    _inputs: dict[str, InputSums] = field(default_factory=dict)
+    _warned: set[str] = field(default_factory=set)
+
+    @property
+    def titles(self) -> bytes:
+        """The line of titles of the table, as a CSV file has it."""
+        exclusive = has_exclusive_classes(self.makers[0].predictor.posterior.layout.likelihood_name)
+        return csv_header(self.shown.columns(self.classes, is_exclusive=exclusive), self.classes)
+
+    @property
+    def reader(self) -> Any:
+        """The network that the run's features were made by."""
+        return self.makers[0].predictor.train.reader
+
+    @property
+    def preprocess(self) -> data.Preprocess:
+        """What was done to the inputs that the run's features were made of."""
+        found: data.Preprocess = self.reader.recorded.preprocess
+        return found
+
+    def check_trusted(self, text: str, flag: str) -> None:
+        """Raise UsageError where what SPLIT=SPEC names is read by code that nobody trusts."""
+        _, spec = data.parse_split(text, option=flag)
+        if spec.partition(":")[0] == "py" and not self.reader.trusts_code:
+            raise UsageError(f"{flag}: {spec!r} is code; if it is yours or you have read it, add \0trust_code\0")
+
+    def split(self, text: str, flag: str) -> data.InputSplit:
+        """The data that SPLIT=SPEC names, with labels as outputs of the network; without, where the option is for other classes.
+
+        Raises:
+            UsageError, MissingInput, DataError, Untrusted: as the data's readers say; labels of classes that there are not.
+        """
+        self.check_trusted(text, flag)
+        name, spec = data.parse_split(text, option=flag)
+        if spec == STDIN:
+            return self.images(name, spec, Path(), _named_on_stdin())
+        with about_given_data():
+            opened = data.load_split(spec, name=name, preprocess=self.preprocess, takes_any_labels=True)
+        if flag == "\0ood\0":
+            return opened.as_ood()
+        are_names = self.classes != [str(index) for index in range(len(self.classes))]
+        split = data.matched_to(opened, tuple(self.classes) if are_names else None)
+        if (order := data.numbered_by_name(split)) is not None:
+            self.run.console.info(order)
+        return split
+
+    def images(self, name: str, spec: str, folder: Path, files: Sequence[str]) -> data.InputSplit:
+        """Image files without labels."""
+        transform = self.preprocess.transform
+        if transform is not None and transform.takes != "images":
+            raise DataError(f"the run's network takes {transform.takes}, not image files", code="wrong_inputs")
+        dataset = image_dataset(folder, files, None, None, self.preprocess)
+        return data.InputSplit(spec, dataset, np.arange(len(files)), self.preprocess, is_labeled=False, name=name)
+
+    def blocks(self, split: data.InputSplit, *, first_id: int = 0) -> Iterator[TableBlock]:
+        """The rows of the table for a split, as they are predicted; sample ids are its rows, counted from first_id."""
+        names = split.names
+        task = self.run.console.task(f"predict {split.name}", len(split))
+        start = 0
+        for extracted in self._extracted(split):
+            stop = start + len(extracted.features)
+            rows = slice(start, stop)
+            named = None if names is None else np.array([in_table(name).encode() for name in names[rows]])
+            combined = self._combined(extracted)
+            for maker, rules in zip(self.makers, self.rules, strict=True):
+                content, origin = self._predicted(maker, split, rows, extracted, first_id, combined)
+                said = rules.of_block(split.name, content, first_id + start, self.shown.rules)
+                yield self.shown.block(content, slice(None), origin, named, said)
+            task.advance(stop - start)
+            start = stop
+
+    def _extracted(self, split: data.InputSplit) -> Iterator[Extracted]:
+        """Features, or nothing but labels where no posterior takes them, of BLOCK examples at a time."""
+        if split.name in self.kept:
+            yield from _stored(self.kept[split.name])
+            return
+        recorded = self.reader.recorded
+        with recorded.visible(), about_given_data():
+            head = recorded.network.head(split)
+            recorded.check_head(head)
+            batches = recorded.network.batches(
+                split, head, batch_size=BATCH_SIZE, dtype=recorded.dtype, num_workers=0, first_row=0, num_logits=0
+            )
+            held: list[Extracted] = []
+            images = data.ImageCounts()
+            for batch in batches:
+                self._compare(split, batch)
+                if (warning := padding_warning(split.name, batch.padding)) is not None:
+                    self.run.console.warn(warning)
+                images = images.plus(batch.images)
+                held.append(batch)
+                if sum(len(one.features) for one in held) >= BLOCK:
+                    yield _joined(held)
+                    held = []
+            for note in images.notes(split.name, len(split), self.preprocess):
+                self.run.console.info(note)
+            if held:
+                yield _joined(held)
+
+    def _compare(self, split: data.InputSplit, batch: Extracted) -> None:
+        """Warn once where the inputs of a split, as far as they are known, are unlike those of the run."""
+        if batch.inputs is None or split.name in self._warned:
+            return
+        self._inputs[split.name] = sums = batch.inputs.plus(self._inputs.get(split.name))
+        if self._reference is not None:
+            warning = difference(split.name, sums.statistics(), *self._reference, is_scale_alone=split.is_ood)
+            if warning is not None:
+                self._warned.add(split.name)
+                self.run.console.warn(warning)
+
+    @cached_property
+    def _reference(self) -> tuple[str, Mapping[str, Any]] | None:
+        return reference_of(self.run)
+
+    def _combined(self, extracted: Extracted) -> NDArray | None:
+        """The combined score of some rows (n,); None where the run has none."""
+        detector = self.makers[0].predictor.train.detector
+        return None if detector is None else detector.scores(extracted.features).float().numpy()
+
+    def _predicted(
+        self,
+        maker: Maker,
+        split: data.InputSplit,
+        rows: slice,
+        extracted: Extracted,
+        first_id: int,
+        combined: NDArray | None,
+    ) -> tuple[PredictionFile, Origin]:
+        predictor, layout = maker.predictor, maker.predictor.posterior.layout
+        if maker.is_last_layer:
+            inputs = extracted.features
+            if inputs.shape[1] != layout.num_features:
+                raise DataError(
+                    f"the network gives {inputs.shape[1]} features, but {predictor.path.stem} takes "
+                    f"{layout.num_features}",
+                    code="wrong_layout",
+                )
+        else:
+            with about_given_data():
+                inputs = predictor.train.reader.given_inputs(split.take(np.arange(rows.start, rows.stop)), layout)
+        predicted = predictor.predict(maker.choice, inputs)
+        content = predictions_of(
+            predicted, labels=None if extracted.labels is None else extracted.labels.numpy(), sample_id=split.rows[rows] + first_id,
+            classes=self.classes, choice=maker.choice, combined=combined,
+        )  # fmt: skip
+        level = None if content.interval is None else predicted.integrator.interval_level
+        if level is not None:
+            name = ".".join(maker.origin)
+            self.levels[name] = maker.origin[0], min(level, self.levels.get(name, ("", level))[1])
+        exclusive = has_exclusive_classes(layout.likelihood_name)
+        return content, Origin(split.name, *maker.origin, level, exclusive)
+
+
+@contextmanager
+def about_given_data() -> Iterator[None]:
+    """What is wrong with data names no option that the run was made with, and that cannot be given here."""
+    try:
+        yield
+    except BnnError as error:
+        if any(f"\0{name}\0" in (error.hint or "") for name in _OF_THE_RUN):
+            error.hint = "new data use the run's network, preprocessing and task: give data like those of its features"
+        raise
+
+
+def _stored(content: FeatureFile) -> Iterator[Extracted]:
+    """The same of features in a file."""
+    for start in range(0, len(content.features), BLOCK):
+        rows = slice(start, start + BLOCK)
+        labels = None if content.labels is None else torch.from_numpy(np.array(content.labels[rows]))
+        yield Extracted(torch.from_numpy(np.array(content.features[rows])), None, labels)
+
+
+def _joined(held: Sequence[Extracted]) -> Extracted:
+    labels = [one.labels for one in held if one.labels is not None]
+    features = torch.cat([one.features for one in held])
+    return Extracted(features, None, torch.cat(labels) if labels else None)
+
+
+def _named_on_stdin() -> list[str]:
+    """Files that stdin names, one a line, in that order. Raises UsageError where it names none."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError("\0data\0: `-` reads file names from stdin, but stdin is a terminal; pipe the names in")
+    names = [line.rstrip("\r\n") for line in sys.stdin]
+    names = [name for name in names if name]
+    if not names:
+        raise UsageError("\0data\0: `-` reads file names from stdin, one per line; got none")
+    return names
+
+
+def predict_new(run: Run, options: PredictOptions, makers: Sequence[Maker], merges: Sequence[Merge]) -> Result:
+    """Predict data that are no split of the run, or what arrives in a folder, into the table.
+
+    Raises:
+        UsageError: several processes share the command.
+    """
+    if team() is not None:
+        raise UsageError("\0data\0 and \0follow\0 work in a single process: start the command without torchrun")
+    assert options.table is not None
+    target, first = Path(options.table), makers[0].predictor
+    has_top_k = any(maker.choice.top_k for maker in makers)
+    classes = list(posterior_classes(run.folder, first.header))
+    has_names = options.follow is not None
+    rules = [_rules(run, options, maker, classes) for maker in makers]
+    shown = ShownColumns(merges, has_top_k, has_names, options.probabilities, columns_of_rules(rules), options.raw_text)
+    new = NewData(run, makers, classes, shown, rules)
+    if options.follow is not None:
+        done = Followed(new, Arrivals(Path(options.follow)), target).until(options.idle)
+        for line in few_draws_lines(run, new.levels):
+            run.console.warn(line)
+        return done
+    check_table_path(run, target, [maker.predictor.path for maker in makers])
+    added = _added(run, options, new) if options.keep_features else None
+    splits = [new.split(*named) for named in _named(options)] if added is None else added.splits
+    if any(split.names is not None for split in splits):
+        new = replace(new, shown=replace(shown, has_names=True))
+    counts = ", ".join(f"{len(split):,} of {split.name}" for split in splits)
+    begun = time.monotonic()
+    with about_given_data():
+        total = Result() if added is None else added.result()
+    if run.write.dry_run:
+        total.add(Result("planned", [_output(target)], lines=[f"write: {target} ({counts})"]))
+        return total
+    if added is not None:
+        new = replace(new, kept={split.name: read_features(run.folder.features(split.name)) for split in splits})
+
+    def blocks() -> Iterator[TableBlock]:
+        for split in splits:
+            yield from new.blocks(split)
+
+    digest = write_table(target, blocks(), classes)
+    for line in few_draws_lines(run, new.levels):
+        run.console.warn(line)
+    alarms = [{"posterior": one.origin[0], "variant": one.origin[1], **row} for one in rules for row in one.alarms()]
+    num_rows, seconds = sum(map(len, splits)), time.monotonic() - begun
+    what_of_features = "features not kept" if added is None else "features kept"
+    total.add(
+        Result(
+            "computed",
+            [_output(target) | {"content_digest": digest}],
+            summary=[f"predicted {counts} in {seconds:.1f} s; {what_of_features}", *map(_alarm_line, alarms)],
+        )
+    )
+    total.metrics = {"examples": num_rows, "posteriors": len(makers), "seconds": seconds}
+    total.extra = {"decisions": alarms}
+    return total
+
+
+def _named(options: PredictOptions) -> list[tuple[str, str]]:
+    """The new data, each as SPLIT=SPEC, and the option that names them. Raises UsageError for a name twice."""
+    found = [*((text, "\0data\0") for text in options.data), *((text, "\0ood\0") for text in options.ood)]
+    names = [data.parse_split(text, option=flag)[0] for text, flag in found]
+    twice = [flag for place, (_, flag) in enumerate(found) if names[place] in names[:place]]
+    if twice:
+        raise UsageError(f"{twice[0]}: two splits have the same name")
+    return found
+
+
+def _added(run: Run, options: PredictOptions, new: NewData) -> AddedSplits:
+    """The new data as splits of the run. Raises OutputExists where the run has others of these names."""
+    for text, flag in _named(options):
+        new.check_trusted(text, flag)
+    with about_given_data():
+        added = AddedSplits(run, new.reader.recorded, data=options.data, ood=options.ood)
+    added.check_replaces_none()
+    return added
+
+
+def _output(target: Path) -> dict[str, object]:
+    return {"role": "table", "path": str(target)}
+
+
+def _rules(run: Run, options: PredictOptions, maker: Maker, classes: list[str]) -> NewDataRules:
+    params = params_of(run, maker.choice, maker.origin[0], keep_samples=False)
+    return NewDataRules.of(run, maker.origin, params, maker.digest, classes, only=options.decide)
+
+
+def _alarm_line(row: dict[str, Any]) -> str:
+    shown = "-" if row["p_value"] is None else f"{row['p_value']:.3g}"
+    return f"{row['name']} {row['split']}: shift p {shown}{': ALARM' if row['is_alarm'] else ''}"
+
+
+_ENDINGS = tuple(SUFFIXES)
+
+
+SPLIT = "followed"  # what the table says of where its examples are from
+
+
+POLL_SECONDS = 0.5
+
+
+_HELD = ("another bnncli process is following into this table", "give \0table\0 another name, or stop that process")
+
+
+@dataclass
+class Arrivals:
+    """The images in a folder: which are new, and whole.
+
+    A file that is still being written grows: it is taken when two looks in a row find it the same, or when it has been left alone for
+    longer than the time between looks. Hidden files, and those with other endings, are none.
+
+    Attributes:
+        num_waiting: files that were still being written at the last look.
+    """
+
+    folder: Path
+    num_waiting: int = 0
+    _seen: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _left_out: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def num_left_out(self) -> int:
+        """Files that could not be read."""
+        return len(self._left_out)
+
+    def leave_out(self, name: str) -> None:
+        """Do not take a file again until it is another one."""
+        if name in self._seen:
+            self._left_out[name] = self._seen[name]
+
+    def ready(self, done: set[str]) -> list[str]:
+        """Names of the files that are new, whole and not done, in order of their names.
+
+        Raises:
+            MissingInput: the folder is gone.
+        """
+        if not self.folder.is_dir():
+            raise MissingInput(f"no folder {quoted(self.folder, limit=300)}", path=self.folder)
+        found: list[str] = []
+        now: dict[str, tuple[int, int]] = {}
+        num_waiting = 0
+        with reading(self.folder), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if (
+                    in_table(entry.name) in done
+                    or entry.name.startswith(".")
+                    or not entry.name.lower().endswith(_ENDINGS)
+                ):
+                    continue
+                try:
+                    status = entry.stat()
+                except OSError:
+                    continue  # taken away again, or a loop of links
+                if not stat.S_ISREG(status.st_mode):
+                    continue  # a folder with such a name
+                now[entry.name] = state = (status.st_size, status.st_mtime_ns)
+                is_old = time.time_ns() - status.st_mtime_ns > 2e9 * POLL_SECONDS
+                is_whole = status.st_size > 0 and (is_old or self._seen.get(entry.name) == state)
+                if self._left_out.get(entry.name) == state:
+                    continue
+                self._left_out.pop(entry.name, None)
+                if is_whole:
+                    found.append(entry.name)
+                else:
+                    num_waiting += status.st_size > 0
+        self._seen, self.num_waiting = now, num_waiting
+        return sorted(found)
+
+
+@dataclass
+class Followed:
+    """A folder that is followed into a table."""
+
+    new: NewData
+    arrivals: Arrivals
+    target: Path
+    _done: set[str] = field(default_factory=set)
+    _table: tuple[int, int] = (0, 0)  # device and inode of the table
+
+    def until(self, idle: float | None) -> Result:
+        """Predict what is there and what arrives, until the command is stopped or nothing has come for `idle` seconds.
+
+        Raises:
+            Interrupted: it was stopped. Locked: another process follows into the table.
+            OutputExists: the table is no such, or has other columns or posteriors. MissingInput: no folder.
+        """
+        run = self.new.run
+        self.arrivals.ready(set())
+        check_writable(self.target.parent, hint="choose another place with \0table\0")
+        if run.write.dry_run:
+            return Result("planned", [self._output()], lines=[f"append to: {self.target}"])
+        with artifact_lock(run.folder.lock(self.target), wait=run.lock.wait, poll=run.console.poll, held=_HELD):
+            self._done = continued(
+                self.target, self.new.titles, self._origins(), force=run.write.force, is_raw=self.new.shown.is_raw
+            )
+            self._table = _identity(os.stat(self.target))
+            before, last = len(self._done), time.monotonic()
+            run.console.info(f"following {self.arrivals.folder} into {self.target}: {before:,} files done")
+            while True:
+                run.console.poll(f"{len(self._done):,} files done, all in {self.target}")
+                if names := self.arrivals.ready(self._done):
+                    self._predict(names[:BLOCK])
+                    last = time.monotonic()
+                elif idle is not None and not self.arrivals.num_waiting and time.monotonic() - last >= idle:
+                    break
+                else:
+                    time.sleep(POLL_SECONDS)
+            return Result(
+                "computed",
+                [self._output()],
+                metrics={
+                    "examples": len(self._done),
+                    "new": len(self._done) - before,
+                    "unreadable": self.arrivals.num_left_out,
+                },
+                summary=[
+                    f"new files: {len(self._done) - before:,} ({len(self._done):,} in total); unreadable: "
+                    f"{self.arrivals.num_left_out}"
+                ],
+            )
+
+    def _predict(self, names: Sequence[str]) -> None:
+        """Append the rows of these files; of those that cannot be read, say so."""
+        try:
+            split = self.new.images(SPLIT, f"images:{self.arrivals.folder}", self.arrivals.folder, names)
+            text = b"".join(
+                csv_bytes(block, self.new.classes) for block in self.new.blocks(split, first_id=len(self._done))
+            )
+        except (DataError, MissingInput, ReadError) as error:
+            if len(names) > 1:
+                middle = len(names) // 2
+                self._predict(names[:middle])
+                self._predict(names[middle:])
+                return
+            if (self.arrivals.folder / names[0]).exists():
+                self.new.run.console.warn(f"skipping {quoted(names[0])}: {error.message}")
+                self.arrivals.leave_out(names[0])
+            return
+        _append(self.target, text, self._table)
+        self._done.update(map(in_table, names))
+        self.new.run.console.info(f"{len(names):,} new, {len(self._done):,} in total; last: {quoted(names[-1])}")
+
+    def _origins(self) -> set[tuple[str, str]]:
+        return {(maker.predictor.path.stem, maker.choice.variant) for maker in self.new.makers}
+
+    def _output(self) -> dict[str, object]:
+        return {"role": "table", "path": str(self.target)}
+
+
+def continued(target: Path, header: bytes, origins: set[tuple[str, str]], *, force: bool, is_raw: bool) -> set[str]:
+    """Names of the files that a table has the rows of, made ready for more rows: begun where there is none, half a row cut off.
+
+    A file of whose rows by several posteriors not all are there is cut off with them: rows of a file are written at once.
+
+    Args:
+        header: the line of titles.
+        origins: posteriors and integrators of the rows.
+        is_raw: whether names stand there as they are.
+
+    Raises:
+        OutputExists: it is no table, or one with other columns or posteriors.
+    """
+    if force or not target.exists() or target.stat().st_size == 0:
+        _replace(target, header)
+        return set()
+    if not target.is_file() or not is_table(target):
+        raise OutputExists(
+            f"{target} exists and is not a table of bnncli", hint="give \0table\0 another name", path=target
+        )
+    content = target.read_bytes()
+    whole = content[: _end_of_rows(content)]
+    if not whole.startswith(header):
+        hint = "give \0table\0 another name, or add \0force\0 to start over"
+        raise OutputExists(f"the columns of {target} differ from those this command writes", hint=hint, path=target)
+    rows = list(csv.DictReader(io.StringIO(whole.decode(), newline="")))
+    others = {(row["posterior"], row["variant"]) for row in rows} - origins
+    if others:
+        posterior, variant = sorted(others)[0]
+        hint = "name the same posteriors again, give \0table\0 another name, or add \0force\0 to start over"
+        raise OutputExists(f"{target} has rows of {posterior} ({variant})", hint=hint, path=target)
+    counts: dict[str, int] = {}
+    for row in rows:
+        name = row[NAME] if is_raw else as_it_was(row[NAME])
+        counts[name] = counts.get(name, 0) + 1
+    done = {name for name, count in counts.items() if count == len(origins)}
+    if len(done) < len(counts):
+        kept = [row for row in rows if (row[NAME] if is_raw else as_it_was(row[NAME])) in done]
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, list(rows[0]), lineterminator="\r\n").writerows(kept)
+        _replace(target, header + text.getvalue().encode())
+    elif len(whole) < len(content):
+        os.truncate(target, len(whole))
+    return done
+
+
+def _end_of_rows(content: bytes) -> int:
+    """Where the last whole row ends: a line end outside quotes."""
+    end = len(content)
+    while (end := content.rfind(b"\r\n", 0, end)) >= 0:
+        if content.count(b'"', 0, end) % 2 == 0:
+            return end + 2
+    return 0
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _append(target: Path, text: bytes, table: tuple[int, int]) -> None:
+    """Add rows at the end of the table, and wait until they are on the disk.
+
+    Args:
+        table: its identity. Another file, or a link to one, may stand in its place by now, and is nobody's to write.
+
+    Raises:
+        WriteError: there is no room (the table then has none of the rows), or the table is gone or was replaced.
+    """
+    try:
+        descriptor = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    except OSError as error:
+        raise write_error(error, target) from None
+    try:
+        if _identity(os.fstat(descriptor)) != table:
+            hint = "run the command again with a table that no other program replaces"
+            raise WriteError(f"{target} was replaced while bnncli wrote to it", hint=hint, path=target)
+        size = os.fstat(descriptor).st_size
+        try:
+            left = memoryview(text)
+            while left:
+                left = left[os.write(descriptor, left) :]
+            os.fsync(descriptor)
+        except OSError as error:
+            os.ftruncate(descriptor, size)
+            raise write_error(error, target) from None
+    finally:
+        os.close(descriptor)
+
+
+def _replace(target: Path, content: bytes) -> None:
+    publish_bytes(target, content, may_replace=True)
+
+
+_OF_A_SPLIT = {"hold_out", "rotate", "corrupt"}  # recorded of the split that they were given for, and of no other
+
+
+class AddedSplits:
+    """Splits of a run, as `extract-features` with the options of its others writes them.
+
+    Args:
+        recorded: the network that the run's features were made by.
+        data, ood: the splits, each as SPLIT=SPEC.
+    """
+
+    def __init__(self, run: Run, recorded: RecordedNetwork, *, data: Sequence[str], ood: Sequence[str]) -> None:
+        options = replace(_options_of(recorded), data=[*data], ood=[*ood])
+        line = CommandLine.of("extract-features", str(run.arguments["ckpt"]), options)
+        maker = replace(run, command=line.command, line=line)
+        self._recorded, network = recorded, recorded.network
+        self._extraction = NetworkExtraction(maker, options, network.saved, opened=network)
+        self.splits = self._extraction.splits
+
+    def check_replaces_none(self) -> None:
+        """Raise OutputExists where the run has a split of such a name, of other data: what was made with it would be stale."""
+        for request in self._extraction.requests:
+            if is_of_other_data(request):
+                message = f"the run already has a split {request.target.stem!r} with other data: {request.target}"
+                hint = "give the new data another name; only extract-features replaces splits"
+                raise OutputExists(message, hint=hint, path=request.target)
+
+    def result(self) -> Result:
+        """Their features, published together. Raises what extract-features raises."""
+        with self._recorded.visible():
+            return self._extraction.result(also=lambda first, record: [])
+
+
+def _options_of(recorded: RecordedNetwork) -> ExtractFeaturesOptions:
+    """What the run's features were asked for with, but for their data."""
+    with interpreting(recorded.header.path):
+        params: Mapping[str, Any] = recorded.header.provenance["params"]
+        names = {spec.name for spec in fields(ExtractFeaturesOptions)} & {*params} - _OF_A_SPLIT
+        asked = {name: params[name] for name in names if params[name] is not None}
+        placeholder = {"data": ["\0"]}  # a network is asked for with data
+        return ExtractFeaturesOptions(**asked | placeholder | {"model": recorded.network.spec})

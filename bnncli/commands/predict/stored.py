@@ -1,0 +1,155 @@
+"""What predict stores of the predictions of a split, and the memory that they need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnncli.artifacts.predictions import PredictionFile, write_predictions
+from bnncli.lazy import torch
+from bnncli.likelihoods import name_to_record
+from bnncli.numerics.dirichlet import ranked_lengths
+from bnncli.options.declaration import spelled
+from bnncli.session.inputs import Split
+from bnncli.session.out_of_fold import knows
+from bnncli.session.predictor import IntegratorChoice, Predicted, Predictor
+from bnncli.session.produce import Computed
+from bnncli.session.run import Run
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+def planned_bytes(predictor: Predictor, choice: IntegratorChoice, split: Split, *, keep_samples: bool) -> int | None:
+    """Bytes that the predictions of a split take beside what the process has; None of a last layer, whose features are streamed.
+
+    Raises:
+        DeviceError: there is no room for them.
+        Untrusted, MissingInput, DataError: the network cannot be opened.
+    """
+    layers = predictor.header.meta.get("layers")
+    if layers is None:
+        return None
+    from bnncli.session.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
+
+    reader, count = predictor.train.reader, len(split.content.features)
+    asked = PredictionSizes(choice.integrator.needs, count, choice.samples, keep_samples)
+    with reader.recorded.visible():
+        memory = PosteriorMemory.of(predictor.header, reader.layout(split, str(layers)))
+        what = f"predicting {count:,} examples with {predictor.path.stem} ({choice.variant})"
+        return require_prediction(memory, asked, predictor.run.device, what=what)
+
+
+RANKED_CONCENTRATIONS = 1 << 22  # in float64 at once
+
+
+def predict_split(
+    predictor: Predictor, choice: IntegratorChoice, split: Split, target: Path, *, keep_samples: bool
+) -> Computed:
+    """The predictions of one split, ready to be published at `target`, by the first of the workers that share them."""
+    combined = predictor.train.combined_scores(split)
+    predicted = predictor.predict_split(choice, split, keep_samples=keep_samples)
+    if predicted is None:
+        return Computed(None)
+    content = predictions_of(
+        predicted,
+        labels=split.content.labels,
+        sample_id=split.content.sample_id,
+        classes=split.content.classes,
+        choice=choice,
+        combined=combined,
+    )
+    notes = spelled(predicted.integrator.notes())  # the file speaks of options as they are written
+    meta = {**_meta(predictor, choice, split), "num_examples": len(content.probs), **notes}
+    meta["draws"] = predicted.integrator.num_draws
+    meta["interval_level"] = None if content.interval is None else predicted.integrator.interval_level
+
+    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+        return write_predictions(target, content, meta=meta, provenance=provenance, may_replace=may_replace)
+
+    return Computed(publish, facts=facts_of(meta))
+
+
+def params_of(run: Run, choice: IntegratorChoice, posterior: str, *, keep_samples: bool) -> dict[str, Any]:
+    """What of a prediction's parameters provenance records."""
+    is_sampling = choice.integrator.is_sampling
+    return {
+        "integrator": choice.name,
+        "settings": choice.settings,
+        "samples": choice.samples,
+        "posterior": posterior,
+        "seed": run.compute.seed if is_sampling else None,
+        "keep_samples": keep_samples and is_sampling,
+        "top_k": choice.top_k,
+    }
+
+
+def facts_of(meta: dict[str, Any]) -> dict[str, Any]:
+    """What the result says of a prediction: number of draws and level of the intervals; null where it has none."""
+    return {name: meta.get(name) for name in ("draws", "interval_level")}
+
+
+def predictions_of(
+    predicted: Predicted,
+    *,
+    labels: Any,
+    sample_id: Any,
+    classes: list[str],
+    choice: IntegratorChoice,
+    combined: NDArray | None,
+) -> PredictionFile:
+    """What was predicted for N examples, as a prediction file has it.
+
+    Args:
+        labels: (N,) or (N, L), or None. sample_id: (N,).
+        combined: (N,), the combined out-of-distribution score; None without one.
+    """
+    prediction, groups = predicted.prediction, predicted.integrator.groups
+    return PredictionFile(
+        probs=prediction.probs.numpy(),
+        entropy=prediction.entropy.numpy(),
+        mutual_info=_numpy(prediction.mutual_info),
+        labels=labels,
+        sample_id=sample_id,
+        classes=classes,
+        probs_samples=_numpy(predicted.probs_samples),
+        interval=_numpy(prediction.interval),
+        log_concentration=_numpy(prediction.log_concentration),
+        energy=predicted.energy.numpy(),
+        max_logit=predicted.max_logit.numpy(),
+        combined=combined,
+        top_k=_ranked(prediction.log_concentration, choice.top_k),
+        group_probs=_numpy(prediction.group_probs),
+        group_rows=_numpy(predicted.group_rows),
+        group_weights=None if predicted.group_rows is None or groups is None else groups.weights.numpy(),
+    )
+
+
+def _meta(predictor: Predictor, choice: IntegratorChoice, split: Split) -> dict[str, Any]:
+    return {
+        "posterior": predictor.path.stem,
+        "integrator": choice.name,
+        "variant": choice.variant,
+        "settings": choice.settings,
+        "samples": choice.samples,
+        "top_k": choice.top_k,
+        "split": split.content.name,
+        "is_ood": split.content.is_ood,
+        "is_labeled": split.content.labels is not None,
+        "order_digest": split.content.header.meta.get("order_digest") if split.content.header else None,
+        **({"num_folds": predictor.header.meta["num_folds"]} if knows(predictor.header, split) else {}),
+        **name_to_record(predictor.posterior.layout.likelihood_name),
+    }
+
+
+def _ranked(log_concentration: Tensor | None, top_k: dict[str, Any] | None) -> Any:
+    """How many classes each example keeps, (N,), by blocks of rows; None where classes are not ranked."""
+    if log_concentration is None or top_k is None:
+        return None
+    blocks = log_concentration.split(max(1, RANKED_CONCENTRATIONS // log_concentration.shape[1]))
+    return torch.cat([ranked_lengths(block, **top_k) for block in blocks]).numpy()
+
+
+def _numpy(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.numpy()

@@ -1,0 +1,259 @@
+"""report: one self-contained HTML file about a run or several, the verdict first."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bnncli.artifacts.atomic import check_takes_files, check_writable
+from bnncli.artifacts.outputs import check_figure_path, check_page_path, write_figure, write_page
+from bnncli.artifacts.run_folder import artifact_lock
+from bnncli.errors import Interrupted, MissingInput, UsageError, WriteError
+from bnncli.figures.style import Shown, figure_file
+from bnncli.names import counted
+from bnncli.numerics.digests import json_sha256
+from bnncli.options.command import (
+    READ,
+    Argument,
+    Command,
+    ComputeOptions,
+    InputOptions,
+    LockOptions,
+    WriteOptions,
+    accept_poor_network_option,
+)
+from bnncli.options.declaration import Checked, option
+from bnncli.options.shared import trust_code_option
+from bnncli.session.network_fit import check_network_fits
+from bnncli.session.run import Result, Run, each_checkpoint
+from bnncli.system.input_files import reading
+
+FIGURE_FORMATS = ("png", "pdf", "svg")  # the first is what is taken where none is named
+
+
+@dataclass(frozen=True)
+class ReportOptions(Checked):
+    """Options of report."""
+
+    out: str | None = option(
+        None,
+        "Write to this file. Default: report.html (or comparison.html) in the first run folder.",
+        short="-o",
+        metavar="FILE",
+        writes=True,
+    )
+    posterior: list[str] = option([], "Report only this posterior. Default: all posteriors in the run.", metavar="NAME")
+    split: str | None = option(
+        None,
+        "In-distribution split to report. Default: test, else the first.",
+        metavar="SPLIT",
+    )
+    examples: int = option(
+        6,
+        "Show this many of the most certain inputs, and as many of the least certain. 0 keeps your data out of "
+        "the file.",
+        minimum=0,
+        maximum=24,
+    )
+    figures: str | None = option(None, "Also write the figures to this folder.", metavar="DIR", writes=True)
+    figure_format: list[str] = option(
+        [], "Format of the figure files. Default: png.", choices=FIGURE_FORMATS, metavar="png|pdf|svg"
+    )
+    trust_code: bool = trust_code_option(is_recorded=False)
+    accept_poor_network: bool = accept_poor_network_option(is_recorded=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.figure_format and self.figures is None:
+            raise UsageError("\0figure_format\0 needs a folder for the figures: add \0figures\0 DIR")
+        if self.out is not None and Path(self.out).name in ("", ".."):
+            raise UsageError(f"\0out\0: expected a file; got {self.out!r}", hint="add a file name: \0out\0 FOLDER/NAME")
+
+    @property
+    def forms(self) -> list[str]:
+        """Of the files of figures, each once."""
+        return list(dict.fromkeys(self.figure_format)) or [FIGURE_FORMATS[0]]
+
+
+COMMAND = Command(
+    "Write an HTML report of a run: verdict, scores, figures, example inputs.",
+    "The file is self-contained and reproducible byte for byte. It shows the verdict of diagnose and the scores "
+    "of evaluate (run evaluate first), with a table behind each figure. If you give several checkpoints, it "
+    "compares them.",
+    (ReportOptions, InputOptions, ComputeOptions, WriteOptions, LockOptions, *READ),
+    (
+        "bnncli report ckpt.pt",
+        "bnncli report ckpt.pt --out report.html --figures figures --figure-format pdf",
+        "bnncli report seed-1.pt seed-2.pt seed-3.pt",
+    ),
+    (Argument("ckpt", "Checkpoints to report on. If you give several, they are compared.", is_many=True),),
+    section="Judge",
+    place=40,
+)
+
+
+def run(run: Run, options: ReportOptions) -> Result:
+    """Gather, draw and write, once it is known what of, and where to."""
+    runs = each_checkpoint(run)
+    for one in runs:
+        check_folder(one)
+    path = check_page(run, runs, options)
+    with said_when_interrupted(UNWRITTEN):
+        from bnncli.commands.report.subject import check_run  # slow to import, like the work
+
+        for one in runs:
+            check_run(one)
+            check_network_fits(one, ("train", "val", options.split or "test"), is_accepted=options.accept_poor_network)
+    if run.write.dry_run:
+        return planned(path, options)
+    with locked(run, runs, path):
+        check_page(run, runs, options)  # who had the lock may have written it
+        return _written(run, runs, path, options)
+
+
+def _written(run: Run, runs: list[Run], path: Path, options: ReportOptions) -> Result:
+    from bnncli.commands.report import whole
+
+    with said_when_interrupted(UNWRITTEN):
+        sections, summaries = whole.sections_of(runs, options)
+        figures = [figure for section in sections for figure in section.figures]
+        paths = figure_paths(run, figures, path, options)
+        content = whole.page_of(runs, sections, recorded_options(runs, options))
+    result = write_files(run, (path, content), figures, paths)
+    result.summary = [*summaries, counted(len(figures), "figure")]
+    result.extra = {"verdicts": summaries, "figures": [figure.name for figure in figures]}
+    return result
+
+
+UNWRITTEN = "no report was written"  # where a signal has come before it was
+_FLAG = "--out"
+_NAMES = ("report.html", "comparison.html")  # of one checkpoint, of several
+_SIZE = 1 << 20
+_MOST_RECORDED = 1 << 13  # letters of a request that stand in the page itself, not as their digest
+
+
+def page_path(runs: Sequence[Run], options: ReportOptions) -> Path:
+    """Where the page goes: what was named, or a file in the run folder of the first checkpoint."""
+    if options.out is not None:
+        return Path(options.out)
+    return runs[0].folder.root / _NAMES[len(runs) > 1]
+
+
+def check_folder(run: Run) -> None:
+    """Pass where there is a run folder with features. Raises MissingInput otherwise."""
+    if not run.folder.root.is_dir():
+        raise run.no_run()
+    if not run.folder.splits():
+        raise MissingInput(
+            f"{run.folder.root} has no features",
+            hint=run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"]),
+            path=run.folder.root,
+        )
+
+
+def check_page(run: Run, runs: Sequence[Run], options: ReportOptions) -> Path:
+    """The same, once it is known to be free, and the folder of figures to be one.
+
+    Raises:
+        UsageError, OutputExists: as check_page_path does.
+    """
+    path = page_path(runs, options)
+    others = [one.checkpoint_path for one in runs]
+    check_page_path(path, _FLAG, recorded_options(runs, options), force=run.write.force, others=others)
+    if options.figures is not None:  # their names are known only after the work
+        check_writable(Path(options.figures), hint="choose another place with --figures")
+    return path
+
+
+def recorded_options(runs: Sequence[Run], options: ReportOptions) -> dict[str, Any]:
+    """What of a request changes the page, JSON values: the page has it in its head, and one of another request is not replaced.
+
+    Whether code is trusted is not among it: a page says itself where it has to be.
+    """
+    found = {
+        "checkpoints": [run.checkpoint_path.name for run in runs],
+        "examples": options.examples,
+        "posterior": list(dict.fromkeys(options.posterior)),
+        "seed": runs[0].compute.seed,
+        "split": options.split,
+    }
+    return found if len(str(found)) <= _MOST_RECORDED else {"request": json_sha256(found)}
+
+
+@contextmanager
+def locked(run: Run, runs: Sequence[Run], path: Path) -> Iterator[None]:
+    """Hold the lock of the page, whose place is known to take files; others wait, or are told who writes it.
+
+    Raises:
+        Locked: another process writes it.
+        OutputExists: its folder takes no files.
+    """
+    check_takes_files(path, hint=f"choose another place with {_FLAG}")
+    with artifact_lock(runs[0].folder.lock(path), wait=run.lock.wait, poll=run.console.poll):
+        yield
+
+
+@contextmanager
+def said_when_interrupted(how_far: str) -> Iterator[None]:
+    """Within, a signal is told with what there is of the report, in place of the step that it came in."""
+    try:
+        yield
+    except Interrupted as error:
+        raise Interrupted(error.exit - 128, f"{error.message.partition(' at ')[0]}; {how_far}") from None
+
+
+def planned(path: Path, options: ReportOptions) -> Result:
+    """What --dry-run says."""
+    output = {"role": "report", "path": str(path), "planned": "compute", "estimated_bytes": _SIZE}
+    lines = [f"write: {path}"]
+    if options.figures is not None:
+        lines.append(f"draw: figures into {options.figures}, as {', '.join(options.forms)}")
+    return Result("planned", [output], lines=lines)
+
+
+def figure_paths(run: Run, figures: Sequence[Shown], page: Path, options: ReportOptions) -> list[Path]:
+    """Where the figures go, form by form, once it is known to be free. Raises OutputExists, UsageError."""
+    if options.figures is None:
+        return []
+    paths = [Path(options.figures) / f"{figure.name}.{form}" for form in options.forms for figure in figures]
+    for path in paths:
+        check_figure_path(path, "--figures", force=run.write.force, others=[page])
+    return paths
+
+
+def write_files(run: Run, page: tuple[Path, bytes], figures: Sequence[Shown], paths: Sequence[Path]) -> Result:
+    """Publish the page and the figures; what is there already, to the byte, is left as it is.
+
+    Raises:
+        WriteError: one could not be written; those before it are there.
+    """
+    path, content = page
+    with said_when_interrupted(UNWRITTEN):
+        result = _published("report", path, content, write_page)
+    result.outputs[0]["bytes"] = len(content)
+    names = {figure.name: figure for figure in figures}
+    with said_when_interrupted("the report was written, but not all of its figures"):
+        for target in paths:
+            run.console.poll(f"draw {target.name}")
+            drawn = figure_file(names[target.stem], target.suffix[1:])
+            try:
+                result.add(_published(f"figure.{target.stem}", target, drawn, write_figure))
+            except WriteError as error:
+                message = f"--figures: {target} could not be written; the report is complete"
+                raise WriteError(message, hint=error.hint, path=target) from None
+    return result
+
+
+def _published(role: str, path: Path, content: bytes, write: Callable[[Path, bytes], str]) -> Result:
+    """One file, once it is there with this content."""
+    with reading(path):
+        there = path.read_bytes() if path.is_file() else None
+    output: dict[str, Any] = {"role": role, "path": str(path)}
+    if there == content:
+        return Result("up_to_date", [output | {"content_digest": f"sha256:{hashlib.sha256(content).hexdigest()}"}])
+    digest = write(path, content)
+    return Result("computed" if there is None else "replaced", [output | {"content_digest": digest}])

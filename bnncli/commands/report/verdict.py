@@ -1,0 +1,416 @@
+"""The verdict of a report: which posterior to use, whether it pays, how far to trust its confidence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from bnncli.artifacts.files import read_header, read_metrics
+from bnncli.commands.diagnose import Judgement
+from bnncli.commands.report.sections import score_metric, score_value
+from bnncli.commands.report.subject import Damaged, Subject, tried
+from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.detectors import DEFAULT_SCORE
+from bnncli.evaluation.paired import holm
+from bnncli.evaluation.recommendation import Quality
+from bnncli.figures.pages import (
+    Block,
+    DataTable,
+    Markup,
+    Missing,
+    TableCell,
+    bullets,
+    code,
+    element,
+    joined,
+    paragraph,
+    strong,
+)
+from bnncli.likelihoods import has_exclusive_classes, recorded_name
+from bnncli.names import counted, percent
+from bnncli.options.scoring import Quantity
+from bnncli.session.network_fit import misread_splits
+from bnncli.session.predictions import PredictionGroup
+from bnncli.session.recommendation import (
+    Recommended,
+    SplitProbabilities,
+    measure_detection,
+    paired_quality,
+    qualities,
+    recorded_qualities,
+)
+from bnncli.session.score_rows import PredictedSplit
+
+
+def with_error(value: float, error: float | None, digits: int = 4) -> str:
+    """A number with its standard error, where that is known."""
+    shown = f"{value:.{digits}f}".replace("-", "−")
+    return shown + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def listed_in_words(names: list[str], *, most: int | None = None) -> str:
+    """`a`, `a and b`, `a, b and c`; with `most` of them, `a, b and 7 more`."""
+    if most is not None and len(names) > most + 1:
+        names = [*names[:most], f"{len(names) - most} more"]
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+SECTION = "terms"
+TERMS = {
+    "accuracy": "The share of examples whose most probable class is right.",
+    "AUROC": "The probability that a score ranks a known input above an outlier. 0.5 is chance, 1 is perfect.",
+    "Brier": "The mean squared error of the probabilities. Lower is better.",
+    "ECE": "Expected calibration error: the mean gap between stated confidence and accuracy, over bins of confidence. "
+    "A calibrated model scores above 0 by chance; the floor says by how much.",
+    "ELBO": "Evidence lower bound, in nats: how close an approximation is to the exact posterior, up to a constant. Higher is better.",
+    "FPR95": "The share of outliers accepted when 95% of known inputs are accepted. Lower is better.",
+    "log-weight sd": "The spread of the log ratio between the exact posterior and an approximation. Below 2, the approximation can be trusted.",
+    "MMD^2": "A squared distance between two sets of draws. A p-value that is not small means that they cannot be told "
+    "apart; with many draws, even a tiny distance has a small p-value.",
+    "mutual information": "How much draws of the posterior disagree about the label of an input.",
+    "NLL": "Negative log likelihood of the labels, in nats per example. It judges probabilities as a whole. Lower is better.",
+    "Pareto k": "The tail index of importance weights. Below 0.7 (lower with few draws), an approximation covers the tails "
+    "of the exact posterior.",
+    "posterior": "The distribution of the weights given the training data; also a file that represents it: laplace is a Gaussian, refine a Gaussian bent by a flow, hmc draws by Hamiltonian Monte Carlo.",
+    "R-hat": "How well the chains of a sampler agree. 1 is perfect, and values up to 1.05 are accepted.",
+    "temperature scaling": "One number divides all logits. It changes confidence, never the predicted class.",
+    "95% interval": "A range that contains the true value for 95% of test sets.",
+}
+_FOUND = re.compile("|".join(rf"(?<![\w-]){re.escape(term)}(?![\w-])" for term in sorted(TERMS, key=len, reverse=True)))
+
+
+def linked(text: str) -> Markup:
+    """A text whose terms link to their explanations, each once."""
+    parts: list[str] = []
+    place, seen = 0, set()
+    for found in _FOUND.finditer(text):
+        if found[0] not in seen:
+            seen.add(found[0])
+            parts += [text[place : found.start()], element("a", found[0], href=f"#{_name(found[0])}", class_="term")]
+            place = found.end()
+    return joined(*parts, text[place:])
+
+
+def terms() -> list[Block]:
+    """The section."""
+    items = [joined(element("dt", term, id=_name(term)), element("dd", text)) for term, text in TERMS.items()]
+    return [element("dl", *items)]
+
+
+def _name(term: str) -> str:
+    return f"term-{re.sub(r'[^a-z0-9]+', '-', term.lower())}"
+
+
+_MOST_DOUBTED = 3  # posteriors whose doubts are told
+_MOST_NAMED = 12  # posteriors that are good, or files that are damaged
+_MOST_SPLITS = 3  # out of distribution, in the table
+_CHANCE = 0.05  # of saying of any that are calibrated that they are not
+_OWN_SCORE = "max_prob"  # an outlier score of the posterior's own, as compare has it: the default one depends on the features alone
+_PLAIN = {"temperature": "temperature scaling", "map": "the network as trained"}
+_KINDS = {"gaussian": "a Gaussian", "flow": "a Gaussian refined by a flow", "samples": "Monte Carlo draws"}
+
+
+def verdict(subject: Subject) -> list[Block]:
+    """The section."""
+    judgement, recommended = subject.judgement, subject.recommended
+    beside = tried(partial(_beside_the_network, subject))
+    if beside is None or (
+        recommended is not None and not isinstance(beside, Missing) and beside.posterior != recommended.posterior
+    ):
+        beside = tried(partial(_recorded, subject)) or beside
+    words = [*_misread(subject)]
+    if recommended is not None and recommended.sentence:
+        words.append(joined(strong("Why. "), linked(f"{_capital(recommended.sentence)}.")))
+    if isinstance(judgement, Missing):
+        words.append(
+            joined(strong("Is the posterior computed well? "), judgement.sentence, *_to_run(judgement.command))
+        )
+    else:
+        words.append(joined(strong("Is the posterior computed well? "), _fit(judgement)))
+    words += [*_calibration(subject), *_outside(subject)]
+    is_good = not isinstance(judgement, Missing) and judgement.verdict.is_good
+    first = paragraph(_headline(judgement, recommended, None if isinstance(beside, Missing) else beside))
+    box = element("div", first, bullets(words), class_="verdict" if is_good else "verdict doubt")
+    blocks: list[Block] = [box, *_left_out_of(subject)]
+    if beside is not None:
+        blocks += [
+            element("h3", "Does it pay?"),
+            *([beside] if isinstance(beside, Missing) else _pays(beside, subject)),
+        ]
+    if not isinstance(judgement, Missing):
+        blocks += [paragraph(gain.sentence) for gain in judgement.gains]
+        blocks.append(paragraph("bnncli diagnose reports: ", element("q", judgement.verdict.sentence), kind="note"))
+    return blocks
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+class Beside(NamedTuple):
+    """The qualities of the recommended predictions and of the network's, on the split that is shown."""
+
+    own: str
+    base: str
+    posterior: str
+    split: str
+    num_examples: int
+    qualities: list[Quality]
+    detection: dict[str, Quality]  # by out-of-distribution split
+    is_multilabel: bool = False
+
+    def of(self, score: str) -> Quality | None:
+        """The quality by its score; None where it is unknown."""
+        return next((one for one in self.qualities if one.score == score), None)
+
+
+def _beside_the_network(subject: Subject) -> Beside | None:
+    """The recommended predictions beside those of the network at one temperature, else as trained; None without both."""
+    focus, plain = subject.focus, [group for group in _told(subject) if group is not subject.focus]
+    plain.sort(key=lambda group: (group.posterior != "temperature", group.variant != "plug-in"))
+    base = plain[0] if plain else None
+    if focus is None or base is None:
+        return None
+    found = qualities_of(subject, focus, base)
+    outside = [name for name in subject.outside[:_MOST_SPLITS] if name in base.splits(is_ood=True)]
+    detection = {name: _detection(subject, focus, base, name) for name in outside if name in focus.splits(is_ood=True)}
+    return Beside(
+        subject.titles[focus.name],
+        subject.titles[base.name],
+        focus.posterior,
+        subject.split,
+        int(focus.splits(is_ood=False)[subject.split].meta["num_examples"]),
+        found,
+        {name: one for name, one in detection.items() if one is not None},
+        not has_exclusive_classes(recorded_name(focus.splits(is_ood=False)[subject.split].meta)),
+    )
+
+
+def _recorded(subject: Subject) -> Beside | None:
+    """What auto measured on val of its recommendation; None without it, and of a posterior that was not asked for."""
+    chosen = subject.recommended
+    header = None if chosen is None else subject.headers.get(chosen.posterior)
+    if chosen is None or chosen.by != "auto" or header is None:
+        return None
+    told = read_metrics(subject.run.folder.recommended).meta["rows"][-1]
+    own, base = told["about"]
+    found = recorded_qualities(told["qualities"])
+    if not found or own != f"{chosen.posterior} ({chosen.integrator})":
+        return None
+    count = int(read_header(subject.run.folder.features("val")).meta["num_examples"])
+    is_multilabel = not has_exclusive_classes(recorded_name(header.meta))
+    return Beside(own, base, chosen.posterior, "val", count, found, {}, is_multilabel)
+
+
+def qualities_of(subject: Subject, own: PredictionGroup, base: PredictionGroup) -> list[Quality]:
+    """The qualities of stored predictions beside those of others, on the split that is shown."""
+
+    def read(group: PredictionGroup, split: str) -> SplitProbabilities:
+        file = PredictedSplit(next(one for one in group.headers if one.meta["split"] == split)).file
+        return SplitProbabilities(split, file.probs, file.labels)
+
+    return qualities(read(own, subject.split), read(base, subject.split), seed=subject.run.compute.seed)
+
+
+def _detection(subject: Subject, own: PredictionGroup, base: PredictionGroup, ood: str) -> Quality | None:
+    """The AUROC of each posterior's own largest probability for a split, paired; None where it is undefined."""
+
+    def vectors(group: PredictionGroup, split: str, is_ood: bool) -> Any:
+        return PredictedSplit(group.splits(is_ood=is_ood)[split]).detection_scores([_OWN_SCORE])
+
+    sides = [(vectors(group, subject.split, False), vectors(group, ood, True)) for group in (own, base)]
+    if any(isinstance(side[_OWN_SCORE], str) for pair in sides for side in pair):
+        return None
+    inside, outside = (len(side[_OWN_SCORE]) for side in sides[0])
+    measured = measure_detection(
+        sides,
+        [Quantity("auroc", (ood, _OWN_SCORE))],
+        split=(subject.split, inside),
+        ood=(ood, outside),
+        bootstrap=Bootstrap(level=0.95, seed=subject.run.compute.seed),
+    )
+    return paired_quality("auroc", measured, level=0.95)
+
+
+def _pays(beside: Beside, subject: Subject) -> list[Block]:
+    """A table of the differences, and how it is read."""
+    titles = {"accuracy": "label accuracy"} if beside.is_multilabel else {}
+    named = [(titles.get(one.title, one.title), one) for one in beside.qualities]
+    named += [(f"AUROC {ood}, by largest probability", one) for ood, one in beside.detection.items()]
+    if not named:
+        return [Missing(f"Split {beside.split} has no labels, so predictions cannot be scored.")]
+    rows = [[TableCell(title), *map(TableCell, one.cells[1:])] for title, one in named]
+    columns = ["score", beside.own, beside.base, "difference", "95% interval", "finding"]
+    caption = f"{beside.own} against {beside.base} on {beside.split}, {beside.num_examples:,} examples"
+    note = "Differences are paired by example. If an interval contains zero, these examples cannot tell the two apart."
+    if beside.split == "val":
+        note += " Fits were tuned on val, so their scores are slightly optimistic."
+        if subject.split != "val":
+            note += f" For {subject.split}: {subject.run.suggest('predict', posterior='all')}"
+    return [DataTable(f"{subject.key}pays", caption, columns, rows, [note])]
+
+
+def _misread(subject: Subject) -> list[Markup]:
+    """What extract-features found wrong with the network on the splits that the report is about."""
+    found = misread_splits(subject.run, ("train", "val", subject.split))
+    text = f"It probably misreads its inputs or labels. Everything below may be worthless. {'; '.join(found)}."
+    return [joined(strong("The network. "), text)] if found else []
+
+
+def _left_out_of(subject: Subject) -> list[Block]:
+    """What is damaged, some of it by name."""
+    told: list[Block] = [_left_out(one) for one in subject.damaged[:_MOST_NAMED]]
+    rest = len(subject.damaged) - len(told)
+    return (
+        [
+            *told,
+            Missing(
+                f"{counted(rest, 'more artifact')} {'is' if rest == 1 else 'are'} damaged.",
+                subject.run.suggest("status"),
+            ),
+        ]
+        if rest > 0
+        else told
+    )
+
+
+def _left_out(one: Damaged) -> Missing:
+    """What is said of a damaged artifact."""
+    what = one.what if one.what.startswith("is ") else f"cannot be used: {one.what}"
+    return Missing(f"{one.name} is skipped: it {what}.", one.command)
+
+
+def _to_run(command: str | None) -> list[str]:
+    return [] if command is None else [" Run ", code(command)]
+
+
+def _headline(judgement: Judgement | Missing, recommended: Recommended | None, beside: Beside | None) -> str:
+    """What to do, and what it gains and costs, in one or two sentences."""
+    if recommended is None:
+        if isinstance(judgement, Missing):
+            return "There is no verdict on the posteriors of this run."
+        use = judgement.verdict.use
+        text = "No recommendation: that needs a labelled validation split."
+        if use is None:
+            return f"{text} No posterior is known to match the exact posterior."
+        kind = _KINDS.get(judgement.entries[use]["type"], "a posterior")
+        return f"{text} {use} ({kind}) matches the exact posterior closely."
+    if recommended.posterior in _PLAIN:
+        return f"Keep {_PLAIN[recommended.posterior]}."
+    found = f"Use {recommended.posterior}"
+    if beside is None or beside.posterior != recommended.posterior:
+        return f"{found}."
+    parts = []
+    if (nll := beside.of("nll")) is not None:
+        parts.append(f"NLL {nll.value:.3f} instead of {nll.baseline:.3f}{_doubted(nll)}")
+    if (accuracy := beside.of("accuracy")) is not None:
+        parts.append(
+            f"{'label accuracy' if beside.is_multilabel else 'accuracy'} {_signed(100 * accuracy.difference, 1)} points{_doubted(accuracy)}"
+        )
+    for ood, one in beside.detection.items():
+        parts.append(f"AUROC of its own confidence {_signed(one.difference, 2)} against {ood}{_doubted(one)}")
+    return f"{found}: {', '.join(parts)} on {beside.split}." if parts else f"{found}."
+
+
+def _signed(value: float, digits: int) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def _doubted(one: Quality) -> str:
+    """What is said of a difference that may be chance."""
+    return "" if one.finding in ("better", "worse") else " (not significant)"
+
+
+def _fit(judgement: Judgement) -> Markup:
+    """Which posteriors are good for their target, and which are not; why, the tables say."""
+    good = [name for name, entry in judgement.entries.items() if entry["is_good"]]
+    bad = [name for name, entry in judgement.entries.items() if entry["is_good"] is False]
+    parts = []
+    if good:
+        parts.append(
+            f"{listed_in_words(good, most=_MOST_NAMED)} {'match' if len(good) > 1 else 'matches'} the exact posterior closely."
+        )
+    if bad:
+        shown = [f"{name} ({_why(judgement, name)})" for name in bad[:_MOST_DOUBTED]]
+        rest = [f"{len(bad) - len(shown)} more"] if len(bad) > len(shown) else []
+        verb = "does" if len(bad) == 1 else "do"
+        parts.append(f"{listed_in_words([*shown, *rest])} {verb} not.")
+    if not parts:
+        parts = ["No posterior of this run has a target to compare it with."]
+    command = judgement.verdict.run
+    return joined(linked(" ".join(parts)), *([" Next: ", code(command), "."] if command.startswith("bnncli ") else []))
+
+
+def _why(judgement: Judgement, name: str) -> str:
+    """Why a posterior is not good, by the first of its doubts."""
+    doubts = judgement.entries[name]["doubts"]
+    return doubts[0] + (f", {counted(len(doubts) - 1, 'more doubt')}" if len(doubts) > 1 else "")
+
+
+def _calibration(subject: Subject) -> list[Markup]:
+    """How far confidences can be taken at their word, of the posterior that the words are about and of the network."""
+    found = [(subject.titles[group.name], score_metric(subject, group, Quantity("ece"))) for group in _told(subject)]
+    known = [(title, metric) for title, metric in found if metric is not None and metric["value"] is not None]
+    return [joined(strong("Calibration. "), linked(calibration_in_words(subject.split, known)))] if known else []
+
+
+def calibration_in_words(split: str, known: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """How far confidences are off, and of which predictions that is more than chance, by Holm over all of them.
+
+    Args:
+        known: the title of each, and its calibration error as evaluate has stored it.
+    """
+    values = listed_in_words([f"{percent(metric['value'])} ({title})" for title, metric in known])
+    text = f"On {split}, stated confidence and accuracy differ by {values} on average (ECE)."
+    judged = [(title, metric) for title, metric in known if metric.get("p_calibrated") is not None]
+    if judged:
+        floors = [metric["floor"] for _, metric in judged]
+        adjusted = holm([metric["p_calibrated"] for _, metric in judged])
+        real = [title for (title, _), p in zip(judged, adjusted, strict=True) if p is not None and p <= _CHANCE]
+        low, high = percent(min(floors)), percent(max(floors))
+        text += f" A calibrated model would differ by {low if low == high else f'{low} to {high}'} by chance"
+        if real:
+            text += f"; {'only ' if len(real) < len(judged) else ''}{listed_in_words(real)} {'is' if len(real) == 1 else 'are'} significantly miscalibrated."
+        else:
+            text += "; none is significantly miscalibrated."
+    return text
+
+
+def _outside(subject: Subject) -> list[Markup]:
+    """How well outliers are detected; by a score of the features once for all posteriors."""
+    score, focus = subject.shown.curve_score, subject.focus
+    groups = [focus] if score == DEFAULT_SCORE and focus is not None else _told(subject)
+    sentences = []
+    for ood in subject.outside:
+        found = [
+            (subject.titles[group.name], score_value(subject, group, Quantity("auroc", (ood, score))))
+            for group in groups
+        ]
+        known = [(title, value) for title, value in found if value is not None]
+        if known and len(groups) == 1:
+            sentences.append(f"{ood} {known[0][1]:.3f}")
+        elif known:
+            sentences.append(f"{ood} {listed_in_words([f'{value:.3f} ({title})' for title, value in known])}")
+    if not sentences:
+        return []
+    alike = ", which depends on the features and not on the posterior" if score == DEFAULT_SCORE else ""
+    text = f"AUROC of the outlier score {score}{alike}: {'; '.join(sentences)}. 0.5 is chance, 1 is perfect."
+    return [joined(strong("Out of distribution. "), linked(text))]
+
+
+def _told(subject: Subject) -> list[PredictionGroup]:
+    """The predictions that words are about, and those of the network as trained and at one temperature."""
+    if subject.focus is None or isinstance(subject.groups, Missing):
+        return []
+    plain = [group for group in subject.groups if group.posterior in ("map", "temperature")]
+    return [subject.focus, *(group for group in plain if group is not subject.focus)]
+
+
+def summary_of(subject: Subject) -> str:
+    """One line for a terminal."""
+    judgement = subject.judgement
+    return judgement.sentence if isinstance(judgement, Missing) else judgement.verdict.sentence

@@ -1,0 +1,348 @@
+"""All sections of a report in reading order, several checkpoints compared, and the page of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bnncli import __version__
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import differences
+from bnncli.artifacts.headers import Header, interpreting
+from bnncli.commands.compare import CompareOptions, compare_groups, compared_groups
+from bnncli.commands.compare.output import Comparison, as_table, labels, score_panels
+from bnncli.commands.report.sections import (
+    calibration,
+    chains,
+    data_table,
+    decisions,
+    detection,
+    fidelity,
+    fits,
+    posteriors,
+    scores,
+)
+from bnncli.commands.report.subject import MOST_DRAWN, Subject, check_is_something_left, damaged, inputs, origins, tried
+from bnncli.commands.report.verdict import SECTION, listed_in_words, summary_of, terms, verdict
+from bnncli.figures.pages import (
+    MOST_BYTES,
+    Block,
+    Markup,
+    Missing,
+    Section,
+    bullets,
+    element,
+    fitted,
+    joined,
+    page,
+    paragraph,
+    strong,
+)
+from bnncli.figures.scores import ScoreIntervals
+from bnncli.names import counted
+from bnncli.session.run import Run
+
+if TYPE_CHECKING:
+    from bnncli.commands.report import ReportOptions
+
+_MOST_NAMED = 12  # checkpoints
+_MOST_DIFFERENCES = 4  # posteriors whose options differ
+_SPLITS = {"train": "training examples", "val": "validation examples"}
+
+
+def what_differs(subjects: Sequence[Subject], posteriors: Sequence[str], split: str) -> str:
+    """What the numbers of different checkpoints differ by, in a sentence or two.
+
+    Args:
+        posteriors: whose predictions are compared, by name.
+        split: that they are compared on.
+    """
+    named = listed_in_words([subject.name for subject in subjects], most=_MOST_NAMED)
+    weights = {header.weights_digest for one in subjects if (header := _any_features(one)) is not None}
+    if len(weights) == 1 and None not in weights:
+        return f"{named} are the same network. Differences between their numbers do not come from training."
+    found = [*_examples(subjects, split), *_models(subjects), *_options(subjects, posteriors)]
+    if found:
+        return (
+            f"Each posterior was fitted to {named}, which differ by more than their random training: "
+            f"{'; '.join(found)}. Standard errors and tests treat all of these differences as chance."
+        )
+    if not all(_model(subject) for subject in subjects):
+        return (
+            f"Each posterior was fitted to {named} with the same options. bnncli cannot tell whether the "
+            "examples were the same, because the features were given as arrays. If so, differences between its "
+            "numbers come from the random training."
+        )
+    return (
+        f"Each posterior was fitted to {named}, on the same examples with the same options. If the networks were "
+        "trained alike, differences between its numbers come from the random training."
+    )
+
+
+def _features(subject: Subject, split: str) -> Header | None:
+    header = tried(partial(read_header, subject.run.folder.features(split)))
+    return header if isinstance(header, Header) else None
+
+
+def _any_features(subject: Subject) -> Header | None:
+    return next((one for name in subject.run.folder.splits() if (one := _features(subject, name)) is not None), None)
+
+
+def _model(subject: Subject) -> Any:
+    """The model that features were made by; None where they came ready."""
+    header = _any_features(subject)
+    if header is None:
+        return None
+    with interpreting(header.path):
+        return header.provenance["params"].get("model")
+
+
+def _examples(subjects: Sequence[Subject], shown: str) -> list[str]:
+    """The splits whose examples are not the same; those of ready features tell nothing."""
+    found = []
+    for split, what in {**_SPLITS, shown: f"examples of {shown}"}.items():
+        headers = [_features(subject, split) for subject in subjects if _model(subject)]
+        known = [one for one in headers if one is not None]
+        sizes = [int(one.meta["num_examples"]) for one in known]
+        if len({one.meta.get("order_digest") for one in known}) > 1:
+            are = (
+                f" ({listed_in_words([f'{size:,}' for size in sizes], most=_MOST_NAMED)} of them)"
+                if len(set(sizes)) > 1
+                else ""
+            )
+            found.append(f"their {what} are not the same{are}")
+    return found
+
+
+def _models(subjects: Sequence[Subject]) -> list[str]:
+    models = list(dict.fromkeys(str(_model(subject)) for subject in subjects))
+    return [f"their networks differ ({listed_in_words(models, most=_MOST_NAMED)})"] if len(models) > 1 else []
+
+
+def _options(subjects: Sequence[Subject], posteriors: Sequence[str]) -> list[str]:
+    """The posteriors that were not made with the same options, with the first difference of each."""
+    first, *others = subjects
+    found = []
+    for name in dict.fromkeys(posteriors):
+        for other in others:
+            headers = [subject.headers.get(name) for subject in (first, other)]
+            params = [_params(header) for header in headers if header is not None]
+            if len(params) == 2 and params[0] != params[1]:
+                told = differences(*params, labels=(first.name, other.name))
+                found.append(f"options of {name} ({told})")
+                break
+    rest = len(found) - _MOST_DIFFERENCES
+    return found[:_MOST_DIFFERENCES] + ([f"options of {rest} more"] if rest > 0 else [])
+
+
+def _params(header: Header) -> dict[str, Any]:
+    """The options that change what a posterior is, but for the seed, which is chance."""
+    with interpreting(header.path):
+        return {name: value for name, value in header.provenance["params"].items() if name != "seed"}
+
+
+def together(runs: Sequence[Run], subjects: Sequence[Subject]) -> list[Block]:
+    """The section."""
+    options = CompareOptions(posterior=subjects[0].options.posterior, split=subjects[0].split)
+    comparison = tried(
+        lambda: compare_groups(
+            runs,
+            options,
+            compared_groups(runs, options, leave_out=frozenset().union(*(one.left_out for one in subjects))),
+        )
+    )
+    if isinstance(comparison, Missing):
+        return [comparison]
+    table = as_table(comparison)
+    panels = [panel for panel in score_panels(comparison) if any(line.value is not None for line in panel.lines)]
+    figure = ScoreIntervals(
+        f"scores-of-all-{comparison.split}",
+        labels(comparison)[:MOST_DRAWN],
+        [panel._replace(title=panel.title.replace(", ", "\n"), lines=panel.lines[:MOST_DRAWN]) for panel in panels],
+        f"Means over {len(runs)} checkpoints on {comparison.split} with 95% intervals",
+        "Small dots are single checkpoints. The filled marks come from paired tests over the whole panel, and "
+        "the intervals from each posterior separately.",
+        "best, or not significantly worse",
+        "significantly worse than another",
+        f"paired tests at level {comparison.alpha:g}",
+    )
+    posteriors = [name.posterior for name in comparison.names]
+    return [
+        _verdict(comparison, subjects),
+        paragraph(what_differs(subjects, posteriors, comparison.split)),
+        data_table(
+            table, "comparison-table", f"Scores on {comparison.split} over {len(runs)} checkpoints, computed by compare"
+        ),
+        figure,
+    ]
+
+
+def _verdict(comparison: Comparison, subjects: Sequence[Subject]) -> Markup:
+    """Which posteriors are best over all checkpoints, and which diagnose would use of each."""
+    first = lowest_in_words(comparison, len(subjects))
+    used: dict[str, list[str]] = {}
+    predicting: dict[str, list[str]] = {}
+    for subject in subjects:
+        use = None if isinstance(subject.judgement, Missing) else subject.judgement.verdict.use
+        used.setdefault(use or "none yet", []).append(subject.name)
+        chosen = subject.recommended
+        name = "unknown" if chosen is None else f"{chosen.posterior} by {chosen.integrator}"
+        predicting.setdefault(name, []).append(subject.name)
+    words = bullets(
+        [
+            joined(strong(title), f"{_of_each(names)}.")
+            for title, names in (("Predict: ", predicting), ("Matches the exact posterior: ", used))
+        ]
+    )
+    return element("div", paragraph(first), words, class_="verdict")
+
+
+def _of_each(found: Mapping[str, list[str]]) -> str:
+    """Names, each with the checkpoints that it is for."""
+    return "; ".join(f"{name} for {listed_in_words(where, most=_MOST_NAMED)}" for name, where in found.items())
+
+
+def lowest_in_words(comparison: Comparison, num_checkpoints: int) -> str:
+    """Which posteriors have the lowest NLL, as far as tests can tell."""
+    place = next((place for place, one in enumerate(comparison.columns) if one.row["name"] == "nll"), None)
+    samples = [] if place is None else [entry.samples for entry in comparison.columns[place].entries]
+    known = [row for row, sample in enumerate(samples) if sample is not None]
+    if place is None or not known:
+        return "No posterior has an NLL for every checkpoint."
+    names = labels(comparison)
+    best = [names[row] for row in known if comparison.is_marked(place, row)]
+    where = f"on {comparison.split}, over {counted(num_checkpoints, 'checkpoint')}"
+    if len(known) == 1:
+        return f"{names[known[0]]} is the only posterior with predictions on {comparison.split} for every checkpoint."
+    if len(best) == 1:
+        return f"{best[0]} has the lowest NLL {where}."
+    named = listed_in_words(best, most=_MOST_NAMED)
+    if len(best) == len(known):
+        return f"The NLLs of {named} do not differ significantly {where}."
+    return f"One of {named} has the lowest NLL {where}; these checkpoints do not show which."
+
+
+class ReportPart(NamedTuple):
+    """A section as a report has it: its name and title, and what makes its blocks."""
+
+    name: str
+    title: str
+    make: Callable[[Subject], list[Block]]
+
+
+PARTS = (
+    ReportPart("verdict", "Verdict", verdict),
+    ReportPart("scores", "Scores", scores),
+    ReportPart("calibration", "Calibration", calibration),
+    ReportPart("confidence", "Confidence and out-of-distribution detection", detection),
+    ReportPart("decisions", "Decisions with guarantees", decisions),
+    ReportPart("posteriors", "Posteriors against the exact posterior", posteriors),
+    ReportPart("chains", "Chains", chains),
+    ReportPart("fits", "Fits", fits),
+    ReportPart("fidelity", "Distance to a reference", fidelity),
+    ReportPart("inputs", "Most and least certain inputs", inputs),
+    ReportPart("origins", "Commands and files", origins),
+)
+# Of several checkpoints each has less: the rest is in reports of one.
+_OF_EACH = ("verdict", "origins", "scores", "calibration", "posteriors")
+_OF_MANY = ("verdict",)
+# What is left out of a page that would be too large, the first first.
+_LEAST = (
+    "inputs",
+    "fits",
+    "chains",
+    "fidelity",
+    "confidence",
+    "posteriors",
+    "calibration",
+    "origins",
+    "scores",
+    "verdict",
+)
+_MOST_TOLD = 12  # sections that are left out
+_FEW = 3  # checkpoints, up to which that is all of _OF_EACH
+
+
+def sections_of(runs: Sequence[Run], options: ReportOptions) -> tuple[list[Section], list[str]]:
+    """The sections, and what is to be said on a terminal.
+
+    Raises:
+        MissingInput: a checkpoint has nothing of a name that was given.
+        DataError: what was named is damaged, or nothing is left to report on.
+    """
+    many = len(runs) > 1
+    subjects = [
+        Subject(run, options, f"c{place}-" if many else "", damaged(run, options.posterior))
+        for place, run in enumerate(runs, start=1)
+    ]
+    for subject in subjects:
+        subject.check_named()
+        check_is_something_left(subject)
+    explained = Section(SECTION, "What the terms mean", terms())
+    if not many:
+        return [*(_made(part, subjects[0]) for part in PARTS), explained], [summary_of(subjects[0])]
+    names = _OF_EACH if len(runs) <= _FEW else _OF_MANY
+    parts = [part for part in PARTS if part.name in names]
+    found = [Section("comparison", "The checkpoints together", together(runs, subjects))]
+    found += [_made(part, subject) for subject in subjects for part in parts]
+    return [*found, explained], [f"{one.name}: {summary_of(one)}" for one in subjects]
+
+
+def page_of(runs: Sequence[Run], sections: Sequence[Section], made_with: Mapping[str, Any]) -> bytes:
+    """The file, of at most MOST_BYTES: where all would be more, the least important sections are left out, and it says so."""
+    names = [run.checkpoint_path.name for run in runs]
+    what = listed_in_words(names) if len(names) <= 3 else counted(len(names), "checkpoint")
+    lead = f"bnncli {__version__}, results of {_newest(runs)}"
+    made_by = "This file opens without a network connection. It holds aggregates, not the data, except for the inputs it shows."
+
+    def whole_page(kept: Sequence[Section], ready: dict[str, Markup]) -> bytes:
+        return page(f"Report on {what}", lead, kept, made_by=made_by, options=made_with, ready=ready)
+
+    found = fitted(sections, importance=_importance, page_of=whole_page, note=_note, most_bytes=MOST_BYTES)
+    if found.left_out:
+        runs[0].console.warn(
+            f"the report is limited to {MOST_BYTES:,} bytes: {_titles(found.left_out)} omitted; use fewer "
+            "--posterior or --examples"
+        )
+    return found.content
+
+
+def _newest(runs: Sequence[Run]) -> str:
+    """When the newest posterior or prediction that can be read was made, to the minute."""
+    found = []
+    for run in runs:
+        for path in (*run.folder.posteriors(), *run.folder.prediction_files()):
+            header = tried(partial(read_header, path))
+            found += [] if isinstance(header, Missing) else [str(header.provenance.get("created_at", ""))]
+    newest = max(found, default="")
+    return f"{newest[:10]} {newest[11:16]} UTC" if newest else "an unknown date"
+
+
+def _importance(section: Section) -> float:
+    """The place of a section among those that are left out of a page that is too large: the lowest goes first."""
+    name = section.name.rpartition("-")[2]
+    return _LEAST.index(name) if name in _LEAST else len(_LEAST)
+
+
+def _note(gone: Sequence[Section]) -> Block:
+    return Missing(
+        f"To keep the page below {MOST_BYTES:,} bytes, {_titles(gone)} omitted. Use fewer --posterior or "
+        "--examples; --figures writes all figures as files."
+    )
+
+
+def _titles(gone: Sequence[Section]) -> str:
+    """The sections that are left out, some by their titles, as the subject of a sentence, with its verb."""
+    titles = [f"\N{LEFT DOUBLE QUOTATION MARK}{section.title}\N{RIGHT DOUBLE QUOTATION MARK}" for section in gone]
+    rest = len(titles) - _MOST_TOLD
+    shown = titles[:_MOST_TOLD] + ([counted(rest, "more part")] if rest > 0 else [])
+    return f"{listed_in_words(shown)} {'is' if len(gone) == 1 else 'are'}"
+
+
+def _made(part: ReportPart, subject: Subject) -> Section:
+    """A section; of several checkpoints with this one's name in its title. What cannot be shown says why."""
+    subject.run.console.poll(f"report on {subject.name}: {part.name}")
+    blocks = tried(partial(part.make, subject))
+    title = f"{subject.name}: {part.title[:1].lower()}{part.title[1:]}" if subject.key else part.title
+    return Section(f"{subject.key}{part.name}", title, [blocks] if isinstance(blocks, Missing) else blocks)

@@ -1,0 +1,332 @@
+"""score: compute every score of evaluate for predictions from any source. Nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from bnncli.artifacts.outputs import check_figure_path, write_figure
+from bnncli.data.prediction_files import divide, read_texts
+from bnncli.errors import CheckFailed, DataError, UsageError, WriteError
+from bnncli.evaluation.detectors import default_score
+from bnncli.evaluation.metric_rows import Row
+from bnncli.evaluation.weighted_scores import NO_LABELS
+from bnncli.likelihoods import name_to_record
+from bnncli.names import quoted
+from bnncli.options.command import Argument, Command, CommonOptions
+from bnncli.options.declaration import check_split_name, spelled
+from bnncli.options.scoring import Quantity, ScoreOptions
+from bnncli.session.prediction_files import (
+    LOGITS,
+    PROBS,
+    GivenPredictions,
+    MatchedForecasts,
+    Said,
+    artifact_names,
+    check_together,
+    open_given,
+    rows_against,
+)
+from bnncli.session.run import Result, Run
+from bnncli.session.score_rows import (
+    check_names,
+    detection_rows,
+    failure_text,
+    find_metric,
+    hold_against,
+    rare_class_warnings,
+    split_rows,
+)
+from bnncli.session.score_tables import class_facts, class_table, legend, score_table, with_metrics, without_classes
+
+if TYPE_CHECKING:
+    from bnncli.evaluation.bootstrap import Bootstrap
+
+
+COMMAND = Command(
+    "Score a file of your own predictions, without a checkpoint.",
+    "FILE is npz, npy, csv, Parquet, or a prediction file written by predict. Finds probabilities or logits (N, "
+    "C) and labels by name, unless you name them with FILE:probs=COLUMN,label=COLUMN or FILE:ARRAY. Scores and "
+    "assertions are those of evaluate. Writes nothing except the plot, if you add --plot.",
+    (ScoreOptions, CommonOptions),
+    (
+        "bnncli score predictions.npz",
+        "bnncli score logits.npy --labels test.csv:label --ood far=far.npy --logits",
+        "bnncli score predictions.csv --groups hospital --assert 'accuracy@north>=0.8' --assert 'ece<=0.02'",
+        "bnncli score predictions.csv --plot reliability.png",
+    ),
+    (Argument("file", "Predictions: FILE, FILE:ARRAY, or FILE:probs=COLUMN,label=COLUMN."),),
+    section="Judge",
+    place=50,
+)
+_FIRST = ("split", "predictions", "examples")
+_OF_GROUPS = ("split", "group", "examples")
+
+
+def run(run: Run, options: ScoreOptions) -> Result:
+    """Read, score, print."""
+    said = Said(LOGITS if options.logits else PROBS if options.probabilities else None, options.task)
+    place = str(run.arguments["file"])
+    check_plot(options, place)
+    given = _opened(place, said, options)
+    check_labelled(options, given)
+    outside = _outside(given, said, options)
+    if outside and not options.score:
+        options = replace(options, score=[default_score([*one.arrays] for one in (given, *outside))])
+    groups = _groups(given, place, options)
+    names = [_described(given), *({**_described(given), "split": name} for name in groups)]
+    check_names(options.assertions, names)
+    bootstrap = _bootstrap(run, options, len(given.probs))
+    for text in (one.doubt for one in (given, *outside) if one.doubt is not None):
+        run.console.warn(text)
+    for text in rare_class_warnings(given.name, given.labels, given.classes, is_exclusive=given.is_exclusive):
+        run.console.warn(text)
+    metrics = split_rows(given, options.settings, bootstrap, poll=run.console.poll)
+    for other in outside:
+        metrics += detection_rows(given, other, options.made_scores, bootstrap)
+        run.console.poll(f"detection of {other.name}")
+    metrics += _fidelity(run, given, said, options.reference, bootstrap)
+    _warn_of_no_labels(run, given, [m for m in metrics if not options.metric or m["name"] in options.metric])
+    rows = spelled([{**_described(given), "metrics": metrics}])
+    of_groups = [_group_row(run, options, given, name, members) for name, members in groups.items()]
+    checks = hold_against(options.assertions, [*rows, *({**row, "split": row["group"]} for row in of_groups)])
+    drawn = _drawn(options, given, groups, (rows[0], of_groups))
+    rows, of_groups = (_shown(options, given, some) for some in (rows, of_groups))
+    result = Result(extra={"rows": rows, **({"groups": of_groups} if of_groups else {}), "checks": checks})
+    notes = [
+        "; ".join(legend(rows, options, options.shown_scores, 0 if bootstrap is None else bootstrap.num_replicates))
+    ]
+    shown: Row = {"chosen": options.metric, "scores": options.shown_scores, "intervals": options.intervals}
+    result.tables.append(score_table(rows, [] if of_groups else notes, **shown, first=_FIRST, head=_head))
+    if of_groups:
+        result.tables.append(score_table(of_groups, notes, **shown, first=_OF_GROUPS, head=_group_head))
+    of_classes = class_table(rows, first=_FIRST[:2], head=lambda row: _head(row)[:2]) if options.per_class else None
+    result.tables += [] if of_classes is None else [of_classes]
+    if drawn is not None:
+        result.outputs, result.action = [drawn[0]], "computed"
+        result.lines.append(drawn[1])
+    failed = failure_text(checks)
+    result.failure = CheckFailed(failed, code="assertion_failed") if failed else None
+    return result
+
+
+def _drawn(
+    options: ScoreOptions, given: GivenPredictions, groups: Mapping[str, Any], rows: tuple[Row, list[Row]]
+) -> tuple[Row, str] | None:
+    """The figure, published, as an output and in words; None where there is to be none."""
+    if options.plot is None:
+        return None
+    row, of_groups = rows
+    panels = [
+        Panel(name, given.of_rows(groups[name], f"{given.name}/{name}"), own["metrics"])
+        for name, own in zip(groups, of_groups, strict=True)
+    ]
+    whole = Panel(given.name if groups else _head(row)[1], given, row["metrics"])  # as no group is called
+    return draw_plot(Path(options.plot), whole, panels, num_bins=options.settings["bins"])
+
+
+def _opened(place: str, said: Said, options: ScoreOptions) -> GivenPredictions:
+    given = open_given(place, said, labels=options.labels)
+    return given if given.header is not None else given.named(options.split)
+
+
+def _outside(given: GivenPredictions, said: Said, options: ScoreOptions) -> list[GivenPredictions]:
+    """The predictions outside the distribution. Raises UsageError for two of one name, DataError for the same ones again."""
+    found: list[GivenPredictions] = []
+    for text in options.ood:
+        name, equals, place = text.partition("=")
+        is_named = bool(equals) and not Path(text).expanduser().exists() and "/" not in name and ":" not in name
+        if is_named:
+            check_split_name(name, "--ood")
+        # What the columns of the other file are called is what the first one's are, where nothing else is said.
+        one = open_given(place if is_named else text, said._replace(task=_task(given, said)), is_labeled=False)
+        one = one.named(name) if is_named else one
+        if one.name in (given.name, *(other.name for other in found)):
+            raise UsageError(f"--ood: two splits are called {one.name!r}", hint=f"rename it: --ood NAME={text}")
+        check_together(given, one)
+        if one.probs.shape == given.probs.shape and np.array_equal(one.probs, given.probs):
+            raise DataError(
+                f"{quoted(one.path, limit=300)} has the same predictions as {given.path}", code="same_split"
+            )
+        found.append(one)
+    return found
+
+
+def _warn_of_no_labels(run: Run, given: GivenPredictions, shown: list[Row]) -> None:
+    """Warn where scores that are to be shown need labels, and there are none."""
+    if given.labels is None and any(metric.get("undefined") == NO_LABELS for metric in shown):
+        run.console.warn(f"{quoted(given.path, limit=300)}: no labels found; add \0labels\0 FILE[:COLUMN]")
+
+
+def _fidelity(
+    run: Run, given: GivenPredictions, said: Said, place: str | None, bootstrap: Bootstrap | None
+) -> list[Row]:
+    """The rows of how near the predictions come to those of the reference."""
+    if place is None:
+        return []
+    reference = open_given(place, Said(task=_task(given, said)))
+    check_together(given, reference)
+    if reference.doubt is not None:
+        run.console.warn(reference.doubt)
+    column = divide(place)[1].get("")
+    name = reference.path.name + ("" if column is None else f".{column}")
+    ids = None if given.file is None else given.file.sample_id
+    info = given.arrays.get("mutual_info")
+    ours = MatchedForecasts(given.name, given.probs, given.labels, info, ids, given.is_exclusive)
+    return rows_against(ours, reference, name=name, bootstrap=bootstrap, tell=run.console.info)
+
+
+def _task(given: GivenPredictions, said: Said) -> str | None:
+    return said.task if given.is_exclusive else "multilabel"
+
+
+def _groups(given: GivenPredictions, place: str, options: ScoreOptions) -> dict[str, Any]:
+    """The rows of each group, by its name, in order.
+
+    Raises:
+        DataError: other numbers of rows, a row without a group. UsageError: a group is called as the split is.
+    """
+    if options.groups is None:
+        return {}
+    path, named = divide(options.groups)
+    if not named:
+        path, named = divide(place)[0], {"": options.groups}
+    where = f"{quoted(path, limit=300)}: column {quoted(named[''])}" if "" in named else ""
+    if not where:
+        raise UsageError(f"--groups: expected COLUMN or FILE:COLUMN; got {options.groups!r}")
+    if given.header is not None and path == given.path:
+        raise UsageError(
+            "--groups: a prediction file of bnncli has no such column", hint="give a file: --groups FILE:COLUMN"
+        )
+    values = read_texts(path, named[""])
+    if len(values) != len(given.probs):
+        raise DataError(
+            f"{where} has {len(values)} rows, but there are {len(given.probs)} predictions", code="bad_groups"
+        )
+    if "" in values:
+        raise DataError(f"{where}: row {values.index('')} has no group", code="bad_groups")
+    names, place_of = np.unique(np.array(values), return_inverse=True)
+    if len(names) > _MOST_GROUPS:
+        raise DataError(f"{where} has {len(names)} groups; expected at most {_MOST_GROUPS}", code="bad_groups")
+    if given.name in names:
+        raise UsageError(
+            f"--groups: a group and the split are both called {given.name!r}", hint="rename the split: --split NAME"
+        )
+    return {str(name): np.flatnonzero(place_of == k) for k, name in enumerate(names)}
+
+
+_MOST_GROUPS = 1000
+
+
+def _bootstrap(run: Run, options: ScoreOptions, num_rows: int) -> Bootstrap | None:
+    from bnncli.evaluation.bootstrap import Bootstrap
+
+    replicates = options.replicates(num_rows)
+    if replicates == 0:
+        if options.bootstrap is None:
+            run.console.info(
+                f"{num_rows} rows: no bootstrap intervals by default (add --bootstrap 1000; takes minutes)"
+            )
+        return None
+    return Bootstrap(replicates, options.level, options.seed)
+
+
+def _described(given: GivenPredictions) -> Row:
+    """What a row says of the predictions."""
+    return {**artifact_names(given), "split": given.name, **name_to_record(given.likelihood)}
+
+
+def _group_row(run: Run, options: ScoreOptions, given: GivenPredictions, name: str, members: Any) -> Row:
+    """The row of one group: all scores of its examples, without detection."""
+    own = given.of_rows(members, f"{given.name}/{name}")
+    bootstrap = _bootstrap(run, options, len(members))
+    metrics = split_rows(own, options.settings, bootstrap, poll=run.console.poll)
+    described: Row = {**_described(given), "group": name, "num_examples": len(members), "metrics": metrics}
+    found: Row = spelled(described)
+    return found
+
+
+def _shown(options: ScoreOptions, given: GivenPredictions, rows: list[Row]) -> list[Row]:
+    """The rows with the scores that were asked for, and those of every class or not."""
+    if options.per_class:
+        rows = [{**row, **class_facts(given.labels, given.classes)} for row in rows]
+    else:
+        rows = [without_classes(row) for row in rows]
+    return with_metrics(rows, options.metric, options.shown_scores) if options.metric else rows
+
+
+def _head(row: Mapping[str, Any]) -> list[str]:
+    name = row["posterior"] if row["integrator"] == "none" else row["name"]
+    return [row["split"], name, str(_size(row))]
+
+
+def _group_head(row: Mapping[str, Any]) -> list[str]:
+    return [row["split"], row["group"], str(row["num_examples"])]
+
+
+def _size(row: Mapping[str, Any]) -> int | str:
+    """How many examples a row is of."""
+    return next((metric["n"] for metric in row["metrics"] if isinstance(metric.get("n"), int)), "-")
+
+
+_MOST_DRAWN = 11  # with all of them together three rows of panels
+
+
+class Panel(NamedTuple):
+    """Predictions with what they are called, and their scores."""
+
+    title: str
+    predictions: GivenPredictions
+    metrics: list[dict[str, Any]]
+
+
+def check_plot(options: ScoreOptions, place: str) -> None:
+    """Pass where the figure may be written. Raises UsageError or OutputExists as check_figure_path does."""
+    if options.plot is None:
+        return
+    ood = [part for text in options.ood for part in (text, text.partition("=")[2]) if part]
+    texts = [place, *ood, *(one for one in (options.labels, options.groups, options.reference) if one is not None)]
+    files = [divide(text)[0] for text in texts]
+    check_figure_path(Path(options.plot), "--plot", force=options.force, others=files)
+
+
+def check_labelled(options: ScoreOptions, given: GivenPredictions) -> None:
+    """Raise DataError where a figure is asked for and there are no labels."""
+    if options.plot is not None and given.labels is None:
+        raise DataError(
+            f"--plot: {quoted(given.path, limit=300)} has no labels, which reliability needs", code="no_labels",
+            hint="add \0labels\0 FILE[:COLUMN]",
+        )  # fmt: skip
+
+
+def draw_plot(path: Path, whole: Panel, groups: Iterable[Panel], *, num_bins: int) -> tuple[dict[str, Any], str]:
+    """Draw and publish the figure; what it is as an output, and what it shows in words.
+
+    The largest groups are shown where there are more than eleven, in the order that they are given in.
+
+    Raises:
+        WriteError: it could not be written.
+    """
+    from bnncli.evaluation.curves import reliability_of
+    from bnncli.figures import render
+    from bnncli.figures.predictions import draw_reliability
+
+    every = list(groups)
+    largest = sorted(every, key=lambda panel: -len(panel.predictions.probs))[:_MOST_DRAWN]
+    panels = [whole, *(panel for panel in every if any(panel is one for one in largest))]
+    curves, errors = {}, {}
+    for title, own, metrics in panels:
+        curve = reliability_of(own.probs, own.examples, num_bins=num_bins)
+        assert curve is not None  # there are labels, and rows
+        curves[title], errors[title] = curve, float(find_metric(metrics, Quantity("ece"))[0]["value"])
+    figure = draw_reliability(curves, split=whole.predictions.name, errors=errors)
+    try:
+        digest = write_figure(path, render(figure, path.suffix[1:].lower()))
+    except WriteError as error:
+        raise WriteError(f"--plot: cannot write {path}", hint=error.hint, path=path) from None
+    shown = f" (the {len(largest)} largest of {len(every)} groups)" if len(largest) < len(every) else ""
+    return {"role": "score.plot", "path": str(path), "content_digest": digest}, f"figure: {path}{shown}"
