@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.cli.commands import own_commands
 from bnncli.cli.topics import TOPICS
 from bnncli.errors import BnnError
+from bnncli.evaluation.scores import declared
 from bnncli.options.declaration import choices_of
 from bnncli.registry import names
 
@@ -29,9 +30,7 @@ def completes(name: str, meta: Any) -> Callable[..., list[str]] | None:
     if name == "integrator":
         return _of(lambda: names("integrators"))
     if name == "metric":
-        from bnncli.commands.compare import compared  # here: it loads more than a completion needs
-
-        return _of(lambda: list(compared()))
+        return _of(_paired_scores)
     if name in _POSTERIORS:
         return _of(_posteriors)
     if meta["metavar"] == "SPLIT":
@@ -39,6 +38,10 @@ def completes(name: str, meta: Any) -> Callable[..., list[str]] | None:
     if name == "decide":
         return _of(lambda: [path.stem for folder in _runs() for path in folder.decision_files()])
     return None
+
+
+def _paired_scores() -> list[str]:
+    return [name for name, score in declared().items() if score.is_paired]
 
 
 def completes_argument(name: str) -> Callable[..., list[str]] | None:

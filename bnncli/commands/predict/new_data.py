@@ -27,6 +27,7 @@ from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.artifacts.predictions import PredictionFile
 from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.commands.extract_features import ExtractFeaturesOptions
+from bnncli.commands.extract_features.network import NetworkExtraction
 from bnncli.commands.extract_features.splits import (
     is_of_other_data,
 )
