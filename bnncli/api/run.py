@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli import data
 from bnncli.api.predictions import ClassProbabilities, OpenedPosterior, check_request, choose, predict
 from bnncli.api.session import (
     Items,
@@ -32,6 +31,7 @@ from bnncli.api.session import (
 from bnncli.artifacts.files import read_header
 from bnncli.commands.extract_features import ExtractFeaturesOptions
 from bnncli.data.arrays import ArrayDataset
+from bnncli.data.splits import InputSplit
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.models import is_kind
 from bnncli.session.inputs import load_split, posterior_classes, posterior_source
@@ -75,7 +75,7 @@ class InputNetwork(RecordedNetwork):
             message = f"x: expected {expected}; got {described(inputs)}: {error.message}"
             raise DataError(message, code="wrong_inputs") from error
 
-    def split_of(self, inputs: Tensor | Items) -> data.InputSplit:
+    def split_of(self, inputs: Tensor | Items) -> InputSplit:
         """Inputs (N, ...), or N texts or images, as a split. Raises DataError where the network cannot take them."""
         if isinstance(inputs, Items):
             dataset: ArrayDataset | Items = inputs
@@ -83,7 +83,7 @@ class InputNetwork(RecordedNetwork):
         else:
             check_finite(inputs)
             dataset = ArrayDataset(inputs, None)
-        return data.InputSplit("x", dataset, np.arange(len(inputs)), self.preprocess, is_labeled=False)
+        return InputSplit("x", dataset, np.arange(len(inputs)), self.preprocess, is_labeled=False)
 
     def _check_takes(self, inputs: Items) -> None:
         """Pass when the model makes its own inputs of such items. Raises DataError otherwise."""

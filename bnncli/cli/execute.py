@@ -386,11 +386,11 @@ _SHARED = (
 
 def _without_help(argv: list[str]) -> list[str]:
     """Return `help COMMAND` as `COMMAND --help`, which prints the same; any other words as they are."""
-    words = [word for word in argv[1:] if not word.startswith("-")] + [
-        word for word in argv[1:] if word.startswith("-")
-    ]
+    if argv[:1] != ["help"]:
+        return argv
+    words = sorted(argv[1:], key=lambda word: word.startswith("-"))
     is_command = find_command(words) is not None or is_parent(words[:1])
-    return [*words, "--help"] if argv[:1] == ["help"] and is_command else argv
+    return [*words, "--help"] if is_command else argv
 
 
 def _error_json(error: BnnError) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from bnncli import data, registry
+from bnncli import registry
 from bnncli.artifacts.features import CHECK_ROWS
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import UNKNOWN_MAKER
 from bnncli.artifacts.headers import Header, interpreting
 from bnncli.artifacts.resume import BUFFER_BYTES, RecordFile, remove_state, rows_path
-from bnncli.data.pixels import ImageCounts
-from bnncli.data.splits import InputSplit
+from bnncli.data.pixels import ImageCounts, Preprocess
+from bnncli.data.splits import Inputs, InputSplit
 from bnncli.errors import BnnError, DataError, Exit, Interrupted, Untrusted, UsageError, machine_error
 from bnncli.lazy import torch
 from bnncli.models import SavedModel, is_kind
@@ -462,26 +462,26 @@ class Network:
             self.run.console.info(note)
         return module
 
-    def head(self, example: data.InputSplit) -> Head | None:
+    def head(self, example: InputSplit) -> Head | None:
         """The last layer: as named, or found on the first rows of a split; None for flatten."""
         if self._head is None:
             self._head = (self._find_head(example),)
         return self._head[0]
 
-    def _find_head(self, example: data.InputSplit) -> Head | None:
+    def _find_head(self, example: InputSplit) -> Head | None:
         from bnncli.models.head_search import find_head
 
         if self.spec == NO_NETWORK:
             return None
 
-        def first(count: int) -> data.Inputs:
+        def first(count: int) -> Inputs:
             return next(example.batches(count, device=self.run.device)).inputs
 
         return find_head(self.module, first, layer=self.last_layer, output=self.output)
 
     def features(
         self,
-        split: data.InputSplit,
+        split: InputSplit,
         head: Head | None,
         *,
         batch_size: int,
@@ -519,7 +519,7 @@ class Network:
 
     def batches(
         self,
-        split: data.InputSplit,
+        split: InputSplit,
         head: Head | None,
         *,
         batch_size: int,
@@ -572,7 +572,7 @@ class RecordedNetwork:
             sizes |= {name: params[name] for name in ("no_exif", "background") if name in params}
             spec, arguments, state = str(params["model"]), list(params["model_arg"]), params.get("state")
         saved = saved_as(spec, header)
-        self.preprocess = data.Preprocess.parse(**sizes, transform=None if saved is None else saved.transform)
+        self.preprocess = Preprocess.parse(**sizes, transform=None if saved is None else saved.transform)
         self.network = Network.of(run, spec, arguments, layer, saved, params.get("output"), state=state)
         self.network.autocast = params.get("autocast")
         self.folder = CodeFolder(spec) if ":" in spec and not is_kind(spec) else None

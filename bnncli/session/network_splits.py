@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli import data
 from bnncli.artifacts.features import CHECK_ROWS
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
+from bnncli.data.splits import Batch, Inputs, InputSplit
+from bnncli.data.splits import load_split as load_input_split
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 from bnncli.lazy import torch
 from bnncli.models import Composed
 from bnncli.models.features import MASK, pass_to_head
 from bnncli.models.head import Head, before_links, chosen_output, logits_before, logits_of
-from bnncli.models.huggingface import with_plain_attention
 from bnncli.names import listed
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.shared import LayersOptions
@@ -148,7 +148,7 @@ _MOST_WORKERS = 8
 _HINT = "use fewer rows (SPLIT=SPEC@N), or a machine with more memory"
 
 
-def read_inputs(split: data.InputSplit, module: nn.Module, *, progress: Progress = SILENT) -> Tensor:
+def read_inputs(split: InputSplit, module: nn.Module, *, progress: Progress = SILENT) -> Tensor:
     """All inputs (N, ...) of a split, float32, on the CPU; texts as packed arguments (N, arguments, longest), token ids as real numbers.
 
     Args:
@@ -185,7 +185,7 @@ def near(inputs: Tensor, device: torch.device) -> Tensor:
     return inputs.to(device) if inputs.nbytes <= RESIDENT_SHARE * available_memory(device) else inputs
 
 
-def packed_inputs(batch: data.Batch) -> Tensor:
+def packed_inputs(batch: Batch) -> Tensor:
     """A batch as one tensor: as it is, or the network's arguments side by side, (n, arguments, ...).
 
     Raises:
@@ -201,7 +201,7 @@ def packed_inputs(batch: data.Batch) -> Tensor:
     return torch.stack([part.float() for part in parts], dim=1)
 
 
-def has_tokens(inputs: data.Inputs) -> bool:
+def has_tokens(inputs: Inputs) -> bool:
     """Whether inputs are token ids, perhaps with what goes with them."""
     parts = inputs.values() if isinstance(inputs, dict) else [inputs]
     return not any(part.is_floating_point() for part in parts)
@@ -231,7 +231,7 @@ def _joined(parts: list[Tensor], names: list[str], module: nn.Module) -> Tensor:
     return whole
 
 
-def _workers(split: data.InputSplit) -> int:
+def _workers(split: InputSplit) -> int:
     """Processes that decode images; other data are read faster than they could be handed over."""
     is_much = split.items == "images" and len(split) > BATCH
     return min(_MOST_WORKERS, len(os.sched_getaffinity(0))) if is_much else 0
@@ -378,7 +378,7 @@ class NetworkReader:
             hint = "if the code is yours or you have read it, add \0trust_code\0"
             raise Untrusted(error.message, hint=hint) from None
 
-    def network(self, example: data.InputSplit) -> tuple[ModuleNetwork, Head]:
+    def network(self, example: InputSplit) -> tuple[ModuleNetwork, Head]:
         """The network as a function of inputs and parameters, and its head; made once.
 
         Raises:
@@ -390,6 +390,8 @@ class NetworkReader:
             recorded.check_head(head)
             if head is None:
                 raise DataError("the run's inputs are features, so the run has only a last layer", code="no_network")
+            from bnncli.models.huggingface import with_plain_attention
+
             module = with_plain_attention(recorded.network.module.eval().requires_grad_(False))
             first = next(example.take(np.arange(1)).batches(1)).inputs
             names = tuple(first) if isinstance(first, dict) else ()
@@ -397,7 +399,7 @@ class NetworkReader:
             self._opened[_WHOLE] = ModuleNetwork(module, _Logits(head), names, has_tokens(first), features_of), head
         return self._opened[_WHOLE]
 
-    def chosen(self, example: data.InputSplit, pattern: str) -> tuple[ModuleNetwork, Head]:
+    def chosen(self, example: InputSplit, pattern: str) -> tuple[ModuleNetwork, Head]:
         """The same for the parameters that a pattern names: with an adapter beside its base where the merged network has them not.
 
         Raises:
@@ -411,6 +413,8 @@ class NetworkReader:
             if not isinstance(saved, Composed):
                 raise
             if _APART not in self._opened:
+                from bnncli.models.huggingface import with_plain_attention
+
                 module = with_plain_attention(saved.build_apart().to(self.run.device))
                 self._opened[_APART] = replace(network, module=module, _states={}), head
             return self._opened[_APART]
@@ -472,7 +476,7 @@ class NetworkReader:
             check_logits(layout, found.inputs, stored, name=split.content.name, tolerance=tolerance)
         return found
 
-    def given_inputs(self, split: data.InputSplit, layout: ModuleLayout) -> Tensor:
+    def given_inputs(self, split: InputSplit, layout: ModuleLayout) -> Tensor:
         """Inputs (N, D), flat, of examples that are no split of the run, as a posterior with this layout takes them.
 
         Raises:
@@ -487,7 +491,7 @@ class NetworkReader:
             )
         return inputs.flatten(1)
 
-    def input_split(self, split: Split, header: Header) -> data.InputSplit:
+    def input_split(self, split: Split, header: Header) -> InputSplit:
         """The rows of the data that the split's features are of, opened as its record says.
 
         Raises:
@@ -504,7 +508,7 @@ class NetworkReader:
             )
         again = self.run.remake(header, force=True) or "extract-features with \0force\0"
         try:
-            opened = data.load_split(
+            opened = load_input_split(
                 spec, name=split.content.name, preprocess=self.recorded.preprocess, takes_any_labels=True
             )
         except MissingInput as error:

@@ -11,12 +11,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bnncli import data
 from bnncli.artifacts.features import read_sample_ids
 from bnncli.artifacts.files import read_header, read_metrics
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
 from bnncli.artifacts.run_folder import RunFolder
+from bnncli.data.labels import check_same_classes, matched_to
+from bnncli.data.pixels import Preprocess
+from bnncli.data.shift import Shift
+from bnncli.data.splits import InputSplit, Memory, hold_out, load_split, parse_split
 from bnncli.errors import DataError, UsageError
 from bnncli.likelihoods import why_unfit
 from bnncli.models import SavedModel, is_kind
@@ -70,11 +73,11 @@ def open_splits(
     saved: SavedModel | None,
     *,
     seed: int,
-    memory: Callable[[str], data.Memory | None],
+    memory: Callable[[str], Memory | None],
     ood: Sequence[str] = (),
-    shift: data.Shift | None = None,
+    shift: Shift | None = None,
     classes: tuple[str, ...] | None = None,
-) -> list[data.InputSplit]:
+) -> list[InputSplit]:
     """Every split that --data, --ood and --hold-out name, opened and checked; train first.
 
     Args:
@@ -89,7 +92,7 @@ def open_splits(
         MissingInput, DataError: as the data's readers say; classes that the model does not have, or that differ between splits.
     """
     of_files = {name: value for name in _OF_IMAGE_FILES if (value := getattr(options, name, None))}
-    preprocess = data.Preprocess.parse(
+    preprocess = Preprocess.parse(
         **of_files,
         mean=options.mean,
         std=options.std,
@@ -99,27 +102,25 @@ def open_splits(
     )
     if classes is None and saved is not None:
         classes = saved.classes
-    splits: dict[str, data.InputSplit] = {}
+    splits: dict[str, InputSplit] = {}
     for flag, texts in (("\0data\0", options.data), ("\0ood\0", ood)):
         for text in texts:
-            name, spec = data.parse_split(text, option=flag)
+            name, spec = parse_split(text, option=flag)
             if name in splits:
                 raise UsageError(f"{flag}: two splits are called {name!r}")
-            split = data.load_split(spec, name=name, preprocess=preprocess, takes_any_labels=True, memory=memory(name))
+            split = load_split(spec, name=name, preprocess=preprocess, takes_any_labels=True, memory=memory(name))
             split = replace(split.as_ood() if flag == "\0ood\0" else split, shift=shift)
-            splits[name] = data.matched_to(split, classes)
+            splits[name] = matched_to(split, classes)
     for text in options.hold_out:
-        splits = data.hold_out(splits, text, seed=seed)
+        splits = hold_out(splits, text, seed=seed)
     found = sorted(splits.values(), key=lambda split: split.name != "train")
     if classes is None:
         named = "name all classes in the order of the network's outputs: \0classes\0 FILE or a,b,c"
-        data.check_same_classes(
-            found, hint=named if hasattr(options, "classes") else "use the same classes for every split"
-        )
+        check_same_classes(found, hint=named if hasattr(options, "classes") else "use the same classes for every split")
     return found
 
 
-def shift_of(params: Mapping[str, Any]) -> data.Shift | None:
+def shift_of(params: Mapping[str, Any]) -> Shift | None:
     """What a split's parameters say is done to its images; None for nothing.
 
     Args:
@@ -128,10 +129,10 @@ def shift_of(params: Mapping[str, Any]) -> data.Shift | None:
     rotate, corrupt = params.get("rotate"), params.get("corrupt")
     if rotate is None and corrupt is None:
         return None
-    return data.Shift(rotate, corrupt, stream_seed(params.get("seed") or 0, "extract-features/corrupt"))
+    return Shift(rotate, corrupt, stream_seed(params.get("seed") or 0, "extract-features/corrupt"))
 
 
-def shift_params(shift: data.Shift | None) -> dict[str, Any]:
+def shift_params(shift: Shift | None) -> dict[str, Any]:
     """What is recorded of it, where there is any."""
     found = {} if shift is None else {"rotate": shift.rotate, "corrupt": shift.corrupt}
     return {name: value for name, value in found.items() if value is not None}
@@ -169,7 +170,7 @@ def check_network_file(options: InputSpecs) -> None:
         user_code.load_factory(model, option="\0model\0")
 
 
-def user_sources(options: InputSpecs, split: data.InputSplit, saved: SavedModel | None) -> list[Source]:
+def user_sources(options: InputSpecs, split: InputSplit, saved: SavedModel | None) -> list[Source]:
     """What of the user's own the features of a split are made from: the examples, and the files of the network."""
     place = Path(split.spec.partition(":")[2])
     sources = [Source(f"data.{split.name}", place, split.order_digest, is_artifact=False)]

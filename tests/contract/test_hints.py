@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from problems.command_line import Cli
 
-from bnncli import data
 from bnncli.cli.commands import own_commands
 from bnncli.cli.options import option_fields
+from bnncli.data.splits import load_split
 from bnncli.errors import DataError
 from bnncli.models.checkpoints import load_checkpoint
 from bnncli.options.command import CommonOptions
@@ -39,7 +39,7 @@ def test_labels_that_are_not_one_class_an_example_are_called_what_they_are(tmp_p
     labels, message, hint = LABELS[kind]
     np.savez(tmp_path / "d.npz", x=X, y=labels)
     with pytest.raises(DataError, match=message) as caught:
-        data.load_split(f"npz:{tmp_path}/d.npz")
+        load_split(f"npz:{tmp_path}/d.npz")
     assert caught.value.code == "bad_labels"
     with pytest.raises(AssertionError, match=hint):
         raise AssertionError(caught.value.hint)
@@ -52,7 +52,7 @@ def test_labels_of_a_dataset_are_called_what_they_are(tmp_path: Path, label: str
         f"        return torch.ones(3), torch.tensor({label})\n"
     )
     with pytest.raises(DataError, match=message):
-        data.load_split(f"py:{tmp_path}/rows.py:Rows")
+        load_split(f"py:{tmp_path}/rows.py:Rows")
 
 
 TEXT_NETWORK = """
