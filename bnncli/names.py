@@ -13,8 +13,6 @@ from pathlib import Path
 from bnncli.errors import UsageError
 
 _AVERAGED = re.compile(r"(?:^|[._-])(?:ema|averag\w*|swa|polyak|teacher|shadow)(?:[._-]|$)", re.IGNORECASE)
-
-
 # What other libraries call what has another name here.
 _ALSO_CALLED = {
     "acc": "accuracy", "f1": "macro_f1", "f1_score": "macro_f1", "f1_macro": "macro_f1", "auc": "auroc", "roc_auc": "auroc",
@@ -129,6 +127,4 @@ def is_averaged(name: str) -> bool:
 
 
 FORMATS = {"onnx": ".onnx", "pt2": ".pt2", "torch": ".safetensors"}  # and what the files end in
-
-
 FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone

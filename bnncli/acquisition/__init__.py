@@ -1,4 +1,4 @@
-"""Which examples of a pool to label next: scores of each, and batches that are chosen together."""
+"""Active learning: score the examples of a pool, or choose a batch jointly, to label next."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""BatchBALD: a batch whose labels together tell most of the weights (Kirsch, van Amersfoort and Gal 2019, arXiv:1906.08158).
+"""BatchBALD: choose the batch whose labels are most informative about the weights (Kirsch, van Amersfoort and Gal 2019, arXiv:1906.08158).
 
-Greedy: each step takes the example n that adds most to the mutual information of the labels of the batch and the weights,
+The greedy algorithm adds in each step the example n with the largest gain in the mutual information of the batch's
+labels and the weights,
 
     I(y_1 .. y_m, y_n ; w) - I(y_1 .. y_m ; w) = E[H(y_n | y_1 .. y_m)] - E_w[H(y_n | w)],
 
-the expectation being over labels of those taken (their equations 8 and 14). Of every labelling y_1 .. y_m the weights' draws have
-posterior probabilities, which are kept instead of the labelling's own probabilities: products of many never underflow. As long as there
-are few labellings all are kept, with their probabilities; later some are drawn from their distribution, each label given those before.
+with the expectation over labels of the batch so far (their equations 8 and 14). For every labelling y_1 .. y_m the
+algorithm stores the posterior probabilities of the weight draws instead of the labelling's probability under each draw,
+so that products of many factors never underflow. All labellings are enumerated while they are few; later they are
+sampled, each label given the previous ones.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from bnncli.progress import SILENT, Progress
 if TYPE_CHECKING:
     from torch import Tensor
 
-LABELLINGS = 4096  # kept at once
-_NUMBERS = 1 << 24  # float32, held at once
-_LOOKED_AT = 128  # examples at first, in a step
+LABELLINGS = 4096  # stored at once
+_NUMBERS = 1 << 24  # float32 values held at once
+_LOOKED_AT = 128  # examples in the first block of a step
 
 
 class JointBatch(NamedTuple):
-    """Rows (B,) in the order they were taken, and what each added to the mutual information, nats (B,)."""
+    """The chosen rows (B,), in order, and the gain in mutual information of each, nats (B,)."""
 
     rows: Tensor
     gains: Tensor
@@ -42,15 +44,15 @@ def batch_bald(
     num_labellings: int = LABELLINGS,
     progress: Progress = SILENT,
 ) -> JointBatch:
-    """The batch of `count` examples, greedily.
+    """Return the greedy batch of `count` examples.
 
     Args:
-        probs: (S, N, C), probabilities of each draw of the weights; of any type, computed with in float32.
-        generator: of labellings, on the CPU.
-        num_labellings: how many are kept at most; fewer are less exact.
+        probs: (S, N, C), class probabilities of each weight draw; computed in float32.
+        generator: CPU generator that samples the labellings.
+        num_labellings: upper limit on stored labellings; fewer are less accurate.
 
     Raises:
-        ValueError: fewer examples than count.
+        ValueError: there are fewer examples than `count`.
     """
     num_draws, num_rows, _ = probs.shape
     if not 1 <= count <= num_rows:
@@ -58,9 +60,11 @@ def batch_bald(
     probs = probs.float()
     probs = probs / probs.sum(dim=2, keepdim=True)
     own = _entropy(probs, dim=2)  # H(y_n | w) of each draw, (S, N)
-    weights = torch.full((1, num_draws), 1 / num_draws, device=probs.device)  # of draws given each labelling
-    chances = torch.ones(1, dtype=torch.float64, device=probs.device)  # of labellings
-    bounds = torch.full((num_rows,), math.inf, dtype=torch.float64, device=probs.device)  # on what each may still add
+    # weights of the draws given each labelling
+    weights = torch.full((1, num_draws), 1 / num_draws, device=probs.device)
+    chances = torch.ones(1, dtype=torch.float64, device=probs.device)  # probabilities of the labellings
+    # upper bounds on each example's gain
+    bounds = torch.full((num_rows,), math.inf, dtype=torch.float64, device=probs.device)
     rows, gains = [], []
     task = progress.task("batchbald", count)
     for _ in range(count):
@@ -74,12 +78,13 @@ def batch_bald(
 
 
 def _best(bounds: Tensor, gain_of: Callable[[Tensor], Tensor]) -> tuple[int, float]:
-    """The row that adds most, and what; `bounds` of the rows that were looked at become what they add.
+    """Return the row with the largest gain, and the gain; replace the bounds of evaluated rows by their gains.
 
-    What an example adds never grows with the batch, so that what it added before is a bound, and few are looked at again (Minoux 1978).
+    Gains are submodular: they never grow with the batch. Earlier gains are therefore bounds, and few rows need to be
+    evaluated again (Minoux 1978).
     """
     order = bounds.argsort(descending=True, stable=True)
-    order = order[bounds[order] > -math.inf]  # without those that were taken
+    order = order[bounds[order] > -math.inf]  # without the chosen rows
     start, size, best = 0, _LOOKED_AT, (-1, -math.inf)
     while start < len(order) and (start == 0 or best[1] < float(bounds[order[start]])):
         some = order[start : start + size]
@@ -93,17 +98,17 @@ def _best(bounds: Tensor, gain_of: Callable[[Tensor], Tensor]) -> tuple[int, flo
 
 
 def _gains(probs: Tensor, own: Tensor, weights: Tensor, chances: Tensor, some: Tensor) -> Tensor:
-    """What each of some examples would add, (n,) nats.
+    """Return the gains of some examples, (n,) nats.
 
-    The mean of H(y_n | w) is over the draws as the labellings weigh them, which is each alike but for the noise of drawn labellings:
-    that noise is then in both terms, and what draws that are told apart already add is zero.
+    The mean of H(y_n | w) weights the draws as the labellings do. In expectation these weights are uniform; using them
+    puts the noise of sampled labellings into both terms, so that draws already told apart contribute exactly zero.
     """
     weighed = chances @ weights.double()
     return _conditional_entropy(probs[:, some], weights, chances) - weighed @ own[:, some].double()
 
 
 def _conditional_entropy(probs: Tensor, weights: Tensor, chances: Tensor) -> Tensor:
-    """E[H(y_n | labelling)] of every example, (N,) float64, over labellings (M,) with draws' weights (M, S) under each."""
+    """Return E[H(y_n | labelling)] of every example, (N,) float64, for labellings (M,) with weights (M, S) of the draws."""
     num_draws, num_rows, num_classes = probs.shape
     size = max(1, _NUMBERS // (len(weights) * num_classes))
     found = []
@@ -121,14 +126,14 @@ def _entropy(probs: Tensor, dim: int) -> Tensor:
 def _extended(
     probs: Tensor, weights: Tensor, chances: Tensor, most: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Labellings with one more example, of probabilities (S, C) under each draw: all of them, or `most` that are drawn."""
-    predictive = weights @ probs  # of the label given each labelling, (M, C)
+    """Extend the labellings by an example with probabilities (S, C): to all, or to `most` sampled ones."""
+    predictive = weights @ probs  # label probabilities given each labelling, (M, C)
     if predictive.numel() <= most:
         joint = weights.unsqueeze(1) * probs.T.unsqueeze(0)  # (M, C, S)
         found = joint.flatten(0, 1) / predictive.flatten().unsqueeze(1).clamp_min(torch.finfo(joint.dtype).tiny)
         return found, (chances.unsqueeze(1) * predictive).flatten()
-    if len(chances) < most:  # the first time that some are drawn
-        # Of the cumulated chances at evenly spread places: each labelling about as often as it should be.
+    if len(chances) < most:  # the first time that labellings are sampled
+        # Systematic resampling: each labelling appears about as often as expected.
         places = (
             torch.arange(most, dtype=torch.float64) + torch.rand(1, generator=generator, dtype=torch.float64)
         ) / most

@@ -1,8 +1,8 @@
-"""Scores of single examples, of which the highest are taken: what each of them would tell, as if it were alone.
+"""Scores of single examples; the examples with the highest scores are labelled next.
 
-entropy: of the mean probabilities (Shannon). margin: minus the difference of the two largest mean probabilities (Scheffer,
-Decomain and Wrobel 2001, doi:10.1007/3-540-44816-0_31). bald: the mutual information of label and weights (Houlsby, Huszar, Ghahramani and
-Lengyel 2011, arXiv:1112.5745, equation 2).
+entropy: entropy of the mean probabilities (Shannon). margin: minus the difference of the two largest mean probabilities
+(Scheffer, Decomain and Wrobel 2001, doi:10.1007/3-540-44816-0_31). bald: mutual information of label and weights
+(Houlsby, Huszar, Ghahramani and Lengyel 2011, arXiv:1112.5745, equation 2).
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ def _bald(probs: Array, mutual_info: Array | None) -> Array:
 
 
 SCORES: dict[str, Callable[[Array, Array | None], Array]] = {"bald": _bald, "entropy": _entropy, "margin": _margin}
-"""By name: of probs (N, C) and mutual_info (N,) or None, a score (N,) of which more is taken sooner. Nats, but margin."""
+"""Map a name to a function of probs (N, C) and mutual_info (N,) or None that returns scores (N,), in nats except for
+margin.
+"""
 
 
 def highest(scores: Array, count: int) -> Array:
-    """Rows (count,) of the highest scores (N,), highest first; of equal ones the first row."""
+    """Return the rows (count,) of the highest scores (N,), highest first, ties by row."""
     return np.argsort(-scores, kind="stable")[:count]

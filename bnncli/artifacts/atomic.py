@@ -1,7 +1,7 @@
-"""Publishing files: complete under the final name, or not there at all.
+"""Publish files atomically: complete under the final name, or not at all.
 
-A temporary file in the target's own folder is written, synced and renamed; the old file stays intact until then. The
-name of a temporary carries the writer's pid, so that leftovers of dead processes can be told and removed.
+A temporary file in the target's folder is written, synced and renamed; the old file stays intact until then. Temporary
+names contain the writer's pid, so that leftovers of dead processes can be recognised and removed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, err
 
 
 def write_error(error: OSError, path: Path) -> BnnError:
-    """The error a user sees for a failed write: 73 for a place that cannot be written, 69 for a machine that lacks memory
-    or open files, 74 for the rest.
+    """Return the user-facing error for a failed write.
+
+    Exit code 73 if the location is not writable, 69 if the machine lacks memory or open files, 74 otherwise.
     """
     if (resource := resource_error(error, f"writing {path}")) is not None:
         return resource
@@ -48,13 +49,13 @@ def write_error(error: OSError, path: Path) -> BnnError:
             path=path,
         )
     hint = f"free space on the file system of {path.parent}" if error.errno in _FULL else None
-    if error.errno == errno.ENOENT:  # the folder cannot be made, as in /proc, or is gone
+    if error.errno == errno.ENOENT:  # the folder cannot be created, as in /proc, or is gone
         hint = ELSEWHERE
     return WriteError(f"writing {path} failed: {reason}{_UNCHANGED}", hint=hint, path=path)
 
 
 class Waiting(NamedTuple):
-    """A complete file under its temporary name, and the name that it is to take."""
+    """A complete file under its temporary name, and its final name."""
 
     temporary: Path
     target: Path
@@ -65,20 +66,20 @@ _WAITING: ContextVar[list[Waiting] | None] = ContextVar("waiting", default=None)
 
 
 def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, poll: bool = True) -> None:
-    """Write a file through a temporary name and rename it into place; within `published_together`, at the block's end.
+    """Write a file under a temporary name and rename it into place; inside `published_together`, at the end of the block.
 
-    Of workers that share a command the first alone writes.
+    Of the workers of one command, only the first writes.
 
     Args:
-        target: the final path; its folder is made when missing.
-        write: writes the complete content to the path it is given.
-        may_replace: False refuses when somebody else has published meanwhile.
-        poll: False publishes although a signal has come: for what is saved because of it.
+        target: the final path; its folder is created if missing.
+        write: writes the complete content to a given path.
+        may_replace: if False, refuse if someone else has published meanwhile.
+        poll: if False, publish despite a pending signal: for what is saved because of it.
 
     Raises:
-        OutputExists: the folder cannot be written, or the target appeared and may not be replaced.
-        WriteError: disk full, quota, input/output error: the old file is untouched; or only the folder could not be
-            synced: the new file is in place, and the message says so.
+        OutputExists: the folder is not writable, or the target appeared and may not be replaced.
+        WriteError: disk full, quota, or I/O error; the old file is untouched. If only the folder could not be synced,
+            the new file is in place, and the message says so.
     """
     if not is_leader():
         return
@@ -107,13 +108,13 @@ def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, p
 
 @contextmanager
 def published_together(before: Callable[[Sequence[Path]], None]) -> Iterator[None]:
-    """Within, files are written whole under temporary names; at the end of the block they take their names, last first.
+    """Write files under temporary names inside the block, and rename them at its end, last first.
 
     Args:
-        before: called with the targets when all files are whole and none has its name; where it raises, none takes it.
+        before: called with the targets when all files are complete, before any rename; if it raises, none is renamed.
 
     Raises:
-        OutputExists, WriteError: as publish. Where some files have their names already, the message says so.
+        OutputExists, WriteError: as in publish. If some files have already been renamed, the message says so.
     """
     waiting: list[Waiting] = []
     token = _WAITING.set(waiting)
@@ -138,7 +139,7 @@ def published_together(before: Callable[[Sequence[Path]], None]) -> Iterator[Non
 
 
 def _said_of_all(error: BnnError, num_there: int, num_files: int) -> BnnError:
-    """The error of one of several files, where others have their names already."""
+    """Return the error for one of several files, stating if others have already been renamed."""
     if num_there:
         there = f"{num_there} of {num_files} related files were already written: run the command again"
         message = f"{error.message.removesuffix(_UNCHANGED)}; {there}"
@@ -147,7 +148,7 @@ def _said_of_all(error: BnnError, num_there: int, num_files: int) -> BnnError:
 
 
 def _take_name(file: Waiting) -> None:
-    """Rename a complete file into place. Raises OutputExists or WriteError where that fails; the old file is there then."""
+    """Rename a complete file into place. Raises OutputExists or WriteError on failure; the old file is then intact."""
     try:
         if file.may_replace:
             os.replace(file.temporary, file.target)
@@ -171,12 +172,12 @@ def _remove(temporary: Path) -> None:
 
 
 def _stem(target: Path) -> str:
-    """What of a target's name stands in that of its temporaries."""
+    """Return the part of a target's name used in the names of its temporaries."""
     return os.fsdecode(os.fsencode(target.name)[:150])
 
 
 def _sync_name(target: Path) -> None:
-    """Wait until the name of a file that was renamed into place is on the disk itself. Raises WriteError when it is not."""
+    """Sync the name of a renamed file to disk. Raises WriteError on failure."""
     try:
         sync(target.parent)
     except OSError as error:
@@ -191,7 +192,7 @@ def _sync_name(target: Path) -> None:
 
 @contextmanager
 def published_at_once() -> Iterator[None]:
-    """Within, files take their names when they are whole, also inside a block of `published_together`."""
+    """Publish files immediately inside the block, even inside `published_together`."""
     token = _WAITING.set(None)
     try:
         yield
@@ -211,7 +212,7 @@ def publish_bytes(target: Path, content: bytes, *, may_replace: bool, poll: bool
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Claim `size` bytes on disk, so that a full disk shows before the first write rather than half-way."""
+    """Reserve `size` bytes on disk, so that a full disk is detected before the first write."""
     if size == 0:
         return
     try:
@@ -222,7 +223,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def check_free_space(folder: Path, size: int) -> None:
-    """Raise WriteError when `size` bytes plus a tenth and 64 MiB do not fit on the folder's file system."""
+    """Raise WriteError if `size` bytes plus a tenth and 64 MiB do not fit on the folder's file system."""
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -244,7 +245,7 @@ _COPY_ELSEWHERE = "choose another place with \0run_dir\0 DIR (if there is a run 
 
 
 def check_writable(folder: Path, *, hint: str = _COPY_ELSEWHERE) -> None:
-    """Raise OutputExists (73), with the hint, before any work when the folder, or the nearest that exists, cannot be written."""
+    """Raise OutputExists (73), with the hint, if the folder, or its nearest existing parent, is not writable."""
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -259,9 +260,9 @@ def check_writable(folder: Path, *, hint: str = _COPY_ELSEWHERE) -> None:
 
 
 def check_takes_files(target: Path, *, hint: str) -> None:
-    """Raise OutputExists (73), with the hint, before any work when a file cannot be made where the target goes: one is, and removed.
+    """Raise OutputExists (73), with the hint, if a file cannot be created at the target's location; creates and removes one.
 
-    Permissions do not tell everything: to root they say that /proc could be written.
+    Permissions are not enough: for root they claim that /proc is writable.
     """
     if not is_leader():
         return
@@ -279,18 +280,18 @@ def check_takes_files(target: Path, *, hint: str) -> None:
 
 
 def temporaries(folder: Path) -> list[Path]:
-    """Temporary files under `folder` whose writer is dead."""
+    """Return temporary files under `folder` whose writer is dead."""
     return [path for path in sorted(folder.rglob(".*.tmp")) if _is_left(path)] if folder.is_dir() else []
 
 
 def _is_left(path: Path) -> bool:
-    """Whether a path is that of a temporary file whose writer is dead."""
+    """Return whether a path is a temporary file whose writer is dead."""
     match = _TEMPORARY.match(path.name)
     return match is not None and path.is_file() and not _is_alive(int(match[2]))
 
 
 def remove_dead_temporaries(folder: Path, *, of: Path | None = None) -> list[Path]:
-    """Remove what dead writers left directly in `folder`, of one target or of any; the paths removed."""
+    """Remove files of dead writers directly in `folder`, of one target or any; return the removed paths."""
     found = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         found = [(match[1], Path(folder, entry.name)) for entry in entries if (match := _TEMPORARY.match(entry.name))]
@@ -311,7 +312,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _umask() -> int:
-    """The process's umask, without the race of setting and restoring it where /proc tells."""
+    """Return the process's umask, from /proc if possible, which avoids the race of setting and restoring it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):
@@ -322,7 +323,7 @@ def _umask() -> int:
 
 
 def sync(path: Path) -> None:
-    """Wait until the file or folder is on the disk itself, where its file system can tell."""
+    """Sync a file or folder to disk, if its file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -334,7 +335,7 @@ def sync(path: Path) -> None:
 
 
 def _link(temporary: Path, target: Path) -> None:
-    """Rename that refuses to replace; where there are no hard links, a plain rename after a check."""
+    """Rename without replacing; without hard links, a plain rename after a check."""
     try:
         os.link(temporary, target)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Exported models: an ONNX graph or a program of torch, which say of themselves what every artifact does.
+"""Exported models: ONNX graphs or torch programs with the same header as every artifact.
 
-What they say is one JSON document, in the place that the format has for such things: metadata_props of an ONNX model, an extra
-file of a torch archive. It is put behind the content, and read without the libraries that run the file. A file of tensors is
-an artifact as posteriors are (`posteriors.write_tensors`).
+The header is one JSON document in the format's place for metadata: metadata_props of an ONNX model, or an extra file in
+a torch archive. It is appended to the content, and read without the libraries that run the file. A file of tensors is
+an artifact like posteriors (`posteriors.write_tensors`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ENTRY = METADATA_KEY.encode()
 
 
 class _Found(NamedTuple):
-    """What a file says of itself, and its content by part."""
+    """A file's header, and its content by part."""
 
     text: bytes
     parts: Mapping[str, bytes]
@@ -41,7 +41,7 @@ class _Found(NamedTuple):
 def write_export(
     target: Path, content: bytes, *, meta: Mapping[str, Any], provenance: Mapping[str, Any], may_replace: bool
 ) -> str:
-    """Publish an ONNX graph or a torch archive with what it says of itself, and return its content digest."""
+    """Publish an ONNX graph or torch archive with its header, and return its content digest."""
     digest = _digest(_parts(content), meta)
     document = {
         "kind": KIND,
@@ -57,17 +57,17 @@ def write_export(
 
 
 def read_export_header(path: Path) -> Header:
-    """The header of an exported model, whose content is not read.
+    """Read the header of an exported model, but not its content.
 
     Raises:
-        MissingInput: no such file.
-        DataError: none of ours, or damaged.
+        MissingInput: there is no such file.
+        DataError: it is not bnncli's, or damaged.
     """
     return _header(path, _found(path, is_whole=False).text)
 
 
 def check_export(path: Path) -> Header:
-    """The same once every byte is known to be as it was written. Raises DataError otherwise."""
+    """Read the header after verifying every byte. Raises DataError if that fails."""
     with open_regular(path) as stream:
         is_tensors = stream.read(9)[8:] == b"{"
     if is_tensors:
@@ -93,7 +93,7 @@ def _header(path: Path, text: bytes) -> Header:
 
 
 def _found(path: Path, *, is_whole: bool) -> _Found:
-    """What a file says of itself, and its content where all of it is wanted."""
+    """Return a file's header, and its content if requested."""
     try:
         with open_regular(path) as stream:
             if stream.read(4) == EXPORT_MAGIC[0]:
@@ -134,7 +134,7 @@ def _not_ours(path: Path) -> DataError:
 
 
 def _parts(content: bytes) -> Mapping[str, bytes]:
-    """The content by part, as it is found in the file."""
+    """Return the content by part, as it is found in the file."""
     if not content.startswith(EXPORT_MAGIC[0]):
         return {"graph": content}
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -147,7 +147,7 @@ def _digest(parts: Mapping[str, bytes], meta: Mapping[str, Any]) -> str:
 
 
 def _archive_with(content: bytes, text: bytes) -> bytes:
-    """A torch archive with one more member, of no date."""
+    """Add a member without date to a torch archive."""
     stream = io.BytesIO(content)
     with zipfile.ZipFile(stream, "a") as archive:
         root = archive.namelist()[0].partition("/")[0]
@@ -156,7 +156,7 @@ def _archive_with(content: bytes, text: bytes) -> bytes:
 
 
 def _entry(text: bytes) -> bytes:
-    """A field of ModelProto with one entry of its metadata, as protocol buffers write it."""
+    """Encode a metadata entry of ModelProto as a protocol buffer field."""
     inner = _field(1, _ENTRY) + _field(2, text)
     return _field(_METADATA_FIELD, inner)
 

@@ -1,8 +1,7 @@
 """Feature files: penultimate features of one split, with labels, class names and the head they belong to.
 
-A file checks itself: features times head must give the logits that the network gave for the first rows. That catches a
-wrong layer, a wrong checkpoint, permuted rows and damaged bytes in one test. Features are mapped, not read: they may be
-larger than memory.
+A file checks itself: features times head must equal the network's logits for the first rows. This single test detects a
+wrong layer, a wrong checkpoint, permuted rows and damaged bytes. Features are memory-mapped, so they may exceed memory.
 """
 
 from __future__ import annotations
@@ -26,30 +25,26 @@ from bnncli.likelihoods import BINARY, MULTILABEL, has_exclusive_classes, name_t
 from bnncli.numerics.digests import canonical_json, tensor_digest
 
 CHECK_ROWS = 256
-
-
 CHECK_BYTES = 1 << 23
-
-
 CHECK_TOLERANCE = {"float32": 1e-3, "float16": 2e-2}
 
 
 @dataclass(frozen=True)
 class FeatureFile:
-    """What the file of a split's features holds.
+    """The contents of a feature file.
 
     Attributes:
-        features: (N, D) float32 or float16; of a file, its pages.
-        labels: (N,) int64, or (N, C) uint8, zeros and ones, of several labels an example; None without labels.
-        sample_id: (N,) int64, the row of each example in its source.
+        features: (N, D) float32 or float16; memory-mapped when read.
+        labels: (N,) int64, or (N, C) uint8, zeros and ones, for multi-label; None without labels.
+        sample_id: (N,) int64, row of each example in its source.
         classes: names of the C classes; index = label.
-        head_weight, head_bias: (K, D) and (K,) float32; None where there is no head, or no bias.
+        head_weight, head_bias: (K, D) and (K,) float32; None without a head or bias.
         check_logits: (min(N, 256), K) of the first rows; None without a head.
-        is_ood: True for a split given with --ood.
-        names: (N,) bytes of one length, the UTF-8 name of each example; None where the data name none. Of a file, its pages.
-        num_truncated: how many texts or clips of sound the model cut; None where the examples are neither.
-        head_notes: what is special about how the head was taken from the network.
-        likelihood: of the labels by name; None where an example has one class.
+        is_ood: whether the split was given with --ood.
+        names: (N,) fixed-length bytes, UTF-8 name of each example; None if the data has none. Memory-mapped when read.
+        num_truncated: number of texts or clips that the model truncated; None for other examples.
+        head_notes: notes on how the head was extracted.
+        likelihood: of the labels by name; None for one class per example.
     """
 
     name: str
@@ -109,18 +104,19 @@ def write_features(
         **name_to_record(split.likelihood),
     }
     texts: dict[str, str | list[str]] = {"classes": split.classes, "preprocess": canonical_json(preprocess)}
-    made_from = {**provenance, "source": source}  # where the data lay is no part of the content
+    made_from = {**provenance, "source": source}  # the location of the data is not part of the content
     found = {"network_fit": network_fit, "input_statistics": input_statistics}  # nor is what follows from it
     made_from |= {name: value for name, value in found.items() if value is not None}
     return write_hdf5(target, arrays, texts, kind="features", meta=meta, provenance=made_from, may_replace=may_replace)
 
 
 def read_features(path: Path, *, is_full_check: bool = False) -> FeatureFile:
-    """The features of a split, after the self-check (and the digest, with is_full_check).
+    """Read the features of a split after the self-check (and the digest, with is_full_check).
 
     Raises:
-        MissingInput: no such file.
-        DataError: truncated, not finite, labels out of range, features that do not give the logits.
+        MissingInput: there is no such file.
+        DataError: the file is truncated, values are not finite, labels are out of range, or features do not give the
+            logits.
     """
     with open_hdf5(path) as file:
         header = header_of(path, file)
@@ -215,7 +211,7 @@ def check_split(path: Path, split: FeatureFile) -> None:
 
 
 def _rows_not_finite(features: Array) -> Array:
-    """The rows (n,) that hold a NaN or an infinity, found block by block."""
+    """Return the rows (n,) with NaN or infinity, found block by block."""
     size = max(1, CHECK_BYTES // max(1, features[:1].nbytes))
     found = [np.empty(0, np.int64)]
     for start in range(0, len(features), size):
@@ -226,35 +222,35 @@ def _rows_not_finite(features: Array) -> Array:
 
 
 def label_counts(labels: Array, num_classes: int) -> Array:
-    """How many examples (C,) are of each class, or have each label, of labels (N,) or (N, C)."""
+    """Count the examples (C,) of each class or with each label, for labels (N,) or (N, C)."""
     return np.bincount(labels, minlength=num_classes) if labels.ndim == 1 else labels.sum(axis=0, dtype=np.int64)
 
 
 def encoded_names(names: Sequence[str] | None) -> Array | None:
-    """Names (N,) as feature files have them: UTF-8, bytes of a file name that are not UTF-8 as escapes."""
+    """Encode names (N,) as UTF-8, with invalid bytes of file names as escapes."""
     return None if names is None else np.array([name.encode("utf-8", "backslashreplace") for name in names], dtype="S")
 
 
 def head_digest(split: FeatureFile) -> str:
-    """Identity of the head that a split's features belong to."""
+    """Return a digest of the head that a split's features belong to."""
     parts = {"weight": split.head_weight, "bias": split.head_bias}
     return tensor_digest({name: part for name, part in parts.items() if part is not None})
 
 
 class SplitClasses(NamedTuple):
-    """Names of the classes as a feature file has them, and whether its labels are of them."""
+    """Class names in a feature file, and whether it has labels."""
 
     names: list[str]
     is_labeled: bool
 
     @property
     def is_numbered(self) -> bool:
-        """True for 0, 1, 2, ...: the data named no classes."""
+        """Whether the names are 0, 1, 2, ...: the data named no classes."""
         return self.names == [str(index) for index in range(len(self.names))]
 
 
 def read_classes(path: Path) -> tuple[Header, SplitClasses]:
-    """The classes of a feature file, without reading the features. Raises as read_features does."""
+    """Read the classes of a feature file, but not the features. Raises as read_features does."""
     with open_hdf5(path) as file:
         header = header_of(path, file)
         names = read_texts(file, "classes")
@@ -262,7 +258,7 @@ def read_classes(path: Path) -> tuple[Header, SplitClasses]:
 
 
 def read_sample_ids(path: Path) -> Array:
-    """The row of each example in its source, (N,), without reading the features."""
+    """Read the row of each example in its source, (N,), but not the features."""
     with open_hdf5(path) as file:
         ids: Array = file["sample_id"][()]
     return ids
@@ -272,12 +268,12 @@ _DAMAGE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.err
 
 
 def detector_file(features: Path) -> Path:
-    """Where the combined score is kept that was fitted to the features of a run, by the file of any split."""
+    """Return the file for the combined score fitted to a run's features, given any split's file."""
     return features.with_name(".combined.npz")
 
 
 def read_known(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an npz file; nothing where there is none, or it is damaged."""
+    """Return the arrays of an npz file; empty if it is missing or damaged."""
     try:
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
             return dict(archive)
@@ -286,7 +282,7 @@ def read_known(path: Path) -> dict[str, np.ndarray]:
 
 
 def write_known(path: Path, arrays: Mapping[str, np.ndarray], *, is_compressed: bool) -> None:
-    """Write arrays as an npz file; where that fails they are found again next time."""
+    """Write arrays as an npz file; a failure only means that they are recomputed next time."""
     stream = io.BytesIO()
     (np.savez_compressed if is_compressed else np.savez)(stream, allow_pickle=False, **arrays)
     with suppress(BnnError):
@@ -294,22 +290,22 @@ def write_known(path: Path, arrays: Mapping[str, np.ndarray], *, is_compressed: 
 
 
 class KnownData:
-    """What is known of the data that the features of one split are made of, in a file beside them."""
+    """Known facts about the data behind the features of one split, in a file beside them."""
 
     def __init__(self, features: Path) -> None:
         self._path = features.with_name(f".{features.stem}.data.npz")
         self._offered: Mapping[str, np.ndarray] | None = None
 
     def read(self) -> Mapping[str, np.ndarray]:
-        """What was kept; nothing where there is none, or it is damaged."""
+        """Return the stored arrays; empty if the file is missing or damaged."""
         return read_known(self._path)
 
     def offer(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Have them kept by `keep`."""
+        """Store arrays with the next `keep`."""
         self._offered = arrays
 
     def keep(self) -> None:
-        """Write what was offered; where that fails the data are opened again next time."""
+        """Write the offered arrays; a failure only means that the data are opened again next time."""
         if self._offered is not None:
             write_known(self._path, self._offered, is_compressed=True)
         self._offered = None

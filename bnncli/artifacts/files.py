@@ -17,7 +17,7 @@ from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.numerics.digests import json_sha256
 from bnncli.system.input_files import reading
 
-MAX_BYTES = 1 << 26  # a hundred splits of twenty scores are a megabyte
+MAX_BYTES = 1 << 26  # a hundred splits with twenty scores are a megabyte
 
 
 def write_metrics(
@@ -51,7 +51,7 @@ def _digest(meta: Mapping[str, Any]) -> str:
 
 
 def read_metrics_header(path: Path) -> Header:
-    """The header of a metrics file; its meta has `rows` and `predictions`."""
+    """Read the header of a metrics file; its meta has `rows` and `predictions`."""
     document, _ = _read(path)
     return _header(path, document)
 
@@ -78,25 +78,25 @@ def _header(path: Path, document: dict[str, Any]) -> Header:
 
 
 def read_metrics(path: Path) -> Header:
-    """The header of a metrics file after a full check of its digest."""
+    """Read the header of a metrics file after checking its digest."""
     document, text = _read(path)
     header = _header(path, document)
     if header.kind != "metrics":
         raise DataError(f"{path}: expected metrics, got {header.kind}", code="wrong_kind", path=path)
-    # Two texts can be the same number in their last digit: what is read must be what was written, byte for byte.
+    # Two texts can encode the same number: the text must be byte for byte as written.
     if _digest(header.meta) != header.content_digest or _text(document) != text:
         raise DataError(f"{path}: its content does not match its digest", code="digest_mismatch", path=path)
     return header
 
 
 def read_header(path: Path) -> Header:
-    """The header of any artifact, by its magic bytes; data are not read. A command reads that of an unchanged file once.
+    """Read the header of any artifact by its magic bytes, but not its data; once per unchanged file and command.
 
     Raises:
-        MissingInput: no such file, or it cannot be read.
-        DeviceError, ReadError: the machine or the disk failed.
-        DataError: not one of ours, truncated, incomplete, of another schema.
-        Untrusted: an HDF5 file with links to other files.
+        MissingInput: there is no such file, or it cannot be read.
+        DeviceError, ReadError: machine or disk failed.
+        DataError: the file is not bnncli's, truncated, incomplete, or of another schema.
+        Untrusted: an HDF5 file links to other files.
     """
     check_is_file(path)
     with reading(path):
@@ -116,7 +116,7 @@ def _read_header(path: Path) -> Header:
     with reading(path), open(path, "rb") as stream:
         magic = stream.read(16)
     if magic.startswith(b"\x89HDF\r\n\x1a\n"):
-        from bnncli.artifacts.hdf5 import read_hdf5_header  # numpy and h5py are slow to import
+        from bnncli.artifacts.hdf5 import read_hdf5_header  # slow imports of numpy and h5py
 
         return read_hdf5_header(path)
     if magic.lstrip().startswith(b"{"):

@@ -19,7 +19,7 @@ from bnncli.names import printable
 from bnncli.numerics.digests import canonical_json, file_sha256, json_sha256
 from bnncli.system.input_files import read_error
 
-# Parameters that all splits share.
+# Parameters shared by all splits.
 SHARED_PARAMS = (
     "model", "model_arg", "last_layer", "output", "base_model", "feature_node", "state", "transform", "mean", "std",
     "resize", "crop", "no_exif", "background", "autocast", "classes", "task",
@@ -27,12 +27,12 @@ SHARED_PARAMS = (
 
 
 def differing_names(theirs: Mapping[str, Any], shared: Mapping[str, Any]) -> list[str]:
-    """The names of the parameters in which a split's differ from what all splits of a run share."""
+    """Return the names of parameters in which a split differs from those shared by all splits of a run."""
     return [name for name in shared if theirs.get(name) != shared[name]]
 
 
 def replaced_in_part(header: Header) -> Header | None:
-    """The header of a split that a command has made anew which was to make this one too, and has not; None without one."""
+    """Return the header of a split that a command recomputed without completing this one; None if there is none."""
     wanted = published_meanwhile(header)
     for name, digest in wanted.items():
         found = _read(header, name)
@@ -42,9 +42,9 @@ def replaced_in_part(header: Header) -> Header | None:
 
 
 def of_another_recipe(header: Header) -> tuple[Header, str] | None:
-    """Another split of the run that does not belong with this one, the newest if there are several; and why not, in words.
+    """Return the newest other split of the run that does not match this one, and why.
 
-    Splits of another checkpoint are stale for that reason, and ready features (--from-npz) have no such parameters.
+    Splits of another checkpoint are stale for that reason; imported features (--from-npz) have no such parameters.
     """
     params = header.provenance["params"]
     if "model" not in params:
@@ -73,7 +73,7 @@ def _shown(value: Any) -> str:
 
 
 def _read(header: Header, name: str) -> Header | None:
-    """The header of another split of the same run; None where there is none that can be used."""
+    """Return the header of another split of the run; None if none is usable."""
     path = header.path.with_name(f"{name}.h5")
     if "/" in name or path.name == header.path.name:
         return None
@@ -81,7 +81,7 @@ def _read(header: Header, name: str) -> Header | None:
         return read_header(path)
     except NOT_OF_CONTENT:
         raise
-    except BnnError:  # said where that split is asked for
+    except BnnError:  # reported when that split is used
         return None
 
 
@@ -91,25 +91,25 @@ _MAX_REASON = 500
 
 
 def note_path(target: Path) -> Path:
-    """Where the note about an artifact lies."""
+    """Return the path of the note about an artifact."""
     return target.with_name(f".{target.name}.newer-request.json")
 
 
 def request_digest(params: Mapping[str, Any], sources: Iterable[Source]) -> str:
-    """Identity of a request: its parameters and the content of its inputs."""
+    """Return a digest of a request: its parameters and the content of its inputs."""
     return _digest(params_hash(params), {source.role: source.content_digest for source in sources})
 
 
 def leave_note(target: Path, *, reason: str, request: str | None, together: Mapping[str, str] | None = None) -> None:
-    """Note that a newer request for an artifact has not come through.
+    """Note that a newer request for an artifact has not completed.
 
     Args:
         reason: why not, in words.
-        request: its request_digest; None where it is not known.
-        together: the request_digest of every artifact that takes its name with this one, by its stem.
+        request: its request_digest; None if unknown.
+        together: request_digest by stem of every artifact published together with this one.
 
     Raises:
-        OutputExists, WriteError: as publishing any file.
+        OutputExists, WriteError: as in publish.
     """
     document: dict[str, Any] = {"schema": SCHEMA, "reason": printable(reason)[:_MAX_REASON], "request": request}
     document |= {} if together is None else {"together": dict(together)}
@@ -117,7 +117,7 @@ def leave_note(target: Path, *, reason: str, request: str | None, together: Mapp
 
 
 def take_note_away(target: Path) -> None:
-    """The artifact is what was asked for last. Raises WriteError where the note cannot be removed."""
+    """Remove the note: the artifact is the last one requested. Raises WriteError on failure."""
     try:
         note_path(target).unlink(missing_ok=True)
     except OSError as error:
@@ -125,7 +125,7 @@ def take_note_away(target: Path) -> None:
 
 
 def newer_request(header: Header) -> str | None:
-    """Why an artifact is not what was asked for last; None when it is, as far as is known."""
+    """Return why an artifact is not the last one requested; None if it is, as far as known."""
     note = _read_note(header)
     if note is None or note.get("request") == own_digest(header):
         return None
@@ -134,7 +134,7 @@ def newer_request(header: Header) -> str | None:
 
 
 def published_meanwhile(header: Header) -> dict[str, str]:
-    """What was to take its name together with what an artifact's note is about: request digests by stem; empty without."""
+    """Return the artifacts to be published with the one in the note: request digests by stem; empty without a note."""
     note = _read_note(header)
     together = {} if note is None or note.get("request") == own_digest(header) else note.get("together")
     pairs = together.items() if isinstance(together, dict) else ()
@@ -142,12 +142,12 @@ def published_meanwhile(header: Header) -> dict[str, str]:
 
 
 def own_digest(header: Header) -> str:
-    """The request_digest of the request that made an artifact."""
+    """Return the request_digest of the request that created an artifact."""
     return _digest(header.provenance["params_hash"], {one["role"]: one["content_digest"] for one in header.inputs})
 
 
 def _read_note(header: Header) -> dict[str, Any] | None:
-    """The note about an artifact; None without one, and one that says nothing where it is no note."""
+    """Read the note about an artifact; None without one, empty if it is invalid."""
     path = note_path(header.path)
     try:
         text = path.read_bytes()
@@ -183,7 +183,7 @@ _MARK_WINDOW = 1 << 20
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do: compute, skip or replace; `why` is for people, `header` what is there."""
+    """What to do: compute, skip or replace; `why` is for people, `header` is of the existing file."""
 
     action: str
     why: str = ""
@@ -202,15 +202,15 @@ def decide(
     why_anew: Callable[[Mapping[str, Any]], str | None] = lambda recorded: None,
     another: str = "\0name\0 NAME",
 ) -> Decision:
-    """What a request means for the file at `target`.
+    """Decide what a request means for the file at `target`.
 
     Args:
-        why_anew: why it is made anew though it was made with these other parameters, for people; None: it is not.
-        another: the option that gives it another place.
+        why_anew: returns why a file with these other parameters is recomputed, for people; None if it is not.
+        another: option that selects another output.
 
     Raises:
         UsageError: the target is one of the inputs.
-        OutputExists: something else is there: other parameters, not ours, not readable.
+        OutputExists: the existing file has other parameters, is not bnncli's, or is not readable.
     """
     for source in sources:
         if is_same_file(target, source.path):
@@ -238,12 +238,12 @@ def decide(
 
 
 def is_same_file(one: Path, other: Path) -> bool:
-    """True when both exist and are one file, by whatever path or link."""
+    """Return whether both paths exist and are the same file, through any path or link."""
     return one.exists() and other.exists() and os.path.samefile(one, other)
 
 
 def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
-    """The header of what is at the target; None for a damaged artifact that --force may replace."""
+    """Return the header of the existing file; None for a damaged artifact that --force may replace."""
     try:
         header = read_header(target)
     except NOT_OF_CONTENT:
@@ -265,13 +265,13 @@ def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
 
 
 def _elsewhere(kind: str) -> str:
-    """How an artifact of a kind goes to another place."""
+    """Return how to write an artifact of a kind to another place."""
     places = {"checkpoint": "give another CKPT", "features": "use \0run_dir\0"}
     return places.get(kind, "use \0name\0 or \0out\0")
 
 
 def carries_our_mark(target: Path) -> bool:
-    """True for a file of ours, damaged or not, and for an empty leftover; a foreign file is never replaced."""
+    """Return whether a file is bnncli's, damaged or not, or an empty leftover; foreign files are never replaced."""
     if not target.is_file() or target.is_symlink():
         return False
     size = target.stat().st_size
@@ -285,10 +285,10 @@ def carries_our_mark(target: Path) -> bool:
 
 
 def _recorded_params(header: Header) -> Mapping[str, Any]:
-    """The parameters of an artifact, as they would be recorded today.
+    """Return the parameters of an artifact as they would be recorded today.
 
-    Feature files once had the number of rows among theirs, which is a property of the data; of the rows that were asked
-    for (@N) their source tells. Draws of hmc had float32 gradients before there were others.
+    Feature files once recorded the number of rows, a property of the data; requested rows (@N) are part of the source.
+    Draws of hmc had only float32 gradients at first.
     """
     params = dict(header.provenance["params"])
     if header.kind == "features" and params.pop("num_examples", None) is not None:
@@ -300,7 +300,7 @@ def _recorded_params(header: Header) -> Mapping[str, Any]:
 
 
 def _chosen(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that a user chooses; what the files of a model do to inputs changes with the files."""
+    """Return the parameters chosen by the user; a model's preprocessing changes with its files."""
     return {name: value for name, value in params.items() if name != "transform"}
 
 
@@ -338,14 +338,14 @@ class Stale:
     """Why an artifact is stale.
 
     Attributes:
-        maker: an artifact whose command, with --force, makes the splits of the run anew; None: the artifact's own does.
+        maker: an artifact whose command, with --force, recomputes the splits of the run; None for the artifact's own.
     """
 
     why: str
     maker: Header | None = None
 
 
-# What is known of files: (path without links, weights digest) -> (content digest, whether and why it is stale).
+# Known facts about files: (real path, weights digest) -> (content digest, whether and why it is stale).
 Followed = dict[tuple[Path, str | None], tuple[str | None, Stale | None]]
 
 
@@ -356,15 +356,15 @@ def staleness(
     weights_digest: str | None = None,
     followed: Followed | None = None,
 ) -> Stale | None:
-    """Why an artifact is stale, or None when it is fresh; its inputs are followed to the end.
+    """Return why an artifact is stale, or None if it is fresh; follows its inputs recursively.
 
     Args:
-        is_another: whether an artifact was made by another revision of its algorithm than today's.
-        weights_digest: of the checkpoint as it is now; None does not compare.
-        followed: what is known of inputs already, added to: artifacts of a run share most of theirs.
+        is_another: whether an artifact was created by another revision of its algorithm.
+        weights_digest: of the current checkpoint; None to skip the comparison.
+        followed: cache of known inputs, which is extended; artifacts of a run share most inputs.
 
     Raises:
-        MissingInput: an input is there and cannot be read.
+        MissingInput: an input exists but cannot be read.
     """
     followed = {} if followed is None else followed
     if weights_digest is not None and header.weights_digest not in (None, weights_digest):
@@ -399,16 +399,16 @@ def staleness(
 
 
 def _is_edited_network(header: Header, role: str, path: Path, digest: str) -> bool:
-    """Whether an input of a posterior over other layers is the file of its network, and that is another one now.
+    """Return whether an input of a posterior over other layers is its network's file, and has changed.
 
-    One that is gone is told where it is needed. Features, and what is made of them alone, stay what they are.
+    A missing file is reported when it is needed. Features and their derivatives remain valid.
     """
     is_its_network = role == "model" and header.meta.get("layers") is not None
     return is_its_network and path.is_file() and f"sha256:{file_sha256(path)}" != digest
 
 
 def _staleness_of_features(header: Header) -> Stale | None:
-    """Why features are stale of themselves: newer ones were asked for, or the run's splits do not belong together."""
+    """Return why features are stale themselves: newer ones were requested, or the run's splits do not match."""
     newer = newer_request(header)
     if newer is not None:
         return Stale(newer, replaced_in_part(header))
@@ -421,14 +421,14 @@ def _staleness_of_features(header: Header) -> Stale | None:
 
 
 class Remake(Protocol):
-    """The command that made an artifact, to be pasted; None where it is not known."""
+    """Returns the command that created an artifact, to paste; None if unknown."""
 
     def __call__(self, header: Header, /, *, force: bool = False) -> str | None:
-        """The command; `force` replaces what is there."""
+        """Return the command; `force` replaces existing files."""
 
 
 def refresh_command(header: Header, stale: Stale, remake: Remake) -> str | None:
-    """The command that makes a stale artifact true again, or the splits that it is made from; None where none is known."""
+    """Return the command that refreshes a stale artifact or the splits it depends on; None if unknown."""
     return remake(header) if stale.maker is None else remake(stale.maker, force=True)
 
 
@@ -443,11 +443,11 @@ def check_fresh(
     remake: Remake,
     followed: Followed | None = None,
 ) -> None:
-    """Raise DataError when the artifact is stale, with the command that makes it again.
+    """Raise DataError if the artifact is stale, with the command that recreates it.
 
     Args:
-        is_another, weights_digest, followed: as of staleness.
-        remake: gives that command.
+        is_another, weights_digest, followed: as in staleness.
+        remake: returns that command.
     """
     stale = staleness(header, is_another=is_another, weights_digest=weights_digest, followed=followed)
     if stale is not None:

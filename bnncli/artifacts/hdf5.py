@@ -1,6 +1,8 @@
 """Read and write HDF5 artifacts.
 
-A file is written whole and sealed with a digest of its structure; it is read only when it holds nothing but plain arrays of its own."""
+A file is written whole and sealed with a digest of its structure. It is read only if it contains nothing but plain
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,11 @@ _PLAIN = (h5py.h5d.CONTIGUOUS, h5py.h5d.COMPACT)
 
 
 def check_objects(path: Path, file: h5py.h5f.FileID) -> None:
-    """Refuse anything that our writer never makes.
+    """Refuse anything that our writer does not produce.
 
     Raises:
-        DataError: too many objects, groups in a loop, arrays stored otherwise, sizes that do not add up.
-        Untrusted: links, external storage or virtual datasets.
+        DataError: there are too many objects, cyclic groups, unexpected storage, or inconsistent sizes.
+        Untrusted: there are links, external storage or virtual datasets.
     """
     declared, count, groups = 0, 0, [h5py.h5g.open(file, b"/")]
     seen = set()
@@ -74,7 +76,7 @@ def check_objects(path: Path, file: h5py.h5f.FileID) -> None:
 
 
 def _check_dataset(path: Path, name: str, entry: h5py.h5d.DatasetID) -> int:
-    """Bytes the dataset declares."""
+    """Return the declared bytes of a dataset."""
     made, space = entry.get_create_plist(), entry.get_space()
     layout = made.get_layout()
     if layout == h5py.h5d.VIRTUAL or made.get_external_count():
@@ -92,7 +94,7 @@ def _check_dataset(path: Path, name: str, entry: h5py.h5d.DatasetID) -> int:
 
 
 def is_text(kind: np.dtype[Any]) -> bool:
-    """Whether a stored type is that of a text; texts of one length are arrays like any other."""
+    """Return whether a stored type is a variable-length text; fixed-length texts are ordinary arrays."""
     found = h5py.check_string_dtype(kind)
     return found is not None and found.length is None
 
@@ -106,10 +108,10 @@ _BLOCK = 1 << 20
 
 
 def make_seal(stream: IO[bytes], blocks: Iterable[tuple[int, int]]) -> bytes:
-    """The seal for everything in an open file.
+    """Return the seal of an open file.
 
     Args:
-        blocks: offset and length in bytes of each array; those of 64 KiB and more are left out of the digest.
+        blocks: offset and length in bytes of each array; those of 64 KiB or more are excluded from the digest.
     """
     size = stream.seek(0, 2)
     skipped = sorted([offset, length] for offset, length in blocks if length >= SKIP_BYTES)
@@ -117,7 +119,7 @@ def make_seal(stream: IO[bytes], blocks: Iterable[tuple[int, int]]) -> bytes:
 
 
 def is_sealed(path: Path) -> bool:
-    """True when the structure is as it was written, False when the file has no seal.
+    """Return True if the structure matches the seal, False if the file has no seal.
 
     Raises:
         DataError: the structure does not match the seal.
@@ -144,7 +146,7 @@ def is_sealed(path: Path) -> bool:
 
 
 def _is_inside(blocks: Sequence[Sequence[int]], size: int) -> bool:
-    """True for ascending blocks (offset, length) that lie inside `size` bytes and do not overlap."""
+    """Return whether blocks (offset, length) are ascending, disjoint and within `size` bytes."""
     position = 0
     for offset, length in blocks:
         if offset < position:
@@ -154,7 +156,7 @@ def _is_inside(blocks: Sequence[Sequence[int]], size: int) -> bool:
 
 
 def _digest(stream: IO[bytes], size: int, skipped: Sequence[Sequence[int]]) -> str:
-    """SHA-256 of the first `size` bytes without the skipped blocks, and of where these lie."""
+    """Return the SHA-256 of the first `size` bytes without the skipped blocks, and of their positions."""
     digest = hashlib.sha256(canonical_json([size, skipped]).encode())
     position = 0
     for offset, length in [*skipped, [size, 0]]:
@@ -166,7 +168,7 @@ def _digest(stream: IO[bytes], size: int, skipped: Sequence[Sequence[int]]) -> s
     return digest.hexdigest()
 
 
-IN_MEMORY_LIMIT = 1 << 27  # the image is held up to four times while it is made and sealed
+IN_MEMORY_LIMIT = 1 << 27  # the image is held up to four times while it is created and sealed
 BLOCK_BYTES = 64 << 20
 _STRING = h5py.string_dtype("utf-8")
 _PROVENANCE, _META = "provenance", "meta"
@@ -176,7 +178,7 @@ Text = str | list[str]
 
 
 def content_digest(arrays: Mapping[str, Array], texts: Mapping[str, Text], meta: Mapping[str, Any]) -> str:
-    """Digest of arrays, texts and meta: what the file says, without who wrote it when."""
+    """Return the digest of arrays, texts and meta: the content without its provenance."""
     entries: dict[str, Any] = dict(arrays)
     described = canonical_json({"meta": meta, "texts": dict(texts)}).encode()
     entries["//description"] = np.frombuffer(described, dtype=np.uint8)
@@ -197,9 +199,9 @@ def write_hdf5(
     """Publish an HDF5 artifact and return its content digest.
 
     Args:
-        arrays: dataset path to array; written contiguous and uncompressed.
-        texts: dataset path to UTF-8 text (a scalar), or to a list of them (one axis).
-        meta: what the kind says of itself, JSON.
+        arrays: dataset path to array; stored contiguous and uncompressed.
+        texts: dataset path to a UTF-8 text (scalar), or a list of texts (one axis).
+        meta: JSON metadata of the kind.
         decorate: adds attributes and dimension scales before the file is closed.
     """
     digest = content_digest(arrays, texts, meta)
@@ -230,12 +232,12 @@ def write_hdf5(
 
 
 def _marked(array: Array) -> Array:
-    """The array as it is stored: texts in bytes, all of one length, are marked as UTF-8."""
+    """Return the array as stored: fixed-length bytes are marked as UTF-8."""
     return array.view(h5py.string_dtype("utf-8", array.dtype.itemsize)) if array.dtype.kind == "S" else array
 
 
 def _write_allocated(path: Path, arrays: Mapping[str, Array], fill: Callable[[h5py.File], None]) -> None:
-    """Allocate every dataset on disk first, so that a full disk is an OSError and not a crash, then write."""
+    """Allocate all datasets on disk before writing, so that a full disk is an OSError rather than a crash."""
     with h5py.File(path, "w") as file:
         for name, array in arrays.items():
             properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -261,19 +263,19 @@ def _write_allocated(path: Path, arrays: Mapping[str, Array], fill: Callable[[h5
 
 
 def _blocks(file: h5py.File, arrays: Mapping[str, Array]) -> list[tuple[int, int]]:
-    """Offset and length in bytes of every array in a written file."""
+    """Return offset and length in bytes of every array in a written file."""
     found = [(file[name].id.get_offset(), file[name].id.get_storage_size()) for name in arrays]
     return [(offset, length) for offset, length in found if offset is not None]
 
 
 @contextmanager
 def open_hdf5(path: Path) -> Iterator[h5py.File]:
-    """An HDF5 file opened for reading, after every object in it has been checked, once a command.
+    """Open an HDF5 file for reading, after checking every object in it, once per command.
 
     Raises:
-        MissingInput: no such file.
-        DataError: truncated, incomplete, sizes that do not add up.
-        Untrusted: links, external storage or virtual datasets.
+        MissingInput: there is no such file.
+        DataError: it is truncated or incomplete, or sizes are inconsistent.
+        Untrusted: it has links, external storage or virtual datasets.
     """
     check_is_file(path)
     with reading(path):
@@ -300,7 +302,7 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
 
 
 def _check_whole(path: Path, file: h5py.File, *, has_seal: bool) -> None:
-    """Raise unless every object is one that our writer makes, and the writer came to its end."""
+    """Raise unless every object is one that our writer produces, and writing was completed."""
     try:
         check_objects(path, file.id)
         complete = file.attrs.get("bnncli_complete", 0)
@@ -311,14 +313,14 @@ def _check_whole(path: Path, file: h5py.File, *, has_seal: bool) -> None:
 
 
 def _damaged(path: Path, error: BaseException) -> DataError:
-    """The error for what the HDF5 library could not make sense of. Raises where the operating system is to blame."""
+    """Return the error for content that the HDF5 library cannot parse. Raises if the operating system is to blame."""
     _raise_if_unreadable(path, error)
     what = " ".join(str(error).split())[:120]
     return DataError(f"{path} is damaged: {what}", code="damaged", hint=DAMAGED_HINT, path=path)
 
 
 def _raise_if_unreadable(path: Path, error: BaseException) -> None:
-    """Raise what the operating system's error means, where the HDF5 library passes one on: in a KeyError, as text."""
+    """Raise the operating system's error if the HDF5 library passed one on, which it does as text in a KeyError."""
     told = re.search(r"file descriptor = \d+, errno = ([1-9]\d*),", str(error))
     found = error if isinstance(error, OSError) or told is None else OSError(int(told[1]), os.strerror(int(told[1])))
     if isinstance(found, OSError) and is_failure(found):
@@ -326,18 +328,18 @@ def _raise_if_unreadable(path: Path, error: BaseException) -> None:
 
 
 def read_text(file: h5py.File, name: str) -> str:
-    """A scalar text dataset."""
+    """Read a scalar text dataset."""
     value = file[name][()]
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 
 def read_texts(file: h5py.File, name: str) -> list[str]:
-    """A list of texts, such as the class names."""
+    """Read a list of texts, such as the class names."""
     return [value.decode("utf-8") for value in file[name][()]]
 
 
 def header_of(path: Path, file: h5py.File) -> Header:
-    """The header of an open artifact; a command reads that of an unchanged file once."""
+    """Return the header of an open artifact; once per unchanged file and command."""
     before = _state(file)
     known: Header | None = None if before is None else known_header(before)
     if known is not None:
@@ -349,7 +351,7 @@ def header_of(path: Path, file: h5py.File) -> Header:
 
 
 def _state(file: h5py.File) -> State | None:
-    """What the kernel says of an open file; None of one in memory."""
+    """Return the kernel's state of an open file; None if it is in memory."""
     return state_of(os.fstat(file.id.get_vfd_handle())) if file.driver == "sec2" else None
 
 
@@ -364,7 +366,7 @@ def _read_header(path: Path, file: h5py.File) -> Header:
 
 
 def read_hdf5_header(path: Path) -> Header:
-    """The header of an HDF5 artifact; raises as open_hdf5 does."""
+    """Read the header of an HDF5 artifact; raises as open_hdf5 does."""
     with open_hdf5(path) as file:
         return header_of(path, file)
 
@@ -372,11 +374,10 @@ def read_hdf5_header(path: Path) -> Header:
 def read_contents(
     path: Path, file: h5py.File, *, mapped: Collection[str] = ()
 ) -> tuple[dict[str, Array], dict[str, Text]]:
-    """Every array and every text of the file, as write_hdf5 was given them.
+    """Return all arrays and texts of the file, as passed to write_hdf5.
 
     Args:
-        mapped: arrays to map into memory instead of reading them; they take memory only where they are looked at, and
-            what is changed in them never reaches the file.
+        mapped: arrays to memory-map copy-on-write instead of reading.
     """
     arrays: dict[str, Array] = {}
     texts: dict[str, Text] = {}
@@ -393,20 +394,20 @@ def read_contents(
 
 
 def _map(file: h5py.File, entry: h5py.Dataset) -> Array:
-    """A contiguous dataset as a copy-on-write array over the file's pages; read where it cannot be mapped."""
+    """Return a contiguous dataset as a copy-on-write memory map; read it if it cannot be mapped."""
     offset, kind = entry.id.get_offset(), entry.dtype
     if not offset or offset % kind.alignment or not kind.isnative or not entry.size or file.driver != "sec2":
         array: Array = entry[()]
         return array
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     length = offset - start + entry.size * kind.itemsize
-    # By h5py's own descriptor: the path may name another file by now.
+    # Use h5py's own descriptor: the path may name another file by now.
     pages = mmap.mmap(file.id.get_vfd_handle(), length, access=mmap.ACCESS_COPY, offset=start)
     return np.frombuffer(pages, kind, count=entry.size, offset=offset - start).reshape(entry.shape)
 
 
 def check_digest(path: Path, header: Header, arrays: Mapping[str, Array], texts: Mapping[str, Text]) -> None:
-    """Raise DataError when the content is not what was written."""
+    """Raise DataError if the content differs from what was written."""
     if content_digest(arrays, texts, header.meta) != header.content_digest:
         raise DataError(
             f"{path}: its content does not match its digest",
@@ -417,7 +418,7 @@ def check_digest(path: Path, header: Header, arrays: Mapping[str, Array], texts:
 
 
 def array_shapes(path: Path) -> dict[str, str]:
-    """Name to type and shape of every dataset, without reading data."""
+    """Return type and shape of every dataset by name, without reading data."""
     found: dict[str, str] = {}
     with open_hdf5(path) as file:
 

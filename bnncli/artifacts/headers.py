@@ -1,6 +1,7 @@
 """Read and write the header of an artifact: kind, schema, content digest, provenance.
 
-A header may be damaged or forged with every digest right, so every field that readers look up has its type checked."""
+Headers may be damaged or forged with valid digests, so the type of every field that readers use is checked.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from bnncli.numerics.digests import json_sha256
 from bnncli.system.input_files import read_error
 
 MAX_TEXT = 1 << 14
-_LARGEST = 1 << 53  # of whole numbers, as JSON readers agree on
+_LARGEST = 1 << 53  # integers that JSON readers agree on
 
 Check = Callable[[Any], bool]
 
 
 def odd_field(kind: str, provenance: Mapping[str, Any], meta: Mapping[str, Any]) -> str | None:
-    """The first field that readers look up and that is missing or not of its type; None where all are as they should be."""
+    """Return the first required field that is missing or has the wrong type; None if all are valid."""
     for part, checks, optional in (
         (provenance, _PROVENANCE, _PROVENANCE_IF_THERE),
         (meta, _META.get(kind, {}), _META_IF_THERE),
@@ -41,7 +42,7 @@ def odd_field(kind: str, provenance: Mapping[str, Any], meta: Mapping[str, Any])
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a text that can be shown, and be part of a path."""
+    """Return whether a value is a text that can be shown and used in a path."""
     return isinstance(value, str) and len(value) <= MAX_TEXT and "\0" not in value
 
 
@@ -87,7 +88,7 @@ def _is_checkpoint(value: Any) -> bool:
 
 _INPUT = {"role": is_text, "path": is_text, "content_digest": is_text}
 _CHECKPOINT = {"file_sha256": is_text, "weights_digest": is_text}
-_FILES = {"path": is_text, "files": _list_of(is_text)}  # of a model with weights of its own
+_FILES = {"path": is_text, "files": _list_of(is_text)}  # of a model with its own weights
 _PLACE = {"shape": _list_of(_is_count), "offset": _is_count}
 _PROVENANCE: dict[str, Check] = {
     "params_hash": is_text,
@@ -161,7 +162,7 @@ _META_IF_THERE: dict[str, Check] = {
 
 SCHEMA = "1.0"
 KINDS = ("features", "posterior", "samples", "predictions", "metrics", "checkpoint", "decision", "export")
-_SEALED_KINDS = (*KINDS, "resume")  # a resume state is no artifact, but its document has a digest too
+_SEALED_KINDS = (*KINDS, "resume")  # resume states are not artifacts, but their documents have a digest, too
 MAX_JSON_BYTES = 1 << 20
 MAX_JSON_DEPTH = 32
 
@@ -173,9 +174,9 @@ class Header:
     Attributes:
         kind: one of KINDS.
         schema: "major.minor" of the file's layout.
-        content_digest: digest of everything but the provenance.
+        content_digest: digest of everything except the provenance.
         provenance: bnncli.provenance/1.
-        meta: what else the kind says: layout, method, split, numbers of the fit.
+        meta: fields specific to the kind: layout, method, split, numbers of the fit.
     """
 
     path: Path
@@ -191,20 +192,20 @@ class Header:
         return list(self.provenance.get("inputs", []))
 
     def input_path(self, entry: dict[str, Any]) -> Path:
-        """Where an input lay when this was written; paths are relative to the artifact, and leave out `..` where no link forbids it."""
+        """Return the path of an input at the time of writing, relative to the artifact, without `..` unless a link requires it."""
         path = self.path.parent / entry["path"]
         plain = Path(os.path.normpath(path))
         return plain if os.path.realpath(plain) == os.path.realpath(path) else path
 
     @property
     def weights_digest(self) -> str | None:
-        """Digest of the checkpoint the run belongs to; None without one."""
+        """Digest of the checkpoint of the run; None without one."""
         checkpoint = self.provenance.get("checkpoint")
         return checkpoint["weights_digest"] if checkpoint else None
 
 
 def check_header(path: Path, kind: Any, schema: Any, digest: Any, provenance: Any, meta: Any) -> Header:
-    """A Header from raw values. Raises DataError when they are not what our writer makes."""
+    """Build a Header from raw values. Raises DataError if our writer cannot have produced them."""
     if kind not in KINDS:
         raise DataError(f"{path}: not a bnncli artifact (kind {repr(kind)[:80]})", code="wrong_kind", path=path)
     version = re.fullmatch(r"([0-9]{1,4})(\.[0-9]{1,4})?", schema) if isinstance(schema, str) else None
@@ -229,10 +230,10 @@ def check_header(path: Path, kind: Any, schema: Any, digest: Any, provenance: An
 
 @contextmanager
 def interpreting(path: Path) -> Iterator[None]:
-    """Numbers of a fit, kept in a header, are looked up inside the block: what cannot be is damage of the file, not a bug.
+    """Treat failed lookups of header fields inside the block as damage to the file, not as bugs.
 
     Raises:
-        DataError: for a field that is missing or of another type.
+        DataError: a field is missing or has another type.
     """
     try:
         yield
@@ -243,7 +244,7 @@ def interpreting(path: Path) -> Iterator[None]:
 
 
 def parse_json(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Strict JSON: at most 1 MiB or what is said, no duplicate keys, finite numbers, not deeply nested; else DataError."""
+    """Parse strict JSON: limited size and depth, no duplicate keys, finite numbers; else raise DataError."""
     if len(text) > most_bytes:
         raise DataError(f"{path}: its header has {len(text)} bytes, expected at most {most_bytes}", path=path)
 
@@ -268,7 +269,7 @@ def parse_json(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_BYTE
 
 
 def _depth(value: Any) -> int:
-    """How deeply lists and objects are nested."""
+    """Return the nesting depth of lists and objects."""
     depth, level = 0, [value]
     while level:
         inner: list[Any] = []
@@ -282,12 +283,12 @@ def _depth(value: Any) -> int:
 
 
 def with_digest(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with a digest of all of itself, provenance too: damage anywhere in it shows."""
+    """Add a digest of the whole document, including provenance, to detect any damage."""
     return {**document, "document_sha256": json_sha256(document)}
 
 
 def parse_document(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """What with_digest was given. Raises DataError when the text is not strict JSON, or not as it was written."""
+    """Parse what with_digest returned. Raises DataError if the text is not strict JSON, or not as written."""
     document = parse_json(path, text, most_bytes=most_bytes)
     if not isinstance(document, dict):
         raise DataError(f"{path}: its header is damaged", code="bad_header", path=path)
@@ -298,10 +299,10 @@ def parse_document(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_
 
 
 def check_is_file(path: Path) -> None:
-    """Raise MissingInput unless `path` is a regular file, whose state can be asked for."""
+    """Raise MissingInput unless `path` is a regular file that can be accessed."""
     try:
         mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # NUL in it
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: NUL in the path
         raise MissingInput(f"{path} does not exist", path=path) from None
     except OSError as error:
         raise read_error(error, path) from error

@@ -11,11 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STEP_NS = 50_000_000  # five times the slowest clock of Linux file systems that count in nanoseconds
-
-
 _SECOND_NS = 1_000_000_000
-
-
 State = tuple[int, ...]
 
 

@@ -1,6 +1,7 @@
 """Publish files for people: figures, HTML pages, and tables of predictions as .csv or .npz.
 
-An existing file is replaced only when bnncli wrote it."""
+An existing file is replaced only if bnncli wrote it.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +31,18 @@ from bnncli.numerics.digests import file_sha256
 def check_side_output(
     target: Path, flag: str, kind: str, *, is_ours: Callable[[Path], bool], force: bool, others: Iterable[Path]
 ) -> None:
-    """Raise before any work when a file for people may not be written to `target`.
+    """Raise before any work if a file for people may not be written to `target`.
 
     Args:
-        flag: the option that named it.
+        flag: option that named it.
         kind: what is written, for messages: figure, table.
-        is_ours: whether an existing file was made by this very option, and may be made anew.
+        is_ours: whether an existing file was written through this option, and may be replaced.
         force: whether any other file may be replaced.
         others: files of this command, which are never replaced.
 
     Raises:
         UsageError: target is one of the others.
-        OutputExists: the folder cannot be written, or a foreign file is there.
+        OutputExists: the folder is not writable, or a foreign file exists.
     """
     if any(is_same_file(target, other) or target.absolute() == other.absolute() for other in others):
         raise UsageError(f"{flag}: {target} is an input or another output of this command; choose another name")
@@ -52,26 +53,26 @@ def check_side_output(
         raise OutputExists(f"{target} {what}", hint=hint, path=target)
 
 
-_MAX_BYTES = 1 << 24  # of ours; what is larger is somebody else's
+_MAX_BYTES = 1 << 24  # larger files are not bnncli's
 
 
 def check_figure_path(target: Path, flag: str, *, force: bool, others: Iterable[Path]) -> None:
-    """Raise before any work when a figure may not be written to `target`.
+    """Raise before any work if a figure may not be written to `target`.
 
     Args:
-        flag: the option that named it.
-        force: whether a file that is not a figure of ours may be replaced.
-        others: files of this command, which are never replaced by a figure.
+        flag: option that named it.
+        force: whether a file other than bnncli's figures may be replaced.
+        others: files of this command, which are never replaced.
 
     Raises:
         UsageError: target is one of the others.
-        OutputExists: the folder cannot be written, or a foreign file is there.
+        OutputExists: the folder is not writable, or a foreign file exists.
     """
     check_side_output(target, flag, "figure", is_ours=_is_our_figure, force=force, others=others)
 
 
 def write_figure(target: Path, content: bytes) -> str:
-    """Publish a figure, whose path has been checked; the digest of its bytes."""
+    """Publish a figure at a checked path, and return the digest of its bytes."""
     publish_bytes(target, content, may_replace=True)
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
@@ -80,24 +81,24 @@ def _is_our_figure(path: Path) -> bool:
     return path.stat().st_size <= _MAX_BYTES and FIGURE_MARK.encode() in path.read_bytes()
 
 
-_LOOKED_AT = 1 << 16  # bytes: the mark and the options stand in the head
+_LOOKED_AT = 1 << 16  # bytes: mark and options are in the head
 _OPTIONS = re.compile(rf'<meta name="{OPTIONS}" content="([^"]*)">')
 
 
 def check_page_path(
     target: Path, flag: str, options: Mapping[str, Any], *, force: bool, others: Iterable[Path]
 ) -> None:
-    """Raise before any work when a page may not be written to `target`.
+    """Raise before any work if a page may not be written to `target`.
 
     Args:
-        flag: the option that named it.
-        options: that it is to be made with.
-        force: whether a file that is no page of ours, or was made with other options, may be replaced.
+        flag: option that named it.
+        options: options of the page.
+        force: whether a file that is not bnncli's page, or has other options, may be replaced.
         others: files of this command, which are never replaced.
 
     Raises:
         UsageError: target is one of the others.
-        OutputExists: there is no such folder, it cannot be written, or a foreign file or a page of other options is there.
+        OutputExists: the folder is missing or not writable, or a foreign file or a page with other options exists.
     """
     folder = target.parent
     if not folder.exists():
@@ -114,7 +115,7 @@ def check_page_path(
 
 
 def _recorded(path: Path) -> dict[str, Any] | None:
-    """The options that a page was made with; None where there is none, or it does not say."""
+    """Return the options recorded in a page; None if there is none, or it has no record."""
     if not path.is_file():
         return None
     with open(path, "rb") as stream:
@@ -127,7 +128,7 @@ def _recorded(path: Path) -> dict[str, Any] | None:
 
 
 def write_page(target: Path, content: bytes) -> str:
-    """Publish a page, whose path has been checked; the digest of its bytes."""
+    """Publish a page at a checked path, and return the digest of its bytes."""
     publish_bytes(target, content, may_replace=True)
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
@@ -139,16 +140,16 @@ def _is_our_page(path: Path) -> bool:
 
 Array = np.ndarray[Any, Any]
 ORIGIN = ("split", "posterior", "variant")
-FIRST_COLUMNS = ("sample_id", *ORIGIN, "predicted", "probability")  # of several labels but the last
+FIRST_COLUMNS = ("sample_id", *ORIGIN, "predicted", "probability")  # for multi-label all but the last
 PREDICTED = "predicted"
 CLASS_COLUMNS = (PREDICTED, "label")
 TOP_K = "top_k"
-JOINED = (PREDICTED, TOP_K)  # where a row has several, in one cell
+JOINED = (PREDICTED, TOP_K)  # several values per row, joined in one cell
 NAME = "name"
 PROBABILITIES = "probabilities"
 _MARK = "bnncli_table"
-_ROWS = 1 << 16  # of a text column made at once
-_CELLS = 1 << 18  # of a CSV file made at once
+_ROWS = 1 << 16  # of a text column at once
+_CELLS = 1 << 18  # of a CSV file at once
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,12 @@ class TableBlock:
 
     Attributes:
         origin: split, posterior and variant of all these rows.
-        columns: name to (n,): whole numbers, of which class columns are class indices, or real numbers; top_k is
-            (n, k), class indices by rank and -1 behind the last; name is (n,) UTF-8 bytes. Others are (n, K), in a CSV file a
-            column for each class: probabilities, and of several labels an example what each of them has; but predicted is
-            then zeros and ones, in a CSV file the names of the ones.
-        sets: the names of columns that are sets of classes: (n, K) ones and zeros, or -1 where there is none; in a CSV file names.
-        is_raw: whether texts stand in a CSV file as they are, also those that a spreadsheet would take for formulas.
+        columns: name to (n,): integers (class indices in class columns) or real numbers; top_k is (n, k), class indices
+            by rank, padded with -1; name is (n,) UTF-8 bytes. Others are (n, K), with a CSV column per class:
+            probabilities, and for multi-label the values of each label; predicted is then zeros and ones, in CSV the
+            names of the ones.
+        sets: names of columns that are sets of classes: (n, K) zeros and ones, or -1 for none; in CSV names.
+        is_raw: write texts to CSV unchanged, even if a spreadsheet would take them for formulas.
     """
 
     origin: tuple[str, str, str]
@@ -172,7 +173,7 @@ class TableBlock:
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file is a table that was written here."""
+    """Return whether a file is a table written here."""
     if path.suffix.lower() == ".npz":
         try:
             with zipfile.ZipFile(path) as archive:
@@ -180,25 +181,25 @@ def is_table(path: Path) -> bool:
         except (zipfile.BadZipFile, OSError):
             return False
     with open(path, "rb") as stream:
-        return stream.read(1024).startswith(",".join(FIRST_COLUMNS[:-1]).encode() + b",")  # what tells a table of ours
+        return stream.read(1024).startswith(",".join(FIRST_COLUMNS[:-1]).encode() + b",")  # identifies our tables
 
 
 def write_table(target: Path, blocks: Iterable[TableBlock], classes: Sequence[str]) -> str:
-    """Publish a table, in the form that its suffix names; the digest of its bytes."""
+    """Publish a table in the format of its suffix, and return the digest of its bytes."""
     write = _write_npz if target.suffix.lower() == ".npz" else _write_csv
     publish(target, lambda path: write(path, blocks, classes), may_replace=True)
     return f"sha256:{file_sha256(target)}"
 
 
 def csv_header(block: TableBlock, classes: Sequence[str]) -> bytes:
-    """The line of titles of a CSV file with these rows."""
+    """Return the CSV title line for these rows."""
     text = io.StringIO(newline="")
     _write_titles(text, block, classes)
     return text.getvalue().encode()
 
 
 def csv_bytes(block: TableBlock, classes: Sequence[str]) -> bytes:
-    """The rows as lines of a CSV file."""
+    """Return the rows as CSV lines."""
     text = io.StringIO(newline="")
     _writer(text).writerows(_text_rows(block, classes))
     return text.getvalue().encode()
@@ -222,7 +223,7 @@ def _writer(stream: TextIO) -> Any:
 
 
 def _order(block: TableBlock) -> list[str]:
-    """The names of all columns: what tells a table first, then the names of the examples; probabilities at the end."""
+    """Return the names of all columns: identifying ones first, then example names; probabilities last."""
     first, *others = [name for name in block.columns if name not in (NAME, PROBABILITIES)]
     ordered = [first, *ORIGIN, *others]
     count = sum(name in FIRST_COLUMNS for name in ordered)
@@ -230,12 +231,12 @@ def _order(block: TableBlock) -> list[str]:
 
 
 def probability_columns(classes: Sequence[str]) -> list[str]:
-    """What a CSV file calls the probability of each class."""
+    """Return the CSV titles of the class probabilities."""
     return [f"p_{name}" for name in classes]
 
 
 def _titles(block: TableBlock, name: str, classes: Sequence[str]) -> list[str]:
-    """The titles of a column in a CSV file; of what each class has, one a class."""
+    """Return the CSV titles of a column, one per class for per-class columns."""
     if name == PROBABILITIES:
         return probability_columns(classes)
     is_of_each = name not in (*ORIGIN, *JOINED, *block.sets) and block.columns[name].ndim == 2
@@ -243,7 +244,7 @@ def _titles(block: TableBlock, name: str, classes: Sequence[str]) -> list[str]:
 
 
 def _text_rows(block: TableBlock, classes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The rows as cells, some rows at a time."""
+    """Yield the rows as cells, in blocks of rows."""
     origin = dict(zip(ORIGIN, block.origin, strict=True))
     count = len(next(iter(block.columns.values())))
     size = max(1, _CELLS // (len(block.columns) + len(classes)))
@@ -258,7 +259,7 @@ def _text_rows(block: TableBlock, classes: Sequence[str]) -> Iterator[tuple[str,
 
 
 def _texts(block: TableBlock, name: str, values: Array, classes: Sequence[str]) -> list[list[str]]:
-    """The cells of a column, and of one that has several in a CSV file of each."""
+    """Return the cells of a column, or of each CSV column that it has."""
     if values.ndim == 2 and name not in JOINED and name not in block.sets:
         return [_numbers(column) for column in values.T]
     cells = _joined(values, classes) if name in block.sets else _cells(name, values, classes)
@@ -267,9 +268,9 @@ def _texts(block: TableBlock, name: str, values: Array, classes: Sequence[str]) 
 
 
 def no_formula(text: str) -> str:
-    """A text as a cell that no spreadsheet takes for a formula: with a ' before it where it begins as one and is no number.
+    """Prefix a text with ' if a spreadsheet would take it for a formula and it is not a number.
 
-    If `as_it_was` would take a ' from a text, the text gets one more.
+    A text from which `as_it_was` would remove a ' gets one more.
     """
     if not text.lstrip("'").startswith(_FORMULA):
         return text
@@ -281,7 +282,7 @@ def no_formula(text: str) -> str:
 
 
 def as_it_was(cell: str) -> str:
-    """The text that `no_formula` was given."""
+    """Invert `no_formula`."""
     return cell[1:] if cell.startswith("'") and cell.lstrip("'").startswith(_FORMULA) else cell
 
 
@@ -301,25 +302,25 @@ def _cells(name: str, values: Array, classes: Sequence[str]) -> list[str]:
 
 
 def _joined(values: Array, classes: Sequence[str]) -> list[str]:
-    """The names of the classes that each row has a one of, in one cell."""
+    """Join the names of the classes marked in each row into one cell."""
     escaped = [_escaped(one) for one in classes]
     return [";".join(escaped[k] for k in np.flatnonzero(row > 0)) for row in values]
 
 
 def _numbers(values: Array) -> list[str]:
-    """Numbers as cells, empty where there is none."""
+    """Return numbers as cells, empty for missing ones."""
     if values.dtype.kind == "f":
         return ["" if math.isnan(value) else format(value, ".9g") for value in values.tolist()]
     return ["" if value == -1 else str(value) for value in values.tolist()]
 
 
 def _escaped(name: str) -> str:
-    """A class name in a list of them: a backslash keeps its own semicolons apart."""
+    """Escape semicolons and backslashes in a class name within a list."""
     return name.replace("\\", "\\\\").replace(";", "\\;")
 
 
 def _write_npz(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str]) -> None:
-    """Numbers are held for all rows, a few dozen bytes each; texts are made as they are written."""
+    """Write an npz file, holding the numbers of all rows in memory and generating texts on the fly."""
     origins: list[tuple[str, str, str]] = []
     counts: list[int] = []
     columns: dict[str, list[Array]] = {}
@@ -346,7 +347,7 @@ def _padded(parts: list[Array]) -> list[Array]:
 
 
 def _write_texts(archive: zipfile.ZipFile, name: str, values: Sequence[str], counts: Sequence[int]) -> None:
-    """A text array in which each value is repeated, never held whole."""
+    """Write a text array with repeated values, without holding it in memory."""
     kind = np.array(list(values) or [""]).dtype
     with _member(archive, name) as stream:
         description = {"descr": kind.str, "fortran_order": False, "shape": (sum(counts),)}
@@ -357,5 +358,5 @@ def _write_texts(archive: zipfile.ZipFile, name: str, values: Sequence[str], cou
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> Any:
-    """A file in the archive, with the same date always: the same numbers give the same bytes."""
+    """Open a member with a fixed date, so that equal numbers give equal bytes."""
     return archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True)

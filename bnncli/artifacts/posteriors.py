@@ -1,6 +1,7 @@
 """Read and write safetensors artifacts: posteriors, decision rules, trained checkpoints.
 
-The single metadata entry of such a file is one canonical JSON document."""
+The only metadata entry of such a file is one canonical JSON document.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def write_posterior(
     """Publish a posterior file and return its content digest.
 
     Args:
-        tensors: everything numeric, any device; stored on the CPU, contiguous.
-        meta: type, method, param_layout and the numbers of the fit.
+        tensors: all numeric content, on any device; stored contiguous from the CPU.
+        meta: type, method, param_layout and numbers of the fit.
     """
     return write_tensors(target, tensors, kind="posterior", meta=meta, provenance=provenance, may_replace=may_replace)
 
@@ -61,7 +62,7 @@ def write_tensors(
     provenance: Mapping[str, Any],
     may_replace: bool,
 ) -> str:
-    """Publish a safetensors artifact of any kind and return its content digest; the rest as of write_posterior."""
+    """Publish a safetensors artifact of any kind and return its content digest; otherwise as write_posterior."""
     from safetensors.torch import save
 
     stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -80,11 +81,11 @@ def write_tensors(
 
 
 def read_posterior(path: Path) -> tuple[dict[str, Tensor], Header]:
-    """Tensors and header of a posterior file, after a full check.
+    """Read tensors and header of a posterior file, after a full check.
 
     Raises:
-        MissingInput: no such file.
-        DataError: truncated, duplicate names, wrong digest, values that are not finite, two priors.
+        MissingInput: there is no such file.
+        DataError: the file is truncated, has duplicate names, a wrong digest, non-finite values, or two priors.
     """
     tensors, header = read_tensors(path, kind="posterior")
     _check_prior(path, tensors, header)
@@ -92,7 +93,7 @@ def read_posterior(path: Path) -> tuple[dict[str, Tensor], Header]:
 
 
 def read_tensors(path: Path, *, kind: str) -> tuple[dict[str, Tensor], Header]:
-    """Tensors and header of a safetensors artifact of one kind, after a full check of both; raises as read_posterior."""
+    """Read tensors and header of a safetensors artifact of one kind, after a full check; raises as read_posterior does."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -120,7 +121,7 @@ def read_tensors(path: Path, *, kind: str) -> tuple[dict[str, Tensor], Header]:
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """One tensor of a safetensors artifact, without reading the others or checking the digest. Raises DataError without it."""
+    """Read one tensor of a safetensors artifact, without checking the digest. Raises DataError if it is missing."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -132,7 +133,7 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def _check_prior(path: Path, tensors: Mapping[str, Tensor], header: Header) -> None:
-    """Pass where the header and the tensors say the same prior, or none: commands read the one or the other."""
+    """Check that header and tensors have the same prior, or none, since commands read either."""
     from bnncli.parameters.prior import Prior
 
     try:
@@ -146,18 +147,18 @@ def _check_prior(path: Path, tensors: Mapping[str, Tensor], header: Header) -> N
 
 
 def read_posterior_header(path: Path) -> Header:
-    """The header of a posterior file; tensors are not read."""
+    """Read the header of a posterior file, but no tensors."""
     document = read_document(path)
     fields = ("kind", "schema", "content_digest", "provenance", "meta")
     return check_header(path, *(document.get(name) for name in fields))
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """What a safetensors file of ours says of itself, once its sizes are known to add up; tensors are not read.
+    """Read the document of a safetensors artifact after checking its sizes, but no tensors.
 
     Raises:
-        MissingInput: no such file.
-        DataError: truncated, damaged, or without our metadata.
+        MissingInput: there is no such file.
+        DataError: it is truncated, damaged, or without our metadata.
     """
     check_is_file(path)
     with reading(path), open(path, "rb") as stream:
@@ -178,7 +179,7 @@ def read_document(path: Path) -> dict[str, Any]:
         )
     text = str(metadata[METADATA_KEY])
     document = parse_document(path, text)
-    # Two texts can be the same number in their last digit: what is read must be what was written, byte for byte.
+    # Two texts can encode the same number: the text must be byte for byte as written.
     if '"document_sha256"' in text and canonical_json(with_digest(document)) != text:
         raise DataError(f"{path}: its header does not match its digest", code="bad_header", path=path)
     try:
@@ -191,14 +192,14 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def _digest(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
-    import torch  # slow to import, and headers are read without it
+    import torch  # slow import; headers are read without it
 
     described = torch.frombuffer(bytearray(canonical_json(meta).encode()), dtype=torch.uint8)
     return tensor_digest({**tensors, "//description": described})
 
 
 def tensor_shapes(path: Path) -> dict[str, str]:
-    """Name to type and shape of every tensor, without reading data."""
+    """Return type and shape of every tensor by name, without reading data."""
     with reading(path), open(path, "rb") as stream:
         length = struct.unpack("<Q", stream.read(8))[0]
         entries = json.loads(stream.read(length))
@@ -214,23 +215,23 @@ RULE_KIND = "decision"
 
 @dataclass(frozen=True)
 class DecisionFile:
-    """What a file says of a rule, and the rule, which is read and checked when it is first looked at."""
+    """The file of a decision rule; the rule is read and checked on first use."""
 
     header: Header
 
     @property
     def name(self) -> str:
-        """Of the rule: that of its file."""
+        """Name of the rule, from its file."""
         return self.header.path.stem
 
     @property
     def kind(self) -> str:
-        """Of the rule: sets, risk, ood or shift."""
+        """Kind of the rule: sets, risk, ood or shift."""
         return str(self.header.meta["rule"])
 
     @cached_property
     def rule(self) -> Rule:
-        """Raises MissingInput, DataError as read_posterior."""
+        """The rule. Raises MissingInput or DataError as read_posterior does."""
         tensors, header = read_tensors(self.header.path, kind=RULE_KIND)
         try:
             arrays = {name: values.numpy() for name, values in tensors.items()}
@@ -243,7 +244,7 @@ class DecisionFile:
 def write_decision(
     target: Path, rule: Rule, *, meta: Mapping[str, Any], provenance: Mapping[str, Any], may_replace: bool
 ) -> str:
-    """Publish a rule and return its content digest; meta has rule (the kind), classes, settings and the numbers of the fit."""
+    """Publish a rule and return its content digest; meta has rule (the kind), classes, settings and numbers of the fit."""
     import torch
 
     arrays, known = to_arrays(rule)
@@ -254,7 +255,7 @@ def write_decision(
 
 
 def read_decision(path: Path) -> DecisionFile:
-    """The file of a rule, which is no other. Raises MissingInput, DataError as read_header."""
+    """Open the file of a decision rule. Raises MissingInput or DataError as read_header does."""
     header = read_posterior_header(path)
     if header.kind != RULE_KIND:
         raise DataError(f"{path}: expected a {RULE_KIND}, got {header.kind}", code="wrong_kind", path=path)
@@ -262,10 +263,10 @@ def read_decision(path: Path) -> DecisionFile:
 
 
 TRAINED_KIND = "checkpoint"
-# The options of train that say which network it is and what is done to its inputs.
+# The options of train that define the network and its preprocessing.
 PREPROCESSING = ("mean", "std", "resize", "crop")
 RECORDED_NETWORK = ("model", "model_arg", *PREPROCESSING)
-RAW, AVERAGED = "model.", "model_ema."  # stand before the names where there are both, which --state tells apart
+RAW, AVERAGED = "model.", "model_ema."  # prefixes of names if both exist, distinguished by --state
 
 
 def write_trained(
@@ -277,7 +278,7 @@ def write_trained(
     provenance: Mapping[str, Any],
     may_replace: bool,
 ) -> str:
-    """Publish a trained network's state dict, with the averaged one where it is there, and return its content digest."""
+    """Publish a trained network's state dict, and the averaged one if given, and return its content digest."""
     tensors = dict(state)
     if averaged is not None:
         tensors = {f"{RAW}{name}": value for name, value in state.items()}
@@ -286,22 +287,22 @@ def write_trained(
 
 
 def read_trained(path: Path) -> tuple[dict[str, Tensor], Header]:
-    """All tensors of such a checkpoint and its header, after a full check; raises as read_posterior."""
+    """Read all tensors and the header of a trained checkpoint, after a full check; raises as read_posterior does."""
     return read_tensors(path, kind=TRAINED_KIND)
 
 
 def trained_header(path: Path) -> Header | None:
-    """What a checkpoint says of its training; None for one that train did not write, or nothing that can be read."""
+    """Return the header of a trained checkpoint; None if train did not write it, or it is unreadable."""
     try:
         with open(path, "rb") as stream:
             is_safetensors = stream.read(9)[8:] == b"{"
         header = read_posterior_header(path) if is_safetensors else None
-    except (BnnError, OSError):  # whoever reads the weights says what is wrong with it
+    except (BnnError, OSError):  # reading the weights reports what is wrong
         return None
     return header if header is not None and header.kind == TRAINED_KIND else None
 
 
 def gradient_passes(path: Path) -> int | None:
-    """How often training went over its data with gradients, to the end of which the checkpoint is; None where it does not say."""
+    """Return the gradient passes over the data up to this checkpoint; None if not recorded."""
     header = trained_header(path)
     return None if header is None else header.meta.get("gradient_passes")

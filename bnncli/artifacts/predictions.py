@@ -20,26 +20,28 @@ class PredictionFile:
     """Predictions of a split.
 
     Attributes:
-        probs: (N, C) float32, rows sum to 1; where meta's `likelihood` is multilabel each class is a label by itself.
+        probs: (N, C) float32, rows sum to 1; if meta's `likelihood` is multilabel, each class is a label of its own.
         entropy: (N,) float32, nats, of the mean probabilities.
-        mutual_info: (N,) float32, nats; None for integrators that do not sample.
-        labels: (N,) int64, (N, C) uint8 of several labels an example, or None. sample_id: (N,) int64.
+        mutual_info: (N,) float32, nats; None for integrators without draws.
+        labels: (N,) int64, (N, C) uint8 for multi-label, or None.
+        sample_id: (N,) int64.
         classes: the C class names.
-        probs_samples: (S, N, C) float16, of every draw; only where they were asked for.
-        interval: (N, 2) float32, central part of the posterior of the predicted class's probability; how much of it, meta's
-            `interval_level` says (95 % where it does not); (N, C, 2), of every label's, where there are several.
-        log_concentration: (N, C) float32, logarithms of a Dirichlet's parameters; (N, C, 2), of the Beta of each label's
-            absence and presence, where there are several.
+        probs_samples: (S, N, C) float16, of every draw; only on request.
+        interval: (N, 2) float32, central interval of the posterior of the predicted class's probability, with level
+            `interval_level` in meta (95% if missing); (N, C, 2) per label for multi-label.
+        log_concentration: (N, C) float32, logarithms of a Dirichlet's parameters; (N, C, 2), of each label's Beta
+            (absence, presence) for multi-label.
         energy: (N,) float32, -log sum exp of the posterior's mean logits.
-        max_logit: (N,) float32, the largest of those.
-        combined: (N,) float32, the combined score of the features, higher for what looks in-distribution.
-        top_k: (N,) int64, how many classes the uncertainty-aware ranking keeps.
-        group_probs: (G, R, C) float32, mean probabilities of each of G disjoint groups of the draws, at R of the rows;
-            group g has the same draws in every split that was predicted with the same seed.
-        group_rows: (R,) int64 ascending, those rows. group_weights: (G,) float64, each group's share of the draws, or
-            of their importance weights; they sum to one, and the group means so weighted are probs at those rows.
+        max_logit: (N,) float32, the largest of these.
+        combined: (N,) float32, combined score of the features, higher for in-distribution examples.
+        top_k: (N,) int64, number of classes that the uncertainty-aware ranking keeps.
+        group_probs: (G, R, C) float32, mean probabilities of G disjoint groups of the draws, at R of the rows; group g
+            has the same draws in every split predicted with the same seed.
+        group_rows: (R,) int64 ascending, those rows.
+        group_weights: (G,) float64, each group's share of the draws or of their importance weights; they sum to one,
+            and the weighted group means equal probs at those rows.
 
-    All but probs, entropy and sample_id may be None. (N, C) arrays that were read lie in the file, not in memory.
+    All but probs, entropy and sample_id may be None. (N, C) arrays are memory-mapped when read.
     """
 
     probs: Array
@@ -62,11 +64,11 @@ class PredictionFile:
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether classes exclude each other; of a file, as its header says."""
+        """Whether classes are mutually exclusive; for a file, from its header."""
         return self.header is None or has_exclusive_classes(recorded_name(self.header.meta))
 
 
-# What a file may lack, with the shape it has where it is there.
+# Optional arrays, with their shapes.
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "mutual_info": ("N",),
     "labels": ("N",),
@@ -107,17 +109,17 @@ def write_predictions(
 
 
 def stored_arrays(path: Path) -> set[str]:
-    """Names of the arrays that a prediction file has, without reading them."""
+    """Return the names of the arrays in a prediction file, without reading them."""
     with open_hdf5(path) as file:
         return set(file)
 
 
 def read_predictions(path: Path) -> PredictionFile:
-    """The predictions of a split, after a full check.
+    """Read the predictions of a split, after a full check.
 
     Raises:
-        MissingInput: no such file.
-        DataError: truncated, wrong digest, arrays that do not fit together.
+        MissingInput: there is no such file.
+        DataError: the file is truncated, has a wrong digest, or its arrays are inconsistent.
     """
     with open_hdf5(path) as file:
         header = header_of(path, file)
@@ -153,7 +155,7 @@ def read_predictions(path: Path) -> PredictionFile:
 
 
 def _check_samples(path: Path, samples: Array | None, probs: Array) -> None:
-    """Raise DataError when the mean of the draws' probabilities is not the prediction."""
+    """Raise DataError if the mean of the draws' probabilities differs from the prediction."""
     if samples is None:
         return
     for start in range(0, len(probs), _CHECK_ROWS):
@@ -164,7 +166,7 @@ def _check_samples(path: Path, samples: Array | None, probs: Array) -> None:
 
 
 def _check_groups(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Raise DataError when the groups of draws do not make the prediction."""
+    """Raise DataError if the groups of draws do not average to the prediction."""
     if "group_probs" not in arrays:
         return
     means, kept, weights = (arrays[name] for name in _GROUPS)

@@ -1,4 +1,4 @@
-"""Where an artifact comes from: bnncli.provenance/1, the same in every kind of file."""
+"""The provenance of an artifact: bnncli.provenance/1, the same in every kind of file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = ("torch", "numpy", "h5py", "safetensors", "scikit-learn", "arviz-sta
 
 @dataclass(frozen=True)
 class Source:
-    """A direct input: what it is for, where it lies, and its content; `is_artifact` False for data of the user's."""
+    """A direct input: role, path and content; `is_artifact` is False for the user's data."""
 
     role: str
     path: Path
@@ -32,14 +32,14 @@ class Source:
     is_artifact: bool = True
 
     def to_json(self, folder: Path) -> dict[str, Any]:
-        """As provenance states it, relative to the artifact's folder."""
+        """Return the provenance entry, with the path relative to the artifact's folder."""
         path = os.path.relpath(self.path.resolve(), folder.resolve())
         entry: dict[str, Any] = {"role": self.role, "path": path, "content_digest": self.content_digest}
         return entry if self.is_artifact else {**entry, "is_artifact": False}
 
 
 def params_hash(params: Mapping[str, Any]) -> str:
-    """Digest of the parameters that change numbers."""
+    """Return the digest of the parameters that change numbers."""
     return json_sha256(dict(params))
 
 
@@ -55,7 +55,7 @@ def build_provenance(
     seconds: float,
     warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """The provenance of an artifact about to be written at `target`.
+    """Return the provenance of an artifact to be written at `target`.
 
     Args:
         environment: seed, deterministic, device, gpu, threads.
@@ -80,7 +80,7 @@ def build_provenance(
 
 
 def _without_secrets(word: str) -> str:
-    """A word of the command line with what looks like a password or a token replaced: artifacts are passed on."""
+    """Mask what looks like a password or token in a command-line word, since artifacts are passed on."""
     return _PASSWORD.sub("://***@", _SECRET.sub(r"\1***", word))
 
 
@@ -104,7 +104,7 @@ def _versions() -> dict[str, str]:
 
 @cache
 def _git_state() -> dict[str, Any]:
-    """Commit of bnncli's own checkout; None when it is installed. Never that of the current directory."""
+    """Return the commit of bnncli's own checkout, never of the current directory; None if installed."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or not (root / "pyproject.toml").is_file():
         return {"git_sha": None, "git_dirty": None}

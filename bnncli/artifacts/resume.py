@@ -1,4 +1,4 @@
-"""Resume states of unfinished runs: a safetensors file, and raw records that grow, beside the artifact they are for."""
+"""Resume states of unfinished runs: a safetensors file, and growing raw records, beside the target artifact."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ _STATE, _DRAWS, _ROWS = ".resume.safetensors", ".resume.draws", ".resume.rows"
 
 
 def state_path(artifact: Path) -> Path:
-    """.<name>.resume.safetensors beside the artifact."""
+    """Return .<name>.resume.safetensors beside the artifact."""
     return artifact.with_name(f".{artifact.stem}{_STATE}")
 
 
 def draws_path(artifact: Path) -> Path:
-    """.<name>.resume.draws beside the artifact: raw draws, as long as they are not an artifact."""
+    """Return .<name>.resume.draws beside the artifact: raw draws until they become an artifact."""
     return artifact.with_name(f".{artifact.stem}{_DRAWS}")
 
 
 def rows_path(artifact: Path) -> Path:
-    """.<name>.resume.rows beside the artifact: raw features, as long as they are not an artifact."""
+    """Return .<name>.resume.rows beside the artifact: raw features until they become an artifact."""
     return artifact.with_name(f".{artifact.stem}{_ROWS}")
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Every resume state and file of raw draws or features under a folder, sorted."""
+    """Return every resume state and file of raw draws or features under a folder, sorted."""
     return sorted(path for suffix in (_STATE, _DRAWS, _ROWS) for path in folder.rglob(f".*{suffix}") if path.is_file())
 
 
 def artifact_stem(leftover: Path) -> str:
-    """The name of the artifact that a path of `leftovers` belongs to."""
+    """Return the name of the artifact that a path from `leftovers` belongs to."""
     name = leftover.name.removeprefix(".")
     return name.removesuffix(_STATE).removesuffix(_DRAWS).removesuffix(_ROWS)
 
@@ -70,7 +70,7 @@ def identity_of(
     sources: Sequence[Source],
     weights_digest: str | None,
 ) -> dict[str, Any]:
-    """What a state belongs to: equal for two runs exactly when one may continue the other."""
+    """Return the identity of a run: equal exactly if one run may continue the other."""
     return {
         "params_hash": params_hash(params),
         "algo_rev": algo_rev,
@@ -81,14 +81,14 @@ def identity_of(
 
 
 def write_state(path: Path, tensors: Mapping[str, Tensor], identity: Mapping[str, Any]) -> None:
-    """Replace the state at `path`; a kill leaves the old one or the new one. A signal that has come does not stop it.
+    """Replace the state at `path` atomically, despite a pending signal.
 
     Args:
-        tensors: everything the run needs, any device; counters and random states as tensors too.
+        tensors: everything the run needs, on any device, including counters and random states.
         identity: from identity_of.
 
     Raises:
-        OutputExists, WriteError: as publish does.
+        OutputExists, WriteError: as in publish.
     """
     from safetensors.torch import save
 
@@ -100,15 +100,16 @@ def write_state(path: Path, tensors: Mapping[str, Tensor], identity: Mapping[str
         "identity": dict(identity),
     }
     metadata = {METADATA_KEY: canonical_json(with_digest(document))}
-    with published_at_once():  # it is no part of what the command is to make
+    with published_at_once():  # not one of the command's outputs
         publish_bytes(path, save(stored, metadata=metadata), may_replace=True, poll=False)
 
 
 def read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """The tensors of the state at `path`; None where there is none.
+    """Read the tensors of the state at `path`; None if there is none.
 
     Raises:
-        DataError: it is damaged, or belongs to another request; the message says what differs, the hint how to discard it.
+        DataError: it is damaged or belongs to another request; the message says what differs, the hint how to discard
+            it.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -133,16 +134,16 @@ def read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor] | N
 
 
 def recorded_choice(path: Path, name: str) -> Any:
-    """What the state at `path` says of a choice that its run made, by name; None where it says nothing, or cannot be read."""
+    """Return a choice recorded in the state at `path` by name; None if missing or unreadable."""
     try:
         identity = read_document(path)["identity"]
         return identity.get(name)
     except (BnnError, AttributeError, KeyError):
-        return None  # what is wrong with it is told by read_state
+        return None  # read_state reports what is wrong
 
 
 def remove_state(path: Path) -> None:
-    """Remove a state (or raw draws or features); nothing when there is none, or it is another worker's to remove."""
+    """Remove a state (or raw draws or features) if it exists and is not another worker's to remove."""
     if not is_leader():
         return
     with contextlib.suppress(OSError):
@@ -150,20 +151,20 @@ def remove_state(path: Path) -> None:
 
 
 def unusable(path: Path, why: str, *, code: str = "damaged") -> DataError:
-    """The error for a state that cannot be continued."""
+    """Return the error for a state that cannot be continued."""
     hint = f"start over without \0resume\0; to discard the state: rm {shlex.quote(str(path))}"
     return DataError(f"cannot resume from {path}: {why}", hint=hint, code=code, path=path)
 
 
 class SaveClock:
-    """Tells when the next state is due: `every` seconds after the last one, at once for 0."""
+    """Decides when the next state is due: `every` seconds after the last one, immediately for 0."""
 
     def __init__(self, every: float) -> None:
         self.every = every
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
-        """True when a state should be saved now; the caller saves it, and the clock starts again."""
+        """Return True if a state should be saved now, and restart the clock."""
         now = time.monotonic()
         if now - self._last < self.every:
             return False
@@ -182,7 +183,7 @@ _WORDS = {
 
 
 def _differences(there: Any, asked: Mapping[str, Any]) -> str:
-    """What differs between two identities, in words; empty when nothing does."""
+    """Describe what differs between two identities; empty if nothing does."""
     if not isinstance(there, dict):
         return "no identity"
     keys = [key for key in {**asked, **there} if key != "inputs"]
@@ -193,19 +194,19 @@ def _differences(there: Any, asked: Mapping[str, Any]) -> str:
     return ", ".join(words) or ("another identity" if there != asked else "")
 
 
-BUFFER_BYTES = 64 << 20  # records stay on their device until there are so many, or until a state is saved
-QUEUED = 2  # batches that wait for the writer, beside the one that it writes
+BUFFER_BYTES = 64 << 20  # records stay on their device up to this size, or until a state is saved
+QUEUED = 2  # batches waiting for the writer, besides the one being written
 
 
 class _Pending(NamedTuple):
-    """Records, several in a tensor, in the CPU's memory, and the event that says they have arrived; None where they have."""
+    """Batches of records in CPU memory, and the event that marks their arrival; None if they have arrived."""
 
     records: list[Tensor]
     arrival: Any = None
 
     @classmethod
     def of(cls, records: list[Tensor], dtype: torch.dtype) -> _Pending:
-        """The records in the file's type; from a GPU by a copy into pinned memory that nobody waits for yet."""
+        """Convert records to the file's type; from a GPU by an asynchronous copy into pinned memory."""
         device = records[0].device
         if device.type != "cuda":
             return cls(records)
@@ -218,12 +219,12 @@ class _Pending(NamedTuple):
 
 
 class _Writer:
-    """Appends batches to an open file in their order, on a thread of its own, and hashes them.
+    """Appends batches to an open file in order, on its own thread, and hashes them.
 
     Args:
         stream: positioned at its end.
-        digest: of what it holds, to go on with.
-        dtype: that records are stored in.
+        digest: of its content, to be continued.
+        dtype: of stored records.
     """
 
     def __init__(self, stream: BinaryIO, digest: Any, dtype: torch.dtype) -> None:
@@ -234,18 +235,18 @@ class _Writer:
         self._thread.start()
 
     def put(self, pending: _Pending) -> None:
-        """Have them written; waits while too many do already. Raises what writing an earlier one failed with."""
+        """Queue records for writing; blocks while too many are queued. Raises the error of an earlier write."""
         self._queue.put(pending)
         self._raise()
 
     def settle(self) -> None:
-        """Wait until all are with the system. Raises what writing failed with."""
+        """Wait until all records are with the operating system. Raises the error of a write."""
         self._queue.join()
         self._raise()
         self._stream.flush()
 
     def stop(self) -> None:
-        """End the thread, once it has written what waits."""
+        """Stop the thread after it has written the queued records."""
         self._queue.put(None)
         self._thread.join()
 
@@ -256,11 +257,11 @@ class _Writer:
     def _run(self) -> None:
         while (pending := self._queue.get()) is not None:
             try:
-                if self._failure is None:  # what comes after a hole would be read as what was to be there
+                if self._failure is None:  # records after a gap would be taken for the missing ones
                     self._write(pending)
-            except Exception as error:  # of any kind: it belongs to the main thread
+            except Exception as error:  # any error belongs to the main thread
                 self._failure = error
-            except BaseException as error:  # a thread that ended would be waited for without end
+            except BaseException as error:  # a dead thread would be waited for forever
                 self._failure = RuntimeError(f"the record writer stopped with {error!r}")
                 self._failure.__cause__ = error
             finally:
@@ -276,14 +277,14 @@ class _Writer:
 
 
 class RecordFile:
-    """The records of the run that will make `artifact`; there is no file before the first batch or flush.
+    """The records of the run that will create `artifact`; the file exists from the first batch or flush on.
 
     Args:
-        path: of the raw file; of workers that share a command each has its own, and the first has this.
-        artifact: what the records are for; the state that counts them lies beside it.
+        path: of the raw file; of the workers of one command each has its own, and the first has this.
+        artifact: target of the records; the state that counts them is beside it.
         shape, dtype: of a record.
-        what: the records, for messages.
-        buffer_bytes: records kept in memory before they are sent to be written; a few times as many may be on their way.
+        what: description of the records, for messages.
+        buffer_bytes: records buffered in memory before writing; a few times as many may be in flight.
     """
 
     def __init__(
@@ -311,14 +312,14 @@ class RecordFile:
         self._hash = hashlib.sha256()
 
     def continue_from(self, num_records: int, digest: bytes) -> None:
-        """Go on after that many records of the file that is there; what was written later is dropped.
+        """Continue after this many records of the existing file, dropping later ones.
 
         Args:
-            num_records: that the state counts.
-            digest: of these records, as `digest` said when the state was saved.
+            num_records: from the state.
+            digest: of these records, from `digest` when the state was saved.
 
         Raises:
-            DataError: the file is gone, shorter, or its records are others.
+            DataError: the file is missing, shorter, or has other records.
         """
         if num_records == 0:
             return
@@ -347,14 +348,14 @@ class RecordFile:
         return self._hash.digest()
 
     def _open(self, flags: int) -> BinaryIO:
-        """The file itself, never what a link in its place points to."""
+        """Open the file itself, without following a link."""
         return os.fdopen(os.open(self.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+b")
 
     def extend(self, records: Tensor) -> None:
-        """Keep records (n, *shape), which nobody changes any more.
+        """Add records (n, *shape), which must not be changed afterwards.
 
         Raises:
-            OutputExists, WriteError: the folder cannot be written, the disk is full; perhaps at an earlier record.
+            OutputExists, WriteError: the folder is not writable or the disk full; possibly for an earlier record.
         """
         self._buffer.append(records)
         self._num_buffered += len(records)
@@ -363,19 +364,19 @@ class RecordFile:
                 self._send()
 
     def flush(self) -> None:
-        """Write what is in memory, and wait until all of it is on the disk itself.
+        """Write buffered records, and sync them to disk.
 
         Raises:
-            OutputExists, WriteError: the folder cannot be written, the disk is full; perhaps at an earlier record.
+            OutputExists, WriteError: the folder is not writable or the disk full; possibly for an earlier record.
         """
         with self._failing():
             self._send().settle()
             sync(self.path)
 
     def _send(self) -> _Writer:
-        """Have the buffer written, by the writer that is there or one for a new file."""
+        """Queue the buffer, creating file and writer if needed."""
         if self._stream is None:
-            remove_state(self._state)  # of an earlier run, whose records this file takes the place of
+            remove_state(self._state)  # of an earlier run, whose records this file replaces
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)
             self._stream = self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -389,14 +390,14 @@ class RecordFile:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Failures to write inside the block, or before it on the writer's thread, as users see them."""
+        """Convert write failures inside the block, or earlier on the writer's thread, to user-facing errors."""
         try:
             yield
         except OSError as error:
             raise write_error(error, self.path) from None
 
     def records(self) -> Tensor:
-        """All records (T, *shape), mapped from the file; changing them changes nothing on disk."""
+        """Return all records (T, *shape), memory-mapped copy-on-write."""
         self.flush()
         if not self._written:
             return torch.empty(0, *self.shape, dtype=self._dtype)
@@ -404,32 +405,32 @@ class RecordFile:
         return torch.from_numpy(np.memmap(self.path, stored, "c", shape=(self._written, *self.shape)))
 
     def collected(self) -> Tensor:
-        """The same; where all of them are still in memory there is no file, and none is made. At least one record."""
+        """Return all records; if they are all still in memory, no file is created. Needs at least one record."""
         return self.records() if self._stream is not None else torch.cat(self._buffer)
 
     def close(self) -> None:
-        """Close the file; nothing can be added then, and records that are mapped stay."""
+        """Close the file for further records; mapped records stay valid."""
         if self._writer is not None:
             self._writer.stop()
             self._writer = None
         if self._stream is not None:
-            with contextlib.suppress(OSError):  # what no state counts and nobody has read is not missed
+            with contextlib.suppress(OSError):  # records that no state counts and nobody has read are not missed
                 self._stream.close()
 
     def remove(self) -> None:
-        """Close the file and remove it; records that are mapped stay."""
+        """Close and remove the file; mapped records stay valid."""
         self.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
 
 
 class DrawFile(RecordFile):
-    """The draws of the run that will make `artifact`.
+    """The draws of the run that will create `artifact`.
 
     Args:
-        artifact: what the draws are for; they lie beside it.
+        artifact: target of the draws, which are beside it.
         num_chains, num_params: C and P of a record.
-        buffer_bytes: as of RecordFile.
+        buffer_bytes: as in RecordFile.
     """
 
     def __init__(self, artifact: Path, *, num_chains: int, num_params: int, buffer_bytes: int = BUFFER_BYTES) -> None:
@@ -438,9 +439,9 @@ class DrawFile(RecordFile):
         super().__init__(path, artifact, shape=shape, dtype=torch.float32, what="draws", buffer_bytes=buffer_bytes)
 
     def append(self, theta: Tensor) -> None:
-        """Keep one draw (C, P) of every chain; raises as `extend` does."""
+        """Add one draw (C, P) of every chain; raises as `extend` does."""
         self.extend(theta.unsqueeze(0))
 
     def draws(self) -> Tensor:
-        """All draws (C, T, P), mapped from the file; changing them changes nothing on disk."""
+        """Return all draws (C, T, P), memory-mapped copy-on-write."""
         return self.records().transpose(0, 1)

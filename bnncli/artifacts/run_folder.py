@@ -1,4 +1,4 @@
-"""The run folder `CHECKPOINT.bnn/`: where each artifact lies, and one writer per artifact by flock."""
+"""The run folder `CHECKPOINT.bnn/`: the path of each artifact, and one writer per artifact by flock."""
 
 from __future__ import annotations
 
@@ -23,21 +23,11 @@ from bnncli.options.declaration import check_artifact_name, check_split_name
 from bnncli.system.workers import is_leader
 
 POSTERIOR_SUFFIXES = (".safetensors", ".nc")
-
-
 FEATURES_SUFFIX = ".h5"
-
-
 RECOMMENDED = "recommended.json"
-
-
 MAX_NAME_BYTES = 255
-
-
 _LOCKS = ".locks"
-
-
-# How a folder with this file is named.
+# How to pass a folder with this file.
 _MODELS = {
     "adapter_config.json": "pass it as the model: \0model\0 peft:DIR \0base_model\0 BASE",
     "config.json": "pass it as the model: \0model\0 hf:DIR (timm:DIR if timm wrote it)",
@@ -46,20 +36,20 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of a run. Nothing is made or read when this is built."""
+    """The paths of a run; constructing it creates and reads nothing."""
 
     checkpoint: Path
     root: Path
 
     @classmethod
     def of(cls, checkpoint: Path, run_dir: str | None, *, is_name: bool = False) -> RunFolder:
-        """The run folder of a checkpoint, or of a run without one, whose name may be that of any folder too.
+        """Return the run folder of a checkpoint, or of a run without one, which may have the name of any folder.
 
         Args:
-            is_name: whether a run without a checkpoint is being made.
+            is_name: whether a run without a checkpoint is being created.
 
         Raises:
-            MissingInput: when the checkpoint is a folder that has no run, or an artifact of a run.
+            MissingInput: the checkpoint is a folder without a run, or an artifact of a run.
         """
         if checkpoint.is_dir() and not (_can_be_name(checkpoint) and (is_name or shards_of(checkpoint) is not None)):
             if not _can_be_name(checkpoint):
@@ -81,20 +71,20 @@ class RunFolder:
         return cls(checkpoint, checkpoint.with_name(name))
 
     def features(self, split: str) -> Path:
-        """features/<split>.h5"""
+        """Return features/<split>.h5."""
         name = check_split_name(split, "\0split\0")
         return self.root / "features" / f"{name}{FEATURES_SUFFIX}"
 
     def posterior(self, name: str, *, suffix: str = ".safetensors") -> Path:
-        """posteriors/<name>.safetensors, or .nc for draws."""
+        """Return posteriors/<name>.safetensors, or .nc for draws."""
         return self.root / "posteriors" / f"{name}{suffix}"
 
     def check_name_is_free(self, target: Path) -> None:
-        """Raise when draws and another posterior would share a name, by which predictions go, or it is the network's.
+        """Raise if draws and another posterior would share a name, which identifies predictions, or the network has it.
 
         Raises:
-            UsageError: target is posteriors/map.safetensors, which extract-features alone writes, or has the name under
-                which evaluate lists the scores of features.
+            UsageError: target is posteriors/map.safetensors, which only extract-features writes, or has the name under
+                which evaluate lists scores of features.
             OutputExists: a posterior of another type has the name.
         """
         network = self.posterior("map")
@@ -114,23 +104,23 @@ class RunFolder:
                 )
 
     def predictions(self, name: str, split: str) -> Path:
-        """predictions/<posterior>.<integrator>/<split>.h5; `name` is <posterior>.<integrator>."""
+        """Return predictions/<posterior>.<integrator>/<split>.h5; `name` is <posterior>.<integrator>."""
         return self.root / "predictions" / name / f"{split}.h5"
 
     def metrics(self, name: str) -> Path:
-        """metrics/<posterior>.<integrator>.json"""
+        """Return metrics/<posterior>.<integrator>.json."""
         return self.root / "metrics" / f"{name}.json"
 
     def export(self, name: str, suffix: str) -> Path:
-        """exports/<posterior>.<integrator>.onnx, or another suffix; `name` is <posterior>.<integrator>."""
+        """Return exports/<posterior>.<integrator>.onnx, or another suffix; `name` is <posterior>.<integrator>."""
         return self.root / "exports" / f"{name}{suffix}"
 
     def decision(self, name: str, rule: str) -> Path:
-        """decisions/<posterior>.<integrator>/<rule>.safetensors; `name` is <posterior>.<integrator>."""
+        """Return decisions/<posterior>.<integrator>/<rule>.safetensors; `name` is <posterior>.<integrator>."""
         return self.root / "decisions" / name / f"{rule}.safetensors"
 
     def _check_no_link(self, target: Path) -> None:
-        """Raise OutputExists where a folder between the run folder and a file in it is a symbolic link: who made the run may write there."""
+        """Raise OutputExists if a folder within the run folder is a symbolic link, through which its author could redirect writes."""
         if not target.is_relative_to(self.root):
             return
         for folder in [one for one in target.parents if one != self.root and one.is_relative_to(self.root)]:
@@ -141,10 +131,10 @@ class RunFolder:
                 )  # fmt: skip
 
     def lock(self, target: Path) -> Path:
-        """The lock file of an artifact: in .locks/, named after its place in the run folder; else beside it.
+        """Return the lock file of an artifact: in .locks/, named by its path in the run folder; else beside it.
 
         Raises:
-            OutputExists: a folder of the run that the artifact lies in is a symbolic link.
+            OutputExists: a folder of the run on the artifact's path is a symbolic link.
         """
         self._check_no_link(target)
         try:
@@ -154,48 +144,48 @@ class RunFolder:
         return self.root / _LOCKS / name
 
     def splits(self) -> list[str]:
-        """Names of the splits whose features are there, sorted, train first."""
+        """Return the names of the splits with features, sorted, train first."""
         found = [path.stem for path in (self.root / "features").glob("[!.]*.h5")]
         return sorted(found, key=lambda name: (name != "train", name))
 
     def posteriors(self) -> list[Path]:
-        """Files of the posteriors that are there: map, temperature, laplace, refine, hmc, then the others by name."""
+        """Return the files of the posteriors: map, temperature, laplace, refine, hmc, then the others by name."""
         order = {name: rank for rank, name in enumerate(("map", "temperature", "laplace", "refine", "hmc"))}
         found = [path for path in (self.root / "posteriors").glob("[!.]*") if path.suffix in POSTERIOR_SUFFIXES]
         return sorted(found, key=lambda path: (order.get(path.stem, len(order)), path.name))
 
     def prediction_files(self) -> list[Path]:
-        """Every prediction file of the run."""
+        """Return every prediction file of the run."""
         return sorted((self.root / "predictions").glob("[!.]*/[!.]*.h5"))
 
     def export_files(self) -> list[Path]:
-        """Every exported model of the run."""
+        """Return every exported model of the run."""
         found = (self.root / "exports").glob("[!.]*")
         return sorted(path for path in found if path.suffix in FORMATS.values())
 
     def decision_files(self, name: str = "[!.]*") -> list[Path]:
-        """Every decision file of the run, or of the predictions of this name."""
+        """Return every decision file of the run, or of the predictions of this name."""
         return sorted((self.root / "decisions").glob(f"{name}/[!.]*.safetensors"))
 
     @property
     def recommended(self) -> Path:
-        """recommended.json: which posterior to predict with, by which integrator."""
+        """recommended.json: the posterior and integrator to predict with."""
         return self.root / RECOMMENDED
 
     def metrics_files(self) -> list[Path]:
-        """Every metrics file of the run."""
+        """Return every metrics file of the run."""
         return sorted((self.root / "metrics").glob("[!.]*.json"))
 
     def find_posterior(self, name_or_file: str, *, flag: str, maker: str, is_meant: bool = False) -> Path:
-        """The file of the posterior called `name_or_file`, or that file itself.
+        """Return the file of the posterior called `name_or_file`, or that file itself.
 
         Args:
-            flag: the option it came by, for messages.
-            maker: the command that would make it, for the hint.
-            is_meant: whether the name is surely no other one misspelt.
+            flag: option it was given with, for messages.
+            maker: command that would create it, for the hint.
+            is_meant: whether the name cannot be a misspelling of another.
 
         Raises:
-            MissingInput: when there is neither, with the command that would make it.
+            MissingInput: neither exists; names the command that would create it.
         """
         is_path = "/" in name_or_file or name_or_file.endswith(POSTERIOR_SUFFIXES)
         if is_path:
@@ -218,12 +208,12 @@ class RunFolder:
 
 
 def _can_be_name(folder: Path) -> bool:
-    """Whether a folder's path could be meant as the name of a run: not a run folder, and not . or .."""
+    """Return whether a folder's path can be the name of a run: neither a run folder, nor . or .."""
     return folder.suffix != ".bnn" and folder.name not in ("", "..")
 
 
 def _is_folder(folder: Path) -> MissingInput:
-    """What to do with a folder that was given for a checkpoint."""
+    """Return the error for a folder given as a checkpoint."""
     sharded = sharded_folder(folder)
     if sharded is not None:
         return MissingInput(f"expected one file; {sharded.what}", hint=sharded.hint, path=folder, code="sharded")
@@ -237,13 +227,11 @@ def _is_folder(folder: Path) -> MissingInput:
 
 
 def lock_beside(target: Path) -> Path:
-    """The lock file of what lies outside a run folder."""
+    """Return the lock file of something outside a run folder."""
     return target.parent / _LOCKS / target.name
 
 
 POLL_SECONDS = 0.1
-
-
 WRITING = ("another bnncli is writing this artifact", "wait for it, or use \0wait\0 SECONDS")
 
 
@@ -251,13 +239,13 @@ WRITING = ("another bnncli is writing this artifact", "wait for it, or use \0wai
 def artifact_lock(
     path: Path, *, wait: float, poll: Callable[[], None], held: tuple[str, str] = WRITING
 ) -> Iterator[None]:
-    """Hold the lock file `path` exclusively; of workers that share a command the first does so for all.
+    """Hold the lock file `path` exclusively; the first worker of a command does so for all.
 
     Args:
-        path: the lock file, made when missing.
-        wait: seconds to wait for another holder; 0 fails at once.
+        path: the lock file, created if missing.
+        wait: seconds to wait for another holder; 0 fails immediately.
         poll: called while waiting; raises to stop.
-        held: what is said where another process holds it, and what to do.
+        held: message and hint if another process holds it.
 
     Raises:
         Locked: another process holds it; the message names it.

@@ -1,6 +1,7 @@
-"""Sample files: draws and sampler statistics as HDF5 in the shape of netCDF-4, which ArviZ opens.
+"""Sample files: draws and sampler statistics as HDF5 in the layout of netCDF-4, which ArviZ opens.
 
-One group an ArviZ group; every dimension has a coordinate and a dimension scale, without which readers lose the names.
+One HDF5 group per ArviZ group. Every dimension has a coordinate and a dimension scale, without which readers lose its
+name.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ BOOLEAN_STATS = ("diverging",)
 
 @dataclass(frozen=True)
 class SampleFile:
-    """Draws of a sampler: of a last layer, or of other parameters of a network, whose layout the header has.
+    """Draws of a sampler, of a last layer or of other parameters of a network, whose layout is in the header.
 
     Attributes:
-        head_weight: (C, T, K, D) float32; head_bias: (C, T, K) float32 or None.
+        head_weight: (C, T, K, D) float32.
+        head_bias: (C, T, K) float32 or None.
         stats: name to (C, T): lp, energy, acceptance_rate, diverging, step_size, n_steps.
         constants: name to array, such as prior_precision and prior_mean.
-        theta: (C, T, P) float32, in the place of a head's weight and bias.
+        theta: (C, T, P) float32, instead of a head's weight and bias.
     """
 
     head_weight: Array | None
@@ -43,7 +45,7 @@ class SampleFile:
 
     @property
     def draws(self) -> dict[str, Array]:
-        """The variables that were drawn, each (C, T, ...), by their names in the file."""
+        """The drawn variables, each (C, T, ...), by their names in the file."""
         named = {"head_weight": self.head_weight, "head_bias": self.head_bias, "theta": self.theta}
         return {name: values for name, values in named.items() if values is not None}
 
@@ -64,7 +66,7 @@ def write_samples(
 
     Args:
         outputs: names of the K outputs, the coordinate `class`.
-        sampler_library: name and version of what drew.
+        sampler_library: name and version of the sampler.
     """
     arrays: dict[str, Array] = {f"posterior/{name}": values for name, values in samples.draws.items()}
     sizes: dict[str, int] = {}
@@ -116,7 +118,7 @@ def write_samples(
 
 
 def read_constant(path: Path, name: str) -> Array:
-    """One array of a sample file's constants, without reading the draws. Raises DataError without it."""
+    """Read one array of a sample file's constants, but no draws. Raises DataError if it is missing."""
     with open_hdf5(path) as file:
         if f"constant_data/{name}" not in file:
             raise DataError(f"{path} is damaged: it has no constant_data/{name}", code="damaged", path=path)
@@ -143,11 +145,11 @@ def _attach_scales(group: h5py.Group) -> None:
 
 
 def read_samples(path: Path) -> SampleFile:
-    """Draws and statistics of a sample file, after a full check.
+    """Read draws and statistics of a sample file, after a full check.
 
     Raises:
-        MissingInput: no such file.
-        DataError: truncated, wrong digest, draws that are not finite.
+        MissingInput: there is no such file.
+        DataError: the file is truncated, has a wrong digest, or its draws are not finite.
     """
     with open_hdf5(path) as file:
         header = header_of(path, file)

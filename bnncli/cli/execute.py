@@ -47,8 +47,6 @@ from bnncli.system import signals
 from bnncli.system.workers import LOST
 
 _EXTRA = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)", re.DOTALL)
-
-
 _EXPECTED = {
     "float": "a number",
     "int": "a whole number",
@@ -74,8 +72,6 @@ def usage_words(error: Any) -> str:
 
 
 WIDE = 100_000
-
-
 _EMPTY = ("", "-")  # a column of nothing else is not shown
 
 
@@ -370,8 +366,6 @@ class _Invocation:
 
 
 _NOT_RECORDED = {spec.name for spec in fields(CommonOptions)} | {"force", "dry_run", "wait", "run_dir"}
-
-
 _SHARED = (
     CommonOptions,
     RunOptions,

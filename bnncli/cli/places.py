@@ -19,11 +19,7 @@ from bnncli.options.declaration import flag_of
 from bnncli.session.run import ModelFiles
 
 _INPUT = re.compile("FILE|DIR|SPEC|MODEL")  # in the metavar of an option whose value names files
-
-
 _BESIDE = {".csv", ".npz", ".log", ".txt", ".html"}  # what people may write into a folder of inputs
-
-
 _WHERE = ("run_dir", "out")  # an artifact lies, where nothing that was given says it
 
 

@@ -83,11 +83,7 @@ COMMAND = Command(
 
 
 _MOST_JOBS = 4  # by default: the longest part takes a fifth of all, and each process has a PyTorch of its own
-
-
 _WAIT = 1.0  # seconds: a step that was just killed may hold the lock a moment longer
-
-
 _HELD = ("another bnncli reproduce is writing to this folder", "wait for it to end, or choose another --out")
 
 

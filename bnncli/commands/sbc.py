@@ -427,8 +427,6 @@ def _swag(metrics: dict[str, Any]) -> Callable[..., Gaussian]:
 
 
 _TRAINED = {"vi": _vi, "swag": _swag}
-
-
 _NOT_ASKED = Prior(1.0)  # a target has one; the refit has its own, and the log likelihood is ranked, which needs none
 
 

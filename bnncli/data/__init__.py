@@ -1,4 +1,4 @@
-"""Data by name: one file in this folder for each kind of spec (npz, idx, images, py)."""
+"""Read data sets by spec; data/kinds has one file for each kind (npz, idx, images, py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays as data: in memory, in npz files without pickle, in MATLAB files, and ready-made features (`--from-npz`)."""
+"""Arrays as data: in memory, in npz files without pickle, in MATLAB files, and extracted features (`--from-npz`)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-TOKEN_IDS = "input_ids"  # what tokenizers call them, and networks that take them
-# Deflate cannot shrink data further than this; what claims more is a bomb.
+TOKEN_IDS = "input_ids"  # the name that tokenizers and networks use
+# Deflate cannot compress further; a larger claim is a decompression bomb.
 _MAX_RATIO = 1032
 _SLACK = 4096
 _LOCAL_HEADER, _NAME_SIZES = (
     30,
     slice(26, 30),
-)  # of a zip member: bytes before its name, and where name and extra have their sizes
-MAPPED_BYTES = 1 << 26  # arrays from this size on stay in their file, where it has them as they are
+)  # of a zip member: bytes before its name, and the position of the sizes of name and extra field
+MAPPED_BYTES = 1 << 26  # arrays from this size on are memory-mapped if stored uncompressed
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, tokenize.TokenError, SyntaxError,
     ValueError, EOFError, KeyError, NotImplementedError, OSError, RuntimeError,
@@ -44,7 +44,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True, eq=False)
 class ArrayDataset:
-    """Inputs (rows, ...) and labels (rows,) or (rows, L) in memory, in the type they were stored in."""
+    """Inputs (rows, ...) and labels (rows,) or (rows, L) in memory, in their stored type."""
 
     inputs: np.ndarray | Tensor
     labels: np.ndarray | None
@@ -62,19 +62,19 @@ class ArrayDataset:
         return len(self.inputs)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray | Tensor, np.ndarray | None]:
-        """Inputs and labels of the rows; a run of neighbours is not copied."""
+        """Return inputs and labels of the rows; consecutive rows are not copied."""
         index = places(rows)
         return self.inputs[index], None if self.labels is None else self.labels[index]
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray | Tensor]:
-        """The arrays themselves, and the rows."""
+        """Return the arrays themselves, and the rows."""
         found = {"x": self.inputs, "rows": rows}
         return found if self.labels is None else {**found, "y": self.labels}
 
 
 @dataclass(frozen=True, eq=False)
 class NamedArrays:
-    """Arrays (rows, ...) by the names of a network's arguments, and labels (rows,), in memory."""
+    """Arrays (rows, ...) by argument name of the network, and labels (rows,), in memory."""
 
     inputs: Mapping[str, np.ndarray]
     labels: np.ndarray | None
@@ -92,22 +92,22 @@ class NamedArrays:
         return len(next(iter(self.inputs.values())))
 
     def read(self, rows: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-        """Inputs by name and labels of the rows."""
+        """Return inputs by name and labels of the rows."""
         index = places(rows)
         inputs = {name: settled(array[index]) for name, array in self.inputs.items()}
         return inputs, None if self.labels is None else self.labels[index]
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
-        """The arrays themselves, and the rows."""
+        """Return the arrays themselves, and the rows."""
         found = {**{f"x.{name}": array for name, array in self.inputs.items()}, "rows": rows}
         return found if self.labels is None else {**found, "y": self.labels}
 
 
 def named_arrays(inputs: Mapping[str, np.ndarray], labels: np.ndarray | None, *, where: str) -> NamedArrays:
-    """A data set of several arrays, checked.
+    """Check several arrays and return them as a data set.
 
     Raises:
-        DataError: an array of no numbers, other numbers of rows, labels that break a rule.
+        DataError: an array is not numeric, numbers of rows differ, or labels break a rule.
     """
     sizes = {name: len(array) if array.ndim else 0 for name, array in inputs.items()}
     for name, array in inputs.items():
@@ -122,16 +122,16 @@ def named_arrays(inputs: Mapping[str, np.ndarray], labels: np.ndarray | None, *,
 
 
 def places(rows: np.ndarray) -> slice | np.ndarray:
-    """What takes rows (n,) out of an array: a run of neighbours as a slice, which copies nothing."""
+    """Return an index for rows (n,); consecutive rows become a slice, which copies nothing."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if bool((np.diff(rows) == 1).all()) else rows
 
 
 def array_dataset(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) -> ArrayDataset:
-    """A data set of NumPy arrays, checked.
+    """Check arrays and return them as a data set.
 
     Raises:
-        DataError: inputs without rows or of an odd type, labels that break a rule.
+        DataError: the inputs have no rows or an unsupported type, or labels break a rule.
     """
     if inputs.ndim < 2:
         raise DataError(f"{where}: expected inputs (N, ...) with at least two axes, got shape {inputs.shape}")
@@ -155,7 +155,7 @@ def array_dataset(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) 
 
 
 def npz_names(path: Path) -> list[str]:
-    """Names of the arrays in an npz file. Raises MissingInput or DataError."""
+    """Return the names of the arrays in an npz file. Raises MissingInput or DataError."""
     with open_regular(path) as stream:
         try:
             with zipfile.ZipFile(stream) as archive:
@@ -179,7 +179,7 @@ def npz_names(path: Path) -> list[str]:
 
 
 def npz_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shape and type of every array in an npz file; none is read. Raises MissingInput or DataError."""
+    """Return shape and type of every array in an npz file without reading it. Raises MissingInput or DataError."""
     found = {}
     names = npz_names(path)
     with open_regular(path) as stream, zipfile.ZipFile(stream) as archive:
@@ -193,12 +193,12 @@ def npz_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
 
 
 def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """The named arrays of an npz file; pickled objects in it are never loaded.
+    """Read the named arrays of an npz file; never loads pickled objects.
 
     Raises:
-        MissingInput: no such file.
-        DataError: not an npz file, damaged, no such array, or sizes that do not add up.
-        Untrusted: an array of Python objects, which only a pickle can hold.
+        MissingInput: there is no such file.
+        DataError: the file is not npz or damaged, has no such array, or its sizes are inconsistent.
+        Untrusted: an array has Python objects, which only a pickle can hold.
     """
     available = npz_names(path)
     arrays = {}
@@ -217,19 +217,19 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
 
 
 def _damaged(error: Exception, name: str, path: Path) -> DataError:
-    """The error for an array that cannot be read. Raises what the system is to blame for."""
+    """Return the error for an unreadable array, or re-raise the error if the system is to blame."""
     if is_failure(error):
         raise error
     return DataError(f"{quoted(path, limit=300)}: array {quoted(name)} is truncated or damaged ({error})", path=path)
 
 
 def can_hold(compressed: int, size: int) -> bool:
-    """Whether so many bytes of Deflate can be made into `size` bytes; where they cannot, the size is a lie."""
+    """Return whether `compressed` bytes of Deflate can expand to `size` bytes; if not, the size is false."""
     return size <= _MAX_RATIO * compressed + _SLACK
 
 
 def check_memory(size: int, what: str) -> None:
-    """Raise DeviceError, before anything is allocated, when `size` bytes do not fit into the memory that is free."""
+    """Raise DeviceError, before anything is allocated, if `size` bytes exceed the free memory."""
     free = available_memory("cpu")
     if size > free:
         raise DeviceError(
@@ -239,7 +239,7 @@ def check_memory(size: int, what: str) -> None:
 
 
 def _header_of(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """Shape, whether it is in Fortran's order, type, and where the numbers begin in a member."""
+    """Return shape, whether in Fortran order, type, and the offset of the data in a member."""
     with archive.open(name) as member:
         version = np.lib.format.read_magic(member)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -247,7 +247,7 @@ def _header_of(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], bo
 
 
 def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
-    """One array, after its header was checked against the archive."""
+    """Read an array after checking its header against the archive."""
     info = archive.getinfo(name)
     shape, is_fortran, dtype, start = _header_of(archive, name)
     if dtype.hasobject:
@@ -271,18 +271,18 @@ def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
 def _mapped(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, start: int, shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
-    """An array that lies in the archive as it is, in the file's own pages, once its checksum is known to be right.
+    """Memory-map an uncompressed array in the archive, after verifying its checksum.
 
     Args:
-        start: of the numbers, behind the member's own header.
+        start: offset of the data, after the member's own header.
     """
     with archive.open(info) as member:
-        while member.read(1 << 22):  # the last read tells a wrong checksum
+        while member.read(1 << 22):  # the last read raises if the checksum is wrong
             pass
     stream = cast(IO[bytes], archive.fp)
     stream.seek(info.header_offset + _NAME_SIZES.start)
     first = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", stream.read(4))) + start
-    return np.memmap(stream, dtype, "c", first, shape)  # writable, for torch; what is written stays here
+    return np.memmap(stream, dtype, "c", first, shape)  # writable for torch, but copy-on-write
 
 
 _HEADER = 128
@@ -294,7 +294,7 @@ _COMPLEX = 0x0800
 
 
 def read_mat(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Arrays of real numbers by their names. Raises MissingInput; DataError for a damaged file, or one without one of them."""
+    """Read real arrays by name. Raises MissingInput, or DataError if the file is damaged or lacks an array."""
     shown = quoted(path, limit=300)
     with open_regular(path) as stream:
         data = memoryview(stream.read())
@@ -321,7 +321,7 @@ def read_mat(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
 
 
 def _matrices(data: memoryview, order: str, shown: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and values of the arrays of real numbers."""
+    """Yield names and values of the real arrays."""
     for kind, content in _elements(data, order):
         if kind == _COMPRESSED:
             kind, content = next(_elements(_unpacked(content, order, shown), order))
@@ -340,7 +340,7 @@ def _matrices(data: memoryview, order: str, shown: str) -> Iterator[tuple[str, n
 
 
 def _unpacked(content: memoryview, order: str, shown: str) -> memoryview:
-    """One element, unpacked; as many bytes as it says that it has."""
+    """Decompress an element to the size that it states."""
     packed = zlib.decompressobj()
     head = packed.decompress(content, 8)
     size = struct.unpack(f"{order}II", head)[1]
@@ -349,13 +349,13 @@ def _unpacked(content: memoryview, order: str, shown: str) -> memoryview:
     check_memory(size, shown)
     body = packed.decompress(packed.unconsumed_tail, max(size, 1))
     packed.decompress(packed.unconsumed_tail, 1)
-    if not packed.eof:  # where its checksum is
+    if not packed.eof:  # the checksum is at the end
         raise ValueError("it is truncated")
     return memoryview(head + body)
 
 
 def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
-    """Type and content of each element; small ones lie in their own head."""
+    """Yield type and content of each element; small ones are inside their tag."""
     place = 0
     while place < len(data):
         kind, size = struct.unpack_from(f"{order}II", data, place)
@@ -377,7 +377,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True, eq=False)
 class FeatureDataset:
-    """Features (rows, D) float32, labels (rows,) int64, (rows, L) uint8 or None, and a text for each row in `texts`, or None."""
+    """Features (rows, D) float32, labels (rows,) int64 or (rows, L) uint8 or None, and a text per row in `texts`, or None."""
 
     features: np.ndarray
     labels: np.ndarray | None
@@ -393,19 +393,19 @@ class FeatureDataset:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Of the examples."""
+        """Names of the examples."""
         return None if self.texts is None else tuple(self.texts.tolist())
 
     def __len__(self) -> int:
         return len(self.features)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Features and labels of the rows; a run of neighbours is not copied."""
+        """Return features and labels of the rows; consecutive rows are not copied."""
         index = places(rows)
         return self.features[index], None if self.labels is None else self.labels[index]
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
-        """The rows, and all that they hold."""
+        """Return the rows and all their contents."""
         features, labels = self.read(rows)
         texts = None if self.texts is None else self.texts[rows]
         parts = {"features": features, "sample_id": rows, "labels": labels, "names": texts}
@@ -414,12 +414,12 @@ class FeatureDataset:
 
 @dataclass(frozen=True)
 class FeatureArrays:
-    """What an npz file of features holds.
+    """Contents of an npz file of features.
 
     Attributes:
         splits: by name.
-        head_weight, head_bias: (K, D) and (K,) float32; None where there is no head, or it has no bias.
-        likelihood: of the labels, by name; None where classes exclude each other.
+        head_weight, head_bias: (K, D) and (K,) float32; None without a head or bias.
+        likelihood: of the labels, by name; None for mutually exclusive classes.
     """
 
     splits: Mapping[str, FeatureDataset]
@@ -429,27 +429,27 @@ class FeatureArrays:
 
     @property
     def num_features(self) -> int:
-        """D, the same of all splits."""
+        """D, the same for all splits."""
         return next(iter(self.splits.values())).features.shape[1]
 
 
 def feature_splits(path: Path | str) -> list[str]:
-    """The splits whose features an npz file holds, by its names alone. Raises MissingInput or DataError."""
+    """Return the splits with features in an npz file, from its names only. Raises MissingInput or DataError."""
     return [name.removeprefix(_FEATURES) for name in npz_names(Path(path)) if name.startswith(_FEATURES)]
 
 
 def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = (), task: str | None = None) -> FeatureArrays:
-    """Features, labels and head out of an npz file, shapes, types and values checked.
+    """Read features, labels and head from an npz file, and check shapes, types and values.
 
     Args:
-        unlabeled: splits whose labels are left out: out-of-distribution data has other classes.
-        task: what labels were said to be, one of bnncli.likelihoods.TASKS; None for what they show.
+        unlabeled: splits whose labels to ignore: out-of-distribution data has other classes.
+        task: kind of the labels, one of bnncli.likelihoods.TASKS; None to infer it.
 
     Raises:
-        MissingInput: no such file.
-        DataError: no features, labels without features, unknown arrays, shapes that do not fit, NaN or infinite
-            values, labels that break a rule or are not classes of the head.
-        Untrusted: an array of Python objects.
+        MissingInput: there is no such file.
+        DataError: there are no features, labels without features, unknown arrays, mismatched shapes, NaN or infinite
+            values, or labels that break a rule or are not classes of the head.
+        Untrusted: an array has Python objects.
     """
     path = Path(path)
     names = npz_names(path)
@@ -485,7 +485,7 @@ def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = (), ta
 
 
 def _texts(array: np.ndarray, name: str, num_rows: int, path: Path) -> np.ndarray:
-    """The array itself. Raises DataError unless it is a text for each row."""
+    """Return the array. Raises DataError unless it has one text per row."""
     if array.dtype.kind != "U" or array.shape != (num_rows,):
         raise DataError(
             f"{path}: {name} has type {array.dtype} and shape {array.shape}, expected strings of shape ({num_rows},)",
@@ -499,7 +499,7 @@ def _floats(array: np.ndarray | None, name: str, path: Path) -> np.ndarray | Non
 
 
 def _finite(array: np.ndarray, name: str, path: Path) -> np.ndarray:
-    """The array as float32. Raises DataError for other types and for values that are not finite."""
+    """Return the array as float32. Raises DataError for other types and non-finite values."""
     if array.dtype.kind != "f":
         raise DataError(f"{path}: {name} has type {array.dtype}, expected floating point", path=path)
     with np.errstate(over="ignore"):
@@ -516,7 +516,7 @@ def _finite(array: np.ndarray, name: str, path: Path) -> np.ndarray:
 def _check_shapes(
     features: Mapping[str, np.ndarray], weight: np.ndarray | None, bias: np.ndarray | None, path: Path
 ) -> None:
-    """Raises DataError unless all features have the same D, the head's, and the bias fits the weight."""
+    """Raise DataError unless all features have the head's D, and the bias fits the weight."""
     for split, array in features.items():
         if array.ndim != 2 or 0 in array.shape:
             expected = "expected (N, D) with N > 0 and D > 0"

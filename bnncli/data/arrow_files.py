@@ -1,4 +1,4 @@
-"""Arrow and Parquet files as tables: one batch of rows in memory at a time."""
+"""Arrow and Parquet files as tables, with one batch of rows in memory at a time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NUMBERS = {"float", "double", *(f"{kind}{size}" for kind in ("int", "uint") for
 
 
 def arrow_library(module: str, asked: str) -> Any:
-    """The module of pyarrow.
+    """Import a module of pyarrow.
 
     Args:
-        asked: what needs it, as the user gave it.
+        asked: what needs it, as the user typed it.
 
     Raises:
-        UsageError: it is not installed, or cannot be imported.
+        UsageError: it is not installed or cannot be imported.
     """
     try:
         return importlib.import_module(module)
@@ -40,7 +40,7 @@ def arrow_library(module: str, asked: str) -> Any:
 
 
 def columns_of(schema: Any, asked: str, where: str) -> dict[str, str]:
-    """What each column of a schema holds. Raises DataError where two have one name."""
+    """Return what each column of a schema holds. Raises DataError if two have the same name."""
     types = arrow_library("pyarrow", asked).types
     names = list(schema.names)
     double = sorted({name for name in names if names.count(name) > 1})
@@ -68,11 +68,11 @@ def _held(kind: Any, types: Any) -> str:
 
 
 def plain_numbers(column: Any) -> np.ndarray | None:
-    """The numbers (n,) of a column, (n, L) of one of lists of L; None where some are missing, or are no plain numbers."""
+    """Return the numbers (n,) of a column, or (n, L) of a column of lists of L; None if any is missing or not a number."""
     if column.null_count:
         return None
     if str(column.type) in _NUMBERS:
-        return np.from_dlpack(column)  # to_numpy imports pandas where that is installed
+        return np.from_dlpack(column)  # to_numpy imports pandas if it is installed
     if not str(column.type).startswith(("list<", "large_list<", "fixed_size_list<")) or len(column) == 0:
         return None
     size = getattr(column.type, "list_size", None)
@@ -84,23 +84,23 @@ def plain_numbers(column: Any) -> np.ndarray | None:
 
 
 def listed_values(column: Any) -> list[Any]:
-    """The values of a column as Python has them, None for those that are missing."""
+    """Return the values of a column as Python objects, None for missing ones."""
     is_plain = str(column.type) in _NUMBERS and not column.null_count
     found: list[Any] = np.from_dlpack(column).tolist() if is_plain else column.to_pylist()
     return found
 
 
 def class_names_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, tuple[str, ...]]:
-    """Names of the classes that Hugging Face's datasets write into a schema."""
+    """Return the class names that Hugging Face datasets stores in a schema."""
     try:
         stored = json.loads((metadata or {}).get(b"huggingface", b"{}"))
         return names_of_features(stored["info"]["features"])
-    except (ValueError, LookupError, TypeError, RecursionError):  # others may write what they like there
+    except (ValueError, LookupError, TypeError, RecursionError):  # others may store anything under this key
         return {}
 
 
 def names_of_features(features: Any) -> dict[str, tuple[str, ...]]:
-    """Names of the classes of each feature that is a ClassLabel, or a list of them."""
+    """Return the class names of each feature that is a ClassLabel or a list of them."""
     if not isinstance(features, Mapping):
         return {}
     inner = {name: _inner(feature) for name, feature in features.items()}
@@ -109,7 +109,7 @@ def names_of_features(features: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _inner(feature: Any) -> Mapping[str, Any]:
-    """A feature, or that of a list's values, which the library has written in three ways."""
+    """Return a feature, or that of a list's values, for which the library has used three forms."""
     if isinstance(feature, list) and len(feature) == 1:
         return _inner(feature[0])
     if not isinstance(feature, Mapping):
@@ -122,11 +122,11 @@ def _inner(feature: Any) -> Mapping[str, Any]:
 
 
 def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, list[Path]]:
-    """The file, folder or pattern, and the files, in the order of the numbers in their names.
+    """Return the file, folder or pattern, and its files, sorted by the numbers in their names.
 
     Raises:
         UsageError: a folder has the files of several splits.
-        DataError: a pattern or a folder without such files.
+        DataError: a pattern or folder matches no such files.
     """
     path = Path(place).expanduser()
     if path.is_dir():
@@ -155,7 +155,7 @@ def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, l
 
 
 def _first_pattern(path: Path) -> int:
-    """How many parts of a path come before the first that is a pattern."""
+    """Return the number of path components before the first pattern."""
     return next(place for place, part in enumerate(path.parts) if any(letter in part for letter in "*?["))
 
 
@@ -164,27 +164,27 @@ def _is_shown(file: Path, folder: Path) -> bool:
 
 
 def _split_of(file: Path) -> str | None:
-    """The split that a file is of, where it is called as data sets of several are: train-00000-of-00002, test."""
+    """Return the split of a file named like train-00000-of-00002 or test, else None."""
     first = file.stem.partition("-")[0]
     return first if is_split(first) else None
 
 
-_ROWS_AT_ONCE = 1024  # of Parquet, whose row groups may be larger than memory
+_ROWS_AT_ONCE = 1024  # of Parquet, whose row groups may exceed memory
 _BUFFER = 1 << 20
 
 
 class Blocks(Protocol):
-    """A file whose blocks of rows are read from their start on."""
+    """A file of blocks of rows, each read from its start."""
 
     @property
     def schema(self) -> Any:
-        """Of pyarrow."""
+        """The pyarrow schema."""
 
     def sizes(self) -> list[int]:
-        """Rows in each block."""
+        """Return the number of rows in each block."""
 
     def batches(self, block: int, names: list[str]) -> Iterator[Any]:
-        """Record batches of a block, with these columns, in their order."""
+        """Yield the record batches of a block, with these columns, in order."""
 
 
 class ParquetBlocks:
@@ -196,17 +196,17 @@ class ParquetBlocks:
         self.schema = self._file.schema_arrow
 
     def sizes(self) -> list[int]:
-        """Rows in each row group."""
+        """Return the number of rows in each row group."""
         metadata = self._file.metadata
         return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
     def batches(self, block: int, names: list[str]) -> Iterator[Any]:
-        """Rows of a row group, unpacked some at a time."""
+        """Yield the rows of a row group in batches."""
         return self._file.iter_batches(_ROWS_AT_ONCE, row_groups=[block], columns=names, use_threads=False)
 
 
 class ArrowBlocks:
-    """The record batches of an Arrow file, or of a stream in a file as Hugging Face's datasets write, mapped into memory."""
+    """The record batches of an Arrow file or stream (as Hugging Face datasets writes), memory-mapped."""
 
     def __init__(self, path: Path, asked: str) -> None:
         library = arrow_library("pyarrow", asked)
@@ -218,20 +218,20 @@ class ArrowBlocks:
         if is_file:
             self._count, self._batch = reader.num_record_batches, reader.get_batch
         else:
-            found = list(reader)  # where they are in the file: nothing of it is read
+            found = list(reader)  # references into the mapped file; nothing is read
             self._count, self._batch = len(found), found.__getitem__
 
     def sizes(self) -> list[int]:
-        """Rows in each batch."""
+        """Return the number of rows in each batch."""
         return [self._batch(block).num_rows for block in range(self._count)]
 
     def batches(self, block: int, names: list[str]) -> Iterator[Any]:
-        """The batch."""
+        """Yield the batch."""
         yield self._batch(block).select(names)
 
 
 class _Open(NamedTuple):
-    """Where the reading of a block has come to."""
+    """The current position within a block."""
 
     process: int
     file: int
@@ -243,7 +243,7 @@ class _Open(NamedTuple):
 
 
 class BlockTable:
-    """The rows of files of one schema, one file after the other."""
+    """The rows of files with one schema, one file after the other."""
 
     def __init__(
         self,
@@ -254,13 +254,15 @@ class BlockTable:
         *,
         asked: str | None = None,
     ) -> None:
-        """A table.
+        """Create a table.
 
         Args:
-            spelled: what its files are. asked: what the user gave that needs pyarrow; None: data of this kind.
+            spelled: kind of the files.
+            asked: what the user typed that needs pyarrow; None for data of this kind.
 
         Raises:
-            MissingInput, DataError: damaged files or ones that differ in their columns. UsageError: there is no pyarrow.
+            MissingInput, DataError: files are damaged or have different columns.
+            UsageError: pyarrow is not installed.
         """
         self.path, self._files, self._kind, self._spelled = path, list(files), kind, spelled
         self._asked = asked or f"\0data\0 {spelled}"
@@ -269,7 +271,7 @@ class BlockTable:
         self.class_names: Mapping[str, tuple[str, ...]] = {}
         self._spans: list[tuple[int, int]] = []  # file and block
         self._open: _Open | None = None
-        self._blocks: tuple[int, int, Blocks] | None = None  # the file that is open, and in which process
+        self._blocks: tuple[int, int, Blocks] | None = None  # the open file, and the process that opened it
         sizes = []
         for number, file in enumerate(self._files):
             blocks = self._opened(number)
@@ -292,7 +294,7 @@ class BlockTable:
         return {**self.__dict__, "_open": None, "_blocks": None}
 
     def values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]]:
-        """How many rows there are, and all values of some columns."""
+        """Return the number of rows, and all values of some columns."""
         found: list[list[Any]] = [[] for _ in names]
         for number, block in self._spans if names else ():
             with self._damage(self._files[number]):
@@ -302,7 +304,7 @@ class BlockTable:
         return int(self._starts[-1]), found
 
     def numbers(self, names: Sequence[str]) -> np.ndarray | None:
-        """(N, columns) float64 of some columns, (N, L) of one of lists; None where some are no plain numbers."""
+        """Return some columns as (N, columns) float64, or a list column as (N, L); None if they are not all numbers."""
         found, count = np.empty((0, 0)), 0
         for number, block in self._spans:
             with self._damage(self._files[number]):
@@ -320,7 +322,7 @@ class BlockTable:
         return found if count else None
 
     def read(self, rows: np.ndarray, names: Sequence[str]) -> list[list[Any]]:
-        """Values of columns in the rows (n,); in ascending order each batch of a block is unpacked once."""
+        """Return values of columns in the rows (n,); for ascending rows, each batch is decompressed once."""
         found: list[list[Any]] = [[] for _ in names]
         spans = np.searchsorted(self._starts, rows, side="right") - 1
         place = 0
@@ -338,7 +340,7 @@ class BlockTable:
         return found
 
     def digests(self, progress: Progress) -> list[str]:
-        """Of each file."""
+        """Return the digest of each file."""
         found = []
         for file in self._files:
             with open_regular(file) as stream:
@@ -346,7 +348,7 @@ class BlockTable:
         return found
 
     def _batch_of(self, span: int, row: int, names: tuple[str, ...]) -> tuple[int, Any]:
-        """The batch that has a row of a block, and the row of the block that it starts with."""
+        """Return the batch with a row of a block, and the batch's first row."""
         number, block = self._spans[span]
         now = self._open
         if now is None or now[:4] != (os.getpid(), number, block, names) or row < now.start:
@@ -360,7 +362,7 @@ class BlockTable:
         return now.start, now.batch
 
     def _opened(self, number: int) -> Blocks:
-        """A file, open in this process: what another one has open is not shared."""
+        """Return a file opened in this process; open files are not shared between processes."""
         if self._blocks is None or self._blocks[:2] != (os.getpid(), number):
             file = self._files[number]
             with open_regular(file), self._damage(file):
@@ -372,7 +374,7 @@ class BlockTable:
 
 
 class _Damage:
-    """Errors of pyarrow inside the block, as ours."""
+    """Convert errors of pyarrow inside the block to bnncli's."""
 
     def __init__(self, file: Path, spelled: str, asked: str) -> None:
         self._file, self._spelled, self._asked = file, spelled, asked

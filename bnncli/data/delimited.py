@@ -1,4 +1,4 @@
-"""Delimited text (RFC 4180) and files of lines, gzipped or not, read from any place in them."""
+"""Delimited text (RFC 4180) and files of lines, gzipped or not, with random access."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def in_utf16(path: Path) -> DataError:
-    """The error for a file of text in UTF-16."""
+    """Return the error for a file of UTF-16 text."""
     name = shlex.quote(str(path))
     hint = f"iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE" if name.isprintable() else "iconv -f UTF-16 -t UTF-8"
     return DataError(f"{quoted(path, limit=300)} is in UTF-16, expected UTF-8", path=path, hint=hint)
 
 
 class LineFile:
-    """A file of text in UTF-8. What is gzipped is unpacked into a file without a name, which is gone when this is.
+    """A file of UTF-8 text. A gzipped file is decompressed into an anonymous temporary file.
 
     Attributes:
-        start: the byte where its text begins, after the mark that some editors write.
+        start: byte where the text begins, after a byte order mark.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises MissingInput, or DataError where it is damaged or in UTF-16."""
+        """Open the file. Raises MissingInput, or DataError if it is damaged or UTF-16."""
         self.path = path
         self._stream = _opened(path)
         head = os.pread(self._stream.fileno(), 3, 0)
@@ -68,12 +68,12 @@ class LineFile:
         self.__init__(state["path"])  # type: ignore[misc]
 
     def lines(self) -> Iterator[bytes]:
-        """Every line with what ends it, from the start of the text."""
+        """Return an iterator over the lines, with their line ends."""
         self._stream.seek(self.start)
         return iter(self._stream.readline, b"")
 
     def runs(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """Place and bytes of runs of whole lines from `start` on, some megabytes each; the last line need not end."""
+        """Yield position and bytes of runs of whole lines from `start` on, some megabytes each; the last line may lack its end."""
         parts: list[bytes] = []
         place = end = start
         while part := self._part(end):
@@ -91,7 +91,7 @@ class LineFile:
             return os.pread(self._stream.fileno(), _RUN, start)
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` up to `stop`. Raises DataError when the file has become shorter."""
+        """Return the bytes from `start` to `stop`. Raises DataError if the file has become shorter."""
         parts, place = [], start
         with reading(self.path):
             while place < stop and (part := os.pread(self._stream.fileno(), stop - place, place)):
@@ -104,13 +104,13 @@ class LineFile:
         return b"".join(parts)
 
     def digest(self, progress: Progress) -> str:
-        """Of the text, whether gzipped or not."""
+        """Return the digest of the text, whether gzipped or not."""
         with reading(self.path):
             return file_sha256(self._stream, progress)
 
 
 def decoded(line: bytes, where: str) -> str:
-    """The text of UTF-8 bytes. Raises DataError."""
+    """Decode UTF-8 bytes. Raises DataError."""
     try:
         return line.decode()
     except UnicodeDecodeError as error:
@@ -121,7 +121,7 @@ def decoded(line: bytes, where: str) -> str:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """The file, or what is in it, open."""
+    """Open the file, or its decompressed contents."""
     with open_regular(path) as stream:
         if stream.read(2) != _GZIP_MAGIC:
             return os.fdopen(os.dup(stream.fileno()), "rb")
@@ -143,12 +143,12 @@ _LINE_END = ord("\n")
 
 
 class PlainRows(NamedTuple):
-    """A run of rows.
+    """A run of rows without special cases.
 
     Attributes:
-        starts: (n + 1,) bytes of the file where they begin, and where the last one ends.
-        text: the rows, each ended by a newline alone, without quotation marks.
-        ends: (n, columns) places in `text` of what ends each field.
+        starts: (n + 1,) byte offsets of their starts in the file, and of the end of the last.
+        text: the rows, each ended by a single newline, without quotation marks.
+        ends: (n, columns) positions in `text` of the character that ends each field.
     """
 
     starts: NDArray[np.int64]
@@ -157,7 +157,7 @@ class PlainRows(NamedTuple):
 
 
 def plain_rows(lines: LineFile, start: int, *, delimiter: str, num_columns: int) -> Iterator[PlainRows | None]:
-    """Runs of rows from a byte of the file on, some megabytes each; None, and no more, where something is out of the ordinary."""
+    """Yield runs of rows from a byte on, some megabytes each; yield None and stop at anything unusual."""
     for place, raw in lines.runs(start):
         text = plain_text(raw, delimiter)
         ends = None if text is None else _ends(text, delimiter.encode(), num_columns)
@@ -170,7 +170,7 @@ def plain_rows(lines: LineFile, start: int, *, delimiter: str, num_columns: int)
 
 
 def plain_text(raw: bytes, delimiter: str) -> bytes | None:
-    """Whole lines, each ended by a newline alone, without quotation marks around fields; None where there are other marks."""
+    """Return whole lines ended by single newlines, with quotes around fields removed; None if there are other quotes."""
     text = raw if raw.endswith(b"\n") else raw + b"\n"
     if b"\r" in text:
         text = text.replace(b"\r\n", b"\n")
@@ -184,12 +184,12 @@ def plain_text(raw: bytes, delimiter: str) -> bytes | None:
 
 
 def texts_of(rows: PlainRows, places: Sequence[int]) -> list[list[str]]:
-    """The fields of some columns."""
+    """Return the fields of some columns."""
     codes, found = _codes(rows.text), []
     for place in places:
         ends = rows.ends[:, place]
         starts = 1 + (rows.ends[:, place - 1] if place else np.append(-1, rows.ends[:-1, -1]))
-        until = np.cumsum(ends + 1 - starts)  # in the fields alone, each with what ends it
+        until = np.cumsum(ends + 1 - starts)  # within the selected fields, each including the character that ends it
         taken = codes[np.repeat(ends + 1 - until, ends + 1 - starts) + np.arange(until[-1])]
         taken[until - 1] = _LINE_END
         found.append(taken.tobytes().decode().split("\n")[:-1])
@@ -197,7 +197,7 @@ def texts_of(rows: PlainRows, places: Sequence[int]) -> list[list[str]]:
 
 
 def number_parser(delimiter: str, num_columns: int, places: Sequence[int]) -> Callable[[bytes], np.ndarray | None]:
-    """What makes numbers (n, columns) float64 of plain rows' text; None where a field is no finite number."""
+    """Return a function from the text of plain rows to numbers (n, columns) float64, or None if a field is not finite."""
     try:
         csv = importlib.import_module("pyarrow.csv")
     except ImportError:
@@ -207,14 +207,14 @@ def number_parser(delimiter: str, num_columns: int, places: Sequence[int]) -> Ca
 
 
 def _ends(text: bytes, delimiter: bytes, num_columns: int) -> NDArray[np.int64] | None:
-    """Places (n, columns) of what ends each field; None where a row has more fields or fewer."""
+    """Return the positions (n, columns) of the ends of fields; None if a row has more or fewer fields."""
     codes = _codes(text)
     is_line_end = codes == _LINE_END
     places = np.flatnonzero(is_line_end | (codes == delimiter[0]))
     if len(places) % num_columns:
         return None
     ends = places.reshape(-1, num_columns)
-    # As many lines as there are rows, each ended where a row must end: all others in it are delimiters.
+    # As many lines as rows, each ending where a row must end, so all other ends are delimiters.
     is_whole = is_line_end[ends[:, -1]].all() and np.count_nonzero(is_line_end) == len(ends)
     is_empty = num_columns == 1 and np.diff(ends[:, 0], prepend=-1).min() == 1
     return ends if is_whole and not is_empty else None
@@ -234,7 +234,7 @@ def _is_utf8(text: bytes) -> bool:
 def _finite(parse: Callable[..., np.ndarray], *parts: Any) -> np.ndarray | None:
     try:
         found = parse(*parts)
-    except ValueError:  # pyarrow's are of this kind
+    except ValueError:  # pyarrow's errors are ValueErrors
         return None
     return found if np.isfinite(found).all() else None
 
@@ -244,7 +244,7 @@ def _parsed(text: bytes, delimiter: str, places: Sequence[int]) -> np.ndarray:
 
 
 def _arrow_options(csv: Any, delimiter: str, num_columns: int, places: Sequence[int]) -> dict[str, Any]:
-    """Nothing stands for a missing value, and nothing is quoted: what is no number is refused."""
+    """Return options without missing values and quoting, so that anything but numbers is refused."""
     names = [str(place) for place in range(num_columns)]
     wanted = [names[place] for place in places]
     types = dict.fromkeys(wanted, "float64")
@@ -259,25 +259,25 @@ def _parsed_by_arrow(text: bytes, csv: Any, options: dict[str, Any]) -> np.ndarr
     parts = dict(options)
     read = csv.ReadOptions(block_size=max(len(text), 1), **parts.pop("read"))
     table = csv.read_csv(io.BytesIO(text), read_options=read, **parts)
-    # to_numpy of a column imports pandas where that is installed
+    # to_numpy of a column imports pandas if it is installed
     return np.stack([np.concatenate([*map(np.from_dlpack, column.chunks)]) for column in table.columns], axis=1)
 
 
-_FIRST_ROWS = 100  # tell what columns hold
-_RETURN = "\udc0d"  # stands for a carriage return while a line is parsed: no UTF-8 decodes to it
+_FIRST_ROWS = 100  # rows to infer what columns hold
+_RETURN = "\udc0d"  # replaces a carriage return while a line is parsed; no valid UTF-8 decodes to it
 
 
 class DelimitedTable:
     """Rows of a csv or tsv file.
 
     Attributes:
-        columns: what each holds, as far as the first rows tell.
+        columns: what each holds, inferred from the first rows.
     """
 
     class_names: Mapping[str, tuple[str, ...]] = {}
 
     def __init__(self, path: Path, *, delimiter: str) -> None:
-        """Raises MissingInput, or DataError for a file without columns or one that is damaged in its first rows."""
+        """Open a table. Raises MissingInput, or DataError if it has no columns or its first rows are damaged."""
         self.path, self._lines = path, LineFile(path)
         self._where = quoted(path, limit=300)
         self._delimiter = delimiter
@@ -292,7 +292,7 @@ class DelimitedTable:
         }
 
     def values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]]:
-        """How many rows there are, and all texts of some columns. Raises DataError for a damaged row, naming it."""
+        """Return the number of rows and all texts of some columns. Raises DataError for a damaged row, naming it."""
         plain = self._plain_values(names)
         if plain is not None:
             return plain
@@ -301,7 +301,7 @@ class DelimitedTable:
         except DataError:
             if self._is_quoted:
                 raise
-            self._is_quoted = True  # fields with tabs or line ends in them
+            self._is_quoted = True  # fields contain tabs or line ends
             try:
                 return self._all_values(names)
             except DataError:
@@ -309,9 +309,9 @@ class DelimitedTable:
         return self._all_values(names)
 
     def numbers(self, names: Sequence[str]) -> np.ndarray | None:
-        """(N, columns) float64 of some columns, once `values` has been asked for; None where only row by row it can be told.
+        """Return some columns as (N, columns) float64, after `values`; None if they must be parsed row by row.
 
-        They are the numbers nearest to the texts, as `float` has them.
+        Numbers are rounded correctly, as by `float`.
         """
         if not self._is_plain or self._first is None:
             return None
@@ -327,7 +327,7 @@ class DelimitedTable:
         return found if count == len(found) else None
 
     def _plain_values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]] | None:
-        """As `values`; None where there are no rows, or something is out of the ordinary."""
+        """Return the same as `values`; None if there are no rows or anything is unusual."""
         self._is_plain = False
         if self._first is None:
             return None
@@ -359,7 +359,7 @@ class DelimitedTable:
         return len(starts), found
 
     def read(self, rows: np.ndarray, names: Sequence[str]) -> list[list[Any]]:
-        """Texts of columns in the rows (n,); neighbours are read at once."""
+        """Return texts of columns in the rows (n,); consecutive rows are read at once."""
         places = [self._header.index(name) for name in names]
         found: list[list[Any]] = [[] for _ in names]
         cuts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
@@ -372,12 +372,12 @@ class DelimitedTable:
         return found
 
     def digests(self, progress: Progress) -> list[str]:
-        """Of the text."""
+        """Return the digest of the text."""
         return [self._lines.digest(progress)]
 
     def _read_header(self) -> list[str]:
-        """The names of the columns; the delimiter is what divides them."""
-        csv.field_size_limit(sys.maxsize)  # texts are longer than its default, and so is a header read as one field
+        """Read the column names and determine the delimiter."""
+        csv.field_size_limit(sys.maxsize)  # texts, or a header read as one field, exceed the default
         first = next(self._lines.lines(), b"")
         if not first.strip():
             raise DataError(
@@ -411,11 +411,11 @@ class DelimitedTable:
         return header
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Place in the file and fields of every row."""
+        """Yield file offset and fields of every row."""
         return islice(self._records(), 1, None)
 
     def _records(self) -> Iterator[tuple[int, list[str]]]:
-        """Place in the file and fields of the header and every row; empty lines are none."""
+        """Yield file offset and fields of the header and every row, skipping empty lines."""
         self._end, count = self._lines.start, -1
 
         def texts() -> Iterator[str]:
@@ -458,31 +458,31 @@ class DelimitedTable:
             yield fields if self._is_quoted else [_unquoted(field) for field in fields]
 
     def _row(self, count: int, start: int) -> str:
-        """What a row is called: by its number, and the line where it begins."""
+        """Name a row by its number and its first line."""
         line = 1 + self._lines.read(self._lines.start, start).count(b"\n")
         return f"{self._where}: " + (f"row {count} (line {line})" if count >= 0 else f"line {line}")
 
 
 def _without_returns(line: str) -> str:
-    """A line without carriage returns but at its end: the csv module refuses them, and its writer does not quote them."""
+    """Replace carriage returns inside a line, which the csv module refuses and its writer does not quote."""
     body = line.removesuffix("\n").removesuffix("\r")
     return body.replace("\r", _RETURN) + line[len(body) :]
 
 
 def _lines_of(text: str) -> list[str]:
-    """Lines with what ends them, ended by newlines alone: texts have other line ends in them."""
+    """Split at newlines only, keeping them; texts may contain other line ends."""
     return [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
 
 
 def _unquoted(field: str) -> str:
-    """A field without the quotation marks around it, where those in it are doubled."""
+    """Remove the quotation marks around a field and undouble those inside."""
     inner = field[1:-1]
     is_whole = len(field) > 1 and field[0] == field[-1] == '"' and '"' not in inner.replace('""', "")
     return inner.replace('""', '"') if is_whole else field
 
 
 def _held(values: list[str]) -> str:
-    """What the fields of a column are."""
+    """Return what the fields of a column hold."""
     found = TEXT
     for kind, holds in ((float, REAL), (int, WHOLE)):
         try:

@@ -1,4 +1,4 @@
-"""Labels of data: the rules for them, matching classes by name, and one folder per class."""
+"""Labels of data: their rules, matching of classes by name, and one folder per class."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ _IF_LABELS = "add \0task\0 multilabel if each column is a separate label"
 
 
 def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> np.ndarray:
-    """Labels (N,) as int64: whole numbers from 0 on, one for each row; or zeros and ones (N, L), L at least 2, as uint8.
+    """Check labels and return (N,) as int64, integers from 0, or a matrix (N, L) of zeros and ones, L >= 2, as uint8.
 
-    What a matrix of zeros and ones means is for `common_task` to say.
+    `common_task` decides what a matrix of zeros and ones means.
 
     Raises:
-        DataError: another shape or type, or a negative label, naming the rule, the first bad row, and what was found.
+        DataError: shape or type is wrong, or a label is negative; names the rule, the first bad row, and what was
+            found.
     """
     rule = _RULE
     if is_matrix(labels) and len(labels) != num_rows:
@@ -60,7 +61,7 @@ def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> np.ndarray
 
 
 def _check_known(labels: np.ndarray, where: str) -> None:
-    """Raise DataError where zeros and ones (N, L) have NaN or -1 among them."""
+    """Raise DataError if zeros and ones (N, L) include NaN or -1."""
     if labels.dtype.kind not in "iuf":
         return
     is_unknown = np.isnan(labels) | (labels == -1)
@@ -71,25 +72,25 @@ def _check_known(labels: np.ndarray, where: str) -> None:
 
 
 def is_matrix(labels: np.ndarray) -> bool:
-    """Whether labels are (N, L) zeros and ones, of at least two columns and one row."""
+    """Return whether labels are (N, L) zeros and ones with at least two columns and one row."""
     is_shaped = labels.ndim == 2 and labels.shape[1] > 1 and labels.size > 0 and labels.dtype.kind in "biuf"
     return is_shaped and bool(np.isin(labels, (0, 1)).all())
 
 
 def shows_several(labels: np.ndarray | None) -> bool:
-    """Whether checked labels are several an example: zeros and ones with several ones in a row."""
+    """Return whether checked labels are multi-label: zeros and ones with several ones in a row."""
     return labels is not None and labels.ndim == 2 and bool((labels.sum(axis=1) > 1).any())
 
 
 def common_task(labels: Mapping[str, np.ndarray | None], task: str | None) -> str | None:
-    """The likelihood that checked labels ask for by name, the same for all of them; None where their classes exclude each other.
+    """Return the likelihood, common to all checked labels, by name; None for mutually exclusive classes.
 
     Args:
-        labels: by what they are called in messages.
-        task: what they were said to be, None for what they show: several labels where a row of any has several ones.
+        labels: by their name in messages.
+        task: kind of the labels; None to infer it: multi-label if any row has several ones.
 
     Raises:
-        DataError: some are not of the task, or may be of several.
+        DataError: some labels are not of the task, or the task is ambiguous.
     """
     shown = MULTILABEL if task is None and any(shows_several(array) for array in labels.values()) else task
     for where, array in labels.items():
@@ -102,7 +103,7 @@ def common_task(labels: Mapping[str, np.ndarray | None], task: str | None) -> st
 
 
 def _check_task(labels: np.ndarray | None, task: str | None, where: str) -> None:
-    """Raise DataError unless labels are of the task; None allows no matrix, which may be classes in another form."""
+    """Raise DataError unless labels are of the task; None allows no matrix, which may be one-hot classes."""
     if labels is None or (labels.ndim == 2) == (task == MULTILABEL):
         return
     if labels.ndim == 1:
@@ -118,7 +119,7 @@ def _check_task(labels: np.ndarray | None, task: str | None, where: str) -> None
 
 
 def check_largest(label: int, where: str) -> None:
-    """Raise DataError when a label would be of more classes than any classifier has: each of them gets a name."""
+    """Raise DataError if a label implies more classes than any classifier has, each of which gets a name."""
     if label >= MAX_CLASSES:
         raise DataError(
             f"{where} has {label}, expected at most {MAX_CLASSES - 1}", code="bad_labels",
@@ -127,7 +128,7 @@ def check_largest(label: int, where: str) -> None:
 
 
 def explain_matrix(labels: np.ndarray) -> tuple[str, str]:
-    """What labels (N, C) are instead of labels (N,), and what to do with them."""
+    """Describe what labels (N, C) are instead of labels (N,), and what to do with them."""
     if labels.dtype.kind not in "biuf":
         return f" of type {labels.dtype}", f"{_ONE_CLASS}: save the class number of each example"
     if np.isin(labels, (0, 1)).all():
@@ -146,7 +147,7 @@ def explain_matrix(labels: np.ndarray) -> tuple[str, str]:
 
 
 def _explain_type(labels: np.ndarray) -> tuple[str, str]:
-    """What labels (N,) that are no whole numbers are, and what to do with them."""
+    """Describe what labels (N,) that are not integers are, and what to do with them."""
     if labels.dtype.kind in "US":
         return ": names", "number them: np.unique(labels, return_inverse=True)[1]"
     if labels.dtype.kind != "f":
@@ -166,13 +167,18 @@ def _explain_type(labels: np.ndarray) -> tuple[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class Numbering:
-    """Classes of a model, index = output, None where it names none; `numbers` (C,): the output of each label of the data, None leaves them."""
+    """The mapping of data labels to a model's outputs.
+
+    Attributes:
+        classes: class name of each output; None if the model names none.
+        numbers: (C,), output of each label of the data; None to keep labels.
+    """
 
     classes: tuple[str, ...] | None
     numbers: np.ndarray | None = None
 
     def of(self, labels: np.ndarray) -> np.ndarray:
-        """Labels (n,), or (n, L), as outputs of the model. Raises DataError for one that has no name, or an output without."""
+        """Map labels (n,) or (n, L) to outputs. Raises DataError for a label without a name, or an output without a label."""
         if self.numbers is None:
             return labels
         if labels.ndim == 2:
@@ -184,7 +190,7 @@ class Numbering:
         return self.numbers[labels]
 
     def _columns(self, labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Zeros and ones (n, L) with the columns in the order of the model's outputs: each needs one, absent is not unknown."""
+        """Reorder columns (n, L) to the model's outputs; each output needs one, since a missing label is not an absent one."""
         classes = self.classes or ()
         if labels.shape[1] == len(numbers) < len(classes):
             named = [classes[number] for number in numbers]
@@ -206,16 +212,16 @@ class Numbering:
 
 
 def matched_to(split: InputSplit, classes: tuple[str, ...] | None) -> InputSplit:
-    """The split with its labels as those of a model: each class by its name, whole numbers as they are.
+    """Match the split's labels to a model's: classes by name, integers unchanged.
 
-    Names are the same where they differ in nothing but capitals and spaces around them. Data may have some of the classes
-    alone. Names that are all whole numbers are the model's own, also where it names no classes.
+    Names match regardless of case and surrounding spaces. Data may have a subset of the classes. Names that are all
+    integers are the model's class numbers, even if it names no classes.
 
     Args:
-        classes: of the model, index = output; None where it names none, and the data's stay.
+        classes: class name of each output; None if the model names none, and the data's are kept.
 
     Raises:
-        DataError: the data name a class that the model does not have; both lists are in the message.
+        DataError: the data has a class that the model lacks; the message lists both.
     """
     if split.is_ood:
         return split
@@ -238,10 +244,10 @@ def matched_to(split: InputSplit, classes: tuple[str, ...] | None) -> InputSplit
 
 
 def _as_numbers(split: InputSplit) -> InputSplit:
-    """The split with classes whose names are all whole numbers as these numbers, whichever of them it has; others as they are.
+    """If all class names are integers, use them as labels; else return the split unchanged.
 
     Raises:
-        DataError: two names are the same number, or one is no number of a class.
+        DataError: two names are the same number, or a number is not a class.
     """
     names = split.classes
     if not names or not split.is_labeled or split.num_labels is not None or not are_numbers(names):
@@ -255,13 +261,13 @@ def _as_numbers(split: InputSplit) -> InputSplit:
 
 
 def check_same_classes(splits: Iterable[InputSplit], *, hint: str) -> None:
-    """Pass where all splits that name classes name the same ones in the same order, so that a label means the same in each.
+    """Check that all splits with class names have the same ones in the same order.
 
     Args:
-        hint: what to do where two differ.
+        hint: what to do if two differ.
 
     Raises:
-        DataError: two differ; what only one of them has is in the message.
+        DataError: two differ; the message has what only one of them has.
     """
     named = {split.name: split.classes for split in splits if split.classes and not split.is_ood}
     first_name, first = next(iter(named.items()), ("", ()))
@@ -281,12 +287,12 @@ def check_same_classes(splits: Iterable[InputSplit], *, hint: str) -> None:
 
 
 def are_numbers(names: Iterable[str]) -> bool:
-    """Whether names of classes are all whole numbers: then they are sorted and used as such."""
+    """Return whether class names are all integers, which are then sorted and used as numbers."""
     return all(name.isascii() and name.isdecimal() for name in names)
 
 
 def numbered_by_name(split: InputSplit) -> str | None:
-    """What numbers labels that are names have, where nothing but their alphabetical order says which; else None."""
+    """Return the numbering of named labels if only their alphabetical order defines it; else None."""
     names = split.classes
     if not (split.is_labeled and split.numbering is None and names) or [*names] != sorted(names) or are_numbers(names):
         return None
@@ -296,7 +302,7 @@ def numbered_by_name(split: InputSplit) -> str | None:
 
 
 def columns_of_classes(split: InputSplit) -> list[str]:
-    """Columns of a table that are called as the classes of the model, one for each, where nobody said which are labels; else none."""
+    """Return the table columns named after the model's classes, one each, if no label columns were given; else none."""
     columns: Iterable[str] = getattr(getattr(split.dataset, "table", None), "columns", ())
     if split.is_labeled or split.is_ood or split.numbering is None or "label=" in split.spec:
         return []
@@ -306,7 +312,7 @@ def columns_of_classes(split: InputSplit) -> list[str]:
 
 
 def _numbers_by_name(names: tuple[str, ...], classes: tuple[str, ...]) -> np.ndarray | None:
-    """The index in `classes` of each name; None where one has no index, or two have the same."""
+    """Return the index in `classes` of each name; None if one is missing or two have the same."""
     exact = {name: index for index, name in enumerate(classes)}
     folded = {_folded(name): index for index, name in enumerate(classes)}
     if len(exact) == len(classes) and all(name in exact for name in names):
@@ -324,7 +330,7 @@ def _folded(name: str) -> str:
 
 
 class Filed(NamedTuple):
-    """Files (N,), as paths in their folder; labels (N,) and the classes, or None where there are no class folders; what was left out."""
+    """Files (N,), as paths in their folder; labels (N,) and classes, or None without class folders; a note on skipped files."""
 
     files: tuple[str, ...]
     labels: np.ndarray | None
@@ -333,14 +339,14 @@ class Filed(NamedTuple):
 
 
 def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
-    """The files of a folder that end so, in the order of their sorted names within sorted classes: numbers as numbers.
+    """Find the files with these suffixes in a folder, naturally sorted within sorted classes.
 
     Args:
-        what: they are, for messages.
+        what: description of the files, for messages.
 
     Raises:
-        MissingInput: no such folder.
-        DataError: no such files in it, or some both in it and in class folders.
+        MissingInput: there is no such folder.
+        DataError: it has no such files, or has some both directly and in class folders.
     """
     if not folder.is_dir():
         raise MissingInput(f"no folder {quoted(folder, limit=300)}", path=folder)
@@ -369,7 +375,7 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
     return Filed(files, labels, tuple(classes) or None, note)
 
 
-_MAC_FOLDER = "__MACOSX"  # what archives made on a Mac have beside their files
+_MAC_FOLDER = "__MACOSX"  # in archives created on a Mac
 
 
 def _is_hidden(name: str) -> bool:
@@ -377,7 +383,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _count_hidden(folder: Path) -> int:
-    """How many files are hidden, or in hidden folders."""
+    """Count the files that are hidden or in hidden folders."""
     found = 0
     for parent, _, names in os.walk(folder):
         inside = any(map(_is_hidden, Path(os.path.relpath(parent, folder)).parts[parent == str(folder) :]))
@@ -386,7 +392,7 @@ def _count_hidden(folder: Path) -> int:
 
 
 def _files_under(folder: Path, class_name: str, suffixes: Collection[str], what: str) -> list[str]:
-    """Files of one class at any depth, as sorted paths relative to the folder. Raises DataError where all are of another kind."""
+    """Return one class's files at any depth, as sorted relative paths. Raises DataError if all are of another kind."""
     found: list[str] = []
     others: list[str] = []
     for parent, folders, names in os.walk(folder / class_name, followlinks=True):
@@ -402,7 +408,7 @@ def _files_under(folder: Path, class_name: str, suffixes: Collection[str], what:
 
 
 def _leads_back(folder: str) -> bool:
-    """Whether it is a link to a folder that it lies in."""
+    """Return whether a link points to a folder that contains it."""
     return os.path.islink(folder) and Path(folder).parent.resolve().is_relative_to(Path(folder).resolve())
 
 

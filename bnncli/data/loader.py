@@ -1,4 +1,4 @@
-"""Rows of a data set as tensors, batch by batch, read and decoded ahead by other processes."""
+"""Load rows of a data set as tensors, batch by batch, read and decoded ahead by worker processes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Chunk(NamedTuple):
     """Rows that were read, on the CPU.
 
     Attributes:
-        inputs: (n, ...), or one by each name of the network's arguments.
+        inputs: (n, ...), or one tensor per argument name of the network.
         labels: (n,) or None.
-        is_ready: whether the network takes the inputs as they are.
+        is_ready: whether the network takes the inputs unchanged.
         num_truncated, num_converted, lengths: see Transformed.
-        images: what was done to images when they were decoded.
+        images: counts of changes to decoded images.
     """
 
     inputs: Tensor | dict[str, Tensor]
@@ -53,18 +53,18 @@ def read_ahead(
     where: str = "",
     turns: slice = slice(None),
 ) -> Iterator[Chunk]:
-    """The rows (N,) in their order, as stored, or as the transform makes them.
+    """Yield batches of the rows (N,) in order, as stored or transformed.
 
     Args:
-        turns: which of the batches, by their place; no other is read.
+        turns: which batches to read, by index.
 
     Raises:
-        BnnError: as the data set's `read`; the transform cannot take what it gives; a process that reads died.
+        BnnError: as raised by the data set's `read`; the transform does not support its result; or a worker died.
     """
     chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)[turns]]
     batches = _Chunks(dataset, chunks, transform, where)
-    # Without a loader where none reads ahead: it takes longer than one small batch. And in the loop itself, which closes it: an error
-    # that somebody holds would keep what a name here holds, and with that its processes.
+    # Without workers a loader would take longer than a small batch. The loader is created inside the loop, which closes
+    # it: a caller holding an exception would keep local variables, and with them the workers, alive.
     for outcome in _here(batches) if num_workers == 0 else _from_workers(_loader(batches, num_workers), where):
         if isinstance(outcome, BnnError):
             raise outcome
@@ -82,7 +82,7 @@ def _loader(batches: _Chunks, num_workers: int) -> torch_data.DataLoader[Any]:
 
 
 def _from_workers(loader: torch_data.DataLoader[Any], where: str) -> Iterator[Any]:
-    """What the loader's processes hand over; they are gone when this ends, however it does. Raises DeviceError when one dies."""
+    """Yield what the loader's workers return, and stop them at the end. Raises DeviceError if one dies."""
     with _no_alarm():
         batches = iter(loader)
         try:
@@ -92,7 +92,7 @@ def _from_workers(loader: torch_data.DataLoader[Any], where: str) -> Iterator[An
                 except StopIteration:
                     return
                 except (RuntimeError, OSError, EOFError) as error:
-                    if str(error).startswith("Caught "):  # it happened in a process: that reads on
+                    if str(error).startswith("Caught "):  # raised in a worker while reading
                         raise
                     raise _ended(batches, error, where) from error
                 yield outcome if isinstance(outcome, BnnError) else _over_parts(outcome, _as_tensor)
@@ -102,9 +102,9 @@ def _from_workers(loader: torch_data.DataLoader[Any], where: str) -> Iterator[An
 
 @contextmanager
 def _no_alarm() -> Iterator[None]:
-    """Around processes that read ahead: no handler of torch's, which raises in whatever the main thread does when one dies.
+    """Disable torch's SIGCHLD handler, which would raise in the main thread, for example inside the network.
 
-    That could be the network, which would be blamed. Who waits for a process that died learns of it within seconds.
+    A reader learns of a dead worker within seconds anyway.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -123,11 +123,11 @@ def _no_alarm() -> Iterator[None]:
 
 
 def _ended(batches: Any, error: Exception, where: str) -> DeviceError:
-    """The error for a process that reads ahead and is no more."""
+    """Return the error for a worker that died."""
     if "Too many open files" in str(error):
         hint = "raise the limit with ulimit -n, or use fewer \0num_workers\0"
         return DeviceError(f"{where}: too many open files", code="too_many_files", hint=hint)
-    wait([process.sentinel for process in batches._workers], timeout=1)  # its pipes end a little before it does
+    wait([process.sentinel for process in batches._workers], timeout=1)  # its pipes close shortly before it exits
     codes = [process.exitcode for process in batches._workers if process.exitcode]
     if not codes:
         how = f"stopped ({' '.join(str(error).split())[:200] or type(error).__name__})"
@@ -141,7 +141,7 @@ def _ended(batches: Any, error: Exception, where: str) -> DeviceError:
 
 
 class _Chunks(torch_data.Dataset[Any]):
-    """Whole batches as the items of a data set; an expected error is an item too, so that workers can hand it over."""
+    """A data set whose items are whole batches; expected errors are items too, so that workers can return them."""
 
     def __init__(self, dataset: Dataset, chunks: list[np.ndarray], transform: Transform | None, where: str) -> None:
         self.dataset, self.chunks = dataset, chunks
@@ -168,10 +168,10 @@ class _Chunks(torch_data.Dataset[Any]):
 
 
 def _as_arrays(outcome: Any) -> Any:
-    """Give a chunk arrays for its tensors (errors pass as they are): arrays cross to another process through a pipe.
+    """Convert a chunk's tensors to arrays, which workers send through a pipe; errors pass unchanged.
 
-    Tensors cross through /dev/shm. A container has 64 MiB of it by default, and a process that finds it full sends nothing: the
-    command would wait for ever.
+    Tensors would go through /dev/shm. Containers have 64 MiB of it by default, and a worker that finds it full sends
+    nothing, so the command would hang.
     """
     return outcome if isinstance(outcome, BnnError) else _over_parts(outcome, _as_array)
 
@@ -183,7 +183,7 @@ def _over_parts(chunk: Chunk, change: Callable[[Any], Any]) -> Chunk:
 
 
 def _as_array(part: Any) -> Any:
-    is_plain = isinstance(part, Tensor) and part.dtype != torch.bfloat16  # which NumPy does not know
+    is_plain = isinstance(part, Tensor) and part.dtype != torch.bfloat16  # unsupported by NumPy
     return part.numpy() if is_plain else part
 
 
@@ -192,21 +192,21 @@ def _as_tensor(part: Any) -> Any:
 
 
 def _for_transform(raw: Stored) -> list[Any] | np.ndarray | None:
-    """Images, texts or sound; None for other arrays, which are what the network takes."""
+    """Return images, texts or sound; None for other arrays, which the network takes unchanged."""
     array = raw.numpy() if isinstance(raw, Tensor) else raw
     is_image = isinstance(array, np.ndarray) and array.dtype == np.uint8
     return array if is_image or isinstance(array, list) else None  # type: ignore[return-value]
 
 
 def _tensors(inputs: Any) -> Any:
-    """Arrays as tensors."""
+    """Convert arrays to tensors."""
     if isinstance(inputs, Mapping):
         return {name: torch.as_tensor(array) for name, array in inputs.items()}
     return torch.as_tensor(inputs)
 
 
 def _quiet_worker(worker: int) -> None:
-    """Workers do not run the parent's signal handlers: the parent stops them."""
+    """Reset signal handlers in a worker; the parent stops it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

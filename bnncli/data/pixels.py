@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from bnncli.data.transform import Transform
 
 
-# Grey and RGB before RGBA: a width or height of 4 is likelier than four channels.
+# Grey and RGB before RGBA: a width or height of 4 is more likely than four channels.
 _CHANNEL_COUNTS = ((1, 3), (4,))
 
 
 def channels_axis(shape: tuple[int, ...]) -> int | None:
-    """Which axis of uint8 images (n, ...) holds the channels: 3, 1, or None where there is none.
+    """Return the channel axis of uint8 images (n, ...): 3, 1, or None without one.
 
     Raises:
-        DataError: the shape is not that of images or of rows.
+        DataError: the shape is not that of images or rows.
     """
     if len(shape) in (2, 3):
         return None
@@ -47,17 +47,17 @@ def channels_axis(shape: tuple[int, ...]) -> int | None:
 
 
 class ImageCounts(NamedTuple):
-    """How many images were turned as their EXIF orientation says, and how many have transparent pixels."""
+    """How many images were rotated to match their EXIF orientation, and how many have transparent pixels."""
 
     num_turned: int = 0
     num_transparent: int = 0
 
     def plus(self, other: ImageCounts) -> ImageCounts:
-        """Return the counts of both."""
+        """Return the sum of both counts."""
         return ImageCounts(*(one + its for one, its in zip(self, other, strict=True)))
 
     def notes(self, split: str, num_images: int, preprocess: Preprocess) -> list[str]:
-        """Return what is to be said of the images of a split, a line each."""
+        """Return notes about the images of a split, one line each."""
         found = []
         if self.num_turned:
             how = "were rotated to match their EXIF orientation (turn this off with \0no_exif\0)"
@@ -72,20 +72,20 @@ class ImageCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Preprocess:
-    """What is done to inputs; the same for every split of a run.
+    """Preprocessing of inputs, the same for every split of a run.
 
-    uint8 arrays are scaled to [0, 1], get a channel axis if they lack one, and are moved to channels-first.
-    Floating-point arrays are used as they are.
+    uint8 arrays are scaled to [0, 1], get a channel axis if they lack one, and become channels-first. Floating-point
+    arrays are used unchanged.
 
     Attributes:
-        mean, std: one value, or one for each channel, in units of the scaled input.
+        mean, std: one value, or one per channel, in units of the scaled input.
         resize: pixels of the shorter side, bilinear with antialiasing; None keeps the size.
         crop: pixels of the centre square cut out after resizing; None keeps all.
-        transform: what the model brings in place of all of that, for images and texts; floating-point arrays and token ids
-            are used as they are with it too.
-        no_exif: whether images stay as they are stored, whatever their EXIF orientation says.
-        background: colour that shows through transparent pixels; None for white. A transform does without alpha,
-            as the libraries of such models do.
+        transform: the model's own, which replaces all of this for images and texts; floating-point arrays and token ids
+            are still used unchanged.
+        no_exif: keep images as stored, regardless of their EXIF orientation.
+        background: colour behind transparent pixels; None for white. A transform drops alpha, as the libraries of such
+            models do.
     """
 
     mean: tuple[float, ...] | None = None
@@ -120,20 +120,20 @@ class Preprocess:
         no_exif: bool = False,
         background: str | None = None,
     ) -> Preprocess:
-        """The preprocessing that option texts ask for; means and deviations are comma-separated numbers.
+        """Parse preprocessing from option texts; means and deviations are comma-separated numbers.
 
         Raises:
-            UsageError: not numbers, not as many of both, or a deviation that is not positive.
+            UsageError: they are not numbers, differ in number, or a deviation is not positive.
         """
         return cls(_numbers(mean, "\0mean\0"), _numbers(std, "\0std\0"), resize, crop, transform, no_exif, background)
 
     def _of_arrays(self) -> dict[str, object]:
-        """What is done to arrays and images without a transform, by the option that asks for it."""
+        """Return the settings that apply to arrays and images without a transform, by option."""
         names = ("mean", "std", "resize", "crop", "background")
         return {f"\0{name}\0": getattr(self, name) for name in names}
 
     def check_named(self, names: Iterable[str]) -> None:
-        """Nothing, when inputs of several names are used as they are. Raises UsageError where more is asked for."""
+        """Raise UsageError if options for images are set, since named inputs are used unchanged."""
         for option, value in self._of_arrays().items():
             if value is not None:
                 raise UsageError(
@@ -141,16 +141,16 @@ class Preprocess:
                 )
 
     def apply(self, raw: Tensor, *, is_sized: bool = False) -> Tensor:
-        """Float32 inputs (n, ...) from stored ones (n, ...), on the same device; token ids stay whole numbers.
+        """Return float32 inputs (n, ...) from stored ones (n, ...), on the same device; token ids stay integers.
 
         Args:
             raw: uint8 images (n, H, W), (n, H, W, C) or (n, C, H, W), uint8 rows (n, D), any floating-point array, or
                 token ids in int32 or int64.
-            is_sized: True where images were resized and cropped when they were read.
+            is_sized: whether images were resized and cropped when read.
 
         Raises:
-            DataError: another type or shape, or images smaller than the crop.
-            UsageError: the number of channels is not that of mean and std.
+            DataError: type or shape is not supported, or images are smaller than the crop.
+            UsageError: the number of channels differs from that of mean and std.
         """
         inputs = _scale(raw)
         if not inputs.is_floating_point() and (self.mean or self.std):
@@ -164,7 +164,7 @@ class Preprocess:
         return self._normalise(inputs)
 
     def to_json(self) -> dict[str, object]:
-        """What feature files record."""
+        """Return what feature files record."""
         return {
             "scale": "uint8 to [0, 1]",
             "mean": list(self.mean) if self.mean else None,
@@ -176,14 +176,14 @@ class Preprocess:
         }
 
     def resized_shape(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width after resizing: the shorter side is `resize`, the other keeps the ratio, rounded down."""
+        """Return height and width after resizing: the shorter side is `resize`, the other keeps the ratio, rounded down."""
         if self.resize is None:
             return height, width
         short = min(height, width)
         return height * self.resize // short, width * self.resize // short
 
     def crop_corner(self, height: int, width: int) -> tuple[int, int]:
-        """Top and left of the centre square. Raises DataError when the image is smaller than it."""
+        """Return top and left of the centre square. Raises DataError if the image is smaller."""
         if self.crop is None:
             return 0, 0
         if min(height, width) < self.crop:
@@ -212,7 +212,7 @@ class Preprocess:
 
 
 def _scale(raw: Tensor) -> Tensor:
-    """Floating-point inputs, channels first; uint8 in [0, 1]; token ids as they are."""
+    """Return floats channels first, uint8 scaled to [0, 1], and token ids unchanged."""
     if raw.is_floating_point():
         return raw.float()
     if raw.dtype in (torch.int32, torch.int64):
@@ -251,7 +251,7 @@ _counts: ContextVar[list[ImageCounts] | None] = ContextVar("_counts", default=No
 
 @contextmanager
 def counting_images() -> Iterator[list[ImageCounts]]:
-    """Give a list to which every image that is decoded inside the block is added."""
+    """Yield a list that collects a count for every image decoded inside the block."""
     found: list[ImageCounts] = []
     token = _counts.set(found)
     try:
@@ -262,13 +262,13 @@ def counting_images() -> Iterator[list[ImageCounts]]:
 
 @contextmanager
 def opened_image(stream: IO[bytes], where: str, path: Path | None = None) -> Iterator[Image.Image]:
-    """An image, opened: what cannot be decoded, here or inside the block, is a DataError.
+    """Open an image; anything that cannot be decoded, here or inside the block, raises DataError.
 
     Args:
-        where: what to call it, its file too.
+        where: name for messages, including its file.
 
     Raises:
-        DataError: it is no image, is damaged, or has more pixels than any camera's (PIL's own limit).
+        DataError: it is not an image, is damaged, or exceeds PIL's pixel limit.
     """
     try:
         with Image.open(stream) as image:
@@ -281,12 +281,12 @@ def opened_image(stream: IO[bytes], where: str, path: Path | None = None) -> Ite
 
 
 def mode_of(modes: set[str]) -> str:
-    """L when every image is grey, else RGB."""
+    """Return L if every image is grey, else RGB."""
     return "L" if modes <= _GREY else "RGB"
 
 
 def check_mode(image: Image.Image, mode: str, name: str) -> None:
-    """Nothing, when the image can be decoded to the mode without losing colour or depth. Raises DataError."""
+    """Raise DataError if decoding the image to the mode would lose colour or depth."""
     if image.mode.startswith(("I", "F")):
         raise DataError(f"{quoted(name)} has more than 8 bits per channel ({image.mode}), expected 8")
     if mode == "L" and image.mode not in _GREY:
@@ -294,7 +294,7 @@ def check_mode(image: Image.Image, mode: str, name: str) -> None:
 
 
 def decoded_image(image: Image.Image, mode: str, preprocess: Preprocess, name: str) -> Image.Image:
-    """An image in the mode, upright and on a background as the preprocessing says. Raises DataError as `check_mode` does."""
+    """Decode an image to the mode, upright and on the background. Raises DataError as `check_mode` does."""
     check_mode(image, mode, name)
     is_turned = not preprocess.no_exif and 1 < _orientation(image) <= 8
     is_transparent = _is_transparent(image)
@@ -306,14 +306,14 @@ def decoded_image(image: Image.Image, mode: str, preprocess: Preprocess, name: s
         image = whole
     found = image.convert(mode)
     if preprocess.no_exif:
-        found.info = {}  # for a transform that turns images itself
+        found.info = {}  # so that a transform does not rotate the image again
     if (counts := _counts.get()) is not None:
         counts.append(ImageCounts(is_turned, is_transparent))
     return found
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation; 1, upright, where there is none or it cannot be read."""
+    """Return the EXIF orientation; 1, upright, if there is none or it is unreadable."""
     try:
         found = image.getexif().get(ExifTags.Base.Orientation, 1)
     except _DAMAGE:
@@ -328,7 +328,7 @@ def _is_transparent(image: Image.Image) -> bool:
 
 
 def sized(image: Image.Image, preprocess: Preprocess, name: str) -> np.ndarray:
-    """A decoded image (H, W, C), resized and cropped. Raises DataError when it is smaller than the crop."""
+    """Resize and crop a decoded image to (H, W, C). Raises DataError if it is smaller than the crop."""
     width, height = image.size
     new_height, new_width = preprocess.resized_shape(height, width)
     if (new_height, new_width) != (height, width):
@@ -344,7 +344,7 @@ def sized(image: Image.Image, preprocess: Preprocess, name: str) -> np.ndarray:
 
 
 def check_same_size(array: np.ndarray, first: np.ndarray, name: str, first_name: str) -> None:
-    """Nothing, when two images have one size. Raises DataError."""
+    """Raise DataError if two images differ in size."""
     if array.shape != first.shape:
         raise DataError(
             f"images have different sizes: {quoted(name)} is {_size(array)}, {quoted(first_name)} is {_size(first)}",
@@ -358,12 +358,12 @@ def _size(array: np.ndarray) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Augmentation:
-    """What may happen to an image.
+    """Random augmentation of images.
 
     Args:
-        padding: pixels of the largest shift along each axis; 0 shifts nothing.
-        flips: whether half of the images are mirrored, left to right.
-        fill: (C,) what lies outside of an image, as the network takes it: black, normalised.
+        padding: largest shift in pixels along each axis; 0 for no shifts.
+        flips: mirror half of the images, left to right.
+        fill: (C,) values outside an image, as the network takes them: black, normalised.
     """
 
     padding: int
@@ -371,11 +371,11 @@ class Augmentation:
     fill: Tensor
 
     def draw(self, num_images: int, generator: torch.Generator) -> Tensor:
-        """A number (n,) int64 for each image that says what happens to it, all equally likely; where the generator is."""
+        """Draw an index (n,) int64 per image that encodes its augmentation, all equally likely."""
         return torch.randint(self._shifts**2 * (1 + self.flips), (num_images,), generator=generator)
 
     def apply(self, images: Tensor, drawn: Tensor) -> Tensor:
-        """Images (n, C, H, W), each shifted and mirrored as its number (n,) says."""
+        """Shift and mirror images (n, C, H, W) as encoded by `drawn` (n,)."""
         (height, width), shifts = images.shape[-2:], self._shifts
         down, right = drawn // shifts % shifts - self.padding, drawn % shifts - self.padding
         rows = torch.arange(height, device=images.device) + down.unsqueeze(1)
@@ -393,5 +393,5 @@ class Augmentation:
 
     @property
     def _shifts(self) -> int:
-        """Along one axis."""
+        """Number of shifts along one axis."""
         return 2 * self.padding + 1

@@ -1,4 +1,4 @@
-"""Predictions in files of any origin: probabilities or logits, labels and names, in npz, npy, csv and Parquet files."""
+"""Read predictions of any origin: probabilities or logits, labels and names, from npz, npy, csv and Parquet files."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ FORM = "FILE[:probs=COLUMN,label=COLUMN] (or logits=COLUMN; join several columns
 
 
 class Chosen(NamedTuple):
-    """Columns or arrays of the predictions.
+    """Columns or arrays with the predictions.
 
     Attributes:
-        names: one that holds a vector for each row, or one a class.
-        holds: PROBS or LOGITS, as their names say; None where they do not.
-        classes: the names of the classes, where the columns have them.
-        others: columns or arrays that hold the same predictions as logits, by their names.
-        is_ordered: whether the classes are in the order of their numbers: the user wrote it, or the names sort so.
+        names: one that holds a vector per row, or one per class.
+        holds: PROBS or LOGITS, judged by their names; None if undecided.
+        classes: class names, if the columns have them.
+        others: columns or arrays with the same predictions as logits, by name.
+        is_ordered: whether the classes are in numerical order: the user gave it, or the names sort that way.
     """
 
     names: tuple[str, ...]
@@ -66,9 +66,9 @@ class Chosen(NamedTuple):
 
 
 def divide(place: str) -> tuple[Path, dict[str, str]]:
-    """The file, and what is named after it by `probs`, `logits`, `label`, or "" for `FILE:ARRAY[,LABELS]`.
+    """Split off the file from what is named after it: `probs`, `logits`, `label`, or "" for `FILE:ARRAY[,LABELS]`.
 
-    A colon belongs to the file's name where that file exists. Raises UsageError for another form.
+    A colon belongs to the file's name if that file exists. Raises UsageError for another form.
     """
     if Path(place).expanduser().exists():
         return Path(place).expanduser(), {}
@@ -100,21 +100,21 @@ def _parse(text: str, place: str) -> dict[str, str]:
 def find_arrays(
     shapes: Mapping[str, tuple[int, ...]], named: Mapping[str, str], wanted: str | None, where: str
 ) -> Chosen:
-    """The array of an archive that predictions are.
+    """Find the array of predictions in an archive.
 
     Args:
-        shapes: of the arrays of real numbers.
-        named: as `divide` gives them.
-        wanted: PROBS or LOGITS where the user says what they are.
+        shapes: of the real arrays.
+        named: as from `divide`.
+        wanted: PROBS or LOGITS if the user says which.
 
     Raises:
-        DataError: there is none, or several could be.
+        DataError: there is none, or it is ambiguous.
     """
     holds, name = _named(named)
     if name is not None:
         return Chosen((_known(name, shapes, where),), wanted or holds or _said(name))
     found = {kind: [one for one in shapes if one.casefold() in names] for kind, names in _NAMES.items()}
-    for kind, own in found.items():  # beside a matrix a vector is something of its rows
+    for kind, own in found.items():  # beside a matrix, a vector is a property of the rows
         found[kind] = [one for one in own if len(shapes[one]) == 2] or own
     for kind in (wanted,) if wanted else (PROBS, LOGITS):
         if len(found[kind]) == 1:
@@ -139,10 +139,10 @@ def find_arrays(
 
 
 def find_columns(columns: Mapping[str, str], named: Mapping[str, str], wanted: str | None, where: str) -> Chosen:
-    """The columns of a table that predictions are; arguments as of `find_arrays`, `columns` with what each holds.
+    """Find the columns of predictions in a table; arguments as in `find_arrays`, `columns` with what each holds.
 
     Raises:
-        DataError: there are none, or several could be.
+        DataError: there are none, or they are ambiguous.
     """
     holds, name = _named(named)
     if name is not None:
@@ -171,14 +171,14 @@ def find_columns(columns: Mapping[str, str], named: Mapping[str, str], wanted: s
 
 
 def _called(columns: Mapping[str, str], numbers: Sequence[str], kind: str) -> list[list[str]]:
-    """The sets of columns, of a class each or one that holds all, that are called as probabilities or logits are."""
+    """Return sets of columns, one per class or one for all, that are named like probabilities or logits."""
     found = [own for prefix in _PREFIXES[kind] if len(own := [one for one in numbers if _begins(one, prefix)]) > 1]
     lists = [one for one in columns if columns[one] == LIST and one.casefold() in _NAMES[kind]]
     return found or [[one] for one in lists or [one for one in numbers if one.casefold() in _NAMES[kind]]]
 
 
 def called_as_predictions(columns: Mapping[str, str], kind: str) -> list[str]:
-    """The columns that hold values of a kind and are called as probabilities or logits are."""
+    """Return the columns that hold values of a kind and are named like probabilities or logits."""
     prefixes = [prefix for every in _PREFIXES.values() for prefix in every]
     whole = {name for every in _NAMES.values() for name in every}
     return [
@@ -191,13 +191,13 @@ def called_as_predictions(columns: Mapping[str, str], kind: str) -> list[str]:
 def find_labels(
     names: Sequence[str], named: Mapping[str, str], where: str, *, is_alone: bool = False
 ) -> tuple[str, ...]:
-    """The columns or arrays of the labels; none where there are none.
+    """Find the columns or arrays of labels; none if there are none.
 
     Args:
-        is_alone: whether the file is there for the labels: a single column is theirs, whatever it is called.
+        is_alone: the file is only for labels, so a single column is theirs, whatever its name.
 
     Raises:
-        DataError: one that is named is not there, or several could be it.
+        DataError: a named one is missing, or the choice is ambiguous.
     """
     given = named.get(LABEL, named.get("") if is_alone else None)
     if given is not None:
@@ -224,7 +224,7 @@ def find_labels(
 
 
 def _named(named: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """What the predictions that are named hold, and their name."""
+    """Return what the named predictions hold, and their name."""
     for key in (PROBS, LOGITS):
         if key in named:
             return key, named[key]
@@ -232,7 +232,7 @@ def _named(named: Mapping[str, str]) -> tuple[str | None, str | None]:
 
 
 def _said(name: str) -> str | None:
-    """What the name of a column or array says that it holds."""
+    """Infer what a column or array holds from its name."""
     folded = name.casefold()
     if "logit" in folded:
         return LOGITS
@@ -240,7 +240,7 @@ def _said(name: str) -> str | None:
 
 
 def _several(text: str, names: Sequence[str] | Mapping[str, object], where: str) -> tuple[str, ...]:
-    """One name, several joined by +, or those that a pattern with one * fits."""
+    """Return a single name, names joined by +, or names that match a pattern with one *."""
     if text in names:
         return (text,)
     if text.count("*") == 1:
@@ -264,7 +264,7 @@ def _begins(name: str, prefix: str) -> bool:
 
 
 def _of_classes(names: Sequence[str], holds: str | None) -> Chosen:
-    """Columns of which each is a class; those that are called by numbers in the order of these."""
+    """Choose columns of one class each, sorted numerically if named by numbers."""
     classes = _classes(names) or ()
     if classes and all(one.isdecimal() for one in classes):
         order = sorted(range(len(names)), key=lambda place: int(classes[place]))
@@ -273,13 +273,13 @@ def _of_classes(names: Sequence[str], holds: str | None) -> Chosen:
 
 
 def _sorts_so(classes: Sequence[str] | None) -> bool:
-    """Whether names are in order, capitals apart, with the numbers in them as numbers."""
+    """Return whether names are sorted, ignoring case, with numbers compared as numbers."""
     keys = [by_number(name.casefold()) for name in classes or ()]
     return keys == sorted(keys)
 
 
 def _classes(names: Sequence[str]) -> tuple[str, ...] | None:
-    """What is left of the names without what they begin with alike, up to its last underscore; None of one."""
+    """Remove the names' common prefix up to its last underscore; None for a single name."""
     if len(names) < 2:
         return None
     first = next(
@@ -305,24 +305,25 @@ HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _ZIP_MAGIC, _NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"PK", b"\x93NUMPY", b"PAR1", b"\x1f\x8b"
 _MUTUAL_INFO = "mutual_info"
 _CLASSES = "classes"  # an array of their names
-_PREDICTED = "predicted"  # a column of the tables of predict
-_ROWS = 4096  # of them compared at once
+_PREDICTED = "predicted"  # a column in the tables of predict
+_ROWS = 4096  # rows compared at once
 _ROUNDING = 0.01  # of probabilities beside logits: two decimals, or 16 bits of either
 
 
 @dataclass(frozen=True)
 class GivenFile:
-    """What a file holds of predictions.
+    """Predictions read from a file.
 
     Attributes:
-        path: the file. column: what the predictions are called in it, for messages.
-        values: (N, C) real numbers as they are stored; (N, 1) of a single column.
-        holds: probs or logits, as it says itself; None where it does not.
-        classes: their names, where the file has them.
-        labels: (N,) int64, (N, L) uint8 of several labels an example, or None.
+        path: the file.
+        column: name of the predictions in it, for messages.
+        values: (N, C) real numbers as stored; (N, 1) for a single column.
+        holds: probs or logits, as stated by the file; else None.
+        classes: class names, if the file has them.
+        labels: (N,) int64, (N, L) uint8 for multi-label, or None.
         mutual_info: (N,) nats, or None.
-        unordered: the columns of the classes, where nothing says that their order is that of labels that are numbers.
-        note: that the labels found are none, where all are -1 or nothing.
+        unordered: class columns, if nothing says that their order is that of numeric labels.
+        note: set if all labels are -1 or missing.
     """
 
     path: Path
@@ -337,16 +338,17 @@ class GivenFile:
 
 
 def read_given(place: str, *, wanted: str | None = None, has_labels: bool = True) -> GivenFile:
-    """The predictions in `FILE[:probs=COLUMN,label=COLUMN]`, or `FILE:ARRAY[,LABELS]`.
+    """Read the predictions in `FILE[:probs=COLUMN,label=COLUMN]` or `FILE:ARRAY[,LABELS]`.
 
     Args:
-        wanted: probs or logits, where the user says which.
-        has_labels: whether labels are looked for, where none are named.
+        wanted: probs or logits if the user says which.
+        has_labels: look for labels if none are named.
 
     Raises:
-        MissingInput: no such file. UsageError: the columns are not of that form.
-        DataError: damaged, no or several columns that could be meant, numbers or labels that break a rule.
-        Untrusted: an array of Python objects.
+        MissingInput: there is no such file.
+        UsageError: the columns have another form.
+        DataError: the file is damaged, the columns are missing or ambiguous, or numbers or labels break a rule.
+        Untrusted: an array has Python objects.
     """
     path, named = divide(place)
     magic = magic_of(path)
@@ -358,14 +360,14 @@ def read_given(place: str, *, wanted: str | None = None, has_labels: bool = True
 
 
 def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[str, ...] = ()) -> np.ndarray:
-    """Labels (N,), or (N, L) of several an example, in `FILE[:COLUMN]`.
+    """Read labels (N,), or (N, L) for multi-label, in `FILE[:COLUMN]`.
 
     Args:
-        classes: the names of the classes, where they are known: labels may be such names.
-        unordered: as GivenFile has it.
+        classes: class names, if known: labels may be such names.
+        unordered: as in GivenFile.
 
     Raises:
-        MissingInput, UsageError, DataError, Untrusted: as read_given; and where there are no labels.
+        MissingInput, UsageError, DataError, Untrusted: as in read_given, or if there are no labels.
     """
     path, named = divide(place)
     magic, where = magic_of(path), quoted(path, limit=300)
@@ -384,7 +386,7 @@ def read_labels(place: str, classes: tuple[str, ...] | None, unordered: tuple[st
 
 
 def read_texts(path: Path, column: str) -> list[str]:
-    """The values (N,) of a column or array as texts. Raises as read_given does; DataError where there is no such column."""
+    """Return the values (N,) of a column or array as texts. Raises as read_given does; DataError if it is missing."""
     magic, where = magic_of(path), quoted(path, limit=300)
     if magic.startswith(_ZIP_MAGIC):
         if column not in (names := list(npz_shapes(path))):
@@ -402,7 +404,7 @@ def read_texts(path: Path, column: str) -> list[str]:
 
 
 def magic_of(path: Path) -> bytes:
-    """The first bytes of a file. Raises MissingInput, or DataError for an empty one."""
+    """Return the first bytes of a file. Raises MissingInput, or DataError if it is empty."""
     with open_regular(path) as stream:
         found = stream.read(8)
     if not found:
@@ -492,7 +494,7 @@ def _of_table(table: NumberTable, named: Mapping[str, str], wanted: str | None, 
 
 
 def _check_not_of_predicted(name: str, names: Collection[str], where: str, path: Path) -> None:
-    """Raise DataError for a single column that is the probability of the predicted class, as tables of `predict` have it."""
+    """Raise DataError for the single column with the predicted class's probability, as in tables of `predict`."""
     if name == "probability" and _PREDICTED in names:
         is_ours = {"split", "posterior", "variant"} <= {*names}
         raise DataError(
@@ -506,14 +508,14 @@ def _check_not_of_predicted(name: str, names: Collection[str], where: str, path:
 
 
 def _check_agreement(probs: np.ndarray, logits: np.ndarray, names: tuple[str, str], path: Path) -> None:
-    """Raise DataError where logits (N, C) give other probabilities than those beside them: softmax where rows sum to 1, else sigmoid."""
+    """Raise DataError if logits (N, C) contradict the probabilities (softmax if rows sum to 1, else sigmoid)."""
     if probs.shape != logits.shape:
         return
     apart = 0.0
     for start in range(0, len(probs), _ROWS):
         block, own = probs[start : start + _ROWS], np.asarray(logits[start : start + _ROWS], np.float64)
         if block.shape[1] > 1 and np.allclose(block.sum(axis=1), 1, atol=_ROUNDING):
-            with np.errstate(invalid="ignore"):  # infinite ones are refused where they are scored
+            with np.errstate(invalid="ignore"):  # infinite ones are refused when scored
                 raised = np.exp(own - own.max(axis=1, keepdims=True))
             made = raised / raised.sum(axis=1, keepdims=True)
         else:
@@ -528,7 +530,7 @@ def _check_agreement(probs: np.ndarray, logits: np.ndarray, names: tuple[str, st
 
 
 def _check_one_origin(table: NumberTable, where: str) -> None:
-    """Raise DataError for a table of `predict` that has several predictions of one example."""
+    """Raise DataError for a table of `predict` with several predictions per example."""
     names = [name for name in ("split", "posterior", "variant") if name in table.columns]
     if len(names) < 3:
         return
@@ -549,12 +551,12 @@ def _of_columns(
     where: str,
     unordered: tuple[str, ...],
 ) -> np.ndarray | None:
-    """The labels in one column, or several labels an example in one each."""
+    """Return the labels in one column, or multi-label labels in one column each."""
     if len(names) > 1:
         return several_labels(dict(zip(names, values, strict=True)), where=where).numbers
     column = f"{where}: column {quoted(names[0])}"
     own = table.class_names.get(names[0])
-    if own is not None and classes is not None and {*own} == {*classes}:  # its numbers are of its own names
+    if own is not None and classes is not None and {*own} == {*classes}:  # its numbers refer to its own names
         numbers = labels_of(values[0], own, where=column).numbers
         return None if numbers is None else np.array([classes.index(name) for name in own])[numbers]
     return _named_labels(values[0], own or classes, column, unordered)
@@ -563,12 +565,12 @@ def _of_columns(
 def _named_labels(
     values: Sequence[Any], classes: tuple[str, ...] | None, where: str, unordered: tuple[str, ...] = ()
 ) -> np.ndarray | None:
-    """Labels out of texts or numbers: names where all are such, else numbers.
+    """Convert texts or numbers to labels: names if all are, else numbers.
 
     Raises:
-        DataError: numbers, and columns of classes of which nobody said which is which number.
+        DataError: labels are numbers, but nothing says which class column has which number.
     """
-    if classes is not None:  # tables of predict have a ' before names that a spreadsheet would take for formulas
+    if classes is not None:  # tables of predict put ' before names that a spreadsheet would take for formulas
         values = [
             one[1:] if isinstance(one, str) and one[:1] == "'" and one not in classes and one[1:] in classes else one
             for one in values
@@ -588,11 +590,11 @@ def _named_labels(
                 "say which class they belong to",
             code="bad_labels", hint="save labels as class numbers from 0, or name the columns p_NAME",
         )  # fmt: skip
-    return labels_of(values, classes, where=where).numbers  # which tells the row that has none of the names
+    return labels_of(values, classes, where=where).numbers  # names the row without a known name
 
 
 def _check_ordered(unordered: tuple[str, ...], where: str) -> None:
-    """Raise DataError where labels are numbers and nothing says which column of the predictions is which."""
+    """Raise DataError if labels are numbers and nothing says which prediction column has which number."""
     if unordered:
         raise DataError(
             f"{where}: labels are numbers, but nothing says which of the columns {listed(unordered, limit=8)} is "
@@ -605,7 +607,7 @@ def _check_ordered(unordered: tuple[str, ...], where: str) -> None:
 def _checked(
     array: np.ndarray, classes: tuple[str, ...] | None, where: str, unordered: tuple[str, ...] = ()
 ) -> np.ndarray | None:
-    """The labels of an array; None where all are -1, as files of unlabelled examples have it."""
+    """Check the labels of an array; None if all are -1, as for unlabelled examples."""
     if array.dtype.kind in "US" and array.ndim == 1:
         return _named_labels([str(value) for value in array.astype(str).tolist()], classes, where, unordered)
     if array.dtype.kind in "if" and array.ndim == 1 and len(array) and (array == -1).all():
@@ -616,7 +618,7 @@ def _checked(
 
 
 def _two_axes(array: np.ndarray, where: str) -> np.ndarray:
-    """(N, C) numbers; a vector is a single column. Raises DataError otherwise."""
+    """Return (N, C) numbers; a vector becomes a single column. Raises DataError otherwise."""
     if array.dtype.kind not in "fiub":
         raise DataError(f"{where} has type {array.dtype}, expected numbers")
     if array.ndim == 1:
@@ -637,7 +639,7 @@ def _class_names(array: np.ndarray | None, num_classes: int) -> tuple[str, ...] 
 
 
 def _as_long(array: np.ndarray | None, num_rows: int) -> np.ndarray | None:
-    """Finite numbers (N,) of the examples, or None."""
+    """Return finite numbers (N,) of the examples, or None."""
     return array if array is not None and array.shape == (num_rows,) and np.isfinite(array).all() else None
 
 
@@ -655,7 +657,7 @@ def _single(names: tuple[str, ...], where: str) -> tuple[str, ...]:
 
 
 def _read_npy(path: Path) -> np.ndarray:
-    """The array of an npy file. Raises DataError, or Untrusted for one of Python objects."""
+    """Read the array of an npy file. Raises DataError, or Untrusted for Python objects."""
     where = quoted(path, limit=300)
     with open_regular(path) as stream:
         try:

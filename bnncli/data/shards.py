@@ -1,4 +1,4 @@
-"""Examples in tar files (WebDataset): neighbours whose names differ after the first dot are one example."""
+"""Examples in tar files (WebDataset): neighbouring files whose names differ after the first dot form one example."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MOST_SHARDS = 1_000_000
 _NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
-_ABOUT_THE_SHARD = re.compile(r"__[^/]*__($|/)")  # members that are no examples
+_ABOUT_THE_SHARD = re.compile(r"__[^/]*__($|/)")  # members that are not examples
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 class Part(NamedTuple):
-    """Where the content of one file of a shard lies: its name, the first byte, and how many."""
+    """Location of one file's content in a shard: name, first byte, and size."""
 
     name: str
     start: int
@@ -35,18 +35,18 @@ class Part(NamedTuple):
 
 
 class Example(NamedTuple):
-    """The files of one example, by what follows the first dot of their names, in small letters."""
+    """The files of one example, by the lower-case part of their names after the first dot."""
 
     key: str
     parts: dict[str, Part]
 
 
 def shard_paths(pattern: str) -> list[Path]:
-    """The files that a pattern names: `{0000..0010}` and `{a,b}` in their order, `*`, `?` and `[...]` by the numbers in the names.
+    """Return the files of a pattern: `{0000..0010}` and `{a,b}` in order; `*`, `?` and `[...]` sorted naturally.
 
     Raises:
-        MissingInput: one of them is missing, or none fits.
-        UsageError: the pattern is an address on the network, or names very many files.
+        MissingInput: one of them is missing, or none matches.
+        UsageError: the pattern is a network address, or names too many files.
     """
     if re.match(r"(https?|s3|gs|hdfs|pipe|ftp):", pattern):
         raise UsageError(f"\0data\0 webdataset: expected local files, not an address on the network; got {pattern!r}")
@@ -61,7 +61,7 @@ def shard_paths(pattern: str) -> list[Path]:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """The texts that braces stand for, the last of several varying fastest."""
+    """Expand braces; the last of several varies fastest."""
     if os.path.exists(pattern):
         return [pattern]
     pieces = _BRACES.split(pattern)  # text, inside, text, inside, ..., text
@@ -77,7 +77,7 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 def _inside(text: str) -> list[str]:
-    """What a pair of braces stands for: a range of numbers, as wide as they are written, or texts between commas."""
+    """Expand a pair of braces: a range of numbers with the width as written, or texts between commas."""
     match = _RANGE.fullmatch(text)
     if match is None:
         return text.split(",") if "," in text else ["{" + text + "}"]
@@ -89,11 +89,11 @@ def _inside(text: str) -> list[str]:
 
 
 def examples_of(path: Path) -> Iterator[Example]:
-    """The examples of a shard in their order, from its headers.
+    """Yield the examples of a shard in order, from its headers.
 
     Raises:
-        MissingInput: no such file.
-        DataError: it is no tar file, compressed, cut off or damaged, has two files of one name for an example, or one key twice.
+        MissingInput: there is no such file.
+        DataError: it is not a tar file, is compressed, truncated or damaged, or repeats a key or a file of an example.
     """
     named = ((match, part) for part in _parts(path) if (match := _NAME.fullmatch(part.name)) is not None)
     keys: set[str] = set()
@@ -112,7 +112,7 @@ def examples_of(path: Path) -> Iterator[Example]:
 
 
 def _parts(path: Path) -> Iterator[Part]:
-    """The files in a shard, but those about the shard itself."""
+    """Yield the files in a shard, except those about the shard itself."""
     last = ""
     with open_regular(path) as stream:
         _check_plain(stream, path)
@@ -140,7 +140,7 @@ def _parts(path: Path) -> Iterator[Part]:
 
 
 def _check_plain(stream: IO[bytes], path: Path) -> None:
-    """Raise DataError for a compressed file: no example in it has a place."""
+    """Raise DataError for a compressed file, whose examples have no offsets."""
     head = stream.read(8)
     stream.seek(0)
     for magic, name in _COMPRESSED.items():
@@ -150,7 +150,7 @@ def _check_plain(stream: IO[bytes], path: Path) -> None:
 
 
 def _check_end(stream: IO[bytes], place: int) -> None:
-    """Raise ReadError where headers end without the mark of an end: tarfile takes a damaged header for one."""
+    """Raise ReadError if headers end without an end mark; tarfile takes a damaged header for one."""
     stream.seek(place)
     block = stream.read(tarfile.BLOCKSIZE)
     if len(block) < tarfile.BLOCKSIZE:
@@ -160,7 +160,7 @@ def _check_end(stream: IO[bytes], place: int) -> None:
 
 
 def read_part(stream: IO[bytes], start: int, size: int, *, where: str) -> bytes:
-    """The bytes of one file of an open shard. Raises DataError when they are not all there."""
+    """Read one file of an open shard. Raises DataError if it is truncated."""
     stream.seek(start)
     data = stream.read(size)
     if len(data) != size:
@@ -178,7 +178,7 @@ _JSON = "json"
 
 
 class ShardColumn(NamedTuple):
-    """Files of the examples by their suffix, one of several, or a field of them where they are JSON."""
+    """Files of the examples by suffix, one of several, or a field of them if they are JSON."""
 
     suffixes: tuple[str, ...]
     field: str | None = None
@@ -187,11 +187,11 @@ class ShardColumn(NamedTuple):
         return "/".join(self.suffixes) + (f".{self.field}" if self.field is not None else "")
 
     def part(self, example: Example) -> Part | None:
-        """The file of an example; None where it has none."""
+        """Return the file of an example; None if it has none."""
         return next((example.parts[suffix] for suffix in self.suffixes if suffix in example.parts), None)
 
     def value(self, data: bytes, where: str) -> Any:
-        """What a file says, without spaces around, or its field. Raises DataError."""
+        """Return a file's stripped text, or its field. Raises DataError."""
         try:
             return data.decode() if self.field is None else json.loads(data)[self.field]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -200,7 +200,7 @@ class ShardColumn(NamedTuple):
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
-    """`image=jpg,label=cls` by what each is of. Raises UsageError for what there is not."""
+    """Parse `image=jpg,label=cls`. Raises UsageError for unknown keys."""
     found: dict[str, str] = {}
     for one in (text or "").split(",") if text is not None else ():
         what, equals, name = one.partition("=")
@@ -216,15 +216,15 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def input_column(first: Example, named: Mapping[str, str], takes: str | None) -> tuple[str, ShardColumn]:
-    """Kind (image, text, x or audio) and column of the input.
+    """Return kind (image, text, x or audio) and column of the input.
 
     Args:
-        first: the example that tells what there is.
-        named: columns that the user names.
-        takes: images, texts or audio where the model says so.
+        first: example that shows what exists.
+        named: columns named by the user.
+        takes: images, texts or audio, if the model says so.
 
     Raises:
-        UsageError: there is no such column, or none or several could be it.
+        UsageError: there is no such column, or the input is missing or ambiguous.
     """
     for kind in _OF_KIND.keys() & named.keys():
         return kind, _named(named[kind], first)
@@ -250,13 +250,13 @@ def input_column(first: Example, named: Mapping[str, str], takes: str | None) ->
 
 
 def label_column(first: Example, named: Mapping[str, str], fields: Mapping[str, Any]) -> ShardColumn | None:
-    """The column of the labels; None where there is none.
+    """Return the column of the labels; None if there is none.
 
     Args:
-        fields: of the first example's JSON file; empty where it has none.
+        fields: of the first example's JSON file; empty without one.
 
     Raises:
-        UsageError: there is no such column, or several fields could be it.
+        UsageError: there is no such column, or several fields match.
     """
     if "label" in named:
         return _named(named["label"], first)
@@ -270,7 +270,7 @@ def label_column(first: Example, named: Mapping[str, str], fields: Mapping[str, 
 
 
 def _named(name: str, first: Example) -> ShardColumn:
-    """The column of a suffix, of several with + or ;, or of a field after the suffix json."""
+    """Return the column of a suffix, of several joined by + or ;, or of a field after the suffix json."""
     suffix, dot, field = name.partition(".")
     column = (
         ShardColumn((suffix,), field)

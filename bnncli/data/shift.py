@@ -1,7 +1,7 @@
-"""Rotated and corrupted copies of images, for how predictions fare when inputs are not as they were.
+"""Rotated and corrupted copies of images, to measure predictions under distribution shift.
 
-Images change as they are read, before what a network's preprocessing does: arrays of pixels before they are resized, files of
-images after, where nothing but the pixels of a split is resized.
+Images change as they are read, before a network's preprocessing: arrays of pixels before they are resized, image files
+after, when only the pixels of a split are resized.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shift:
-    """What is done to every image of a split.
+    """The shift applied to every image of a split.
 
     Attributes:
-        rotate: degrees counter-clockwise about the centre, bilinear, black outside; None leaves it.
-        corrupt: KIND:SEVERITY, after that; None leaves it.
-        seed: of the noise. Each row of the data has a stream of its own, so that neither batches nor processes matter, and
-            one row has the same noise at every severity.
+        rotate: degrees counter-clockwise about the centre, bilinear, black outside; None for no rotation.
+        corrupt: KIND:SEVERITY, applied after the rotation; None for no corruption.
+        seed: of the noise. Each row of the data has its own stream, so the noise depends on neither batches nor
+            processes and is the same at every severity.
     """
 
     rotate: float | None = None
@@ -47,7 +47,7 @@ class Shift:
         return self.corrupt is not None and CORRUPTIONS[parse_corruption(self.corrupt)[0]].is_random
 
     def apply(self, image: np.ndarray, row: int) -> np.ndarray:
-        """The image (H, W) or (H, W, C) of uint8, shifted, of the same shape.
+        """Shift an image (H, W) or (H, W, C) of uint8; the shape stays.
 
         Args:
             row: of the data, which seeds the noise.
@@ -61,10 +61,10 @@ class Shift:
         return image
 
     def of_stored(self, raw: Stored, rows: np.ndarray, where: str) -> Stored:
-        """What a data set's `read` gave of rows (n,), shifted.
+        """Shift what a data set's `read` returned for rows (n,).
 
         Raises:
-            DataError: other than images of bytes.
+            DataError: the inputs are not uint8 images.
         """
         if isinstance(raw, list):
             return [self._of_item(item, int(row), where) for item, row in zip(raw, rows, strict=True)]
@@ -79,7 +79,7 @@ class Shift:
         return np.ascontiguousarray(np.moveaxis(shifted, 3, 1) if is_first else shifted)
 
     def _of_item(self, item: Any, row: int, where: str) -> Any:
-        from PIL import Image  # here, for its time
+        from PIL import Image  # slow import
 
         if not isinstance(item, Image.Image):
             raise _no_images(where, "texts" if isinstance(item, (str, tuple)) else "other items")
@@ -90,7 +90,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class ShiftedDataset:
-    """A data set whose images are shifted when they are read; all else is the data set's own."""
+    """A data set whose images are shifted when read; everything else is delegated."""
 
     dataset: Dataset
     shift: Shift
@@ -98,57 +98,57 @@ class ShiftedDataset:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """As the data set's."""
+        """As in the data set."""
         return self.dataset.labels
 
     @property
     def is_labeled(self) -> bool:
-        """As the data set's."""
+        """As in the data set."""
         return self.dataset.is_labeled
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """As the data set's."""
+        """As in the data set."""
         return self.dataset.classes
 
     @property
     def is_sized(self) -> bool:
-        """As the data set's."""
+        """As in the data set."""
         return self.dataset.is_sized
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """As the data set's."""
+        """As in the data set."""
         return self.dataset.names
 
     @property
     def items(self) -> str:
-        """As the data set's."""
+        """As in the data set."""
         return self.dataset.items
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
-        """Shifted images and labels."""
+        """Return shifted images and labels."""
         raw, labels = self.dataset.read(rows)
         return self.shift.of_stored(raw, rows, self.where), labels
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, Any] | None:
-        """That of the data as they are."""
+        """Return the identity of the unshifted data."""
         return self.dataset.identity(rows, progress)
 
 
 def rotated(image: np.ndarray, degrees: float) -> np.ndarray:
-    """The image (H, W) or (H, W, C) of uint8, turned counter-clockwise about its centre: bilinear, black outside, of the same size."""
-    from scipy.ndimage import rotate  # here, for its time
+    """Rotate an image (H, W) or (H, W, C) of uint8 counter-clockwise about its centre: bilinear, black outside, same size."""
+    from scipy.ndimage import rotate  # slow import
 
     turned = rotate(image / 255, degrees, axes=(1, 0), reshape=False, order=1, mode="grid-constant", prefilter=False)
     return _bytes(turned)
 
 
 def _bytes(image: np.ndarray) -> np.ndarray:
-    """Of an image in [0, 1], cut to it."""
+    """Convert an image, clipped to [0, 1], to uint8."""
     return np.rint(np.clip(image, 0.0, 1.0) * 255).astype(np.uint8)
 
 

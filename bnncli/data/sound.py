@@ -1,4 +1,4 @@
-"""Sound from encoded files (WAV is decoded here, anything else by the library soundfile) and waves in arrays."""
+"""Read sound from encoded files (WAV here, other formats with the library soundfile) and from arrays of samples."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from bnncli.system.input_files import open_regular
 
 SUFFIXES = {".wav", ".wave", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff"}
 _WAV = {".wav", ".wave"}
-_INTEGERS, _REALS, _EXTENSIBLE = 1, 3, 0xFFFE  # of a WAV file's format
-_NOT_SAID = 0x7FFFF000  # sizes from here on are of streams, whose end was not known when they were begun
-_HIGHEST_RATE = 1_000_000  # beyond any converter's
+_INTEGERS, _REALS, _EXTENSIBLE = 1, 3, 0xFFFE  # format codes of WAV files
+_NOT_SAID = 0x7FFFF000  # larger sizes belong to streams whose length was unknown at the start
+_HIGHEST_RATE = 1_000_000  # beyond any converter
 
 
 class Sound(NamedTuple):
     """A clip.
 
     Attributes:
-        samples: (T,) float32, the mean of its channels.
-        rate: in Hz, at which they were taken.
-        num_channels: that it had.
-        where: what to call it in messages.
+        samples: (T,) float32, mean over channels.
+        rate: sampling rate in Hz.
+        num_channels: original number of channels.
+        where: name for messages.
     """
 
     samples: np.ndarray
@@ -45,7 +45,7 @@ class Sound(NamedTuple):
 
 
 def check_decodable(names: Iterable[str]) -> None:
-    """Nothing, when files of these names can be decoded. Raises UsageError where that needs a library that is not there."""
+    """Raise UsageError if files with these names need a library that is not installed."""
     if find_spec("soundfile") is None:
         for name in names:
             if os.path.splitext(name)[1].lower() in SUFFIXES - _WAV:
@@ -53,13 +53,13 @@ def check_decodable(names: Iterable[str]) -> None:
 
 
 def decoded(data: bytes, where: str, path: Path | None = None) -> Sound:
-    """The sound of a file's bytes.
+    """Decode the sound in a file's bytes.
 
     Args:
-        where: what to call it.
+        where: name for messages.
 
     Raises:
-        DataError: it is no sound, is cut off, or has no samples.
+        DataError: it is not sound, is truncated, or has no samples.
         UsageError: the library that decodes it is not installed.
     """
     found = _of_wav(data, where, path) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
@@ -67,16 +67,16 @@ def decoded(data: bytes, where: str, path: Path | None = None) -> Sound:
 
 
 def read_sound(path: Path) -> Sound:
-    """The sound of a file; raises as `decoded` and `open_regular`."""
+    """Read the sound of a file; raises as `decoded` and `open_regular` do."""
     with open_regular(path) as stream:
         return decoded(stream.read(), quoted(path, limit=300), path)
 
 
 def checked_sound(samples: np.ndarray, rate: int, where: str, path: Path | None = None) -> Sound:
-    """Samples (T,) or (T, channels), whole numbers or real ones, as a sound.
+    """Check samples (T,) or (T, channels), integer or real, and return them as a sound.
 
     Raises:
-        DataError: there are none, or one is not finite; an odd rate.
+        DataError: there are none, one is not finite, or the rate is implausible.
     """
     if samples.ndim not in (1, 2) or samples.size == 0:
         raise DataError(f"{where} has no samples", code="empty_clip", path=path)
@@ -90,12 +90,12 @@ def checked_sound(samples: np.ndarray, rate: int, where: str, path: Path | None 
 
 
 def is_clip(value: object) -> bool:
-    """Whether a value of a caller's is sound, as Hugging Face's datasets and pipelines give it: `array` and `sampling_rate` by name."""
+    """Return whether a value is sound in the form of Hugging Face datasets: a mapping with `array` and `sampling_rate`."""
     return isinstance(value, Mapping) and {"array", "sampling_rate"} <= value.keys()
 
 
 def clip_of(value: Mapping[str, Any], where: str) -> Sound:
-    """The sound that `is_clip` tells. Raises DataError where its array is no wave (T,), or its rate no number of Hz."""
+    """Convert a value recognised by `is_clip`. Raises DataError if it is not a wave (T,) with a rate in Hz."""
     try:
         samples, rate = np.asarray(value["array"]), float(value["sampling_rate"])
     except (ValueError, TypeError, OverflowError) as error:
@@ -107,10 +107,10 @@ def clip_of(value: Mapping[str, Any], where: str) -> Sound:
 
 
 def at_rate(sound: Sound, rate: int) -> np.ndarray:
-    """Samples (T',) float32 at another rate in Hz, by a polyphase filter (scipy.signal.resample_poly)."""
+    """Resample to (T',) float32 at another rate in Hz with a polyphase filter (scipy.signal.resample_poly)."""
     if sound.rate == rate:
         return sound.samples
-    from scipy.signal import resample_poly  # here, for its time
+    from scipy.signal import resample_poly  # slow import
 
     common = math.gcd(rate, sound.rate)
     return np.asarray(resample_poly(sound.samples, rate // common, sound.rate // common), np.float32)
@@ -125,7 +125,7 @@ def _scaled(samples: np.ndarray) -> np.ndarray:
 
 
 def _of_wav(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int] | None:
-    """Samples (T, channels) as stored, and their rate; None where they are coded in another way. Raises DataError."""
+    """Return samples (T, channels) as stored, and their rate; None if encoded otherwise. Raises DataError."""
     form, place = b"", 12
     while place + 8 <= len(data):
         tag, size = struct.unpack_from("<4sI", data, place)
@@ -162,7 +162,7 @@ def _of_wav(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int
 
 
 def _numbers(raw: np.ndarray, code: int, bits: int) -> np.ndarray:
-    """Samples out of their bytes; 24 bits are the upper ones of 32."""
+    """Convert bytes to samples; 24 bits become the upper ones of 32."""
     if bits == 24:
         wide = np.zeros((len(raw) // 3, 4), np.uint8)
         wide[:, 1:] = raw.reshape(-1, 3)
@@ -173,12 +173,12 @@ def _numbers(raw: np.ndarray, code: int, bits: int) -> np.ndarray:
 
 
 def _by_library(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int]:
-    """Samples (T, channels) and rate, of whatever libsndfile reads. Raises DataError, UsageError."""
+    """Return samples (T, channels) and rate of any format of libsndfile. Raises DataError, UsageError."""
     try:
         library: Any = importlib.import_module("soundfile")
     except ImportError:
         raise _no_library(f"to decode {where}, which is not a plain WAV file") from None
-    except OSError as error:  # libsndfile itself
+    except OSError as error:  # raised by libsndfile itself
         raise _no_library(f"to decode {where}", f"cannot be imported ({error})") from error
     try:
         samples, rate = library.read(io.BytesIO(data), dtype="float32", always_2d=True)
@@ -201,7 +201,7 @@ _MOST_CHANNELS = 8
 
 @dataclass(frozen=True, eq=False)
 class WaveDataset:
-    """Waves (rows, T) or (rows, T, channels) of one sampling rate in Hz, in the type that they were stored in."""
+    """Waves (rows, T) or (rows, T, channels) at one sampling rate in Hz, in their stored type."""
 
     waves: np.ndarray
     rate: int
@@ -220,24 +220,24 @@ class WaveDataset:
         return len(self.waves)
 
     def read(self, rows: np.ndarray) -> tuple[list[Sound], np.ndarray | None]:
-        """Clips and labels (n,) of the rows."""
+        """Return clips and labels (n,) of the rows."""
         found = [checked_sound(self.waves[row], self.rate, f"row {row}") for row in rows.tolist()]
         return found, None if self.labels is None else self.labels[rows]
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
-        """The arrays themselves, the rate, and the rows."""
+        """Return the arrays themselves, the rate, and the rows."""
         found = {"x": self.waves, "sampling_rate": np.array([self.rate]), "rows": rows}
         return found if self.labels is None else {**found, "y": self.labels}
 
 
 def is_waves(array: np.ndarray) -> bool:
-    """Whether an array is one of waves, and not of spectra."""
+    """Return whether an array holds waves rather than spectra."""
     has_channels = array.ndim == 3 and array.shape[2] <= _MOST_CHANNELS
     return array.dtype.kind in "if" and (array.ndim == 2 or has_channels)
 
 
 def wave_dataset(waves: np.ndarray, labels: np.ndarray | None, rate: int, *, where: str) -> WaveDataset:
-    """A data set of waves, checked. Raises DataError for waves without samples, and labels that break a rule."""
+    """Check waves and return them as a data set. Raises DataError for waves without samples or labels that break a rule."""
     if len(waves):
         checked_sound(waves[0], rate, where)
     known = None if labels is None else check_labels(labels, num_rows=len(waves), where=where)

@@ -1,4 +1,4 @@
-"""A named set of examples: `SPLIT=KIND:PLACE[@N]` parsed, opened, held out, and read in batches on a device."""
+"""A split, a named set of examples: parse and open `SPLIT=KIND:PLACE[@N]`, hold out rows, and read batches on a device."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from bnncli.data.loader import Chunk
 
 
-_REVISION = 1  # raised when a kind tells other things of the same bytes
+_REVISION = 1  # increases when a kind reads the same bytes differently
 _IDENTITY = "identity."
 
 
 class Memory(Protocol):
-    """Arrays by name that outlast a command."""
+    """A store of arrays by name that outlasts a command."""
 
     def read(self) -> Mapping[str, np.ndarray]:
-        """What was kept; nothing where there is none, or it is damaged."""
+        """Return the stored arrays; none if there are none or they are damaged."""
 
     def offer(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Have them kept when the command has done its work."""
+        """Store arrays when the command has finished."""
 
 
 @dataclass(frozen=True, eq=False)
 class KnownDataset:
-    """A data set of which is known what it tells when it is opened; that is done when its rows are needed."""
+    """A data set whose facts are already known; it is opened when its rows are needed."""
 
     told: Mapping[str, np.ndarray]
     open: Callable[[], Dataset] = field(repr=False)
 
     @property
     def labels(self) -> np.ndarray | None:
-        """(rows,) or (rows, L), or None."""
+        """Labels (rows,) or (rows, L), or None."""
         return self.told.get("labels")
 
     @property
@@ -64,17 +64,17 @@ class KnownDataset:
 
     @cached_property
     def classes(self) -> tuple[str, ...] | None:
-        """Names in the order of the labels."""
+        """Class names in the order of the labels."""
         return tuple(self.told["classes"].tolist()) if "classes" in self.told else None
 
     @cached_property
     def names(self) -> tuple[str, ...] | None:
-        """Of the examples."""
+        """Names of the examples."""
         return tuple(self.told["names"].tolist()) if "names" in self.told else None
 
     @property
     def is_sized(self) -> bool:
-        """Whether images are resized when they are read."""
+        """Whether images are resized when read."""
         return bool(self.told["is_sized"])
 
     @property
@@ -87,15 +87,15 @@ class KnownDataset:
 
     @cached_property
     def opened(self) -> Dataset:
-        """The data set itself."""
+        """The opened data set."""
         return self.open()
 
     def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
-        """As the data set itself."""
+        """Read from the opened data set."""
         return self.opened.read(rows)
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
-        """As the data set itself."""
+        """Return the identity stored for the data set."""
         found = {name.removeprefix(_IDENTITY): array for name, array in self.told.items() if name.startswith(_IDENTITY)}
         return {**found, "rows": rows}
 
@@ -103,14 +103,15 @@ class KnownDataset:
 def known_or_opened(
     kind: str, module: Any, place: str, preprocess: Preprocess, memory: Memory | None
 ) -> Dataset | KnownDataset:
-    """The data set of a place; not opened where all of its files have the bytes that they had when it was.
+    """Return the data set of a place, without opening it if all of its files are unchanged since it was last opened.
 
     Args:
-        module: of the kind. One with `files(place)` has all in them that its data sets tell; others are always opened.
-        memory: of this place; None opens.
+        module: of the kind. If it has `files(place)`, these contain everything its data sets depend on; otherwise the
+            data set is always opened.
+        memory: of this place; None to always open.
 
     Raises:
-        BnnError: as the module's `open_dataset`.
+        BnnError: as raised by the module's `open_dataset`.
     """
     dataset: Dataset
     if memory is None or not hasattr(module, "files"):
@@ -120,16 +121,16 @@ def known_or_opened(
         files = module.files(place)
         states = _states(files)
         key = _key(kind, place, preprocess, files)
-    except (BnnError, OSError):  # opening tells what it is
+    except (BnnError, OSError):  # opening reports the error
         dataset = module.open_dataset(place, preprocess)
         return dataset
     told = memory.read()
     if str(told.get("key")) == key:
         return KnownDataset(told, partial(module.open_dataset, place, preprocess))
     dataset = module.open_dataset(place, preprocess)
-    if getattr(dataset, "paths", None) is not None:  # of images, which are files of their own
+    if getattr(dataset, "paths", None) is not None:  # its images are separate files
         return dataset
-    if not dataset.is_labeled:  # its other columns may tell why
+    if not dataset.is_labeled:  # its other columns may explain why
         return dataset
     told = _told(dataset, key)
     if _states(files) == states:
@@ -138,7 +139,7 @@ def known_or_opened(
 
 
 def _key(kind: str, place: str, preprocess: Preprocess, files: Sequence[Path]) -> str:
-    """What a data set's facts depend on."""
+    """Return a key of everything that a data set's facts depend on."""
     digests = []
     for file in files:
         with open_regular(file) as stream:
@@ -158,13 +159,13 @@ def _told(dataset: Dataset, key: str) -> dict[str, np.ndarray]:
 
 
 def _states(files: Sequence[Path]) -> list[tuple[int, int, int]]:
-    """Which files have the names, their sizes and when they were written."""
+    """Return inode, size and modification time of files."""
     found = [file.stat() for file in files]
     return [(one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
 
 
 def hold_out_rows(num_rows: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions that stay (num_rows - count,) and that move (count,), both ascending; the seed chooses."""
+    """Return the positions that stay (num_rows - count,) and that move (count,), both ascending, chosen by the seed."""
     if not 0 < count < num_rows:
         raise ValueError(f"expected a count between 0 and {num_rows} rows, got {count}")
     order = permutation(num_rows, seed)
@@ -172,10 +173,10 @@ def hold_out_rows(num_rows: int, count: int, seed: int) -> tuple[np.ndarray, np.
 
 
 def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
-    """NEW, OLD and N of `NEW=OLD:N`, for splits of these sizes.
+    """Parse `NEW=OLD:N` into NEW, OLD and N, for splits of these sizes.
 
     Raises:
-        UsageError: another form, no such split, NEW exists, or OLD has not more than N rows.
+        UsageError: the form is wrong, there is no split OLD, NEW exists, or OLD has at most N rows.
     """
     match = re.fullmatch(r"([^=]+)=([^:]+):(\d+)", text)
     if match is None:
@@ -193,10 +194,10 @@ def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
 
 
 def hold_out(splits: Mapping[str, InputSplit], text: str, *, seed: int) -> dict[str, InputSplit]:
-    """The splits after `NEW=OLD:N` moved N random rows of OLD into NEW.
+    """Move N random rows of OLD into NEW, given `NEW=OLD:N`, and return all splits.
 
     Raises:
-        UsageError: as parse_hold_out.
+        UsageError: as in parse_hold_out.
     """
     new, old, count = parse_hold_out(text, {name: len(split) for name, split in splits.items()})
     stay, move = hold_out_rows(len(splits[old]), count, seed)
@@ -204,17 +205,17 @@ def hold_out(splits: Mapping[str, InputSplit], text: str, *, seed: int) -> dict[
     return {**splits, old: kept, new: replace(moved, name=new)}
 
 
-# What a network takes: one tensor, or several by the names of its arguments. What data sets hold: arrays, or items.
+# Inputs of a network: one tensor, or several by argument name. Contents of data sets: arrays, or items.
 Inputs: TypeAlias = "Tensor | dict[str, Tensor]"
 Stored: TypeAlias = "np.ndarray | Tensor | Mapping[str, np.ndarray] | Mapping[str, Tensor] | list[Any]"
 
 
 class Dataset(Protocol):
-    """Stored examples, read by their rows."""
+    """Stored examples, read by row."""
 
     @property
     def labels(self) -> np.ndarray | None:
-        """(rows,) int64, or (rows, L) uint8 of several labels an example; None without, and where they are known only when read."""
+        """Labels (rows,) int64, or (rows, L) uint8 for multi-label; None without labels, or if only `read` knows them."""
 
     @property
     def is_labeled(self) -> bool:
@@ -222,35 +223,35 @@ class Dataset(Protocol):
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names in the order of the labels; None where it has none."""
+        """Class names in the order of the labels, or None."""
 
     @property
     def is_sized(self) -> bool:
-        """Whether images were resized and cropped by `read`."""
+        """Whether `read` resizes and crops images."""
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Of the examples, such as their files; None where they have none."""
+        """Names of the examples, such as their files, or None."""
 
     @property
     def items(self) -> str:
-        """What `read` gives: arrays; images (a list of PIL images), texts (of str or pairs of it) or audio (of Sound), for a transform."""
+        """Kind of items from `read`: arrays; or, for a transform, images (PIL), texts (str or pairs) or audio (Sound)."""
 
     def __len__(self) -> int:
-        """Examples stored."""
+        """Return the number of examples."""
 
     def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
-        """Inputs as stored and labels (n,) int64, or (n, L) uint8, of the rows (n,): an array, arrays by name, or a list of items."""
+        """Return inputs of the rows (n,) as stored (array, arrays by name, or list of items) and labels (n,) int64 or (n, L) uint8."""
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray | Tensor] | None:
-        """Arrays that change when these rows (n,), or what they hold, do; None where only reading everything would tell."""
+        """Return arrays that change whenever these rows (n,) or their contents do; None if that needs reading everything."""
 
 
 class Batch(NamedTuple):
-    """Inputs on the device, labels (n,) int64 or (n, L) uint8 on the CPU or None, and what was done to the examples.
+    """Inputs on the device, labels (n,) int64 or (n, L) uint8 on the CPU or None, and counts of changes to the examples.
 
-    Inputs are (n, ...) in float32, or token ids; or several of them, by the names of the network's arguments.
-    num_truncated, num_converted and lengths are those of Transformed; images counts what was done when they were decoded.
+    Inputs are (n, ...) in float32, or token ids; or several by argument name. num_truncated, num_converted and lengths
+    are those of Transformed; images counts changes on decoding.
     """
 
     inputs: Inputs
@@ -263,18 +264,18 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class InputSplit:
-    """Rows of a data set in a fixed order: what the network sees of a split.
+    """Rows of a data set in a fixed order, as the network sees them.
 
     Attributes:
         spec: the text that named the data.
-        rows: (N,) int64, ascending: the row of each example in the data set, which is its sample id.
+        rows: (N,) int64, ascending: row of each example in the data set, which is its sample id.
         is_labeled: whether batches have labels.
-        first_rows: N where the spec asks for the first N rows (@N).
+        first_rows: N if the spec selects the first N rows (@N).
         name: of the split.
         is_ood: whether it is out-of-distribution.
-        held_out: the `NEW=OLD:N` that made it or took rows from it, or None.
-        numbering: what the labels of the data are renumbered by, see `matched_to`; None leaves them.
-        shift: what is done to its images; digests are those of the data as they are.
+        held_out: the `NEW=OLD:N` that created it or took rows from it, or None.
+        numbering: maps labels to outputs, see `matched_to`; None keeps them.
+        shift: applied to its images; digests are of the unshifted data.
     """
 
     spec: str
@@ -298,7 +299,7 @@ class InputSplit:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """Labels (N,) int64, or (N, L) uint8; None without labels, or where they are known only when read (py:)."""
+        """Labels (N,) int64, or (N, L) uint8; None without labels, or if they are known only when read (py:)."""
         known = self.dataset.labels
         if not self.is_labeled or known is None:
             return None
@@ -306,38 +307,38 @@ class InputSplit:
 
     @property
     def shown_labels(self) -> np.ndarray | None:
-        """The labels as far as they are known before any example is read: of user's code (py:) the first; None without."""
+        """Labels known before any example is read; for user code (py:), the first example's. None without labels."""
         first: np.ndarray | None = getattr(self.dataset, "first_labels", None)
         return self.labels if self.labels is not None or not self.is_labeled else first
 
     @property
     def num_labels(self) -> int | None:
-        """L where an example has several labels; None where it has one class, or none."""
+        """L for multi-label data; else None."""
         shown = self.shown_labels
         return shown.shape[1] if shown is not None and shown.ndim == 2 else None
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes, index = label; None where the data has no names."""
+        """Class name of each label; None if the data has no names."""
         return self.dataset.classes if self.numbering is None else self.numbering.classes
 
     @property
     def names(self) -> list[str] | None:
-        """Names (N,) of the examples; None where the data have none."""
+        """Names (N,) of the examples, or None."""
         every = self.dataset.names
         return None if every is None else [every[row] for row in self.rows.tolist()]
 
     @property
     def items(self) -> str:
-        """What the examples are: arrays, images, texts or audio."""
+        """Kind of the examples: arrays, images, texts or audio."""
         return items_of(self.dataset)
 
     def take(self, positions: np.ndarray) -> InputSplit:
-        """The split of the examples at these positions (n,), in this order."""
+        """Return the split of the examples at these positions (n,), in this order."""
         return replace(self, rows=self.rows[positions])
 
     def longest(self, among: int) -> InputSplit:
-        """The split of one example: of texts the one with most characters of at most so many across the split, of others the first."""
+        """Return a split of one example: the longest among at most `among` texts across the split; of other items, the first."""
         if self.items != "texts":
             return self.take(np.arange(1))
         some = np.unique(np.linspace(0, len(self) - 1, num=min(among, len(self)), dtype=np.int64))
@@ -346,22 +347,22 @@ class InputSplit:
         return self.take(some[[int(np.argmax(lengths))]])
 
     def as_ood(self) -> InputSplit:
-        """The same examples, as out-of-distribution, which have no labels."""
+        """Return the same examples as out-of-distribution, without labels."""
         return replace(self, is_labeled=False, is_ood=True)
 
     def content_digest(self, progress: Progress = SILENT) -> str | None:
-        """Digest of the stored content and of the choice of rows; None for a data set that cannot tell (py:)."""
+        """Return a digest of the stored content and the choice of rows; None if unavailable (py:)."""
         identity = self.dataset.identity(self.rows, progress)
         return None if identity is None else tensor_digest(identity)
 
     @cached_property
     def order_digest(self) -> str:
-        """Identity of the examples and their order, as far as it can be told without running user code."""
+        """Digest of the examples and their order, as far as available without running user code."""
         return self.content_digest() or json_sha256([self.spec, self.rows.tolist()])
 
     @cached_property
     def outline_digest(self) -> str:
-        """Identity of what is known of the examples before any is read: which rows, their labels, names and classes."""
+        """Digest of what is known before reading: rows, labels, names and classes."""
         known = {"rows": self.rows, "labels": self.labels}
         found = {name: array for name, array in known.items() if array is not None}
         return json_sha256([self.spec, tensor_digest(found), self.names, self.classes])
@@ -374,15 +375,15 @@ class InputSplit:
         num_workers: int = 0,
         turns: slice = slice(None),
     ) -> Iterator[Batch]:
-        """Batches in order, preprocessed on the device; `num_workers` processes read and decode ahead.
+        """Yield batches in order, preprocessed on the device; `num_workers` processes read and decode ahead.
 
         Args:
-            turns: which of them, by their place; no other is read.
+            turns: which batches to read, by index.
 
         Raises:
             DataError: an example cannot be read, or has another shape than the others.
         """
-        from bnncli.data.loader import read_ahead  # here, for torch
+        from bnncli.data.loader import read_ahead  # imports torch
 
         dataset = self.dataset.opened if isinstance(self.dataset, KnownDataset) else self.dataset
         chunks = read_ahead(
@@ -402,7 +403,7 @@ class InputSplit:
             yield Batch(inputs, labels, chunk.num_truncated, chunk.num_converted, chunk.lengths, chunk.images)
 
     def _ready(self, chunk: Chunk, device: torch.device | str) -> Inputs:
-        """What was read, on the device, as the network takes it."""
+        """Return what was read, on the device, in the form the network takes."""
         if isinstance(chunk.inputs, dict):
             self.preprocess.check_named(chunk.inputs)
             moved = {name: tensor.to(device) for name, tensor in chunk.inputs.items()}
@@ -417,14 +418,14 @@ class InputSplit:
 
 
 _FAMILY = "data"
-_FOLDER = "images"  # what a folder most often is
+_FOLDER = "images"  # the most common kind of folder
 
 
 def parse_split(text: str, *, option: str = "\0data\0") -> tuple[str, str]:
-    """Name and spec out of `SPLIT=SPEC`.
+    """Split `SPLIT=SPEC` into name and spec.
 
     Raises:
-        UsageError: there is no `=`, or the name could not be a file's name.
+        UsageError: there is no `=`, or the name is not a valid file name.
     """
     name, equals, spec = text.partition("=")
     if not equals or not spec:
@@ -438,7 +439,7 @@ def _forms() -> str:
 
 
 def _perhaps(place: str) -> str | None:
-    """What may be meant, where the name of a file ends as a kind is called, or is that of a folder."""
+    """Suggest what was meant if a file's suffix is the name of a kind, or the place is a folder."""
     suffixes = Path(re.split(r"[:@]", place)[0]).suffixes
     kinds = [suffix[1:] for suffix in suffixes if registry.has_name(_FAMILY, suffix[1:])]
     if not kinds and Path(place).is_dir():
@@ -447,7 +448,7 @@ def _perhaps(place: str) -> str | None:
 
 
 def open_stored(spec: str) -> Dataset:
-    """The data set that `KIND:PLACE[@N]` names, all of its rows, as stored: for no model. Raises as `load_split` does."""
+    """Open the data set of `KIND:PLACE[@N]` with all its rows, as stored. Raises as `load_split` does."""
     return _opened(spec, Preprocess(), None)[2]
 
 
@@ -459,19 +460,20 @@ def load_split(
     takes_any_labels: bool = False,
     memory: Memory | None = None,
 ) -> InputSplit:
-    """The split that `KIND:PLACE[@N]` names, its files open or in memory.
+    """Load the split that `KIND:PLACE[@N]` names, with its files open or in memory.
 
-    A trailing `@N` belongs to the file name where such a file exists.
+    A trailing `@N` belongs to the file name if such a file exists.
 
     Args:
-        takes_any_labels: whether zeros and ones (N, L) pass whatever they are, as other splits may tell: `common_task`.
-        memory: what is known of it; data whose bytes are known are opened when they are read.
+        takes_any_labels: accept zeros and ones (N, L) of any meaning, which other splits may resolve: see
+            `common_task`.
+        memory: known facts; data whose bytes are known are opened only when read.
 
     Raises:
-        UsageError: unknown kind or form, or data of another kind than the model takes.
+        UsageError: kind or form is unknown, or the model takes another kind of data.
         MissingInput: a file does not exist.
         DataError: a file is damaged, labels break a rule, or there are fewer than N rows.
-        Untrusted: reading it would unpickle.
+        Untrusted: reading it would unpickle objects.
     """
     preprocess = preprocess or Preprocess()
     kind, place, dataset, count = _opened(spec, preprocess, memory)
@@ -486,14 +488,14 @@ def load_split(
 
 
 def _opened(spec: str, preprocess: Preprocess, memory: Memory | None) -> tuple[str, str, Dataset, int | None]:
-    """Kind, place, data set and the N of @N. Raises as `load_split` does."""
+    """Return kind, place, data set and the N of @N. Raises as `load_split` does."""
     kind, colon, place = spec.partition(":")
     if not colon or not place or not registry.has_name(_FAMILY, kind):
         raise UsageError(f"\0data\0: expected {_forms()}; got {spec!r}", hint=_perhaps(place or kind))
     module = registry.load_module(_FAMILY, kind)
     match = re.fullmatch(r"(.+)@(\d+)", place)
     count = None
-    with reading(Path(place)):  # a name too long, a folder that may not be entered
+    with reading(Path(place)):  # the name may be too long, or the folder not accessible
         if match and not module.exists(place):
             place, count = match[1], int(match[2])
         dataset = known_or_opened(kind, module, place, preprocess, memory)

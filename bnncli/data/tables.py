@@ -1,4 +1,4 @@
-"""Tables as data sets: which columns are input and label, labels out of cells, rows read when they are asked for."""
+"""Tables as data sets: find input and label columns, convert cells to labels, and read rows on demand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bnncli.data.splits import Stored
 
 
-# What a column holds, as far as the table tells without reading it.
+# What a column holds, as far as the table shows without reading it.
 TEXT, WHOLE, REAL, FILE, LIST, OTHER = (
     "text",
     "whole numbers",
@@ -54,8 +54,8 @@ class Roles:
 
     Attributes:
         kind: text, image, audio or x.
-        inputs: one column; two are a pair of texts, several the numbers of a row.
-        labels: one column; several are a matrix of zeros and ones, one a class; none where there are no labels.
+        inputs: one column; two for a pair of texts, several for the numbers of a row.
+        labels: one column; several for a matrix of zeros and ones, one per class; none without labels.
     """
 
     kind: str
@@ -63,20 +63,20 @@ class Roles:
     labels: tuple[str, ...]
 
     def to_texts(self) -> list[str]:
-        """What tells these columns from others."""
+        """Return texts that identify these columns."""
         return [self.kind, *self.inputs, "label", *self.labels]
 
 
 def divide(place: str, spelled: str) -> tuple[str, dict[str, str]]:
-    """The place itself, and the columns that are named after it: `FILE:text=COL,label=COL`.
+    """Split off the columns named after a place: `FILE:text=COL,label=COL`.
 
-    A colon belongs to the place where such a file exists.
+    A colon belongs to the place if such a file exists.
 
     Args:
         spelled: the kind, for messages.
 
     Raises:
-        UsageError: the columns are not of that form.
+        UsageError: the columns have another form.
     """
     if Path(place).expanduser().exists():
         return place, {}
@@ -91,7 +91,7 @@ def divide(place: str, spelled: str) -> tuple[str, dict[str, str]]:
 
 
 def _parse(text: str, spelled: str) -> dict[str, str]:
-    """Columns by what they are; a comma belongs to a name where no `KEY=` comes after it."""
+    """Parse columns by key; a comma not followed by `KEY=` belongs to a name."""
     found: dict[str, str] = {}
     for part in re.split(rf",(?=(?:{'|'.join(_KEYS)})=)", text):
         key, _, value = part.partition("=")
@@ -113,17 +113,17 @@ def _form(text: str, spelled: str) -> UsageError:
 def find_roles(
     columns: Mapping[str, str], named: Mapping[str, str], *, takes: str | None, where: str, spelled: str
 ) -> Roles:
-    """The columns of input and label.
+    """Find the columns of input and label.
 
     Args:
         columns: what each holds.
-        named: as `divide` gives them.
-        takes: images, texts or audio where the model says so.
+        named: as from `divide`.
+        takes: images, texts or audio, if the model says so.
         where: the table, for messages.
 
     Raises:
-        DataError: a column that is named is not there.
-        UsageError: none, or several, could be the input or the label; the names of the columns look like an example.
+        DataError: a named column does not exist.
+        UsageError: input or label are missing or ambiguous, or the header looks like an example.
     """
     labels = _label_columns(columns, named, where, spelled)
     numbers = [name for name, holds in columns.items() if holds in (WHOLE, REAL) and _NUMBER.fullmatch(name)]
@@ -165,7 +165,7 @@ def _label_columns(columns: Mapping[str, str], named: Mapping[str, str], where: 
 
 
 def _texts(others: Mapping[str, str], where: str, spelled: str) -> tuple[str, ...]:
-    """One column of texts, or the two of a well-known pair."""
+    """Return a single column of texts, or the two of a well-known pair."""
     texts = [name for name, holds in others.items() if holds == TEXT]
     folded = {name.casefold(): name for name in texts}
     for pair in _TEXT_PAIRS:
@@ -176,13 +176,13 @@ def _texts(others: Mapping[str, str], where: str, spelled: str) -> tuple[str, ..
 
 
 def _files(others: Mapping[str, str], known: Collection[str]) -> list[str]:
-    """Columns of encoded files, or of their paths by the names that are known for them."""
+    """Return columns of encoded files, or of paths to them, recognised by name."""
     stored = [name for name, holds in others.items() if holds == FILE]
     return stored or [name for name, holds in others.items() if holds == TEXT and name.casefold() in known]
 
 
 def _one(found: list[str], others: Mapping[str, str], kind: str, where: str, spelled: str) -> tuple[str, ...]:
-    """The one column that was found. Raises UsageError for none or several."""
+    """Return the single column found. Raises UsageError for none or several."""
     if len(found) == 1:
         return (found[0],)
     if found:
@@ -199,7 +199,7 @@ def _one(found: list[str], others: Mapping[str, str], kind: str, where: str, spe
 
 
 def _named(text: str, columns: Mapping[str, str], where: str) -> tuple[str, ...]:
-    """One column or several, joined by +, which belongs to a name where there is such a column."""
+    """Return one column or several joined by +, which belongs to a name if such a column exists."""
     names = (text,) if text in columns else tuple(text.split("+"))
     for name in names:
         if name not in columns:
@@ -212,37 +212,38 @@ def _named(text: str, columns: Mapping[str, str], where: str) -> tuple[str, ...]
 _WHOLE = re.compile(r"[+-]?\d+")
 _LARGEST = 1 << 62
 _UNKNOWN = -1
-_MOST_DIGITS = 100  # zeros may stand in front
+_MOST_DIGITS = 100  # including leading zeros
 _TRUTHS = ("true", "false")
-_NO_NUMBER = {"", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none", "?"}  # how tables write it
+# spellings of missing values in tables
+_NO_NUMBER = {"", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none", "?"}
 _ONE_LABEL = dict.fromkeys(("1", "1.0", "true", "yes"), 1) | dict.fromkeys(("0", "0.0", "false", "no"), 0)
 _ONE_LABEL |= dict.fromkeys([*map(str.casefold, _NO_NUMBER), "-1", "-1.0"], _UNKNOWN)
 
 
 class Labels(NamedTuple):
-    """Labels (N,) int64, None where no row has one, and the names of the classes, None where they are numbers."""
+    """Labels (N,) int64, or None if no row has one, and class names, or None for numeric labels."""
 
     numbers: np.ndarray | None
     classes: tuple[str, ...] | None
 
 
 def labels_of(values: Sequence[Any], names: tuple[str, ...] | None, *, where: str) -> Labels:
-    """Labels out of a column.
+    """Convert a column to labels.
 
     Args:
-        values: whole numbers, truth values, or texts; texts that are all whole numbers are numbers. Where classes have names,
-            lists of their numbers too: several labels an example.
-        names: of the classes, where the table has numbers and tells what they mean.
+        values: integers, booleans, or texts; texts that are all integers are numbers. If classes have names, also lists
+            of their numbers: multi-label.
+        names: class names, if the table has numbers and states their names.
         where: the column, for messages.
 
     Raises:
-        DataError: some rows have no label, or values are not of one of these kinds.
+        DataError: some rows have no label, or values have another type.
     """
-    if {*map(type, values)} in ({str}, {int}):  # of which few differ: what each of them is, is found once
+    if {*map(type, values)} in ({str}, {int}):  # few distinct values: convert each only once
         number_of = {value: number for number, value in enumerate(dict.fromkeys(values))}
         try:
             numbers, classes = _labels_of(list(number_of), names, where)
-        except DataError:  # told below with the row that it has among all
+        except DataError:  # raised again below, with the row among all values
             pass
         else:
             places = np.fromiter(map(number_of.__getitem__, values), np.int64, len(values))
@@ -288,7 +289,8 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
         row = next(row for row, value in enumerate(values) if (type(value) is bool) != (type(values[0]) is bool))
         raise _mixed_truths(values, row, where)
     numbers = _array(values, where)
-    if numbers.dtype.kind in "iu" and numbers.ndim == 1 and (numbers == -1).all():  # so test splits are published
+    # the usual form of published test splits
+    if numbers.dtype.kind in "iu" and numbers.ndim == 1 and (numbers == -1).all():
         return Labels(None, names)
     found = check_labels(numbers, num_rows=len(values), where=where)
     if names is not None and len(found) and found.max() >= len(names):
@@ -300,21 +302,21 @@ def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str)
 
 
 def unlabelled_note(columns: Sequence[str]) -> str:
-    """What to say of columns of labels in which no row has one."""
+    """Return a note for label columns without any label."""
     return (
         f"{listed(columns)} has no label in any row (every value is -1 or empty), so the split is treated as unlabelled"
     )
 
 
 def several_labels(columns: Mapping[str, Sequence[Any]], *, where: str) -> Labels:
-    """Several labels an example (N, L) uint8, out of a column for each of them; None where no row has any.
+    """Convert one column per label to multi-label labels (N, L) uint8; None if no row has any.
 
     Args:
-        columns: zeros and ones, truth values or yes and no by the names of the labels; -1, NaN or nothing where it is not known.
+        columns: label name to zeros and ones, booleans or yes and no; -1, NaN or empty for unknown.
         where: the table, for messages.
 
     Raises:
-        DataError: another value, or some labels that are not known.
+        DataError: a value is invalid, or only some labels are unknown.
     """
     parts = [_there_or_not(values, f"{where}: column {quoted(name)}") for name, values in columns.items()]
     matrix = np.stack(parts, axis=1)
@@ -330,7 +332,7 @@ def several_labels(columns: Mapping[str, Sequence[Any]], *, where: str) -> Label
 
 
 def _there_or_not(values: Sequence[Any], where: str) -> np.ndarray:
-    """Whether each row has a label: 0, 1, or -1 where it is not known. Raises DataError for another value."""
+    """Return for each row 1 or 0 for present or absent, -1 for unknown. Raises DataError for other values."""
     found = np.empty(len(values), np.int8)
     for row, value in enumerate(values):
         number = _ONE_LABEL.get(str(value).strip().casefold())
@@ -344,7 +346,7 @@ def _there_or_not(values: Sequence[Any], where: str) -> np.ndarray:
 
 
 def zeros_and_ones(values: Sequence[Sequence[int]], num_classes: int, where: str) -> np.ndarray:
-    """A matrix (N, C) with a one for each class that a list names. Raises DataError for a number that is no class."""
+    """Return a matrix (N, C) with a one for each class in a list. Raises DataError for a number that is not a class."""
     found = np.zeros((len(values), num_classes), np.int64)
     for row, numbers in enumerate(values):
         for number in numbers:
@@ -365,7 +367,7 @@ def _mixed_truths(values: Sequence[Any], row: int, where: str) -> DataError:
 
 
 def _by_name(values: Sequence[str], where: str) -> Labels:
-    """Texts as names of classes, numbered in sorted order. Raises DataError where they are real numbers."""
+    """Number texts as class names in sorted order. Raises DataError if they are real numbers."""
     classes = sorted(set(values))
     if all(_is_real(name) for name in classes):
         if all(float(name).is_integer() for name in classes):
@@ -387,7 +389,7 @@ def _known(values: Sequence[str], names: tuple[str, ...], where: str) -> np.ndar
 
 
 def _array(values: Sequence[Any], where: str) -> np.ndarray:
-    """Numbers, or lists of as many numbers each, as an array."""
+    """Convert numbers, or lists of equally many numbers, to an array."""
     try:
         numbers = np.array(values)
     except (ValueError, OverflowError):
@@ -419,24 +421,24 @@ class StoredTable(Protocol):
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """What each column holds, in the words of `_columns`."""
+        """What each column holds, one of the constants above."""
 
     @property
     def class_names(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of the classes whose numbers a column has, where the table tells them."""
+        """Class names of numeric columns, if the table states them."""
 
     def values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]]:
-        """How many rows there are, and all values of some columns; every row is looked at."""
+        """Return the number of rows, and all values of some columns; checks every row."""
 
     def read(self, rows: np.ndarray, names: Sequence[str]) -> list[list[Any]]:
-        """Values of columns in the rows (n,)."""
+        """Return values of columns in the rows (n,)."""
 
     def digests(self, progress: Progress) -> list[str]:
-        """Of the content, wherever it lies."""
+        """Return digests of the content."""
 
 
 class _File(NamedTuple):
-    """An open file of a row, what it is called at length and for short, and where an error is said to be."""
+    """An open file of a row, its long and short name, and the path for errors."""
 
     stream: IO[bytes]
     where: str
@@ -449,9 +451,9 @@ class TableDataset:
     """Texts, images, sound or numbers in the columns of a table.
 
     Attributes:
-        num_rows: stored.
+        num_rows: number of stored rows.
         labels: (rows,) int64, or None.
-        paths: of the images or sound files (rows,), where the table has their paths.
+        paths: of the images or sound files (rows,), if the table has paths.
         mode: of the images.
     """
 
@@ -469,7 +471,7 @@ class TableDataset:
 
     @property
     def items(self) -> str:
-        """Texts; sound; images where the model brings a transform for them; else arrays."""
+        """texts, audio, images if the model has a transform for them, else arrays."""
         if self.roles.kind in ("text", "audio"):
             return "texts" if self.roles.kind == "text" else "audio"
         is_for_transform = self.roles.kind == "image" and self.preprocess.transform is not None
@@ -477,7 +479,7 @@ class TableDataset:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The paths of the images or sound files, where the table has them."""
+        """Paths of the images or sound files, if the table has them."""
         return self.paths
 
     @property
@@ -489,7 +491,7 @@ class TableDataset:
         return self.num_rows
 
     def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
-        """Texts, images, sound or numbers (n, D) of the rows, and labels (n,). Raises DataError for a value of another kind."""
+        """Return texts, images, sound or numbers (n, D) of the rows, and labels (n,). Raises DataError for other values."""
         labels = None if self.labels is None else self.labels[rows]
         values = self.table.read(rows, self.roles.inputs)
         if self.roles.kind == "text":
@@ -501,7 +503,7 @@ class TableDataset:
         return self._images(rows, values[0]), labels
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
-        """Digests of the files and of image or sound files they name, the columns, what the classes are called, and the rows."""
+        """Return digests of the files and of images or sound they name, the columns, class names, and the rows."""
         found = {
             "sha256": np.array(self._digests(progress)),
             "columns": np.array(self.roles.to_texts()),
@@ -511,7 +513,7 @@ class TableDataset:
         return found if self.roles.kind != "image" else {**found, "mode": np.array([self.mode])}
 
     def _digests(self, progress: Progress) -> list[str]:
-        """Of the table and of the files that it names; taken once for all splits of one table."""
+        """Return digests of the table and of the files that it names, computed once for all splits of a table."""
         if not self._known_digests:
             self._known_digests.extend(self.table.digests(progress))
             task = progress.task(f"hash {'audio' if self.roles.kind == 'audio' else 'images'}", len(self.paths or ()))
@@ -541,7 +543,7 @@ class TableDataset:
 
     @property
     def _has_names(self) -> bool:
-        """Whether the network takes the columns by their names: several of lists, and token ids."""
+        """Whether the network takes the columns by name: several list columns, or token ids."""
         inputs = self.roles.inputs
         is_lists = all(self.table.columns[name] == LIST for name in inputs)
         return is_lists and (len(inputs) > 1 or inputs == (TOKEN_IDS,))
@@ -569,18 +571,18 @@ class TableDataset:
         return np.stack(arrays)
 
     def _image(self, row: int, value: Any) -> Image.Image:
-        """One image, decoded."""
+        """Decode an image."""
         with self._stored(row, value, "an image") as file, opened_image(file.stream, file.where, file.path) as image:
             return decoded_image(image, self.mode or mode_of({image.mode}), self.preprocess, file.name)
 
     def _sound(self, row: int, value: Any) -> Sound:
-        """One clip, decoded."""
+        """Decode a clip."""
         with self._stored(row, value, "sound") as file:
             return decoded(file.stream.read(), file.where, file.path)
 
     @contextmanager
     def _stored(self, row: int, value: Any, expected: str) -> Iterator[_File]:
-        """What a value stands for: its bytes where they are there, else the file of its path."""
+        """Open what a value refers to: its bytes if present, else the file at its path."""
         data = value.get("bytes") if isinstance(value, dict) else value
         where = f"row {row} of {quoted(self.table.path, limit=300)}"
         if data is None and isinstance(value, dict):
@@ -606,15 +608,15 @@ class TableDataset:
 def table_dataset(
     table: StoredTable, named: Mapping[str, str], preprocess: Preprocess, *, spelled: str
 ) -> TableDataset:
-    """The data set of a table, its labels read.
+    """Create the data set of a table, and read its labels.
 
     Args:
-        named: columns that the user names.
+        named: columns named by the user.
         spelled: the kind, for messages.
 
     Raises:
         DataError: a column is missing, labels break a rule, or there are no rows.
-        UsageError: it cannot be told which column is what.
+        UsageError: the roles of columns are ambiguous.
     """
     where = quoted(table.path, limit=300)
     takes = None if preprocess.transform is None else preprocess.transform.takes
@@ -635,7 +637,7 @@ def table_dataset(
 
 
 def _mode(dataset: TableDataset, preprocess: Preprocess) -> str:
-    """What the model takes; else grey when the first image is."""
+    """Return the image mode of the model; without one, grey if the first image is."""
     if preprocess.transform is not None:
         return preprocess.transform.mode or "RGB"
     first = dataset.table.read(np.zeros(1, np.int64), dataset.roles.inputs)[0][0]
@@ -643,7 +645,7 @@ def _mode(dataset: TableDataset, preprocess: Preprocess) -> str:
 
 
 def _labels(table: StoredTable, roles: Roles, values: list[list[Any]], where: str) -> Labels:
-    """Of one column; several are a matrix, one a class."""
+    """Return the labels of one column, or of several as a matrix, one per class."""
     if not roles.labels:
         return Labels(None, None)
     if len(roles.labels) == 1:
@@ -660,21 +662,21 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-_BLOCK_VALUES = 1 << 20  # read at once, where that is row by row
+_BLOCK_VALUES = 1 << 20  # values read at once, if row by row
 
 
 class NumberTable(StoredTable, Protocol):
-    """A table that gives columns of numbers as arrays."""
+    """A table that returns columns of numbers as arrays."""
 
     def numbers(self, names: Sequence[str]) -> np.ndarray | None:
-        """(N, columns) float64 of some columns, or of one of lists; None where they must be read row by row."""
+        """Return columns as (N, columns) float64, or a list column; None if they must be read row by row."""
 
 
 def numbers_of(table: NumberTable, names: Sequence[str], num_rows: int, where: str) -> np.ndarray:
-    """(N, C) float64 of columns of numbers, or of one column of lists.
+    """Return columns of numbers, or a list column, as (N, C) float64.
 
     Raises:
-        DataError: a cell is no number, or the lists differ in length.
+        DataError: a cell is not a number, or lists differ in length.
     """
     found = table.numbers(names)
     return found if found is not None and len(found) == num_rows else _by_rows(table, names, num_rows, where)
@@ -697,7 +699,7 @@ def _by_rows(table: NumberTable, names: Sequence[str], num_rows: int, where: str
 
 
 def check_cells(table: StoredTable, names: Sequence[str], where: str) -> None:
-    """Raise DataError for the first cell that is no number, of columns of texts at least half of which are numbers."""
+    """Raise DataError for the first non-numeric cell of text columns that are at least half numeric."""
     columns = table.values(names)[1] if names else []
     odd = {
         name: [row for row, value in enumerate(column) if not _is_number_cell(value)]
@@ -710,7 +712,7 @@ def check_cells(table: StoredTable, names: Sequence[str], where: str) -> None:
 
 
 def check_points(table: StoredTable, where: str) -> None:
-    """Raise DataError for a column of texts that begins with a number with a decimal comma."""
+    """Raise DataError for a text column that begins with a number with a decimal comma."""
     for name in [name for name, holds in table.columns.items() if holds == TEXT]:
         column = table.values([name])[1][0]
         if column and _COMMA.fullmatch(str(column[0])):
@@ -720,10 +722,10 @@ def check_points(table: StoredTable, where: str) -> None:
 def _odd_number(
     columns: Sequence[Sequence[Any]], names: Sequence[str], start: int, where: str, *, is_list: bool
 ) -> DataError:
-    """The error for the first value of a block of columns that is no number, or no list of as many numbers as the first.
+    """Return the error for the first value in a block of columns that is not a number, or a list of another length.
 
     Args:
-        start: the row at which the block begins.
+        start: first row of the block.
     """
     for name, column in zip(names, columns, strict=True):
         for place, value in enumerate(column):

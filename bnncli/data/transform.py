@@ -1,4 +1,4 @@
-"""What a model brings to make its inputs out of images, texts or sound: an image processor, a tokenizer, a feature extractor."""
+"""The model's own preprocessing of images, texts or sound: an image processor, a tokenizer, a feature extractor."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from bnncli.data.splits import Dataset
 
 
-_MAKERS = {"texts": "tokenizer", "audio": "feature extractor"}  # of what only they make inputs of
+_MAKERS = {"texts": "tokenizer", "audio": "feature extractor"}  # what prepares inputs that only it can
 
 
 class Transformed(NamedTuple):
-    """Inputs of n items, one array or one by each name of the network's arguments.
+    """Inputs of n items, one array or one per argument name of the network.
 
     Attributes:
-        num_truncated: texts or clips that were cut.
-        num_converted: clips of another sampling rate, or of several channels.
-        lengths: (n,) where inputs are padded along their second axis, and how much of it is each item's own: the network
-            is to see no more than that. None where it sees all.
+        num_truncated: number of truncated texts or clips.
+        num_converted: number of clips that were resampled or mixed down.
+        lengths: (n,) length of each item along the padded second axis, beyond which the network must not look; None
+            without padding.
     """
 
     inputs: np.ndarray | Mapping[str, np.ndarray]
@@ -37,7 +37,7 @@ class Transformed(NamedTuple):
 
 
 class Transform(Protocol):
-    """From decoded images, texts or sound to what a network takes. It goes to other processes, so it must be picklable."""
+    """Maps decoded images, texts or sound to network inputs. Must be picklable for worker processes."""
 
     @property
     def takes(self) -> str:
@@ -45,20 +45,20 @@ class Transform(Protocol):
 
     @property
     def mode(self) -> str:
-        """Of the images that it takes: RGB, or L where the network has one channel; empty for others."""
+        """Mode of the images: RGB, or L for a network with one channel; empty for other items."""
 
     def __call__(self, items: Sequence[Any]) -> Transformed:
-        """Inputs of the items: real numbers as float32, token ids as int64."""
+        """Return the inputs of the items: real numbers as float32, token ids as int64."""
 
     def to_json(self) -> dict[str, Any]:
-        """What it does, for provenance: same JSON, same inputs."""
+        """Return a description for provenance: same JSON, same inputs."""
 
 
 def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None:
-    """Nothing, when the model can take what the data have.
+    """Raise unless the model takes the items of the data set.
 
     Raises:
-        UsageError: texts or sound for a network that takes arrays, or items of another kind than it takes.
+        UsageError: texts or sound for a network of arrays, or another kind of item.
     """
     items = items_of(dataset)
     if transform is None and items == "texts" and _has_columns(spec):
@@ -85,19 +85,19 @@ def _has_columns(spec: str) -> bool:
 
 
 def items_of(dataset: Dataset) -> str:
-    """What the data set's `read` gives: arrays, images, texts or audio; kinds that others have installed give arrays."""
+    """Return the kind of items from `read`: arrays, images, texts or audio; arrays for kinds installed by others."""
     return cast(str, getattr(dataset, "items", "arrays"))
 
 
 def transformed(transform: Transform, items: Sequence[Any] | np.ndarray, where: str) -> Transformed:
-    """What the model makes of items.
+    """Apply a transform to items.
 
     Args:
-        items: what its `takes` says, or uint8 images (n, H, W), (n, H, W, C) or (n, C, H, W) where it takes images.
-        where: what they are of, for messages.
+        items: of the kind in `takes`, or uint8 images (n, H, W), (n, H, W, C) or (n, C, H, W) for images.
+        where: name for messages.
 
     Raises:
-        DataError: it cannot take them.
+        DataError: the transform does not support them.
     """
     if isinstance(items, np.ndarray):
         items = pil_images(items, transform, where)
@@ -114,14 +114,14 @@ def transformed(transform: Transform, items: Sequence[Any] | np.ndarray, where: 
 
 
 def settled(array: np.ndarray) -> np.ndarray:
-    """Real numbers as float32, whole ones as int64, booleans as they are."""
+    """Convert real numbers to float32 and integers to int64; booleans stay."""
     kinds = {"f": np.float32, "i": np.int64, "u": np.int64}
     return np.ascontiguousarray(array, kinds.get(array.dtype.kind, array.dtype))
 
 
 def pil_images(array: np.ndarray, transform: Transform, where: str) -> list[Image.Image]:
-    """Images (n, H, W), (n, H, W, C) or (n, C, H, W) of uint8 as PIL images of the transform's mode."""
-    from PIL import Image  # here, for its time
+    """Convert uint8 images (n, H, W), (n, H, W, C) or (n, C, H, W) to PIL images of the transform's mode."""
+    from PIL import Image  # slow import
 
     axis = channels_axis(array.shape) if array.ndim != 2 else None
     if transform.takes != "images" or array.ndim == 2:

@@ -1,7 +1,8 @@
-"""Decisions with guarantees, calibrated on examples that chose nothing else: prediction sets, acceptance, outliers, shift.
+"""Decisions with finite-sample guarantees: prediction sets, selective prediction, outlier detection, shift alarms.
 
-Arrays in, rules and decisions out; nothing here knows a file. Each guarantee holds where the examples decided on are exchangeable
-with those calibrated on, whatever the predictions are; under shift it does not, and the alarm is what tells.
+Each rule is calibrated on held-out examples. Its guarantee holds for any predictions as long as new examples are
+exchangeable with the calibration examples. Under shift it does not hold; the shift alarm detects that. Functions take
+and return arrays and know no files.
 """
 
 SETS, RISK, OOD, SHIFT = KINDS = (
@@ -9,5 +10,5 @@ SETS, RISK, OOD, SHIFT = KINDS = (
     "risk",
     "ood",
     "shift",
-)  # of rules, which are called so where nothing else is said
-LAC, APS, RAPS = SCHEMES = ("lac", "aps", "raps")  # of prediction sets
+)  # kinds of rules, also the default names of rules
+LAC, APS, RAPS = SCHEMES = ("lac", "aps", "raps")  # schemes of prediction sets

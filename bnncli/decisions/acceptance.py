@@ -1,9 +1,9 @@
-"""Selective prediction with a bound on its risk: from which confidence on predictions are accepted.
+"""Selective prediction with a bound on its risk: accept predictions above a confidence threshold.
 
-Selective prediction with guaranteed risk: Geifman and El-Yaniv (2017), arXiv:1705.08500. Their binary search tests thresholds that
-depend on what it has seen. Here the thresholds stand before the data: the risk at each is tested by the exact binomial test, and all
-together by the fallback procedure (Wiens and Dmitrienko 2005), which holds its level however the tests depend on each other (as in
-Learn then Test: Angelopoulos et al. 2021, arXiv:2110.01052).
+The guarantee follows Geifman and El-Yaniv (2017), arXiv:1705.08500. Their binary search tests thresholds that depend on
+the data. Here the thresholds are fixed in advance: the exact binomial test tests the risk at each, and the fallback
+procedure (Wiens and Dmitrienko 2005) combines the tests. It controls the family-wise error rate under any dependence,
+as in Learn then Test (Angelopoulos et al. 2021, arXiv:2110.01052).
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from numpy.typing import NDArray
 
 from bnncli.lazy import special
 
-# Largest doubts, one less the confidence, from strict to lenient: twenty a decade, down to what float32 tells from none.
+# Thresholds on the doubt (1 - confidence), from strict to lenient: twenty per decade, down to float32 resolution.
 DOUBTS: NDArray[np.float64] = 10.0 ** (-np.arange(120, -1, -1) / 20)
-_STARTS = 10  # every so many has a share of the level; the others have what is handed on, and are as fine as that costs nothing
+# every tenth threshold gets a share of the level; those between only inherit level, so a finer grid costs nothing
+_STARTS = 10
 _NUM_SHARES = len(DOUBTS[::_STARTS])
 
 
 @dataclass(frozen=True)
 class AcceptanceRule:
-    """Which predictions are accepted.
+    """A threshold that decides which predictions to accept.
 
     Args:
-        most_doubt: those of at most this doubt, one less the largest probability; None: none, for want of evidence.
-        num_accepted, num_wrong: of the calibration examples.
-        level: at which the risk of the threshold was tested.
-        p_value: of the test there; where none passed, the least of all.
+        most_doubt: largest accepted doubt (1 - largest probability); None accepts no prediction, for lack of evidence.
+        num_accepted, num_wrong: counts on the calibration examples.
+        level: level at which the risk at the threshold was tested.
+        p_value: p-value of that test; if no threshold passed, the smallest of all.
     """
 
     most_doubt: float | None
@@ -40,7 +41,7 @@ class AcceptanceRule:
     p_value: float
 
     def accepts(self, confidence: NDArray) -> NDArray[np.bool_]:
-        """(n,) of largest probabilities (n,)."""
+        """Return which predictions are accepted, (n,), given their largest probabilities, (n,)."""
         if self.most_doubt is None:
             return np.zeros(len(confidence), dtype=bool)
         found: NDArray[np.bool_] = 1 - np.asarray(confidence, dtype=np.float64) <= self.most_doubt
@@ -48,14 +49,16 @@ class AcceptanceRule:
 
 
 def fit_acceptance(confidence: NDArray, is_right: NDArray, risk: float, certainty: float) -> AcceptanceRule:
-    """The most lenient threshold whose risk, the share of wrong ones among accepted predictions, is shown to be at most `risk`.
+    """Return the most lenient threshold whose risk is shown to be at most `risk`.
 
-    With probability `certainty` over calibration examples that holds of the threshold that is returned: that of m that a threshold
-    accepts e or fewer are wrong has probability P(Binomial(m, risk) <= e) at most where its risk is above; a threshold is tested at its
-    share of 1 - certainty and what was handed on to it, and hands that on to the next where its risk is shown.
+    The risk is the share of wrong predictions among the accepted ones. The bound holds with probability `certainty`
+    over calibration sets. If the true risk of a threshold exceeds `risk`, at most e of its m accepted predictions are
+    wrong with probability at most P(Binomial(m, risk) <= e). Each threshold is tested at its share of 1 - certainty
+    plus the level it inherits; if the test passes, it hands this level on to the next threshold.
 
     Args:
-        confidence: (n,) largest probabilities. is_right: (n,).
+        confidence: (n,), largest probabilities.
+        is_right: (n,), whether the prediction is correct.
     """
     doubt = np.sort(1 - np.asarray(confidence, dtype=np.float64))
     wrong = np.sort(1 - np.asarray(confidence, dtype=np.float64)[~np.asarray(is_right, dtype=bool)])
@@ -80,5 +83,5 @@ def fit_acceptance(confidence: NDArray, is_right: NDArray, risk: float, certaint
 
 
 def least_accepted(risk: float, certainty: float) -> int:
-    """How many accepted predictions, none of them wrong, it takes at least to show the risk."""
+    """Return the smallest number of accepted predictions, all of them right, that can show the risk."""
     return math.ceil(math.log((1 - certainty) / _NUM_SHARES) / math.log1p(-risk))

@@ -1,7 +1,7 @@
-"""Outliers: examples whose score is lower than almost all of in-distribution ones, at a stated rate of false alarms.
+"""Outlier detection: flag examples that score below almost all in-distribution examples, at a given false-alarm rate.
 
-Conformal p-values of outliers: Bates, Candes, Lei, Romano and Sesia (2023), arXiv:2104.08279. The threshold for a share of
-calibration sets is a tolerance limit (Wilks 1941).
+Conformal p-values: Bates, Candes, Lei, Romano and Sesia (2023), arXiv:2104.08279. The threshold that holds for a share
+of calibration sets is a tolerance limit (Wilks 1941).
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from bnncli.decisions.levels import excluding_rank
 
 @dataclass(frozen=True)
 class OutlierRule:
-    """Which examples are outliers: those whose score, higher for what looks in-distribution, is below the threshold."""
+    """Flag examples whose score is below the threshold; scores are higher for in-distribution examples."""
 
     threshold: float
 
     def is_outlier(self, scores: NDArray) -> NDArray[np.bool_]:
-        """(n,) of scores (n,)."""
+        """Return which of the scores (n,) are outliers, (n,)."""
         found: NDArray[np.bool_] = np.asarray(scores, dtype=np.float64) < self.threshold
         return found
 
 
 def fit_outliers(scores: NDArray, false_alarm: float, confidence: float | None = None) -> OutlierRule:
-    """The rule of calibration scores (n,), which are in-distribution.
+    """Fit the rule to in-distribution calibration scores (n,).
 
-    An example is an outlier where its conformal p-value, (1 + how many scores are at most its own) / (n + 1), is at most the rate.
+    An example is an outlier if its conformal p-value, (1 + number of calibration scores at most its own) / (n + 1), is
+    at most the rate.
 
     Args:
-        confidence: share of calibration sets whose false-alarm rate shall be at most this; None: on average over them.
+        confidence: share of calibration sets that must each keep the false-alarm rate; None: on average over them.
 
     Raises:
-        ValueError: too few examples.
+        ValueError: there are too few examples.
     """
     rank = excluding_rank(len(scores), false_alarm, confidence)
     if rank is None:

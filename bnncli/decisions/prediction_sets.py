@@ -1,6 +1,7 @@
-"""Prediction sets: the classes whose scores are at most a threshold that calibration examples set, one for all or one a class.
+"""Prediction sets: the classes whose scores are at most a calibrated threshold, shared or one per class.
 
-Split conformal prediction: Papadopoulos et al. (2002); one threshold a class: Vovk (2012), arXiv:1209.2673, section 4.
+Split conformal prediction: Papadopoulos et al. (2002). One threshold per class: Vovk (2012), arXiv:1209.2673, section
+4.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from bnncli.decisions.levels import covering_rank
 from bnncli.decisions.set_scores import SetScore, label_ranks
 from bnncli.evaluation.probabilities import row_blocks
 
-PENALTIES = (0.001, 0.01, 0.1, 0.2, 0.5)  # among which Angelopoulos et al. (2021), appendix E, choose
+PENALTIES = (0.001, 0.01, 0.1, 0.2, 0.5)  # the grid of Angelopoulos et al. (2021), appendix E
 
 
 @dataclass(frozen=True)
 class SetRule:
-    """Which classes are in the set of an example: those whose score is at most the threshold.
+    """The set of an example holds the classes whose score is at most the threshold.
 
     Args:
-        thresholds: (1,), or (K,) of each class.
-        is_filled: whether a set that would be empty has the most probable class, which only raises the coverage.
+        thresholds: (1,) or, per class, (K,).
+        is_filled: put the most probable class into otherwise empty sets, which can only raise the coverage.
     """
 
     score: SetScore
@@ -33,7 +34,7 @@ class SetRule:
     is_filled: bool = False
 
     def sets(self, probs: NDArray, uniform: NDArray | None = None) -> NDArray[np.bool_]:
-        """(n, K) of probs (n, K): whether a class is in the set. Args as of SetScore.of_classes."""
+        """Return which classes are in the set of each example, (n, K). Arguments as in SetScore.of_classes."""
         found: NDArray[np.bool_] = self.score.of_classes(probs, uniform) <= self.thresholds
         if self.is_filled:
             empty = np.flatnonzero(~found.any(axis=1))
@@ -41,7 +42,7 @@ class SetRule:
         return found
 
     def set_blocks(self, probs: NDArray, uniform: NDArray | None = None) -> Iterator[tuple[slice, NDArray[np.bool_]]]:
-        """Rows and their sets, some rows at a time; probs (N, K) may be mapped from a file."""
+        """Yield blocks of rows and their sets; probs (N, K) may be memory-mapped."""
         for rows in row_blocks(*probs.shape):
             yield rows, self.sets(probs[rows], None if uniform is None else uniform[rows])
 
@@ -49,10 +50,10 @@ class SetRule:
 def fit_thresholds(
     scores: NDArray, labels: NDArray | None, coverage: float, *, num_classes: int, confidence: float | None = None
 ) -> NDArray[np.float64]:
-    """(1,) threshold for scores (n,) of calibration examples' own classes, or (K,) where their labels (n,) are given.
+    """Return the threshold (1,) for the scores (n,) of the examples' own classes, or (K,) thresholds if labels (n,) are given.
 
     Raises:
-        ValueError: too few examples, of all or of a class (least_for_coverage says how many it takes).
+        ValueError: there are too few examples, overall or of a class (see least_for_coverage).
     """
     groups = [scores] if labels is None else [scores[labels == k] for k in range(num_classes)]
     thresholds = []
@@ -67,10 +68,10 @@ def fit_thresholds(
 def choose_regularisation(
     probs: NDArray, labels: NDArray, coverage: float, *, seed: int | None = None, uniform: NDArray | None = None
 ) -> SetScore:
-    """The score of raps with the smallest sets on these examples, which must not be calibrated on: (m, K), (m,), (m,).
+    """Return the RAPS score with the smallest sets on these examples, which must not be used for calibration.
 
-    Free are the ranks that hold the label of enough examples; the penalty is the one of PENALTIES with the smallest sets
-    (Angelopoulos et al. 2021, appendix E).
+    The unpenalised ranks are those that cover enough of the labels; the penalty is the one in PENALTIES that gives the
+    smallest sets (Angelopoulos et al. 2021, appendix E). Shapes: probs (m, K), labels (m,), uniform (m,).
     """
     rank = covering_rank(len(labels), coverage) or len(labels)
     free = int(np.sort(label_ranks(probs, labels))[rank - 1])

@@ -1,4 +1,4 @@
-"""The rules as numbers and words that can be stored, and back."""
+"""Convert rules to arrays and JSON values that can be stored, and back."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _TESTED = ("num_accepted", "num_wrong", "level", "p_value")
 
 
 def kind_of(rule: Rule) -> str:
-    """Of KINDS."""
+    """Return the kind of a rule, one of KINDS."""
     return {SetRule: SETS, AcceptanceRule: RISK, OutlierRule: OOD, ShiftRule: SHIFT}[type(rule)]
 
 
 def to_arrays(rule: Rule) -> tuple[dict[str, NDArray[np.float64]], dict[str, Any]]:
-    """What makes a rule: arrays, and what else there is."""
+    """Return the arrays of a rule and its other values."""
     if isinstance(rule, SetRule):
         known = {name: getattr(rule.score, name) for name in _SCORE}
         return {"thresholds": rule.thresholds}, {**known, "is_filled": rule.is_filled}
@@ -39,7 +39,11 @@ def to_arrays(rule: Rule) -> tuple[dict[str, NDArray[np.float64]], dict[str, Any
 
 
 def from_arrays(kind: str, arrays: Mapping[str, NDArray[np.float64]], known: Mapping[str, Any], size: int) -> Rule:
-    """The rule of a kind for so many classes. Raises KeyError, TypeError or ValueError where these do not make one."""
+    """Rebuild a rule of this kind for `size` classes.
+
+    Raises:
+        KeyError, TypeError, ValueError: the arrays and values do not describe such a rule.
+    """
     if kind == SETS:
         thresholds = arrays["thresholds"]
         if thresholds.shape not in ((1,), (size,)):

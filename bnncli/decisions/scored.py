@@ -1,4 +1,4 @@
-"""What decisions come to on a split: scores in the form that all others have, so that they are resampled alike."""
+"""Score decisions on a split, in the form of all other scores so that they share one bootstrap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHARE = (0.0, 1.0)
 def set_scores(
     rule: SetRule, probs: NDArray, labels: NDArray | None, uniform: NDArray | None, choices: dict[str, Any]
 ) -> list[ScoreGroup]:
-    """Coverage, worst coverage of a class, mean size, and the shares of empty sets and of those of one class."""
+    """Return coverage, worst-class coverage, mean set size, and the shares of empty and of singleton sets."""
     size, covered = np.empty(len(probs), dtype=np.int64), np.zeros(len(probs), dtype=bool)
     for rows, sets in rule.set_blocks(probs, uniform):
         size[rows] = sets.sum(axis=1)
@@ -36,7 +36,7 @@ def set_scores(
 
 
 def _worst_class(form: ScoreForm, covered: NDArray, labels: NDArray) -> ScoreGroup:
-    """The least coverage of a class that there are examples of."""
+    """Return the lowest coverage over the classes that occur."""
     order = np.argsort(labels, kind="stable")
     starts = np.flatnonzero(np.diff(np.asarray(labels)[order], prepend=-1))
     is_covered = covered[order].astype(np.float64)
@@ -52,7 +52,7 @@ def _worst_class(form: ScoreForm, covered: NDArray, labels: NDArray) -> ScoreGro
 
 
 def acceptance_scores(accepted: NDArray, is_right: NDArray | None, choices: dict[str, Any]) -> list[ScoreGroup]:
-    """The share of accepted predictions (N,), and the share of wrong ones among them."""
+    """Return the share of accepted predictions (N,) and the share of wrong predictions among them."""
     share = means([ScoreForm("acceptance", choices, True, bounds=_SHARE)], [accepted])
     form = ScoreForm("selective_risk", choices, False, bounds=_SHARE, when_nan="no predictions are accepted")
     if is_right is None:
@@ -67,6 +67,6 @@ def acceptance_scores(accepted: NDArray, is_right: NDArray | None, choices: dict
 
 
 def alarm_scores(is_outlier: NDArray, choices: dict[str, Any], *, is_ood: bool) -> list[ScoreGroup]:
-    """The share of examples (N,) that are called outliers: of false alarms, or on an out-of-distribution split of detected ones."""
+    """Return the share of examples (N,) flagged as outliers: detection rate on an OOD split, false-alarm rate otherwise."""
     name = "detection_rate" if is_ood else "false_alarm_rate"
     return [means([ScoreForm(name, choices, is_ood, bounds=_SHARE)], [is_outlier])]

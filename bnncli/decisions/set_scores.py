@@ -1,4 +1,4 @@
-"""How badly each class fits an example: the scores that prediction sets are made of, low for a class that fits.
+"""Nonconformity scores of prediction sets: how badly each class fits an example; low for a class that fits.
 
 LAC: Sadinle, Lei and Wasserman (2019), arXiv:1609.00451. APS: Romano, Sesia and Candes (2020), arXiv:2006.02544.
 RAPS: Angelopoulos, Bates, Malik and Jordan (2021), arXiv:2009.14193.
@@ -20,13 +20,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SetScore:
-    """One of the scores.
+    """A nonconformity score.
 
     Args:
-        scheme: of SCHEMES.
-        seed: of a uniform number an example that says how much of its own probability a class has used up: of aps and raps, whose
-            coverage is exact by it also where probabilities are rounded to one. None: all of it.
-        penalty: of raps, of each rank beyond the free ones (lambda). free_ranks: those without one (k_reg).
+        scheme: one of SCHEMES.
+        seed: seed of the uniform number that APS and RAPS draw per example to randomise how much of its own probability
+            a class uses up, which makes the coverage exact even for probabilities rounded to one. None: use all of it.
+        penalty: RAPS penalty on each rank beyond the free ranks (lambda).
+        free_ranks: number of unpenalised ranks in RAPS (k_reg).
     """
 
     scheme: str
@@ -43,20 +44,20 @@ class SetScore:
             raise ValueError(f"{self.scheme} does not support a penalty")
 
     def uniform(self, split: str, count: int) -> Floats | None:
-        """The numbers (N,) of the examples of a split, the same for every prediction of it; None where there are none."""
+        """Return the uniform numbers (N,) of a split's examples, equal for all its predictions; None without a seed."""
         if self.seed is None:
             return None
         return np.random.default_rng(stream_seed(self.seed, f"sets/{split}")).random(count)
 
     def of_classes(self, probs: NDArray, uniform: NDArray | None = None) -> Floats:
-        """Scores (n, K) of every class.
+        """Return the scores (n, K) of all classes.
 
-        LAC: 1 - p_k. APS: the probability of all classes that come before k, and u p_k. RAPS: that, and penalty max(0, rank - free).
-        Classes come in the order of their probability; among equals in their own.
+        LAC: 1 - p_k. APS: the total probability of the classes ranked before k, plus u p_k. RAPS: APS plus penalty
+        max(0, rank - free_ranks). Classes are ranked by probability, ties by class index.
 
         Args:
             probs: (n, K).
-            uniform: (n,) in [0, 1), where the score has a seed; u is 1 otherwise.
+            uniform: (n,) in [0, 1), required if the score has a seed; otherwise u is 1.
         """
         wide = np.asarray(probs, dtype=np.float64)
         if self.scheme == LAC:
@@ -74,7 +75,7 @@ class SetScore:
         return scores
 
     def of_labels(self, probs: NDArray, labels: NDArray, uniform: NDArray | None = None) -> Floats:
-        """Scores (N,) of each example's own class, the same numbers as `of_classes` has; probs (N, K) may be mapped from a file."""
+        """Return the scores (N,) of the examples' own classes, equal to those of `of_classes`; probs (N, K) may be memory-mapped."""
         found = np.empty(len(probs))
         for rows in row_blocks(*probs.shape):
             scores = self.of_classes(probs[rows], None if uniform is None else uniform[rows])
@@ -83,7 +84,7 @@ class SetScore:
 
 
 def label_ranks(probs: NDArray, labels: NDArray) -> NDArray[np.int64]:
-    """Place (N,) of each example's own class in the order of probability, from 1 on."""
+    """Return the rank (N,) of each example's own class by probability, starting at 1."""
     wide = np.asarray(probs, dtype=np.float64)
     own = np.take_along_axis(wide, labels[:, None], axis=1)
     is_before = (wide == own) & (np.arange(wide.shape[1]) < labels[:, None])

@@ -1,7 +1,8 @@
-"""Whether a batch of examples comes from where the calibration examples do: the two-sample Kolmogorov-Smirnov test of a score.
+"""Shift alarm: the two-sample Kolmogorov-Smirnov test between the scores of a batch and the calibration scores.
 
-The p-value is exact for any two sizes: a sum over lattice paths (Hodges 1958), as probabilities of a random walk that ends where both
-samples are used up. Ties make the statistic smaller, so that the level holds with them too.
+The p-value is exact for any two sample sizes: a sum over lattice paths (Hodges 1958), computed as the probability that
+a random walk conditioned on its end point stays within a band. Ties decrease the statistic, so the level holds with
+them too.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ from numpy.typing import NDArray
 
 from bnncli.lazy import special
 
-SMALLEST_P = 1e-9  # below it a p-value, one less a sum, is rounding
-_BAND = 1 << 28  # states of walks that are looked at, seconds; beyond it the bound below decides
+SMALLEST_P = 1e-9  # smaller p-values, computed as 1 - sum, would be rounding errors
+_BAND = 1 << 28  # limit on the number of states (seconds of work); beyond it the bound in distance_p_value decides
 
 
 @dataclass(frozen=True)
 class ShiftRule:
-    """The alarm of a batch.
+    """A shift alarm.
 
     Args:
-        scores: (n,) of the calibration examples, ascending.
-        level: probability of an alarm where nothing has shifted, over calibration sets and batches, at most.
+        scores: (n,), calibration scores in ascending order.
+        level: largest probability of an alarm without shift, over calibration sets and batches.
     """
 
     scores: NDArray[np.float64]
     level: float
 
     def p_value(self, batch: NDArray) -> float | None:
-        """Of the scores (m,) of a batch; None of an empty one."""
+        """Return the p-value of a batch's scores (m,); None if the batch is empty."""
         if len(batch) == 0:
             return None
         return distance_p_value(largest_gap(self.scores, batch), len(self.scores), len(batch))
 
 
 def largest_gap(first: NDArray, second: NDArray) -> int:
-    """The Kolmogorov-Smirnov distance of two samples (n,) and (m,) times n m: a whole number."""
+    """Return the Kolmogorov-Smirnov distance of samples (n,) and (m,) times n m, an integer."""
     one, other = (np.sort(np.asarray(side, dtype=np.float64)) for side in (first, second))
     places = np.concatenate([one, other])
     below, others = (np.searchsorted(side, places, side="right").astype(np.int64) for side in (one, other))
@@ -46,16 +47,16 @@ def largest_gap(first: NDArray, second: NDArray) -> int:
 
 
 def distance_p_value(gap: int, n: int, m: int) -> float:
-    """The probability that samples of n and m from one continuous distribution are as far apart, in units of 1 / (n m).
+    """Return the probability that samples of sizes n and m from one continuous distribution are at least this far apart.
 
-    At least SMALLEST_P.
+    `gap` is the distance in units of 1 / (n m). The result is at least SMALLEST_P.
     """
     if gap == 0:
         return 1.0
     n, m = min(n, m), max(n, m)
     squared = (gap / (n * m)) ** 2 * n * m / (n + m)
-    # Wei and Dudley (2012, arXiv:1107.5356): holds of equal sizes, and of all unequal ones that were computed. It decides only where the
-    # exact value is surely far below what can be told, or takes too long.
+    # Wei and Dudley (2012, arXiv:1107.5356) prove this bound for equal sizes; it holds for all unequal sizes ever
+    # computed. It decides only if the exact value is far below SMALLEST_P or would take too long.
     bound = math.e * math.exp(-2 * squared)
     if bound < SMALLEST_P * 1e-3 or n * (2 * gap // n + 1) > _BAND:
         return max(SMALLEST_P, min(1.0, bound))
@@ -63,10 +64,10 @@ def distance_p_value(gap: int, n: int, m: int) -> float:
 
 
 def _stays_within(gap: int, n: int, m: int) -> float:
-    """The probability that a path of n and m steps, all alike, has |i m - j n| < gap throughout; i and j steps have been made."""
+    """Return the probability that a uniform lattice path of n and m steps keeps |i m - j n| < gap after i and j steps."""
     from scipy.signal import lfilter
 
-    chance = n / (n + m)  # of a step of the n: any would do, this keeps the numbers near one
+    chance = n / (n + m)  # probability of a step of the n; any value is correct, this one keeps the numbers near one
     start = 0
     row: NDArray[np.floating] = np.ones(1)
     for i in range(n + 1):

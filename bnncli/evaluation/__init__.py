@@ -1,1 +1,1 @@
-"""How good predictions, draws and chains are: scores, calibration, detection, discrepancy, convergence."""
+"""Evaluation of predictions, draws and chains: scores, calibration, detection, discrepancy, convergence."""

@@ -1,9 +1,10 @@
-"""Whether two estimates agree: within a tolerance that was stated beforehand, and what their standard errors allow.
+"""Test whether two estimates agree within a tolerance fixed in advance plus what their standard errors allow.
 
-Of a published number and ours: |ours - published| <= tolerance + k sqrt(s_ours^2 + s_published^2). k is that of Cochran and Cox (1957),
-Experimental Designs, section 4.14: the mean of both sides' quantiles of Student's t, whose two tails have LEVEL together, weighted by
-their variances. Two estimates of one number then differ with probability LEVEL at most, whatever the tolerance and however few seeds stand behind
-them; with the degrees of freedom of Welch it would be up to five times that (two seeds beside five).
+Our number agrees with a published one if |ours - published| <= tolerance + k sqrt(s_ours^2 + s_published^2). The factor
+k follows Cochran and Cox (1957), Experimental Designs, section 4.14: the mean of both sides' two-sided quantiles of
+Student's t at LEVEL, weighted by their variances. Two estimates of one number then disagree with probability at most
+LEVEL, for any tolerance and however few seeds they rest on. With Welch's degrees of freedom, the probability would be
+up to five times that (two seeds against five).
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ from typing import NamedTuple
 
 from bnncli.lazy import special
 
-LEVEL = 0.01  # probability that two estimates of the same number are said to differ, or to stand in an order
+LEVEL = 0.01  # probability of calling two estimates of the same number different, or ordered
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number as it was measured.
+    """A measured number.
 
     Args:
         value: finite.
-        standard_error: in its unit, at least 0, which says that all values were the same; None where it is not known, which counts as none.
-        count: values behind the standard error, as seeds or checkpoints; 0 where these are so many (examples, draws) that it is known.
+        standard_error: in the unit of the value, at least 0 (0: all values were equal); None if unknown, which is
+            treated as 0.
+        count: number of values behind the standard error, such as seeds or checkpoints; 0 if they are so many
+            (examples, draws) that the standard error is exact.
 
     Raises:
-        ValueError: a value that is none.
+        ValueError: the numbers are not finite or contradict each other.
     """
 
     value: float
@@ -46,14 +49,16 @@ class Estimate:
 
     @classmethod
     def of_repeats(cls, values: Sequence[float]) -> Estimate:
-        """The mean of values, with its standard error where there are several."""
+        """Return the mean of repeats, with its standard error if there are several."""
         count, mean = len(values), statistics.fmean(values)
         return cls(mean, statistics.stdev(values) / math.sqrt(count), count) if count > 1 else cls(mean)
 
     @classmethod
     def of_share(cls, share: float, trials: int) -> Estimate:
-        """A share of trials. Its standard error is the longer side of the exact interval (Clopper and Pearson 1934) of probability 1 - LEVEL over
-        its factor: above 0 also where all trials gave the same.
+        """Return a share of trials with a standard error that is positive even if all trials gave the same result.
+
+        The standard error is the longer side of the exact interval of level 1 - LEVEL (Clopper and Pearson 1934),
+        divided by the normal quantile.
         """
         count = round(share * trials)
         low = float(special.betaincinv(count, trials - count + 1, LEVEL / 2)) if count else 0.0
@@ -62,12 +67,12 @@ class Estimate:
 
     @property
     def variance(self) -> float:
-        """The standard error, squared; 0 where it is not known."""
+        """Squared standard error; 0 if unknown."""
         return (self.standard_error or 0.0) ** 2
 
 
 class Agreement(NamedTuple):
-    """A judgement: the distance, what of it is allowed, and the factor of the combined standard error in that."""
+    """The distance of two estimates, the allowed distance, and the factor k in it."""
 
     distance: float
     allowed: float
@@ -80,10 +85,10 @@ class Agreement(NamedTuple):
 
 
 def agreement(ours: Estimate, published: Estimate, tolerance: float) -> Agreement:
-    """How far two estimates are apart, beside how far they may be.
+    """Compare the distance of two estimates with the allowed distance.
 
     Args:
-        tolerance: at least 0, in their unit: what may differ for reasons that are known.
+        tolerance: at least 0, in the unit of the estimates: the difference that has known reasons.
     """
     factor = factor_of(ours, published)
     allowed = tolerance + factor * math.sqrt(ours.variance + published.variance)
@@ -91,7 +96,10 @@ def agreement(ours: Estimate, published: Estimate, tolerance: float) -> Agreemen
 
 
 def sign(estimate: Estimate, level: float = LEVEL) -> int:
-    """1 or -1 where a number is above or below 0 beyond chance, each falsely with probability level / 2 at most; 0 where that is open."""
+    """Return 1 or -1 if a number is significantly above or below 0, each falsely with probability at most level / 2;
+
+    else 0.
+    """
     margin = factor_of(estimate, level=level) * math.sqrt(estimate.variance)
     if abs(estimate.value) <= margin:
         return 0
@@ -99,7 +107,7 @@ def sign(estimate: Estimate, level: float = LEVEL) -> int:
 
 
 def factor_of(*estimates: Estimate, level: float = LEVEL) -> float:
-    """The factor k of the combined standard error of estimates: 2.576 where all of them are known, 9.92 of one over three seeds."""
+    """Return the factor k of the combined standard error: 2.576 if all are exact, 9.92 for one estimate from three seeds."""
     parts = [(one.variance, quantile(one.count - 1 if one.count else math.inf, level)) for one in estimates]
     total = sum(variance for variance, _ in parts)
     if total == 0:
@@ -109,7 +117,7 @@ def factor_of(*estimates: Estimate, level: float = LEVEL) -> float:
 
 @cache
 def quantile(degrees: float, level: float = LEVEL) -> float:
-    """The factor of a standard error with these degrees of freedom; 2.576 for infinitely many."""
+    """Return the two-sided quantile of Student's t; 2.576 for infinitely many degrees of freedom."""
     if math.isinf(degrees):
         return float(special.ndtri(1 - level / 2))
     return float(special.stdtrit(degrees, 1 - level / 2))

@@ -1,7 +1,7 @@
-"""Energy-BFMI: whether new momenta change the energy as much as the posterior spreads it.
+"""Energy-BFMI: whether resampled momenta change the energy as much as the energy varies over the posterior.
 
-Betancourt (2016), arXiv:1604.00695, eq. (3): E-BFMI = mean square of the energy's steps / variance of the energy, one
-number a chain. Below 0.3 a chain crosses the tails so slowly that it may have missed them.
+Betancourt (2016), arXiv:1604.00695, eq. (3): E-BFMI = mean squared energy step / variance of the energy, per chain.
+Below 0.3 a chain crosses the tails so slowly that it may have missed them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-LOW_BFMI = 0.3  # the threshold that Stan warns at
+LOW_BFMI = 0.3  # Stan's warning threshold
 
 
 def bfmi(energy: NDArray) -> NDArray[np.float64]:
-    """E-BFMI (C,) of each chain from energies (C, T), nats; NaN for a chain whose energy never changes.
+    """Return the E-BFMI (C,) of chains from their energies (C, T), nats; NaN for a chain whose energy is constant.
 
     Raises:
-        ValueError: energies of another shape, or fewer than two a chain.
+        ValueError: the energies have another shape or fewer than two draws per chain.
     """
     if energy.ndim != 2 or energy.shape[1] < 2:
         raise ValueError(f"energy: expected shape (C, T) with T at least 2, got {energy.shape}")
@@ -27,5 +27,5 @@ def bfmi(energy: NDArray) -> NDArray[np.float64]:
 
 
 def lowest_bfmi(energy: NDArray) -> float:
-    """The lowest E-BFMI of the chains with energies (C, T); 0 for a chain whose energy never changes: it explores nothing."""
+    """Return the lowest E-BFMI of chains with energies (C, T); a chain of constant energy explores nothing and counts as 0."""
     return float(np.nan_to_num(bfmi(energy), nan=0.0).min())

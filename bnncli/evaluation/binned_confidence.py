@@ -1,7 +1,7 @@
-"""What figures show of the confidence of predictions, from one pass over blocks of rows: counts in bins, and the rows at the ends.
+"""Confidence of predictions for figures, from one pass over blocks of rows: counts per bin and the most extreme rows.
 
-Curves made of the counts go through exact points of the curves of all examples; their thresholds are the edges of bins, which are
-fine near 1, where most confidences lie. Memory does not grow with the number of examples.
+Curves computed from the counts pass through exact points of the curves of all examples. Their thresholds are the bin
+edges, which are dense near 1, where most confidences are. Memory does not grow with the number of examples.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from bnncli.evaluation.calibration import NUM_BINS
 from bnncli.evaluation.curves import Curve, thinned
 from bnncli.evaluation.probabilities import checked_blocks
 
-MOST_POINTS = 64  # of a curve, whose numbers stand beside it as a table
+MOST_POINTS = 64  # of a curve that is also shown as a table
 HISTOGRAM_EDGES = np.linspace(0.0, 1.0, 21)
-_NEAR_ONE = 1 - np.geomspace(0.5, 1e-7, 600)  # a float32 tells 1 from 1 - 6e-8
+_NEAR_ONE = 1 - np.geomspace(0.5, 1e-7, 600)  # float32 resolves 1 from 1 - 6e-8
 EDGES = np.unique(np.concatenate([np.linspace(0.0, 1.0, 501), HISTOGRAM_EDGES, _NEAR_ONE, [1.0]]))
 
 
 class PredictedRow(NamedTuple):
-    """One example: its row, its predicted class and the probability of that, its label where there is one."""
+    """One example: row, predicted class, its probability, and the label if known."""
 
     row: int
     predicted: int
@@ -34,13 +34,14 @@ class PredictedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class BinnedConfidence:
-    """Counts of the examples of a split by their confidence.
+    """Counts of a split's examples by confidence.
 
     Args:
         edges: (B + 1,); bin b is (edges[b], edges[b + 1]], the first includes its lower edge.
-        count: (B,) examples. right: (B,) of them whose predicted class is the label; None without labels.
-        stated: (B,) sums of their confidence.
-        most_certain, least_certain, most_certain_errors: rows at the ends, the first the furthest out; no errors without labels.
+        count: (B,), examples per bin.
+        stated: (B,), sums of the confidence.
+        right: (B,), correctly classified examples; None without labels.
+        most_certain, least_certain, most_certain_errors: extreme rows, most extreme first; no errors without labels.
     """
 
     edges: NDArray[np.float64]
@@ -53,20 +54,20 @@ class BinnedConfidence:
 
     @property
     def num_examples(self) -> int:
-        """N."""
+        """Number of examples, N."""
         return int(self.count.sum())
 
     @property
     def accuracy(self) -> float | None:
-        """The share that is right; None without labels or examples."""
+        """Share of correct predictions; None without labels or examples."""
         return None if self.right is None or not self.num_examples else float(self.right.sum() / self.num_examples)
 
     def histogram(self) -> list[int]:
-        """Counts between HISTOGRAM_EDGES."""
+        """Return the counts between HISTOGRAM_EDGES."""
         return _between(self.edges, self.count, HISTOGRAM_EDGES).tolist()
 
     def reliability(self, num_bins: int = NUM_BINS) -> Curve | None:
-        """As evaluation.curves.reliability_curve gives it, whose edges must be among ours; None without labels."""
+        """Return the same as curves.reliability_curve, whose edges must be among these; None without labels."""
         if self.right is None:
             return None
         edges = np.linspace(0.0, 1.0, num_bins + 1)
@@ -78,7 +79,7 @@ class BinnedConfidence:
         return found
 
     def risk_coverage(self) -> Curve | None:
-        """Points of evaluation.curves.risk_coverage_curve; None without labels or examples."""
+        """Return points of curves.risk_coverage_curve; None without labels or examples."""
         if self.right is None or not self.num_examples:
             return None
         is_used = self.count[::-1] > 0
@@ -86,7 +87,7 @@ class BinnedConfidence:
         return thinned({"coverage": count / count[-1], "risk": 1 - right / count}, MOST_POINTS)
 
     def roc(self, other: BinnedConfidence) -> Curve | None:
-        """Points of evaluation.curves.roc_curve, this split being inside the distribution; None where either has no examples."""
+        """Return points of curves.roc_curve, with this split as in-distribution; None if either split is empty."""
         if not self.num_examples or not other.num_examples:
             return None
         is_used = (self.count + other.count)[::-1] > 0
@@ -103,16 +104,16 @@ def bin_confidence(
     extra_edges: Sequence[float] = (),
     poll: Callable[[], None] = lambda: None,
 ) -> BinnedConfidence:
-    """The counts of probs (N, C), which are read once, in blocks of rows, and checked; they may be mapped from a file.
+    """Count probs (N, C) by confidence in one pass over checked blocks of rows; probs may be memory-mapped.
 
     Args:
-        labels: (N,) integers in [0, C), or None; labels of several classes an example are not looked at.
+        labels: (N,) integers in [0, C), or None; ignored for multi-label predictions.
         num_extremes: rows to keep at each end.
-        extra_edges: further edges of bins.
+        extra_edges: additional bin edges.
         poll: called between blocks.
 
     Raises:
-        DataError: what is no probability.
+        DataError: probs contains values that are not probabilities.
     """
     edges = np.unique(np.concatenate([EDGES, np.linspace(0.0, 1.0, NUM_BINS + 1), extra_edges]))
     size, has_labels = len(edges) - 1, labels is not None and is_exclusive
@@ -139,13 +140,13 @@ def bin_confidence(
 
 
 def _between(edges: NDArray, values: NDArray, coarse: NDArray) -> NDArray:
-    """Sums of values (B,) of bins between coarser edges, each of which is an edge."""
+    """Sum values (B,) of bins between coarser edges, all of which must be bin edges."""
     places = np.searchsorted(edges, coarse)
     return np.add.reduceat(values, places[:-1])
 
 
 class _Ends:
-    """The rows of smallest (sign 1) or largest (sign -1) confidence seen so far; of equals the first."""
+    """The rows with the smallest (sign 1) or largest (sign -1) confidence so far; ties keep the first."""
 
     def __init__(self, size: int, sign: int) -> None:
         self.size, self.sign = size, sign
@@ -154,7 +155,7 @@ class _Ends:
     def offer(
         self, start: int, among: NDArray, predicted: NDArray, confidence: NDArray, labels: NDArray | None
     ) -> None:
-        """Rows of one more block, by their places in it."""
+        """Add the rows of another block, given by their index in it."""
         if self.size == 0:
             return
         chosen = among[np.argsort(self.sign * confidence[among], kind="stable")[: self.size]]

@@ -1,8 +1,8 @@
-"""Bootstrap over examples: the standard error of a score and an interval around it, from resampled weights.
+"""Bootstrap over examples: standard errors and intervals of scores from resampled example weights.
 
-Efron and Tibshirani (1993), An Introduction to the Bootstrap, chapters 6 and 13; basic and percentile intervals as in
-Davison and Hinkley (1997), section 5.2. The weights of a split depend on the seed, its name and its size alone: all
-posteriors are resampled alike, so that the difference of two scores is resampled in pairs.
+Efron and Tibshirani (1993), An Introduction to the Bootstrap, chapters 6 and 13. Basic and percentile intervals as in
+Davison and Hinkley (1997), section 5.2. The weights of a split depend only on the seed and the split's name and size.
+All posteriors are therefore resampled alike, and differences of scores are paired.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from bnncli.numerics.random import stream_seed
 from bnncli.system import signals
 from bnncli.system.workers import Parts
 
-BLOCK_WEIGHTS = 1 << 20  # weights held at once: 4 MB stay in a cache
-_COUNTED = 1 << 17  # drawn and counted at once: what stays in the cache
+BLOCK_WEIGHTS = 1 << 20  # weights held at once (4 MB, fits into a cache)
+_COUNTED = 1 << 17  # indices drawn and counted at once, to stay in the cache
 METHODS = ("percentile", "basic")
 
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """How scores are resampled.
+    """Bootstrap settings.
 
     Args:
         num_replicates: R, at least 1.
-        level: of the intervals, between 0 and 1.
-        seed: of the weights.
+        level: level of the intervals, between 0 and 1.
+        seed: seed of the weights.
     """
 
     num_replicates: int = 1000
@@ -43,7 +43,7 @@ class Bootstrap:
             raise ValueError(f"expected a replicate and a level in (0, 1), got {self.num_replicates} and {self.level}")
 
     def blocks(self, *splits: tuple[str, int]) -> list[range]:
-        """The replicates whose weights, of these splits (name, N), are held at once."""
+        """Return the ranges of replicates whose weights for these splits (name, N) are held at once."""
         most = max(1, BLOCK_WEIGHTS // max(1, sum(size for _, size in splits)))
         every = range(self.num_replicates)
         return [every[start : start + most] for start in range(0, self.num_replicates, most)]
@@ -51,10 +51,10 @@ class Bootstrap:
     def weights(
         self, *splits: tuple[str, int], only: Container[int] | None = None
     ) -> Iterator[tuple[NDArray[np.float32], ...]]:
-        """Blocks (b, N) of how often each example is drawn, one array for each (name, N >= 1); each row sums to N.
+        """Yield blocks (b, N) of example counts, one array per split (name, N >= 1); each row sums to N.
 
         Args:
-            only: numbers of the blocks that are wanted; all by default.
+            only: indices of the blocks to yield; all by default.
         """
         streams = [np.random.default_rng(stream_seed(self.seed, f"bootstrap/{name}/{size}")) for name, size in splits]
         for number, block in enumerate(self.blocks(*splits)):
@@ -66,9 +66,10 @@ class Bootstrap:
                     deque(_drawn(stream, len(block), size), maxlen=0)
 
     def replicates(self, statistic: Callable[..., NDArray], *splits: tuple[str, int]) -> NDArray[np.float64]:
-        """The statistic of every replicate, (R, ...): a function of weights (b, N), one for each split, to (b, ...).
+        """Return the statistic of every replicate, (R, ...).
 
-        Processes that share a command share out the blocks.
+        The statistic maps weights (b, N), one array per split, to (b, ...). Worker processes of one command share the
+        blocks.
         """
         blocks = self.blocks(*splits)
         parts = Parts(len(blocks))
@@ -83,12 +84,12 @@ class Bootstrap:
         method: str = "percentile",
         bounds: tuple[float, float] = (-np.inf, np.inf),
     ) -> dict[str, Any]:
-        """What a metric row gains: `standard_error` and `interval`; both None where the replicates do not tell.
+        """Return `standard_error` and `interval` of a metric row; both None if fewer than half of the replicates are defined.
 
         Args:
-            replicates: (R,); those that are not finite, where the statistic is undefined, are left out and not counted.
-            method: as of `interval`.
-            bounds: the range of the score.
+            replicates: (R,); non-finite ones, where the statistic is undefined, are skipped.
+            method: see `interval`.
+            bounds: range of the score.
         """
         known = replicates[np.isfinite(replicates)]
         if 2 * len(known) < len(replicates) or len(known) < 2:
@@ -106,13 +107,14 @@ def interval(
     method: str = "percentile",
     bounds: tuple[float, float] = (-np.inf, np.inf),
 ) -> tuple[float, float]:
-    """The interval around an estimate that replicates (R,), all finite, give.
+    """Return the bootstrap interval around an estimate from finite replicates (R,).
 
     Args:
-        level: the share of intervals that hold the true value, between 0 and 1.
-        method: `percentile`, the quantiles of the replicates; `basic`, those mirrored at the estimate, which is right
-            where resampling moves the score as sampling did: a calibration error is biased upwards by both.
-        bounds: the range of the score, to which the ends are clipped.
+        level: coverage, between 0 and 1.
+        method: `percentile`: quantiles of the replicates. `basic`: these quantiles mirrored at the estimate, which is
+            right if resampling shifts the score as sampling did; calibration errors, for example, are biased upwards by
+            both.
+        bounds: range of the score, to which the ends are clipped.
     """
     if method not in METHODS:
         raise ValueError(f"expected one of {', '.join(METHODS)}, got {method!r}")
@@ -123,7 +125,7 @@ def interval(
 
 
 def _counts(stream: np.random.Generator, num_replicates: int, size: int) -> NDArray[np.float32]:
-    """Counts (b, N) of N draws with replacement from N examples: multinomial, and faster than binomial draws."""
+    """Return counts (b, N) of N draws with replacement from N examples; faster than binomial draws."""
     out = np.empty((num_replicates, size), dtype=np.float32)
     start = 0
     for drawn in _drawn(stream, num_replicates, size):
@@ -135,7 +137,7 @@ def _counts(stream: np.random.Generator, num_replicates: int, size: int) -> NDAr
 
 
 def _drawn(stream: np.random.Generator, num_replicates: int, size: int) -> Iterator[NDArray[np.int64]]:
-    """The draws (b, N) of so many replicates, a few at a time."""
+    """Yield the drawn indices (b, N) of the replicates, a few replicates at a time."""
     at_once = max(1, _COUNTED // size)
     for start in range(0, num_replicates, at_once):
         yield stream.integers(size, size=(min(at_once, num_replicates - start), size))

@@ -1,15 +1,16 @@
-"""Calibration errors against chance: what a calibrated model would score, and intervals for the error of the population.
+"""Calibration errors against chance: the error of a calibrated model, and intervals for the population's error.
 
-Gaps between stated and observed frequencies are never 0 in a sample: a calibrated model has errors too, more of them the
-fewer the examples. Consistency resampling (Broecker and Smith 2007, Weather and Forecasting 22, 651) draws the labels of
-a calibrated model from the probabilities themselves; the mean of its errors is the floor of the value, and how often they
-reach it is a test of calibration.
+Observed and stated frequencies always differ in a sample, so even a calibrated model has a positive error, more so the
+fewer the examples. Consistency resampling (Broecker and Smith 2007, Weather and Forecasting 22, 651) draws the labels
+of a calibrated model from the predicted probabilities. The mean of its errors is the floor of the value; how often they
+reach the value is a test of calibration.
 
-The intervals invert such tests: of every size of gaps it is asked whether a sample would give what was observed, with
-noise drawn at frequencies between the stated and the observed ones. The same size can be spread in many ways. The lower
-end takes gaps that were shrunk towards 0 by a multiple of their noise (few gaps, much noise beside them), the upper end
-the larger of the observed gaps scaled and of gaps in proportion to their noise, which give the smallest values of all of
-their size; of bins with few events it counts no noise at all, up to the value itself and its standard error. 0 is in an interval of level 1 - alpha exactly where the test has a p-value of at least alpha / 2.
+The intervals invert such tests: for every size of the gaps, they test whether a sample would give the observed error,
+with noise drawn at frequencies between the stated and the observed ones. Gaps of the same size can be spread over the
+bins in many ways. For the lower end, the observed gaps are shrunk towards 0 by a multiple of their noise (few gaps
+beside much noise). For the upper end, the larger of two is used: the observed gaps scaled, and gaps proportional to
+their noise, which give the smallest values for their size; bins with few events add no noise, up to the value plus its
+standard error. An interval of level 1 - alpha contains 0 if and only if the test's p-value is at least alpha / 2.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from numpy.typing import NDArray
 from bnncli.evaluation.weighted_scores import Floats
 from bnncli.lazy import special
 
-NUM_DRAWS = 1000  # of the labels of a calibrated model
+NUM_DRAWS = 1000  # draws of a calibrated model's labels
 _FEWEST_DRAWS = 200
-_MOST_VALUES = 1 << 16  # draws of all bins together; fewer draws where there are many bins
-FEWEST_EVENTS = 5  # stated events of a bin, below which its noise is no guide
-_STEPS = 14  # of a bisection: the ends are exact to a few thousandths of the width
+_MOST_VALUES = 1 << 16  # number of draws times number of bins; many bins get fewer draws
+FEWEST_EVENTS = 5  # expected events in a bin, below which its noise is unreliable
+_STEPS = 14  # bisection steps: the ends are exact to a few thousandths of the width
 _DOUBLINGS = 40
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Stated less observed frequencies of M bins, as sums over the examples of each bin.
+    """Stated minus observed frequencies of M bins, as sums over the examples of each bin.
 
     Args:
         observed: (M,).
         calibrated: (R, M), draws of a calibrated model.
-        noise: (R, M), draws of what a sample adds to the gaps of the population; of mean 0.
-        is_rare: (M,), bins of so few events that the noise of other frequencies may be much less.
+        noise: (R, M), draws of the sampling noise in the gaps; mean 0.
+        is_rare: (M,), bins of so few events that the noise at other frequencies may be much smaller.
     """
 
     observed: Floats
@@ -51,12 +52,12 @@ class Gaps:
 
 @dataclass(frozen=True)
 class CalibrationError:
-    """One calibration error as a function of gaps.
+    """A calibration error as a function of gaps.
 
     Args:
-        estimate: gaps (R, M) of samples to their errors (R,), which may be below 0 where noise is taken off.
-        size: gaps (M,) of a population to its error.
-        is_inverted: whether its interval inverts tests; false for the largest gap, whose size says nothing of the others.
+        estimate: maps gaps (R, M) of samples to errors (R,), which debiasing may make negative.
+        size: maps gaps (M,) of a population to its error.
+        is_inverted: whether the interval inverts tests; False for the largest gap, whose size constrains no other gap.
     """
 
     estimate: Callable[[Floats], Floats]
@@ -65,10 +66,10 @@ class CalibrationError:
 
 
 def against_chance(gaps: Gaps, form: CalibrationError, *, level: float) -> dict[str, Any]:
-    """What is known of a calibration error: its `floor`, `p_calibrated` and `interval`.
+    """Return `floor`, `p_calibrated` and `interval` of a calibration error.
 
     Args:
-        level: of the interval, between 0 and 1.
+        level: level of the interval, between 0 and 1.
     """
     estimate = float(form.estimate(gaps.observed[None])[0])
     found = floor_of(gaps, form)
@@ -80,28 +81,28 @@ def against_chance(gaps: Gaps, form: CalibrationError, *, level: float) -> dict[
 
 
 def floor_of(gaps: Gaps, form: CalibrationError) -> dict[str, float]:
-    """The mean error of a calibrated model, `floor`, and how often it is at least what was observed, `p_calibrated`."""
+    """Return `floor`, a calibrated model's mean error, and `p_calibrated`, the p-value of the observed error."""
     estimate = float(form.estimate(gaps.observed[None])[0])
     drawn = form.estimate(gaps.calibrated)
-    reached = int(np.sum(drawn >= estimate - 1e-12))  # the same sum in another order is the same
+    reached = int(np.sum(drawn >= estimate - 1e-12))  # tolerate rounding of reordered sums
     return {"floor": float(np.maximum(drawn, 0.0).mean()), "p_calibrated": (1 + reached) / (1 + len(drawn))}
 
 
 def drawn_gaps(
     size: NDArray, stated: NDArray, squares: NDArray, observed: NDArray, *, generator: np.random.Generator
 ) -> Gaps:
-    """Gaps of bins in which events happen, or do not, independently.
+    """Return the gaps of bins whose events happen independently.
 
     Args:
-        size: (M,) possible events of each bin, at least 1.
-        stated, squares: (M,) sums of their stated probabilities, and of the squares of these.
-        observed: (M,) how many of them happened.
+        size: (M,), possible events per bin, at least 1.
+        stated, squares: (M,), sums of their stated probabilities and of the squares of these.
+        observed: (M,), number of events that happened.
     """
     num_draws = min(NUM_DRAWS, max(_FEWEST_DRAWS, _MOST_VALUES // max(1, len(size))))
     calibrated = stated - _happened(size, stated, squares, num_draws, generator)
     found = stated - observed
     tilted = np.clip(stated - shrunk(found, calibrated.std(axis=0)), 0.0, size)
-    # Probabilities of a bin that are as far apart, as a share of their mean, as the stated ones, where that is possible.
+    # Keep the relative spread of the stated probabilities within a bin, where that is possible.
     ratio = np.divide(tilted, stated, out=np.ones_like(tilted), where=stated > 0)
     apart = np.clip(squares * ratio**2, tilted**2 / size, tilted)
     noise = tilted - _happened(size, tilted, apart, num_draws, generator)
@@ -109,12 +110,11 @@ def drawn_gaps(
 
 
 def largest_gap(size: NDArray, stated: NDArray, squares: NDArray, observed: NDArray, *, level: float) -> dict[str, Any]:
-    """The `interval` of the largest gap of the bins that hold examples: of all at once, so that the least sure makes it wide.
+    """Return a simultaneous `interval` for the largest gap over the non-empty bins; the least certain bin makes it wide.
 
-    A gap of the population in a bin that this sample does not reach is not in it.
-
-    Clopper and Pearson's (1934) interval of each frequency, and the normal one of each mean probability, each bin at its
-    share of 1 - level (Bonferroni, of twice as many intervals as bins). Arguments as of drawn_gaps.
+    It combines the interval of each frequency (Clopper and Pearson 1934) with the normal interval of each mean
+    probability by Bonferroni, over twice as many intervals as bins. It does not cover gaps in bins that the sample
+    leaves empty. Arguments as in drawn_gaps.
     """
     tail = (1 - level) / 2 / (2 * len(size))
     lowest = np.where(observed > 0, special.betaincinv(np.maximum(observed, 1), size - observed + 1, tail), 0.0)
@@ -133,15 +133,15 @@ def largest_gap(size: NDArray, stated: NDArray, squares: NDArray, observed: NDAr
 
 
 def shrunk(gaps: NDArray, spread: NDArray) -> Floats:
-    """Gaps (M,) brought nearer to 0 by `spread` (M,), and no further than that."""
+    """Move gaps (M,) towards 0 by `spread` (M,), but not past it."""
     return np.sign(gaps) * np.maximum(np.abs(gaps) - spread, 0.0)
 
 
 def _happened(size: NDArray, sums: NDArray, squares: NDArray, num_draws: int, generator: np.random.Generator) -> Floats:
-    """Draws (R, M) of how many of `size` independent events happen whose probabilities have these sums and squares.
+    """Draw how many of `size` independent events happen, (R, M), given the sums of their probabilities and of the squares.
 
-    Binomials of the same mean and variance, of the rarer of the event and its opposite (Ehm 1991, Statistics and
-    Probability Letters 11, 7; with the number of trials matched as well).
+    Each draw is a binomial that matches mean and variance, of the rarer of event and complement (Ehm 1991, Statistics
+    and Probability Letters 11, 7; here the number of trials is matched as well).
     """
     is_common = sums > size - sums
     mean = np.where(is_common, size - sums, sums)
@@ -154,9 +154,9 @@ def _happened(size: NDArray, sums: NDArray, squares: NDArray, num_draws: int, ge
 
 
 def _low(gaps: Gaps, form: CalibrationError, estimate: float, tail: float) -> float:
-    """The smallest size of shrunken gaps of which more than a share `tail` of samples reach the estimate.
+    """Return the smallest size of shrunken gaps at which more than a share `tail` of samples reach the estimate.
 
-    A bin without a gap has the noise of a calibrated model, so that no gaps at all are rejected where the test rejects.
+    Bins without a gap get the noise of a calibrated model, so the interval excludes 0 exactly if the test rejects.
     """
     spread = gaps.noise.std(axis=0)
     spread = np.where(spread > 0, spread, np.abs(gaps.observed))
@@ -173,7 +173,7 @@ def _low(gaps: Gaps, form: CalibrationError, estimate: float, tail: float) -> fl
 
 
 def _high(gaps: Gaps, form: CalibrationError, estimate: float, tail: float) -> float:
-    """The largest size of gaps of which more than a share `tail` of samples stay at or below the estimate."""
+    """Return the largest size of gaps at which more than a share `tail` of samples stay at or below the estimate."""
     sign = np.where(gaps.observed < 0, -1.0, 1.0)
     found = [0.0]
     for direction in (gaps.observed, sign * gaps.noise.std(axis=0)):
@@ -189,12 +189,12 @@ def _high(gaps: Gaps, form: CalibrationError, estimate: float, tail: float) -> f
     from_rare = form.estimate(np.where(gaps.is_rare, gaps.noise, 0.0)).mean()
     far = form.estimate(
         sign * np.abs(gaps.noise).max() + gaps.noise
-    )  # where noise adds to an error as it takes from it
+    )  # far from 0, noise adds to an error as often as it subtracts
     return max(*found, min(max(found) + float(from_rare), estimate + float(special.ndtri(1 - tail) * far.std())))
 
 
 def _last_not(is_true: Callable[[float], bool]) -> float:
-    """The largest amount, from 0, up to which a statement is not true; a bisection."""
+    """Return, by bisection from 0, the largest amount up to which a statement is false."""
     low, high = 0.0, 1.0
     for _ in range(_DOUBLINGS):
         if is_true(high):

@@ -1,9 +1,9 @@
-"""Calibration errors: of the largest probability, class by class, and of the decisions of several labels an example.
+"""Calibration errors: of the top class, class by class, and of the decisions of multi-label predictions.
 
 Guo et al. (2017), arXiv 1706.04599, eq. (3) and (5), with every example in a bin: confidences of exactly 0 are in the
-first bin and those of exactly 1 in the last. Bins of equal mass: Nguyen and O'Connor (2015), arXiv 1508.05154. Debiased:
-Kumar, Liang and Ma (2019), arXiv 1909.10155, section 5. The bins of a sample are those of its replicates, of the floor and
-of the population that intervals are about (bnncli.evaluation.calibrated).
+first bin and those of exactly 1 in the last. Bins of equal mass: Nguyen and O'Connor (2015), arXiv 1508.05154.
+Debiased: Kumar, Liang and Ma (2019), arXiv 1909.10155, section 5. Replicates, the floor and the intervals use the bins
+of the sample (see bnncli.evaluation.calibrated).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bnncli.lazy import sparse
 
 NUM_BINS = 15  # the usual choice since Guo et al. (2017)
 PUBLISHED_BINS = 100
-_AT_ONCE = 1 << 14  # examples of one matrix product, so that no second copy of all weights is made
+_AT_ONCE = 1 << 14  # examples per matrix product, to avoid a second copy of all weights
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def reliability(examples: ExampleStatistics, *, num_bins: int = NUM_BINS, strate
 
     Args:
         num_bins: B, at least 1.
-        strategy: `equal-width`, or `equal-mass`: the edges are confidences such that bins hold N / B examples each, or as
-            nearly as ties and rounding allow; equal confidences share a bin.
+        strategy: `equal-width` or `equal-mass`. Bins of equal mass hold N / B examples each, up to ties and rounding;
+            equal confidences share a bin.
     """
     edges = _edges(examples.confidence, num_bins, strategy)
     index = _index(examples.confidence, edges)
@@ -108,7 +108,7 @@ def bin_sums(weights: NDArray, index: NDArray, values: NDArray, *, num_bins: int
 
 
 def _plain(confidence: NDArray, is_right: NDArray, num_bins: int, strategy: str) -> ScoreGroup:
-    """ECE and MCE in bins of one strategy; with equal mass the debiased error as well, as its authors bin."""
+    """ECE and MCE in bins of one strategy; for equal-mass bins also the debiased error, as its authors bin."""
     choices = {"bins": num_bins, "strategy": strategy}
     members = [_score("ece", {**choices, "norm": "l1"}), _score("mce", choices)]
     if strategy == "equal-mass":
@@ -147,7 +147,7 @@ def binned(values: NDArray, events: NDArray, index: NDArray, *, num_bins: int) -
 def judged(
     bins: Bins, forms: list[CalibrationError], generator: np.random.Generator, level: float | None
 ) -> list[dict[str, Any]]:
-    """Return floor, test and, with a level, interval of the errors of these forms: ECE, MCE and the debiased one."""
+    """Return floor, test and, given a level, interval of the errors of these forms: ECE, MCE and the debiased error."""
     gaps = drawn_gaps(*bins, generator=generator)
     if level is None:
         return [floor_of(gaps, form) for form in forms]
@@ -172,7 +172,7 @@ def _largest_form(bins: Bins) -> CalibrationError:
 
 
 def _debiased_form(bins: Bins) -> CalibrationError:
-    """The signed root, so that samples below 0 are told apart."""
+    """The signed root, which distinguishes samples below 0."""
     size, stated = bins.size, bins.stated / bins.size
 
     def estimate(gaps: Floats) -> Floats:
@@ -183,16 +183,13 @@ def _debiased_form(bins: Bins) -> CalibrationError:
 
 
 def _debiased(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
-    """Root (b,) of the mean squared gap less what the noise of the accuracies adds to it; 0 where that is more.
-
-    Bins of one example say nothing: NaN where there are no others.
-    """
+    """Return the root (b,) of the debiased mean squared gap, 0 if it is negative; NaN if no bin holds two examples."""
     error = np.sqrt(np.maximum(0.0, _debiased_square(count, gap, accuracy)))
     return np.where((count > 1).any(axis=-1), error, np.nan)
 
 
 def _debiased_square(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
-    """The mean square (b,) of which the debiased error is the root; below 0 where noise is more than the gaps.
+    """Return the debiased mean squared gap (b,), negative if the noise exceeds the gaps.
 
     Kumar, Liang and Ma (2019), definition 5.2: E_b = gap^2 - accuracy (1 - accuracy) / (n - 1).
     """
@@ -204,8 +201,8 @@ def _debiased_square(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
 def _published(confidence: NDArray, is_right: NDArray) -> ScoreGroup:
     """The ECE of the script published with the refinement paper (Kristiadi et al. 2022, arXiv 2205.10041).
 
-    np.digitize numbers 100 bins from 1; the script looks at 0 to 99 and so leaves out every confidence from 0.99 on, and
-    gives the weight of those examples to the rest.
+    np.digitize numbers its 100 bins from 1, but the script reads bins 0 to 99: it skips every confidence from 0.99 on
+    and redistributes the weight of these examples to the rest.
     """
     choices = {"bins": PUBLISHED_BINS, "strategy": "published", "norm": "l1"}
     edges = np.linspace(0, 1, PUBLISHED_BINS + 1)
@@ -239,7 +236,6 @@ def _score(name: str, choices: dict[str, object], **more: object) -> ScoreForm:
 
 
 def _edges(confidence: NDArray, num_bins: int, strategy: str) -> Floats:
-    """Edges (B + 1,) of the bins."""
     edges = np.linspace(0.0, 1.0, num_bins + 1)
     if strategy == "equal-mass" and len(confidence):
         ranks = -(-len(confidence) * np.arange(1, num_bins) // num_bins)
@@ -248,21 +244,19 @@ def _edges(confidence: NDArray, num_bins: int, strategy: str) -> Floats:
 
 
 def _index(confidence: NDArray, edges: NDArray) -> NDArray[np.int64]:
-    """The bin (N,) of each confidence."""
-    # Inner edges only: whatever lies below the first or above the last (0, 1, 1 + rounding) stays in the
-    # outer bins.
+    # Inner edges only: 0, 1 and 1 + rounding fall into the outer bins.
     return np.searchsorted(edges[1:-1], confidence, side="left")
 
 
 def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int = NUM_BINS) -> ScoreGroup:
-    """Return the class-wise ECE in bins of equal width: is each class as frequent as its own probability says.
+    """Return the class-wise ECE in bins of equal width: whether each class is as frequent as its probability states.
 
-    The static calibration error of Nixon et al. (2019), arXiv 1904.01685, section 3; classwise-ECE of Kull et al. (2019), arXiv
-    1910.12656: the mean over classes of the binned gap between the probability of the class and its frequency.
+    The mean over classes of the binned gap between the probability of the class and its frequency: static calibration
+    error of Nixon et al. (2019), arXiv 1904.01685, section 3; classwise-ECE of Kull et al. (2019), arXiv 1910.12656.
 
     Args:
-        probs: (N, C); may be mapped from a file: rows are read in blocks, each time the statistic is computed.
-        labels: (N,) or None; (N, C) zeros and ones where each class is a label by itself, whose errors are told as well.
+        probs: (N, C); may be memory-mapped: every computation of the statistic reads it in blocks of rows.
+        labels: (N,) or None; (N, C) zeros and ones for multi-label predictions, which also get an error per label.
     """
     choices = {"bins": num_bins, "strategy": "class-wise", "norm": "l1"}
     members = [ScoreForm("ece", choices, False, bounds=(0.0, 1.0))]
@@ -284,8 +278,8 @@ def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int =
         if not has_several:
             return judged(bins, [total_form(float(bins.size.sum()))], generator, level)
         (found,) = judged(bins, [total_form(float(bins.size.sum()))], generator, None)
-        # Labels of an example hang together: what is drawn of each by itself has the right mean, but too little spread for a
-        # test. The bootstrap's interval would hold too seldom: the error of a label is biased upwards.
+        # The labels of one example are dependent. Independent draws have the right mean but too little spread for a
+        # test, and the bootstrap interval would undercover because a label's error is biased upwards.
         return [{"floor": found["floor"], "interval": None}]
 
     def of_classes() -> list[list[float | None]]:
@@ -299,10 +293,11 @@ def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int =
 
 
 def class_bins(probs: NDArray, labels: NDArray, *, num_bins: int) -> Bins:
-    """Return the non-empty bins of every class, of its probability and of whether it is the label.
+    """Return the non-empty bins of every class: its probability and whether it is the label.
 
-    Of two classes that exclude each other the second's alone: the first's are their mirror images, and the same gaps twice would pass for twice
-    as many. Labels of more classes are drawn as if independent, which leaves the spread of the error within 10 %.
+    For two mutually exclusive classes, only the second is used: the first mirrors it, and the same gaps twice would
+    look like twice the data. Labels of more classes are drawn as if independent, which keeps the spread of the error
+    within 10%.
     """
     num_classes = probs.shape[1]
     is_mirrored = labels.ndim == 1 and num_classes == 2
@@ -320,7 +315,7 @@ def class_bins(probs: NDArray, labels: NDArray, *, num_bins: int) -> Bins:
 
 
 def _class_gaps(probs: NDArray, labels: NDArray, num_bins: int) -> sparse.csr_array:
-    """Probability less one-hot label of each example and class, in the column of its class and bin; overwrites probs."""
+    """Return probability minus one-hot label by example (rows) and class and bin (columns); overwrites probs."""
     size, num_classes = probs.shape
     edges = np.linspace(0.0, 1.0, num_bins + 1)
     column = np.searchsorted(edges[1:-1], probs, side="left") + num_bins * np.arange(num_classes)
@@ -333,7 +328,7 @@ def _class_gaps(probs: NDArray, labels: NDArray, num_bins: int) -> sparse.csr_ar
 
 
 class _LabelSums(NamedTuple):
-    """Sums (N, B) over the labels of each example whose probability lies in each bin: how many, probabilities, ones, p (1 - p)."""
+    """Sums (N, B) over an example's labels per probability bin: count, probabilities, ones, and p (1 - p)."""
 
     size: Floats
     stated: Floats
@@ -342,15 +337,14 @@ class _LabelSums(NamedTuple):
 
 
 def pooled_calibration(probs: NDArray, labels: NDArray | None, *, num_bins: int = NUM_BINS) -> ScoreGroup:
-    """Return the ECE of all decisions of multi-label predictions: is a label there as often as its probability says.
+    """Return the ECE pooled over all decisions of multi-label predictions: is a label as frequent as its probability states.
 
-    All decisions are pooled in bins of equal width of the probability that a label is there (Guo et al. 2017, eq. (3), of N L
-    binary decisions). Labels of one example hang together in the world, whatever a model says: floor, test and interval are
-    those of bnncli.evaluation.calibrated with the noise that the examples themselves show, each with all its labels
-    (cluster-robust: Liang and Zeger 1986, Biometrika 73, 13).
+    All N L binary decisions are pooled in equal-width bins of the label's probability (Guo et al. 2017, eq. (3)). The
+    labels of one example are dependent, whatever the model predicts. Floor, test and interval therefore use the
+    covariance of whole examples as noise (cluster-robust: Liang and Zeger 1986, Biometrika 73, 13).
 
     Args:
-        probs: (N, L); may be mapped from a file.
+        probs: (N, L); may be memory-mapped.
         labels: (N, L) zeros and ones, or None.
     """
     choices = {"bins": num_bins, "strategy": "equal-width", "norm": "l1", "average": "micro"}
@@ -371,9 +365,9 @@ def pooled_calibration(probs: NDArray, labels: NDArray | None, *, num_bins: int 
 
 
 def _clustered_gaps(sums: _LabelSums, generator: np.random.Generator) -> Gaps:
-    """Gaps of the bins that hold anything, with normal noise of the covariance that the examples' own gaps have.
+    """Return the gaps of the non-empty bins, with normal noise of the examples' own covariance.
 
-    A calibrated model's have no less in all than those of independent labels: examples that are all alike show none.
+    A calibrated model's total variance is at least that of independent labels; identical examples show no variance.
     """
     is_used = sums.size.sum(axis=0) > 0
     own = (sums.stated - sums.observed)[:, is_used]
@@ -385,7 +379,7 @@ def _clustered_gaps(sums: _LabelSums, generator: np.random.Generator) -> Gaps:
     independent = sums.variance.sum(axis=0)[is_used]
     lacking = max(0.0, 1 - float(np.trace(covariance)) / max(float(independent.sum()), 1e-300))
     calibrated = calibrated + generator.standard_normal(calibrated.shape) * np.sqrt(lacking * independent)
-    events = (sums.stated / np.maximum(sums.size, 1)).sum(axis=0)  # the labels of one example may all be the same one
+    events = (sums.stated / np.maximum(sums.size, 1)).sum(axis=0)  # the labels of one example may all be equal
     return Gaps(own.sum(axis=0), calibrated, noise, events[is_used] < FEWEST_EVENTS)
 
 

@@ -1,4 +1,4 @@
-"""What pictures of chains show: means over blocks of draws, and how ranks fall in each chain."""
+"""Data for figures of chains: means over blocks of draws and rank histograms."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from numpy.typing import NDArray
 
 from bnncli.lazy import special
 
-BAND = 0.99  # probability with which a bar of a rank histogram lies in its band
+BAND = 0.99  # probability that a bar of a rank histogram is within its band
 
 
 def block_means(draws: NDArray, num_blocks: int) -> tuple[list[float], NDArray[np.float64]]:
-    """The middles, counted from 1, of at most num_blocks blocks of T draws (C, T), and the means (C, B) of each chain in them."""
+    """Return the midpoints (from 1) of at most num_blocks blocks of draws (C, T) and each chain's means in them (C, B)."""
     edges = np.linspace(0, draws.shape[1], min(num_blocks, draws.shape[1]) + 1).round().astype(int)
     sums = np.add.reduceat(draws.astype(np.float64), edges[:-1], axis=1)
     return ((edges[:-1] + 1 + edges[1:]) / 2).tolist(), sums / np.diff(edges)
 
 
 def rank_counts(draws: NDArray, num_bins: int) -> NDArray[np.int64]:
-    """How many draws (C, T) of each chain lie in each of num_bins equal parts of the ranks among all, (C, B).
+    """Count how many draws (C, T) of each chain fall into each of num_bins equal parts of the pooled ranks, (C, B).
 
-    Of equal draws, which chains that refuse moves repeat, each has the middle of their ranks.
+    Ties, which a chain that rejects moves repeats, share their mean rank.
     """
     flat = draws.ravel()
     _, where, size = np.unique(flat, return_inverse=True, return_counts=True)
@@ -32,7 +32,7 @@ def rank_counts(draws: NDArray, num_bins: int) -> NDArray[np.int64]:
 
 
 def rank_band(num_draws: int, num_bins: int) -> tuple[float, float]:
-    """Low and high between which a bar of a chain of independent draws lies with probability BAND, by the binomial law."""
+    """Return the binomial bounds within which a bar of a chain of independent draws stays with probability BAND."""
     share, tail = 1 / num_bins, (1 - BAND) / 2
     low = next(k for k in range(num_draws + 1) if special.bdtr(k, num_draws, share) >= tail)
     high = next(k for k in range(num_draws, -1, -1) if k == 0 or special.bdtrc(k - 1, num_draws, share) >= tail)
@@ -40,7 +40,7 @@ def rank_band(num_draws: int, num_bins: int) -> tuple[float, float]:
 
 
 def histogram(values: NDArray, num_bins: int, *, least: float | None = None) -> tuple[list[float], list[int]]:
-    """Edges (B + 1,) and counts (B,) of finite values (M,); from `least` on, where there is one."""
+    """Return edges (B + 1,) and counts (B,) of finite values (M,), starting at `least` if given."""
     low = float(values.min()) if least is None else least
     high = float(values.max())
     high = high if high > low else low + max(abs(low), 1.0) * 1e-3

@@ -1,12 +1,11 @@
-"""The combined out-of-distribution score: three views of an example's features, each held against those of val, as one number.
+"""The combined out-of-distribution score: three views of an example's features, each ranked against val, as one number.
 
-The views are the energy of the network's own logits (Liu et al. 2020, arXiv 2010.03759), the Mahalanobis distance to the nearest
-class (Lee et al. 2018, arXiv 1807.03888) and the distance to the nearest training features (Sun et al. 2022, arXiv 2204.06507).
-Each becomes a p-value by the rank of the example among those of val (Bates et al. 2023, arXiv 2104.08279), and the score is the
-sum of their logarithms: Fisher's method, as Haroush, Frostig, Heller and Soudry (2022, arXiv 2102.12967) combine views of a network.
-The ranks need val alone, no outliers; training features, which a network may have memorised, only define the views.
-
-It depends on the network and its data, not on a posterior.
+The views are the energy of the network's own logits (Liu et al. 2020, arXiv 2010.03759), the Mahalanobis distance to
+the nearest class (Lee et al. 2018, arXiv 1807.03888) and the distance to the nearest training features (Sun et al.
+2022, arXiv 2204.06507). The rank of the example among those of val turns each into a p-value (Bates et al. 2023, arXiv
+2104.08279). The score is the sum of their logarithms, Fisher's method, with which Haroush, Frostig, Heller and Soudry
+(2022, arXiv 2102.12967) combine views of a network. The ranks need only val and no outliers; training features, which a
+network may have memorised, only define the views. The score depends on the network and its data, not on a posterior.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from bnncli.targets.blocks import FeatureBlocks
 if TYPE_CHECKING:
     from torch import Tensor
 
-REVISION = 1  # of what `fit` gives for the same features
+REVISION = 1  # increases when `fit` returns something else for the same features
 NUM_NEIGHBORS, NEIGHBOR_ROWS = (
     5,
     5_000,
-)  # as good as 50 of 60,000 (docs/explanation/outliers.md), and small enough to be exported
-COVARIANCE_ROWS = 50_000  # training examples that means and covariance are fitted to
+)  # as good as 50 of 60,000 (docs/explanation/outliers.md), and small enough to export
+COVARIANCE_ROWS = 50_000  # training examples used for means and covariance
 MOST_KNOTS = 512
-TAIL_SHARE = 0.1  # of val, by which the tail below the lowest score is scaled
+TAIL_SHARE = 0.1  # share of val that sets the scale of the tail below the lowest score
 
 
 @dataclass(frozen=True)
 class TailRanks:
-    """log p-values of scores, by their ranks among reference scores.
+    """log p-values of scores from their ranks among reference scores.
 
-    Between reference scores the rank is interpolated. Below the lowest one the p-value falls as 1 / (1 + distance / scale), so that
-    far examples stay apart however few references there are.
+    The rank is interpolated between reference scores. Below the lowest one the p-value falls as 1 / (1 + distance /
+    scale), so that far examples remain distinguishable with few references.
 
     Args:
-        knots: (m,) float64, some of the reference scores in ascending order, all of the lowest ones.
-        counts: (m,) float64, how many references are at most each knot.
+        knots: (m,) float64, some reference scores in ascending order, including all of the lowest.
+        counts: (m,) float64, number of references at most equal to each knot.
         size: number of references, n.
-        scale: mean distance from the tenth percentile of the references below it.
+        scale: mean distance of the lowest tenth of the references from the tenth percentile.
     """
 
     knots: Tensor
@@ -57,19 +56,19 @@ class TailRanks:
 
     @classmethod
     def of(cls, references: Tensor) -> TailRanks:
-        """Those of reference scores (n,)."""
+        """Build the ranks of reference scores (n,)."""
         ordered, size = references.double().sort().values, len(references)
         ranks = np.arange(1, size + 1)
         if size > MOST_KNOTS:
             ranks = np.unique(np.geomspace(1, size, MOST_KNOTS).round().astype(np.int64))
         num_low = max(1, int(TAIL_SHARE * size))
         scale = float((ordered[num_low] - ordered[:num_low]).mean())
-        least = 1e-6 * float(ordered.abs().max())  # ties have no scale
+        least = 1e-6 * float(ordered.abs().max())  # tied scores have no scale
         counts = torch.from_numpy(ranks).to(ordered)
         return cls(ordered[torch.from_numpy(ranks - 1).to(ordered.device)], counts, size, max(scale, least, 1e-30))
 
     def log_p(self, scores: Tensor) -> Tensor:
-        """(N,) float64, of scores (N,)."""
+        """Return the log p-values (N,) float64 of scores (N,)."""
         return torch.cat([self._log_p(block) for block in scores.double().split(4096)])
 
     def _log_p(self, scores: Tensor) -> Tensor:
@@ -81,18 +80,18 @@ class TailRanks:
 
 
 def fit_cost(num_examples: int, num_features: int) -> float:
-    """About how many multiplications the covariance of training features (N, D) and its eigenvectors take."""
+    """Estimate the number of multiplications for the covariance of features (N, D) and its eigenvectors."""
     return float(num_features**2) * (min(num_examples, COVARIANCE_ROWS) + 16 * num_features)
 
 
 @dataclass(frozen=True)
 class Combined:
-    """The views, fitted to training features, and the ranks of val's.
+    """The views, fitted to training features, and the reference ranks from val.
 
     Args:
-        gaussians: None without a class for each example.
-        layout, theta: of the network's own head, theta (P,); None without one.
-        ranks: of each view, by its name.
+        gaussians: None unless each example has one class.
+        layout, theta: the network's own head, theta (P,); None without one.
+        ranks: view name to reference ranks.
     """
 
     gaussians: ClassGaussians | None
@@ -113,11 +112,11 @@ class Combined:
         device: torch.device,
         generator: torch.Generator,
     ) -> Combined:
-        """Fit the views to training features (N, D) with labels (N,), and the ranks to val (n, D), of at least 10 examples.
+        """Fit the views to training features (N, D) with labels (N,), and the ranks to val (n, D), n >= 10.
 
         Args:
-            labels: None, or (N, C) of several labels an example: there is no Mahalanobis distance.
-            generator: chooses among many training examples.
+            labels: None or multi-label (N, C): no Mahalanobis distance.
+            generator: subsamples large training sets.
         """
         neighbors = Neighbors.fit(
             features, device=device, generator=generator, num_neighbors=NUM_NEIGHBORS, max_rows=NEIGHBOR_ROWS
@@ -129,7 +128,10 @@ class Combined:
         return cls(gaussians, neighbors, layout, theta, ranks)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """All that was fitted, by name, on the CPU: `neighbors`, of each view `knots.`, `counts.` and `tail.`; `class.` of the Gaussians."""
+        """Return all fitted tensors on the CPU, by name.
+
+        `neighbors`; per view `knots.`, `counts.` and `tail.`; `class.` of the Gaussians.
+        """
         found = {"neighbors": self.neighbors.features}
         if self.gaussians is not None:
             within = self.gaussians.within
@@ -143,7 +145,7 @@ class Combined:
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], *, layout: HeadLayout | None, theta: Tensor | None, device: torch.device
     ) -> Combined:
-        """The inverse of to_tensors, on the device; layout and theta as for `fit`. Raises KeyError without one of them."""
+        """Invert to_tensors, on the device; layout and theta as in `fit`. Raises KeyError if a tensor is missing."""
         found = {name: tensor.to(device) for name, tensor in tensors.items()}
         gaussians = None
         if "class.mean" in found:
@@ -158,7 +160,7 @@ class Combined:
         return cls(gaussians, neighbors, layout, theta, ranks)
 
     def scores(self, features: Tensor) -> Tensor:
-        """Sums of log p-values (n,) float64, on the CPU, of features (n, D); higher is more in-distribution."""
+        """Return sums of log p-values (n,), float64 on the CPU, of features (n, D); higher is more in-distribution."""
         found = torch.zeros(len(features), dtype=torch.float64)
         if not len(features):
             return found
@@ -168,7 +170,7 @@ class Combined:
         return found
 
     def _views(self, features: Tensor) -> dict[str, Tensor]:
-        """The scores (n,) of each view, higher for what looks in-distribution."""
+        """Return the scores (n,) of each view, higher for in-distribution examples."""
         found = {} if self.theta is None else {"energy": self._energy(features)}
         if self.gaussians is not None:
             found["mahalanobis"] = -self.gaussians.nearest(features)
@@ -189,7 +191,7 @@ class Combined:
 def _gaussians(
     features: Tensor, labels: Tensor | None, device: torch.device, generator: torch.Generator
 ) -> Mahalanobis | None:
-    """Those of all classes, from at most COVARIANCE_ROWS examples; None without classes or where no feature varies within one."""
+    """Fit Gaussians of all classes to at most COVARIANCE_ROWS examples; None without classes or within-class variance."""
     if labels is None or labels.ndim != 1:
         return None
     if len(features) > COVARIANCE_ROWS:

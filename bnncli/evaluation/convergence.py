@@ -1,8 +1,8 @@
 """Convergence of chains: the worst R-hat and the smallest effective sample sizes over all parameters.
 
-Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), arXiv 1903.08008: rank-normalised split R-hat, bulk
-ESS, and tail ESS at the 5 % and 95 % quantiles, the same numbers as arviz-stats. An average over parameters hides
-the ones that do not mix, so the worst is what counts.
+Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), arXiv 1903.08008: rank-normalised split R-hat, bulk ESS, and
+tail ESS at the 5% and 95% quantiles, equal to those of arviz-stats. Reports the worst because an average over
+parameters would hide those that do not mix.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from bnncli.progress import SILENT, Progress
 if TYPE_CHECKING:
     from torch import Tensor
 
-GOOD_RHAT = 1.05  # above it the chains do not agree well enough to be quoted
-STUCK_ACCEPTANCE = 0.05  # a chain that accepts less of its moves has not sampled anything
-MIN_DRAWS = 4  # per chain: fewer cannot be split into halves that have a variance
-_READ_VALUES = 1 << 25  # of draws taken at a time from an array that may lie on disk, and may not fit in memory
-# Judged at a time: on a CPU the sorts stay in cache; a GPU wants few, large kernels (25 copies in float64, 0.8 GiB).
+GOOD_RHAT = 1.05  # above it, chains disagree too much to be quoted
+STUCK_ACCEPTANCE = 0.05  # a chain with a lower acceptance rate has sampled nothing
+MIN_DRAWS = 4  # per chain: half-chains need a variance
+_READ_VALUES = 1 << 25  # values read at once from an array that may be on disk and larger than memory
+# Values judged at once: on a CPU the sorts stay in cache; a GPU needs few, large kernels (25 float64 copies, 0.8 GiB).
 _WORK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
 @dataclass(frozen=True)
 class Convergence:
-    """The worst values over all parameters; None where undefined, with the reason.
+    """The worst values over all parameters; None if undefined, with the reason.
 
     Args:
-        r_hat: largest rank-normalised split R-hat; 1 when converged.
-        worst_parameter: index into P of the largest R-hat, of the smallest bulk ESS where R-hat is undefined.
+        r_hat: largest rank-normalised split R-hat; 1 at convergence.
+        worst_parameter: index into P of the largest R-hat, or of the smallest bulk ESS if R-hat is undefined.
         ess_bulk: smallest effective number of draws for location.
-        ess_tail: smallest effective number of draws for the 5 % and 95 % quantiles.
-        undefined: why some value is None; None when all are defined.
+        ess_tail: smallest effective number of draws for the 5% and 95% quantiles.
+        undefined: why a value is None; None if all are defined.
     """
 
     r_hat: float | None
@@ -50,9 +50,9 @@ class Convergence:
 
 
 def deciding(metrics: Mapping[str, Any]) -> Convergence:
-    """The numbers of recorded draws that their verdict goes by: of the parameters, unless `judged_by` names predictions.
+    """Return the recorded numbers that decide on convergence: of the parameters, or of the predictions in `judged_by`.
 
-    Of other layers than the last it does: `heldout`, or `train` where there are no other labels.
+    Layers other than the last are judged by predictions: `heldout`, or `train` if there are no other labels.
     """
     prefix = f"{metrics['judged_by']}_" if "judged_by" in metrics else ""
     r_hat, ess_bulk, ess_tail = (metrics.get(prefix + name) for name in ("max_rhat", "min_ess_bulk", "min_ess_tail"))
@@ -60,18 +60,18 @@ def deciding(metrics: Mapping[str, Any]) -> Convergence:
 
 
 def convergence(draws: NDArray, *, device: torch.device | None = None, progress: Progress = SILENT) -> Convergence:
-    """The worst R-hat and smallest bulk and tail ESS over the last axis of draws.
+    """Return the worst R-hat and the smallest bulk and tail ESS over the last axis of draws.
 
-    Any quantity with a chain and a draw axis can be judged: parameters, log probabilities of held-out labels.
+    Works for any quantity with a chain and a draw axis: parameters, log probabilities of held-out labels.
 
     Args:
-        draws: (C, T, P): C chains, T draws each; may be memory-mapped, it is read some parameters at a time.
-        device: where they are judged, in float64: the CPU unless told, and where it has no memory left. The numbers are the
-            same up to rounding.
+        draws: (C, T, P); may be memory-mapped, read in blocks of parameters.
+        device: device of the float64 computation, by default the CPU, which is also the fallback if the device is out
+            of memory. Results agree up to rounding.
         progress: advances once per parameter.
 
     Raises:
-        DataError: draws of another shape, or not finite.
+        DataError: the draws have another shape or are not finite.
     """
     if draws.ndim != 3:
         raise DataError(f"draws: expected shape (C, T, P), got {draws.shape}")
@@ -89,12 +89,12 @@ def convergence_of(
     device: torch.device | None = None,
     progress: Progress = SILENT,
 ) -> Convergence:
-    """The same for quantities that are made a block at a time.
+    """Return the same as `convergence` for quantities computed in blocks.
 
     Args:
-        quantities: the draws (C, T, m) of those in a slice, on the device that it is told.
-        shape: (C, T, M), of all of them.
-        device: where they are judged, the CPU unless told; fewer at a time or on the CPU in the end where it has no memory left.
+        quantities: returns the draws (C, T, m) of a slice of the quantities on a given device.
+        shape: (C, T, M), of all quantities.
+        device: by default the CPU; if it is out of memory, blocks shrink, and finally the CPU takes over.
         progress: advances once per quantity.
     """
     num_chains, num_draws, num_params = shape
@@ -127,7 +127,7 @@ def convergence_of(
 
 
 def parameter_statistics(draws: NDArray, *, device: torch.device | None = None) -> RankStatistics | None:
-    """R-hat, bulk and tail ESS of every parameter, (P,) each, as `convergence` judges them; None where some are stuck or draws too few.
+    """Return R-hat, bulk and tail ESS of every parameter, (P,) each; None if some are stuck or there are too few draws.
 
     Args:
         draws: (C, T, P); may be memory-mapped.
@@ -146,7 +146,7 @@ def parameter_statistics(draws: NDArray, *, device: torch.device | None = None) 
 
 
 class _Look(NamedTuple):
-    """What a block of quantities is like: how many there are, which are stuck, and the statistics where none is."""
+    """A block of quantities: their number, the stuck ones, and the statistics if none is stuck."""
 
     size: int
     stuck: list[int]
@@ -156,10 +156,10 @@ class _Look(NamedTuple):
 def _looks(
     quantities: Callable[[slice, torch.device], Tensor], shape: tuple[int, ...], device: torch.device
 ) -> Iterator[tuple[int, _Look]]:
-    """Where each block begins, and the look at it.
+    """Yield the start of each block and its statistics.
 
-    A GPU that is full of the run, and refuses memory anywhere on the way, gets smaller blocks; where those would be small
-    enough for a CPU's cache, the CPU takes the rest.
+    If a GPU that the run itself fills runs out of memory, the blocks shrink. Once they would fit into a CPU's cache,
+    the CPU takes the rest.
     """
     num_values, num_params = shape[0] * shape[1], shape[2]
     whole = size = max(1, _READ_VALUES // num_values)
@@ -175,14 +175,14 @@ def _looks(
             yield begin, look
             begin += look.size
             continue
-        torch.cuda.empty_cache()  # only now are the tensors of the failed block free
+        torch.cuda.empty_cache()  # only now are the tensors of the failed block freed
         size = min(size, num_params - begin) // 2
         if size * num_values < _WORK_VALUES["cpu"]:
             size, device = whole, torch.device("cpu")
 
 
 def _look(draws: Tensor) -> _Look:
-    """At quantities (C, T, m), where they are; the statistics are on the CPU."""
+    """Judge quantities (C, T, m) on their device; the statistics are on the CPU."""
     block = draws.permute(2, 0, 1).contiguous()
     if not bool(torch.isfinite(block).all()):
         raise DataError("draws: expected finite values, got NaN or infinity")
@@ -195,7 +195,7 @@ def _look(draws: Tensor) -> _Look:
 
 
 def _stuck(quantities: Tensor) -> Tensor:
-    """Which of quantities (m, C, T) move in no half-chain: R-hat divides by the variance within those."""
+    """Return which of the quantities (m, C, T) are constant in every half-chain, whose variance R-hat divides by."""
     half = quantities.shape[2] // 2
     moves = [part.amax(dim=2) > part.amin(dim=2) for part in (quantities[:, :, :half], quantities[:, :, -half:])]
     return (~(moves[0] | moves[1]).any(dim=1)).nonzero().flatten()

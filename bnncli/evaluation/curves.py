@@ -1,8 +1,8 @@
 """Curves of a split's predictions, thinned to what a plot can show: reliability, risk against coverage, ROC.
 
-Risk and coverage: Geifman and El-Yaniv (2017), arXiv 1705.08500: of the share `coverage` that is most confident, the share
-`risk` that is wrong. ROC as in detection: in-distribution examples are the positives, a higher score looks more like them.
-Examples of equal confidence are taken in together: a curve has no point between them.
+Risk and coverage (Geifman and El-Yaniv 2017, arXiv 1705.08500): the share `risk` of errors among the share `coverage`
+of most confident predictions. ROC as in detection: in-distribution examples are the positives and have higher scores.
+Examples of equal confidence form one point of a curve.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from bnncli.evaluation.calibration import NUM_BINS, Reliability, label_reliabili
 from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.lazy import special
 
-MAX_POINTS = 200  # of a curve: a quarter of the pixels of a figure's width
+MAX_POINTS = 200  # per curve: a quarter of the width of a figure in pixels
 _DIGITS = 6
 
 Curve = dict[str, list[Any]]
 
 
 def reliability_of(probs: NDArray, examples: ExampleStatistics, *, num_bins: int = NUM_BINS) -> Curve | None:
-    """As reliability_curve, of several labels an example that of all their decisions; None without labels or examples.
+    """Return the reliability curve, for multi-label predictions that of all decisions; None without labels or examples.
 
     Args:
-        probs: (N, C), what `examples` was made from; may be mapped from a file.
+        probs: (N, C), from which `examples` was computed; may be memory-mapped.
     """
     if len(examples) == 0:
         return None
@@ -39,7 +39,7 @@ def reliability_of(probs: NDArray, examples: ExampleStatistics, *, num_bins: int
 
 
 def reliability_curve(examples: ExampleStatistics, *, num_bins: int = NUM_BINS) -> Curve:
-    """edges (B + 1,), count, confidence and accuracy (B,) of equal-width bins; None in those that are empty.
+    """Return edges (B + 1,), count, confidence and accuracy (B,) of equal-width bins; None in empty bins.
 
     Args:
         examples: labelled.
@@ -48,17 +48,17 @@ def reliability_curve(examples: ExampleStatistics, *, num_bins: int = NUM_BINS) 
 
 
 def curve_of_bins(bins: Reliability) -> Curve:
-    """What bins hold, as reliability_curve gives it."""
+    """Return bins in the form of reliability_curve."""
     means = {"confidence": bins.confidence, "accuracy": bins.accuracy}
     shown: Curve = {"edges": bins.edges.tolist(), "count": bins.count.tolist()}
     return shown | {name: [None if np.isnan(v) else float(v) for v in values] for name, values in means.items()}
 
 
 def frequency_interval(share: float, count: int, *, level: float = 0.95) -> tuple[float, float]:
-    """Return the ends of the exact interval of a frequency (Clopper and Pearson 1934), which holds it at least with probability `level`.
+    """Return the exact interval of a frequency (Clopper and Pearson 1934), with coverage of at least `level`.
 
     Args:
-        share: of `count` independent examples, those for which the event happened.
+        share: share of `count` independent examples for which the event happened.
     """
     happened, tail = round(share * count), (1 - level) / 2
     low = float(special.betaincinv(happened, count - happened + 1, tail)) if happened else 0.0
@@ -67,7 +67,7 @@ def frequency_interval(share: float, count: int, *, level: float = 0.95) -> tupl
 
 
 def risk_coverage_curve(confidence: NDArray, is_right: NDArray) -> Curve:
-    """coverage, ascending to 1, and risk at each distinct confidence (N,), N at least 1; at most MAX_POINTS of each."""
+    """Return coverage, ascending to 1, and risk at each distinct confidence (N,), N >= 1; at most MAX_POINTS points."""
     order = np.argsort(-confidence, kind="stable")
     last = np.append(np.diff(confidence[order]) != 0, True)
     count = np.arange(1, len(order) + 1)[last]
@@ -76,7 +76,7 @@ def risk_coverage_curve(confidence: NDArray, is_right: NDArray) -> Curve:
 
 
 def roc_curve(scores_in: NDArray, scores_out: NDArray, most: int | None = None) -> Curve:
-    """fpr and tpr, ascending from 0 to 1, over thresholds on scores (N,) and (M,), none empty; at most so many of each as of thinned."""
+    """Return fpr and tpr, ascending from 0 to 1, over thresholds on non-empty scores (N,) and (M,); at most `most` points."""
     scores = np.concatenate([scores_in, scores_out])
     is_in = np.arange(len(scores)) < len(scores_in)
     order = np.argsort(-scores, kind="stable")
@@ -86,7 +86,7 @@ def roc_curve(scores_in: NDArray, scores_out: NDArray, most: int | None = None) 
 
 
 def thinned(curve: dict[str, NDArray], most: int | None = None) -> Curve:
-    """At most so many of the points, MAX_POINTS unless told, evenly along the way the curve goes; the first and the last are kept."""
+    """Thin a curve to at most `most` points (MAX_POINTS by default), evenly spaced along it, keeping both ends."""
     most = MAX_POINTS if most is None else most
     points = np.stack(list(curve.values()), axis=1)
     if len(points) > most:

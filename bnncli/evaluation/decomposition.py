@@ -1,4 +1,4 @@
-"""What a two-class score consists of: miscalibration - discrimination + uncertainty, without bins.
+"""Decompose two-class scores into miscalibration - discrimination + uncertainty, without bins.
 
 The CORP approach of Dimitriadis, Gneiting and Jordan (2021), arXiv 2008.03033, eq. (3) to (5): the recalibrated
 forecast is the isotonic regression of the labels on the probability of class 1.
@@ -15,11 +15,14 @@ from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup, brier_losses, log_losses
 from bnncli.lazy import special
 
-_COST = 4.0  # measured against a mean
+_COST = 4.0  # relative to a mean, measured
 
 
 def decomposition_scores(examples: ExampleStatistics) -> ScoreGroup:
-    """Return miscalibration, discrimination and uncertainty of the Brier score and of the NLL (nats); score = first - second + third."""
+    """Return miscalibration, discrimination and uncertainty of the Brier score and of the NLL (nats).
+
+    The score is miscalibration - discrimination + uncertainty.
+    """
     members = [
         ScoreForm(name, {"of": of, "method": "CORP"}, higher, method=method)
         for of in ("brier", "nll")
@@ -33,7 +36,7 @@ def decomposition_scores(examples: ExampleStatistics) -> ScoreGroup:
         return ScoreGroup(members, None, f"expected two classes, got {examples.num_classes}")
     if examples.labels is None or examples.label_probability is None:
         return ScoreGroup(members, None, NO_LABELS)
-    # Not from the label's probability: 1 - p rounds, and forecasts that are equal would differ by their label.
+    # Not from the label's probability: 1 - p rounds, so equal forecasts would differ by label.
     forecast = np.where(examples.predicted == 1, examples.confidence, 1 - examples.confidence)
     order = np.argsort(forecast, kind="stable")
     _, starts = np.unique(forecast[order], return_index=True)
@@ -54,7 +57,7 @@ def decomposition_scores(examples: ExampleStatistics) -> ScoreGroup:
 
 
 def _recalibrated_losses(count: Floats, ones: Floats) -> Floats:
-    """Brier score (summed over both classes) and NLL (2,) of the isotonic regression of labels grouped by forecast."""
+    """Return Brier score (summed over both classes) and NLL (2,) of the isotonic regression of labels grouped by forecast."""
     from sklearn.isotonic import isotonic_regression  # slow to import
 
     is_there = count > 0
@@ -67,7 +70,7 @@ def _recalibrated_losses(count: Floats, ones: Floats) -> Floats:
 
 
 def _uncertainty(share: Floats) -> Floats:
-    """Brier score and NLL (b, 2) of forecasting the share (b,) of class 1 for every example."""
+    """Return Brier score and NLL (b, 2) of forecasting the share (b,) of class 1 for every example."""
     return np.stack(
         [2 * share * (1 - share), -special.xlogy(share, share) - special.xlogy(1 - share, 1 - share)], axis=1
     )

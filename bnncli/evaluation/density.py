@@ -1,7 +1,7 @@
-"""How many weights of a latent binary network are in: metric rows, a histogram, and thresholds of a curve.
+"""The density of a latent binary network, the share of its weights that are included: metric rows, a histogram, and thresholds.
 
-Skaaret-Lund (2022), section 5.3, gives the density of one draw; its expectation is the mean of the inclusion probabilities, that of
-the median probability model counts those above 1/2. Pooled over all weights, and layer by layer.
+Skaaret-Lund (2022), section 5.3, defines the density of one draw. Its expectation is the mean inclusion probability;
+the median probability model counts the probabilities above 1/2. Pooled over all weights, and per layer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Row = dict[str, Any]
 
 
 def density_rows(inclusion: Sequence[Tensor], drawn: Sequence[Tensor]) -> list[Row]:
-    """Rows of the density: expected, of draws with its standard deviation between them, and of the median model.
+    """Return rows of the density: expected, of draws with the standard deviation between them, and of the median model.
 
     Args:
-        inclusion: probabilities of each layer's weights, any shape.
-        drawn: of each layer, the share of its weights that is in, for each draw (S,).
+        inclusion: inclusion probabilities of each layer's weights, any shape.
+        drawn: per layer, the share of included weights in each draw (S,).
     """
     counts = [part.numel() for part in inclusion]
     rows = []
@@ -48,10 +48,10 @@ def density_rows(inclusion: Sequence[Tensor], drawn: Sequence[Tensor]) -> list[R
 
 
 def used_density(used: Sequence[Tensor]) -> list[Row]:
-    """Rows of the share of weights that are in the networks that predict, pooled and by layer.
+    """Return rows of the share of weights in the networks that predict, pooled and per layer.
 
     Args:
-        used: of each layer's weights, any shape, the probability of being in such a network.
+        used: per layer, each weight's probability of being in such a network, any shape.
     """
     counts = [part.numel() for part in used]
     sums = [float(part.double().sum()) for part in used]
@@ -62,16 +62,16 @@ def used_density(used: Sequence[Tensor]) -> list[Row]:
 
 
 def inclusion_histogram(inclusion: Tensor, num_bins: int = NUM_BINS) -> Row:
-    """Counts of inclusion probabilities in bins of equal width on [0, 1]."""
+    """Count inclusion probabilities in bins of equal width on [0, 1]."""
     counts = torch.histc(inclusion.double().flatten().cpu(), bins=num_bins, min=0.0, max=1.0)
     return {"edges": [i / num_bins for i in range(num_bins + 1)], "counts": [int(count) for count in counts]}
 
 
 def density_thresholds(inclusion: Tensor, count: int = NUM_THRESHOLDS) -> list[float]:
-    """Inclusion thresholds whose densities fall from all weights to one in a thousand, by equal steps of log density.
+    """Return inclusion thresholds whose densities fall from 1 to 0.001 in equal steps of log density.
 
-    Strictly rising; the first is below every probability, and some weight is above the last: a density of 0 has no logarithm.
-    Weights of one probability go together.
+    The thresholds strictly increase. The first is below every probability and at least one weight is above the last,
+    since a density of 0 has no logarithm. Weights of equal probability are included together.
     """
     ordered = inclusion.flatten().cpu().double().sort().values
     shares = torch.logspace(0, -3, count, dtype=torch.float64)

@@ -1,9 +1,9 @@
 """Out-of-distribution detection from two vectors of scores: AUROC, AUPR and FPR95 for any weights, and their metric rows.
 
-A score is higher for what looks in-distribution. Hendrycks and Gimpel (2017), arXiv 1610.02136: AUROC and AUPR with
-either side as the positive class; the false positive rate at a true positive rate of 95 % is that of Liang et al. (2018),
-arXiv 1706.02690, by percentiles of the positives' scores. Weights are how often each example occurs: ones give the
-estimate, multinomial counts the bootstrap's replicates, by the same cumulative sums over scores that are sorted once.
+Scores are higher for in-distribution examples. AUROC and AUPR with either side as the positive class: Hendrycks and
+Gimpel (2017), arXiv 1610.02136. False positive rate at a true positive rate of 95%: Liang et al. (2018), arXiv
+1706.02690, by percentiles of the positives' scores. Weights count how often each example occurs: ones give the
+estimate, multinomial counts the bootstrap replicates, both by cumulative sums over scores that are sorted once.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from numpy.typing import NDArray
 from bnncli.errors import DataError
 from bnncli.evaluation.bootstrap import Bootstrap
 
-PERCENT_REJECTED = 5  # of the positives, by the threshold of FPR95
-_BLOCK = 2**17  # weights of one block of replicates, so that its cumulative sums stay in cache
+PERCENT_REJECTED = 5  # of the positives, rejected by the threshold of FPR95
+_BLOCK = 2**17  # weights per block of replicates, so that their cumulative sums stay in cache
 
 Row = dict[str, Any]
 Floats = NDArray[np.float64]
 Statistic = Callable[["Weighted"], Floats]
-# Of each score its value (N,) for every example, or the reason why there is none.
+# Score name to its values (N,), or to the reason for a missing score.
 ExampleScores = Mapping[str, NDArray | str]
-# The forms of each score, by its name.
+# Score name to its forms.
 Forms = Mapping[str, Sequence["DetectionForm"]]
 
 
 @dataclass(frozen=True)
 class DetectionForm:
-    """One form of a score of detection.
+    """One form of a detection score.
 
     Args:
-        choices: what tells it from other forms of the score, and defines the number.
-        statistic: the score (b,) for b vectors of weights.
-        bounds: its range.
+        choices: settings that define the number and distinguish it from the score's other forms.
+        statistic: returns the score (b,) for b vectors of weights.
+        bounds: range of the score.
     """
 
     choices: Mapping[str, str]
@@ -52,7 +52,7 @@ class Ranking:
     """Scores of an in-distribution split (N,) and of another split (M,), sorted once for any number of weights.
 
     Raises:
-        DataError: a split without examples, or scores that are not finite.
+        DataError: a split is empty or scores are not finite.
     """
 
     scores_in: NDArray
@@ -66,9 +66,9 @@ class Ranking:
                 raise DataError("detection: expected finite scores, got NaN or infinity")
 
     def evaluate(self, statistics: Sequence[Statistic], weights_in: NDArray, weights_out: NDArray) -> Floats:
-        """Statistics (b, m) under weights (b, N) and (b, M): how often each example occurs, each row's sum positive.
+        """Return the statistics (b, m) for weights (b, N) and (b, M), the counts of each example; every row has a positive sum.
 
-        Weights are whole numbers for FPR95, whose percentiles are those of the examples repeated that often.
+        FPR95 needs integer weights: its percentiles are those of the repeated examples.
         """
         size = max(1, _BLOCK // (len(self.scores_in) + len(self.scores_out)))
         parts = []
@@ -79,7 +79,7 @@ class Ranking:
         return np.concatenate(parts)
 
     def estimate(self, statistics: Sequence[Statistic]) -> list[float]:
-        """Each statistic of the examples as they are, every one once."""
+        """Return each statistic with every example counted once."""
         ones = (np.ones((1, len(scores))) for scores in (self.scores_in, self.scores_out))
         values: list[float] = self.evaluate(statistics, *ones)[0].tolist()
         return values
@@ -111,7 +111,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Weighted:
-    """What scores of detection are made of: a ranking under a few rows of weights (b, N) and (b, M); sums in float64."""
+    """A ranking under rows of weights (b, N) and (b, M), from which statistics are computed; sums in float64."""
 
     ranking: Ranking
     weights_in: NDArray
@@ -129,33 +129,31 @@ class Weighted:
 
     @cached_property
     def below_in(self) -> Floats:
-        """(b, N + 1), the weight of the in examples before each place, and of all."""
+        """(b, N + 1), total weight of in-distribution examples before each position; the last is the total."""
         return _cumulative(self.w_in)
 
     @cached_property
     def below_out(self) -> Floats:
-        """(b, M + 1), the weight of the out examples before each place, and of all."""
+        """(b, M + 1), total weight of OOD examples before each position; the last is the total."""
         return _cumulative(self.w_out)
 
     @cached_property
     def total_in(self) -> Floats:
-        """(b,)."""
         return self.below_in[:, -1]
 
     @cached_property
     def total_out(self) -> Floats:
-        """(b,)."""
         return self.below_out[:, -1]
 
     @cached_property
     def lower_out(self) -> Floats:
-        """(b, N), weight of the out examples with a lower score than each in one."""
+        """(b, N), weight of the OOD examples that score below each in-distribution example."""
         return self.below_out.take(self.ranking.out_below_in, axis=1)
 
 
 @dataclass(frozen=True)
 class _Sorted:
-    """Scores in ascending order: the order, and for each where its ties begin and where they end."""
+    """Scores in ascending order, with the sort order and the first and end position of each score's ties."""
 
     scores: NDArray
     order: NDArray[np.intp]
@@ -170,10 +168,10 @@ class _Sorted:
         return cls(ordered, order, first, end)
 
     def percentile(self, below: Floats, percent: int) -> Floats:
-        """The linearly interpolated percentile (b,) of the scores, each repeated as often as its weight says.
+        """Return the linearly interpolated percentile (b,) of the scores, each repeated by its weight.
 
         Args:
-            below: (b, n + 1), cumulative weights in ascending order of the scores, a zero first.
+            below: (b, n + 1), cumulative weights in ascending order of the scores, starting with 0.
         """
         last = below[:, -1] - 1
         whole = percent * last // 100
@@ -182,9 +180,9 @@ class _Sorted:
 
 
 def _holder(below: Floats, rank: Floats) -> NDArray[np.intp]:
-    """The place (b,) of the example that holds each row's rank (b,), counted from 0: the last with below <= rank.
+    """Return the position (b,) of the example that holds each row's rank (b,), from 0: the last with below <= rank.
 
-    A search by halves in all rows at once; below (b, n + 1) ascends.
+    A binary search in all rows at once; below (b, n + 1) ascends.
     """
     rows = np.arange(len(below))
     low, high = np.zeros(len(below), np.intp), np.full(len(below), below.shape[1] - 1, np.intp)
@@ -196,26 +194,26 @@ def _holder(below: Floats, rank: Floats) -> NDArray[np.intp]:
 
 
 def _cumulative(weights: NDArray) -> Floats:
-    """Sums (b, n + 1) of the weights (b, n) before each place, float64."""
+    """Return the sums (b, n + 1) of the weights (b, n) before each position, float64."""
     sums = np.zeros((len(weights), weights.shape[1] + 1))
     np.cumsum(weights, axis=1, dtype=np.float64, out=sums[:, 1:])
     return sums
 
 
 def _average_precision(weights: NDArray, true: Floats, false: Floats) -> Floats:
-    """Sum (b,) of each positive's weight times the precision at its own threshold.
+    """Return the sum (b,) of each positive's weight times the precision at its threshold.
 
     Args:
         weights: (b, n) of the positives.
-        true, false: (b, n), weight of the positives and of the negatives that the threshold at each positive accepts.
+        true, false: (b, n), weight of the positives and negatives accepted at each positive's threshold.
     """
-    # Where nothing is accepted the positive itself has no weight.
+    # If nothing is accepted, the positive itself has weight 0.
     return np.einsum("bn,bn->b", weights, true / np.maximum(true + false, np.finfo(np.float64).tiny))
 
 
 def auroc(given: Weighted) -> Floats:
-    """Probability (b,) that an in-distribution example scores higher than an out one; ties count half."""
-    # Out examples as high as an in one are counted with the half that stands above and the half below.
+    """Return the probability (b,) that an in-distribution example scores higher than an OOD one; ties count half."""
+    # tied pairs count half
     ranking, lower = given.ranking, given.lower_out
     ties = 0.0 if ranking.has_no_ties else given.below_out.take(ranking.out_upto_in, axis=1) - lower
     pairs = np.einsum("bn,bn->b", given.w_in, lower + 0.5 * ties)
@@ -223,35 +221,36 @@ def auroc(given: Weighted) -> Floats:
 
 
 def aupr_in(given: Weighted) -> Floats:
-    """Average precision (b,) with the in-distribution as positives; tied scores are one threshold."""
+    """Return the average precision (b,) with in-distribution as the positive class; tied scores share one threshold."""
     found = given.total_in[:, None] - given.below_in.take(given.ranking.inside.first, axis=1)
     false = given.total_out[:, None] - given.lower_out
     return _average_precision(given.w_in, found, false) / given.total_in
 
 
 def aupr_out(given: Weighted) -> Floats:
-    """Average precision (b,) with the out-distribution as positives."""
+    """Return the average precision (b,) with OOD as the positive class."""
     found = given.below_out.take(given.ranking.outside.end, axis=1)
-    false = given.below_in.take(given.ranking.in_upto_out, axis=1)  # in examples with at most the score of each out one
+    # in-distribution examples that score at most as high
+    false = given.below_in.take(given.ranking.in_upto_out, axis=1)
     return _average_precision(given.w_out, found, false) / given.total_out
 
 
 def fpr95_in(given: Weighted) -> Floats:
-    """Share (b,) of out examples at or above the threshold that 95 % of the in-distribution reach."""
+    """Return the share (b,) of OOD examples at or above the threshold that 95% of in-distribution examples reach."""
     threshold = given.ranking.inside.percentile(given.below_in, PERCENT_REJECTED)
     place = np.searchsorted(given.ranking.outside.scores, threshold, side="left")
     return (given.total_out - given.below_out[np.arange(len(place)), place]) / given.total_out
 
 
 def fpr95_out(given: Weighted) -> Floats:
-    """Share (b,) of in-distribution examples at or below the threshold under which 95 % of the out examples lie."""
+    """Return the share (b,) of in-distribution examples at or below the threshold that 95% of OOD examples stay under."""
     threshold = given.ranking.outside.percentile(given.below_out, 100 - PERCENT_REJECTED)
     place = np.searchsorted(given.ranking.inside.scores, threshold, side="right")
     return given.below_in[np.arange(len(place)), place] / given.total_in
 
 
 def form_rows(forms: Forms) -> list[tuple[Row, DetectionForm]]:
-    """Return every form with its row, which has what defines it and no value."""
+    """Return every form with its row, complete except for the value."""
     return [
         ({"name": name, **form.choices, "higher_is_better": form.higher_is_better}, form)
         for name, own in forms.items()
@@ -268,17 +267,17 @@ def detection_rows(
     ood: str,
     bootstrap: Bootstrap | None = None,
 ) -> list[Row]:
-    """Return rows of every form by every score of an example, between an in-distribution split and another one.
+    """Return rows of every form and score, between an in-distribution split and another split.
 
     Args:
-        scores_in: name to (N,), higher for what looks in-distribution, or to the reason why there is no such score.
+        scores_in: name to (N,), higher for in-distribution examples, or to the reason for a missing score.
         scores_out: the same names, (M,).
-        forms: of auroc, fpr95 and so on.
-        split, ood: names of the two splits; each is resampled on its own.
+        forms: forms of auroc, fpr95 and so on.
+        split, ood: names of the two splits; each is resampled separately.
         bootstrap: None for rows without standard errors.
 
     Raises:
-        DataError: scores that are not finite.
+        DataError: scores are not finite.
     """
     reasons = {name: _why_undefined(scores_in[name], scores_out[name], ood) for name in scores_in}
     rankings = {
@@ -307,7 +306,7 @@ def detection_rows(
 def _replicates(
     rankings: Mapping[str, Ranking], statistics: Sequence[Statistic], bootstrap: Bootstrap, *, split: str, ood: str
 ) -> dict[str, NDArray[np.float64]]:
-    """The statistics (R, m) of each score, all under the same weights, which are drawn once."""
+    """Return the replicates (R, m) of each score's statistics, all with the same weights."""
     if not rankings:
         return {}
 
@@ -321,7 +320,7 @@ def _replicates(
 
 
 def _why_undefined(scores_in: NDArray | str, scores_out: NDArray | str, ood: str) -> str | None:
-    """The reason why there is no detection, or None."""
+    """Return why detection is undefined, or None."""
     for scores in (scores_in, scores_out):
         if isinstance(scores, str):
             return scores

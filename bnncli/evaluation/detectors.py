@@ -25,21 +25,22 @@ if TYPE_CHECKING:
 
     from bnncli.evaluation.example_statistics import ExampleStatistics
 
-# The detector of every command by default, and its replacements where predictions lack it, best first:
-# docs/explanation/outliers.md has the measurements. The largest probability detects errors, not outliers (selective prediction).
+# The default detector of every command, and its replacements for predictions without it, best first: see
+# docs/explanation/outliers.md for measurements. The largest probability detects errors, not outliers (selective
+# prediction).
 DEFAULT_SCORE = "combined"
 FALLBACK_SCORES = ("mutual_info", "max_prob")
-FEWEST_ROWS = 20  # of val, whose ranks make the combined score
+FEWEST_ROWS = 20  # of val: the combined score ranks against them
 
 
 @dataclass(frozen=True)
 class TrainingFeatures:
-    """What a detector of features is fitted to.
+    """The training split, to which detectors of features are fitted.
 
     Args:
-        features: (N, D) of the training split; may be mapped from a file.
+        features: (N, D); may be memory-mapped.
         labels: (N,) classes, or None.
-        device: where to fit.
+        device: device of the fit.
         generator: returns the random stream of a purpose.
         settings: values of the detectors' options.
         no_classes: reason for missing labels.
@@ -143,7 +144,7 @@ def _fit_neighbors(train: TrainingFeatures) -> FittedDetector:
 
 _NEIGHBORS = ScoreOption(
     text="k of \0score\0 knn: the distance to the k-th nearest training features.",
-    default=50,  # as published for 50,000 training examples
+    default=50,  # published for 50,000 training examples
     minimum=1,
     place=2,
 )

@@ -1,13 +1,13 @@
-"""Squared mean discrepancy between draws of which some are chains: estimate, standard error, and a test that holds its level.
+"""Squared mean discrepancy (MMD) between draws that may come from chains: estimate, standard error, and a valid test.
 
-Draws of one chain are not exchangeable, however they are thinned: every second draw of a chain that swings is positively
-correlated, and relabelling single draws then finds differences that are not there. What is independent are chains, and
-long stretches of them. So both sides are cut into as many blocks, d_a is the difference of the mean kernel features of
-the a-th pair, and all that is said comes from the products of different pairs, sum_{a != b} <d_a, d_b> / (B (B - 1)): the
-U-statistic of Gretton et al. (2012), JMLR 13, eq. (4), with blocks for draws. It is unbiased whatever happens within
-blocks. Under equal distributions each d_a is as likely as -d_a, up to the skewness of a mean over a block (exactly where
-both sides are chains of one kind), so that the test flips signs: Canay, Romano and Shaikh (2017), "Randomization tests
-under an approximate symmetry assumption", Econometrica 85. Blocks of both sides may differ in their variance.
+Draws of one chain are not exchangeable, even after thinning: every second draw of an oscillating chain is positively
+correlated, and permuting single draws would find differences that do not exist. Chains, and long stretches of them, are
+nearly independent. Both sides are therefore cut into B blocks. With d_a the difference of the mean kernel features of
+the a-th pair of blocks, the estimate is the U-statistic sum_{a != b} <d_a, d_b> / (B (B - 1)) of Gretton et al. (2012),
+JMLR 13, eq. (4), with blocks in place of draws. It is unbiased under any dependence within blocks. Under equal
+distributions, d_a and -d_a are equally likely up to the skewness of a block mean (exactly if both sides are chains of
+one kind), so the test flips signs: Canay, Romano and Shaikh (2017), "Randomization tests under an approximate symmetry
+assumption", Econometrica 85. The variance of the two sides' blocks may differ.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from bnncli.shapes import check_shapes
 if TYPE_CHECKING:
     from torch import Tensor
 
-MIN_INDEPENDENT = 20  # draws, below which nothing is tested
-NUM_BLOCKS = 16  # aimed at: 2^15 patterns of signs
-MIN_BLOCKS = 8  # 2^7 patterns, so that p comes down to 0.008
+MIN_INDEPENDENT = 20  # independent draws needed for a test
+NUM_BLOCKS = 16  # target; 2^15 sign patterns
+MIN_BLOCKS = 8  # 2^7 sign patterns, so the smallest p-value is 0.008
 MOST_BLOCKS = 64
-INDEPENDENT_IN_BLOCK = 10  # independent draws in a stretch, so that neighbouring stretches hardly depend on each other
+INDEPENDENT_IN_BLOCK = 10  # independent draws per stretch, so that neighbouring stretches are nearly independent
 
 
 @dataclass(frozen=True)
 class ThinnedDraws:
-    """Draws as they are compared.
+    """Draws to compare.
 
     Args:
         draws: (n, P).
-        blocks: (n,) int64 from 0 up, without gaps: draws of different blocks are independent; None: all draws are.
-        untested: why nothing can be tested with them; None where it can.
+        blocks: (n,) int64, numbered from 0 without gaps; draws of different blocks are independent. None: all draws
+            are.
+        untested: why no test is possible, or None.
     """
 
     draws: Tensor
@@ -55,12 +56,12 @@ class ThinnedDraws:
     untested: str | None = None
 
     def to(self, device: torch.device) -> ThinnedDraws:
-        """The same on another device."""
+        """Move the draws to another device."""
         return replace(self, draws=self.draws.to(device))
 
     @property
     def num_blocks(self) -> int:
-        """Of chains; the draws where all are independent."""
+        """Number of independent blocks; the number of draws if all are independent."""
         return len(self.draws) if self.blocks is None else int(self.blocks.max()) + 1
 
 
@@ -69,12 +70,12 @@ class Compared:
     """The squared discrepancy of two posteriors.
 
     Args:
-        value: unbiased; where the draws cannot be tested, too large by what the draws of a chain have in common.
-        standard_error: by the jackknife over what is independent; None where untested.
-        p_value: of equal distributions, at least 1 / (1 + num_permutations); None where untested.
-        num_permutations: relabellings of draws, or patterns of signs of blocks, that the seen one is held against.
-        num_blocks: of each side; None where single draws are relabelled.
-        untested: why there is no test; None where there is one.
+        value: unbiased; without a test, biased upwards by the autocorrelation within chains.
+        standard_error: jackknife over independent units; None if untested.
+        p_value: test of equal distributions, at least 1 / (1 + num_permutations); None if untested.
+        num_permutations: number of permutations of draws, or sign patterns of blocks.
+        num_blocks: per side; None if single draws are permuted.
+        untested: why there is no test, or None.
     """
 
     value: float
@@ -86,12 +87,12 @@ class Compared:
 
 
 def thin_draws(draws: Tensor, num_independent: int | None, *, count: int = NUM_DRAWS) -> ThinnedDraws:
-    """At most `count` of draws (C, T, P), spread evenly, and what is independent among them.
+    """Thin draws (C, T, P) evenly to at most `count`, and find independent blocks among them.
 
     Args:
         draws: (C, T, P).
-        num_independent: the smallest effective number of draws over all parameters, 0 where unknown; None: independent
-            draws, not chains.
+        num_independent: smallest effective number of draws over all parameters, 0 if unknown. None: the draws are
+            independent, not chains.
     """
     num_chains, length = check_shapes(draws=(draws, "C T P"))["C"], draws.shape[1]
     thinned = thin(draws, count)
@@ -121,10 +122,10 @@ def compare_draws(
     generator: torch.Generator,
     num_permutations: int = NUM_PERMUTATIONS,
 ) -> Compared:
-    """The squared discrepancy of x and y with its standard error and p-value, from the distances of their draws.
+    """Return the squared discrepancy of x and y, its standard error and p-value, from the distances of their draws.
 
     Raises:
-        DataError: a bandwidth that is not positive.
+        DataError: the bandwidth is not positive.
     """
     untested = x.untested or y.untested
     if untested is not None:
@@ -144,13 +145,13 @@ def compare_draws(
 
 
 def _stretches(num_chains: int, length: int, num_independent: int) -> int:
-    """In how many stretches each chain is cut: enough for NUM_BLOCKS, as long as each holds independent draws."""
+    """Return the number of stretches per chain: enough for NUM_BLOCKS if each holds enough independent draws."""
     most = num_independent // (num_chains * INDEPENDENT_IN_BLOCK)
     return max(1, min(-(-NUM_BLOCKS // num_chains), most, length))
 
 
 def _products(x: ThinnedDraws, y: ThinnedDraws, kernel: Distances, num_blocks: int) -> Tensor:
-    """<d_a, d_b> (B, B), with zeros on the diagonal."""
+    """Return <d_a, d_b> (B, B), with a zero diagonal."""
     mean_x, mean_y = (_block_means(side, num_blocks, like=kernel.xy) for side in (x, y))
     cross = mean_x @ kernel.xy @ mean_y.T
     products = mean_x @ kernel.xx @ mean_x.T + mean_y @ kernel.yy @ mean_y.T - cross - cross.T
@@ -158,7 +159,7 @@ def _products(x: ThinnedDraws, y: ThinnedDraws, kernel: Distances, num_blocks: i
 
 
 def _block_means(side: ThinnedDraws, num_blocks: int, *, like: Tensor) -> Tensor:
-    """The matrix (B, n) that takes the mean over each block; blocks beyond B are merged with their neighbours."""
+    """Return the matrix (B, n) that averages over each block; blocks beyond B are merged with their neighbours."""
     own = torch.arange(len(side.draws)) if side.blocks is None else side.blocks.cpu()
     place = own * num_blocks // side.num_blocks
     belongs = (place == torch.arange(num_blocks).unsqueeze(1)).to(like)
@@ -166,7 +167,7 @@ def _block_means(side: ThinnedDraws, num_blocks: int, *, like: Tensor) -> Tensor
 
 
 def _estimate(products: Tensor) -> tuple[float, float]:
-    """The U-statistic over pairs of blocks, and its standard error by the jackknife over blocks."""
+    """Return the U-statistic over pairs of blocks, and its jackknife standard error over blocks."""
     size = len(products)
     total, own = products.sum(), products.sum(dim=1)
     without = (total - 2 * own) / ((size - 1) * (size - 2))
@@ -175,7 +176,7 @@ def _estimate(products: Tensor) -> tuple[float, float]:
 
 
 def _sign_p_value(products: Tensor, *, generator: torch.Generator, num_permutations: int) -> float:
-    """(1 + #{flipped >= seen}) / (1 + number of patterns)."""
+    """Return (1 + #{flipped >= observed}) / (1 + number of patterns)."""
     size = len(products)
     flips = torch.randint(2, (num_permutations, size), generator=generator, device=generator.device)
     signs = torch.cat([torch.ones(1, size), 2.0 * flips.cpu() - 1]).to(products)

@@ -1,6 +1,6 @@
-"""What scores need of class probabilities: a few numbers for each example, from one pass over blocks of rows.
+"""Per-example statistics of class probabilities, from one pass over blocks of rows.
 
-A score is a function of these vectors, so that predictions larger than memory can be scored and resampled.
+Scores are functions of these vectors, so predictions larger than memory can be scored and resampled.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ class ExampleStatistics:
 
     Args:
         num_classes: C.
-        confidence: (N,) float64, the largest probability.
-        predicted: (N,) int64, the class that has it, the first among ties.
+        confidence: (N,) float64, largest probability.
+        predicted: (N,) int64, most probable class, the first among ties.
         entropy: (N,) float64, nats.
         squared_norm: (N,) float64, sum of the squared probabilities.
-        labels: (N,) int64 in [0, C), or None for an unlabelled split; the rest is None with it.
-        is_right: (N,) bool, the predicted class is the label.
+        labels: (N,) int64 in [0, C), or None for an unlabelled split; the fields below are then None as well.
+        is_right: (N,) bool, whether the predicted class is the label.
         label_probability: (N,) float64.
-        of_labels: what there is where classes are labels, of which an example has several; no other field about the label is.
-        label_rank: (N,) int64, how many classes come before the label: the more probable ones and, among equals, those
-            of smaller index; 0 exactly where is_right.
+        label_rank: (N,) int64, number of classes ranked before the label, ties by index; 0 exactly if is_right.
+        of_labels: statistics of multi-label predictions, which have no other field about labels.
     """
 
     num_classes: int
@@ -53,16 +52,16 @@ class ExampleStatistics:
 def examples_of(
     probs: NDArray, labels: NDArray | None = None, *, num_classes: int | None = None, is_exclusive: bool = True
 ) -> ExampleStatistics:
-    """The numbers of each example of probs (N, C), which are read once, in blocks of rows, and checked.
+    """Compute the statistics of probs (N, C) in one checked pass over blocks of rows.
 
     Args:
-        probs: (N, C); may be mapped from a file.
-        labels: (N,) integers in [0, C), or None; (N, C) zeros and ones where classes do not exclude each other.
-        num_classes: the C that is expected.
-        is_exclusive: whether they do.
+        probs: (N, C); may be memory-mapped.
+        labels: (N,) integers in [0, C), or None; (N, C) zeros and ones for multi-label predictions.
+        num_classes: expected C.
+        is_exclusive: whether classes are mutually exclusive.
 
     Raises:
-        DataError: what is no probability, or labels of another length or outside [0, C).
+        DataError: values are not probabilities, or labels have another length or are outside [0, C).
     """
     size = probs.shape[1] if num_classes is None else num_classes
     if labels is not None and is_exclusive:
@@ -83,7 +82,7 @@ def examples_of(
 
 
 def check_labels(labels: NDArray, shape: tuple[int, ...]) -> None:
-    """Raise DataError when labels do not fit probabilities of this shape (N, C)."""
+    """Raise DataError if labels do not fit probabilities of shape (N, C)."""
     if labels.shape != shape[:1]:
         raise DataError(f"labels: expected shape ({shape[0]},), got {labels.shape}")
     if not np.issubdtype(labels.dtype, np.integer):
@@ -96,7 +95,7 @@ def check_labels(labels: NDArray, shape: tuple[int, ...]) -> None:
 
 
 def _of_block(probs: NDArray, labels: NDArray[np.int64] | None, *, is_exclusive: bool) -> dict[str, NDArray]:
-    """The vectors of a block of rows, by name."""
+    """Return the vectors of a block of rows, by name."""
     predicted = probs.argmax(axis=1)
     wide = probs.astype(np.float64)
     out: dict[str, NDArray] = {

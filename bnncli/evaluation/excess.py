@@ -1,10 +1,10 @@
-"""Whether a predictive is worse than the plainer ones that it should replace, on the same labelled examples.
+"""Test whether a predictive is worse than the simpler ones it should replace, on the same labelled examples.
 
-The differences of two predictives' losses are skewed: where one hedges and the other is sure, most differences are small
-and of one sign, a few large and of the other, and a sample that happens to lack those looks like proof. At a level of 1 %
-Student's t then rejects a true null up to ten times in a hundred (tests/evaluation/test_excess.py). Hall (1992), On the removal of
-skewness by transformation, JRSS B 54: the t statistic corrected for the sample's own skewness, eq. (2.6), monotone in it.
-Many references: Holm (see paired.py).
+Differences of two predictives' losses are skewed. If one hedges and the other is sure, most differences are small and
+of one sign, a few are large and of the other, and a sample without the large ones looks like evidence. At a level of
+1%, Student's t then rejects a true null in up to 10% of samples (tests/evaluation/test_excess.py). The test therefore
+corrects the t statistic for the sample's skewness by a monotone transformation: Hall (1992), On the removal of skewness
+by transformation, JRSS B 54, eq. (2.6). Several references: Holm (see paired.py).
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from bnncli.evaluation.paired import holm, skewness_of
 from bnncli.evaluation.weighted_scores import nll_per_example
 from bnncli.lazy import special
 
-FALSE_ALARM = 0.05  # chance of any warning where no reference is better in truth
-_LIKELY = 0.1  # a p-value above it decides nothing
+FALSE_ALARM = 0.05  # probability of any warning if no reference is truly better
+_LIKELY = 0.1  # a larger p-value is not refined
 _RELABELLINGS = 2000
 _DRAWN_AT_ONCE = 2**22
-WORSE_SHARE = 0.01  # of the reference's NLL: a loss below it is not worth a warning, however sure it is
+WORSE_SHARE = 0.01  # of the reference's NLL: smaller losses are not worth a warning, however significant
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One predictive on labelled examples.
+    """A predictive on labelled examples.
 
     Args:
-        name: as messages and JSON have it.
+        name: used in messages and JSON.
         losses: (N,) negative log probability of each label, nats.
-        ece: in 15 bins of equal width; None where there are no probabilities of all classes.
-        is_right: (N,) whether the most probable class is the label; where an example has several labels, the share that is right at
-            one half. None where there are no probabilities of all classes.
+        ece: expected calibration error in 15 bins of equal width; None without probabilities of all classes.
+        is_right: (N,) whether the most probable class is the label; for multi-label predictions, the share of labels
+            that are right at threshold 0.5. None without probabilities of all classes.
     """
 
     name: str
@@ -50,34 +50,35 @@ class Scored:
 
     @property
     def nll(self) -> float:
-        """Mean loss, nats an example."""
+        """Mean loss, nats per example."""
         return float(self.losses.mean())
 
     @property
     def accuracy(self) -> float | None:
-        """Share of right predictions; None where unknown."""
+        """Share of correct predictions; None if unknown."""
         return None if self.is_right is None else float(self.is_right.mean())
 
     @property
     def standard_error(self) -> float | None:
-        """Of the mean loss; None for one example."""
+        """Standard error of the mean loss; None for one example."""
         return float(self.losses.std(ddof=1) / math.sqrt(len(self.losses))) if len(self.losses) > 1 else None
 
     def to_json(self) -> dict[str, float | None]:
-        """`nll`, its `standard_error`, `ece`, `accuracy`."""
+        """Return `nll`, its `standard_error`, `ece` and `accuracy`."""
         return {"nll": self.nll, "standard_error": self.standard_error, "ece": self.ece, "accuracy": self.accuracy}
 
 
 @dataclass(frozen=True)
 class Excess:
-    """How much worse one predictive is than a reference.
+    """By how much a predictive is worse than a reference.
 
     Args:
-        reference: its name.
-        value: mean of the paired differences of the losses, nats an example; above 0 the reference is better.
-        standard_error: of it; None for one example.
-        p_adjusted: one-sided, of the null that the reference is not better, by Holm over all references; None untold.
-        is_worse: p_adjusted is at most the level, and the value more than WORSE_SHARE of the reference's NLL.
+        reference: name of the reference.
+        value: mean paired difference of the losses, nats per example; positive if the reference is better.
+        standard_error: standard error of the value; None for one example.
+        p_adjusted: one-sided p-value of the null that the reference is not better, Holm-adjusted over references; None
+            if undefined.
+        is_worse: p_adjusted is at most the level and the value exceeds WORSE_SHARE of the reference's NLL.
     """
 
     reference: str
@@ -87,16 +88,16 @@ class Excess:
     is_worse: bool
 
     def to_json(self) -> dict[str, Any]:
-        """All but the name, as JSON takes it."""
+        """Return all fields except the name."""
         shown = {"value": self.value, "standard_error": self.standard_error}
         return {**shown, "p_adjusted": self.p_adjusted, "is_worse": self.is_worse}
 
 
 def score(name: str, probs: NDArray, labels: NDArray, *, losses: NDArray[np.float64] | None = None) -> Scored:
-    """A predictive with class probabilities (N, C) at examples with labels (N,), or (N, C) where there are several, N at least 1.
+    """Score class probabilities (N, C) on labels (N,), or (N, C) for multi-label predictions; N >= 1.
 
     Args:
-        losses: (N,), in place of those of probs: held-out ones, for what was fitted to these labels.
+        losses: (N,), replace the losses of probs; for example out-of-fold losses of a model fitted to these labels.
     """
     if labels.ndim == 1:
         examples = examples_of(probs, labels)
@@ -109,9 +110,9 @@ def score(name: str, probs: NDArray, labels: NDArray, *, losses: NDArray[np.floa
 
 
 def excesses(chosen: Scored, references: Sequence[Scored], *, level: float = FALSE_ALARM) -> list[Excess]:
-    """How much worse `chosen` is than each of the references, on the same examples.
+    """Compare `chosen` with each reference on the same examples.
 
-    Where none of them is better in truth, the chance that any `is_worse` is at most the level.
+    If no reference is truly better, any `is_worse` is True with probability at most the level.
     """
     gaps = [chosen.losses - reference.losses for reference in references]
     p_values = [worse_p_value(chosen.losses, reference.losses) for reference in references]
@@ -126,15 +127,16 @@ def excesses(chosen: Scored, references: Sequence[Scored], *, level: float = FAL
 
 @dataclass(frozen=True)
 class Relabelled:
-    """The differences of two predictives' losses under labels drawn so that neither is better.
+    """Differences of two predictives' losses under labels drawn so that neither is better.
 
-    One loses -log q at the observed label of an example, the other -log p: had it been any other label, about -log(1 - q) and
-    -log(1 - p). Their difference has mean 0 under one probability of the observed label, which lies between p and q.
+    At an example's observed label, one predictive loses -log q and the other -log p; at any other label, about -log(1 -
+    q) and -log(1 - p). The difference has mean 0 for exactly one probability of the observed label, which is between p
+    and q.
 
     Args:
-        seen, unseen: (M,) differences at the observed label and at any other, of the examples where there is one.
-        share: (M,) probability of the observed label.
-        sums: (R,) draws of the sum of differences; its mean is 0.
+        seen, unseen: (M,) non-zero differences at the observed label and at any other label.
+        share: (M,) that probability of the observed label.
+        sums: (R,) draws of the sum of differences; mean 0.
     """
 
     seen: NDArray[np.float64]
@@ -144,11 +146,11 @@ class Relabelled:
 
     @classmethod
     def of(cls, losses: NDArray, reference: NDArray) -> Relabelled:
-        """That of losses (N,) and a reference's, nats."""
+        """Draw the differences between losses (N,) and the reference's, nats."""
         least = -math.log1p(-1e-12)
         own, other = (np.maximum(np.asarray(part, dtype=np.float64), least) for part in (losses, reference))
         seen, unseen = own - other, np.log(-np.expm1(-other)) - np.log(-np.expm1(-own))
-        differs = seen * unseen < 0  # else both are zero
+        differs = seen * unseen < 0  # otherwise both are zero
         seen, unseen = seen[differs], unseen[differs]
         share = unseen / (unseen - seen)
         generator, sums = np.random.default_rng(0), np.full(_RELABELLINGS, unseen.sum())
@@ -160,28 +162,29 @@ class Relabelled:
         return cls(seen, unseen, share, sums)
 
     def opposite(self) -> Relabelled:
-        """That of the reference against the other."""
+        """Return the same draws with the two predictives exchanged."""
         return Relabelled(-self.seen, -self.unseen, self.share, -self.sums)
 
     def p_value(self, total: float) -> float:
-        """The probability that the sum reaches a total: the share of draws, or where none does Chernoff's bound, if lower."""
+        """Return the probability that the sum reaches `total`: the share of draws, or Chernoff's bound if lower and none does."""
         reached = int(np.count_nonzero(self.sums >= total - 1e-9 * abs(total)))
         found = (1 + reached) / (len(self.sums) + 1)
         variance = float((-self.seen * self.unseen).sum())
         if reached or not variance:
             return found
         logs = np.stack([np.log(self.share), np.log1p(-self.share)])
-        rates = total / variance * np.geomspace(1 / 16, 16, 17)  # any bounds it; that of a normal is in the middle
+        # each gives a bound; the one of a normal is in the middle
+        rates = total / variance * np.geomspace(1 / 16, 16, 17)
         bounds = [float(np.logaddexp(*(logs + rate * np.stack([self.seen, self.unseen]))).sum()) for rate in rates]
         exponents = [bound - rate * total for bound, rate in zip(bounds, rates, strict=True)]
-        return min(found, math.exp(min(0.0, *exponents)))  # a bound above one says nothing
+        return min(found, math.exp(min(0.0, *exponents)))  # bounds above 1 are vacuous
 
 
 def worse_p_value(losses: NDArray, reference: NDArray, relabelled: Relabelled | None = None) -> float | None:
-    """One-sided p-value of the null that the mean of losses (N,), nats, is not above that of a reference's (N,); None untold.
+    """Test whether the mean of losses (N,) exceeds that of a reference; return a one-sided p-value, None if undefined.
 
     Args:
-        relabelled: of both, where it is at hand.
+        relabelled: the draws for both, if already computed.
     """
     found = p_value(np.asarray(losses) - np.asarray(reference))
     if found is None or found > _LIKELY:
@@ -191,11 +194,11 @@ def worse_p_value(losses: NDArray, reference: NDArray, relabelled: Relabelled | 
 
 
 def p_value(differences: NDArray) -> float | None:
-    """One-sided p-value of the null that the mean of differences (N,) is not above 0.
+    """Test whether the mean of differences (N,) is above 0; return a one-sided p-value.
 
-    Hall's T = sqrt(N) (S + g S^2 / 3 + g^2 S^3 / 27 + g / (6 N)), with S the mean over the standard deviation and g the
-    skewness, against Student's t with N - 1 degrees. 1 for differences that are all 0; None where they do not vary
-    otherwise, or are fewer than two, and tell no variance.
+    Compares Hall's T = sqrt(N) (S + g S^2 / 3 + g^2 S^3 / 27 + g / (6 N)) with Student's t of N - 1 degrees of freedom,
+    where S is the mean divided by the standard deviation and g the skewness. Returns 1 if all differences are 0, and
+    None if they are otherwise constant or fewer than two.
     """
     values = np.asarray(differences, dtype=np.float64)
     size = len(values)

@@ -1,8 +1,8 @@
-"""Out-of-distribution scores of features alone, the same for all posteriors; higher is more in-distribution.
+"""Out-of-distribution scores of features, the same for all posteriors; higher is more in-distribution.
 
-Mahalanobis: Lee, Lee, Lee and Shin (2018), arXiv 1807.03888, eq. (2), on the last features alone. Relative Mahalanobis:
-Ren, Fort, Liu, Guha Roy, Padhy and Lakshminarayanan (2021), arXiv 2106.09022, eq. (3). Nearest neighbours: Sun, Ming, Zhu
-and Li (2022), arXiv 2204.06507, eq. (2). All take the features of the training split as in-distribution.
+Mahalanobis: Lee, Lee, Lee and Shin (2018), arXiv 1807.03888, eq. (2), on the last layer's features only. Relative
+Mahalanobis: Ren, Fort, Liu, Guha Roy, Padhy and Lakshminarayanan (2021), arXiv 2106.09022, eq. (3). Nearest neighbours:
+Sun, Ming, Zhu and Li (2022), arXiv 2204.06507, eq. (2). All treat the training split as in-distribution.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from bnncli.targets.blocks import FeatureBlocks, slices
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Directions whose variance is less than this share of the largest, in units of each feature's own standard deviation, are
-# rounding of float32 features that depend on one another.
+# Directions with a smaller share of the largest variance, after scaling every feature to unit variance, are rounding
+# errors of linearly dependent float32 features.
 RANK_CUT = 1e-10
-_ROUNDING = 2.0**-46  # float32's, squared
-MAX_NEIGHBOR_ROWS = 100_000  # training examples that neighbours are looked for among
-_SIMILARITIES = {"cpu": 2**23, "cuda": 2**28}  # of one block
+_ROUNDING = 2.0**-46  # of float32, squared
+MAX_NEIGHBOR_ROWS = 100_000  # training examples searched for neighbours
+_SIMILARITIES = {"cpu": 2**23, "cuda": 2**28}  # similarities per block
 
 
 @dataclass(frozen=True)
 class Whitening:
-    """A Gaussian over features, by what makes it standard normal.
+    """A Gaussian over features, as the map to a standard normal.
 
     Args:
         mean: (D,) float64.
-        root: (D, r) float64: (x - mean) root has unit covariance, r the rank of the covariance.
+        root: (D, r) float64; (x - mean) root has unit covariance, r is the rank of the covariance.
     """
 
     mean: Tensor
@@ -43,12 +43,12 @@ class Whitening:
 
     @classmethod
     def of(cls, mean: Tensor, covariance: Tensor, *, mean_square: Tensor) -> Whitening:
-        """The pseudo-inverse's root: directions without variance, such as features that are always 0, do not count.
+        """Build the whitening from the pseudo-inverse's root, which drops directions without variance (constant features).
 
-        Ranks are told in the coordinates in which every feature has unit variance, whatever its scale.
+        The rank is determined after scaling every feature to unit variance.
 
         Args:
-            mean_square: (D,) of the features; a variance that is rounding next to it is none.
+            mean_square: (D,), mean squared features; variances that are rounding errors relative to it count as 0.
 
         Raises:
             DataError: no feature varies.
@@ -62,24 +62,24 @@ class Whitening:
         return cls(mean, inverse.unsqueeze(1) * vectors[:, is_kept] * values[is_kept].rsqrt())
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Whitened features (n, r) of features (n, D) float64."""
+        """Whiten features (n, D) float64 to (n, r)."""
         return (features - self.mean) @ self.root
 
 
 @dataclass(frozen=True)
 class ClassGaussians:
-    """Gaussians over the features, one for each class, with one covariance.
+    """One Gaussian per class over the features, with a shared covariance.
 
     Args:
-        within: of the classes, around the mean of all.
-        centers: (C, r) float64, whitened means of the classes that have examples.
+        within: within-class Gaussian, centred at the overall mean.
+        centers: (C, r) float64, whitened means of the classes with examples.
     """
 
     within: Whitening
     centers: Tensor
 
     def nearest(self, features: Tensor) -> Tensor:
-        """The squared distance to the nearest class mean (n,) float64, on the CPU, of features (n, D)."""
+        """Return the squared distance to the nearest class mean, (n,) float64 on the CPU, of features (n, D)."""
 
         def distances(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
             return (self._nearest(block),)
@@ -99,11 +99,11 @@ class ClassGaussians:
 
 @dataclass(frozen=True)
 class Mahalanobis(ClassGaussians):
-    """The same, and a Gaussian for all of them.
+    """Class Gaussians with a background Gaussian of all examples.
 
     Args:
         total: (D, D) float64, covariance of all examples.
-        mean_square: (D,) of the features.
+        mean_square: (D,), mean squared features.
     """
 
     total: Tensor
@@ -111,10 +111,10 @@ class Mahalanobis(ClassGaussians):
 
     @classmethod
     def fit(cls, features: Tensor, labels: Tensor, *, device: torch.device) -> Mahalanobis:
-        """The Gaussians of largest likelihood, in float64, in two passes over the features.
+        """Fit the Gaussians by maximum likelihood, in float64, in two passes over the features.
 
         Args:
-            features: (N, D) of the training split; a mapped file, perhaps.
+            features: (N, D), training split; may be memory-mapped.
             labels: (N,) classes.
 
         Raises:
@@ -127,7 +127,7 @@ class Mahalanobis(ClassGaussians):
         def class_sums(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
             if device.type == "cpu":
                 return (block.new_zeros(len(classes), num_columns).index_add_(0, index[rows], block),)
-            # CUDA adds rows in any order; a product with ones and zeros has one.
+            # index_add_ on CUDA adds in any order; a matrix product is deterministic.
             is_member = torch.arange(len(classes), device=device).unsqueeze(1) == index[rows]
             return (is_member.to(block.dtype) @ block,)
 
@@ -151,10 +151,10 @@ class Mahalanobis(ClassGaussians):
         return Whitening.of(self.within.mean, self.total, mean_square=self.mean_square)
 
     def scores(self, features: Tensor) -> dict[str, Tensor]:
-        """`mahalanobis` and `relative_mahalanobis` (n,) float64, on the CPU, of features (n, D).
+        """Return `mahalanobis` and `relative_mahalanobis`, (n,) float64 on the CPU, of features (n, D).
 
-        The first is the negative squared distance to the nearest class mean, the second adds the squared distance to the
-        mean of all examples, by the covariance of all.
+        The first is the negative squared distance to the nearest class mean. The second adds the squared distance to
+        the mean of all examples under the covariance of all.
         """
 
         def distances(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
@@ -167,10 +167,10 @@ class Mahalanobis(ClassGaussians):
 
 @dataclass(frozen=True)
 class Neighbors:
-    """Training features of unit length, to look for neighbours among.
+    """Training features of unit length, searched for neighbours.
 
     Args:
-        features: (T, D) float32; features that are all 0 stay 0.
+        features: (T, D) float32; all-zero features stay 0.
         num_neighbors: k, at most T.
     """
 
@@ -187,7 +187,7 @@ class Neighbors:
         num_neighbors: int,
         max_rows: int = MAX_NEIGHBOR_ROWS,
     ) -> Neighbors:
-        """All training features (N, D), or a random choice of `max_rows` of them; k is at most their number."""
+        """Store the training features (N, D), or a random subset of `max_rows`; k is at most their number."""
         check_shapes(features=(features, "N D"))
         if len(features) > max_rows:
             chosen = torch.randperm(len(features), generator=generator, device=generator.device)[:max_rows]
@@ -196,18 +196,18 @@ class Neighbors:
         return cls(unit, min(num_neighbors, len(unit)))
 
     def scores(self, features: Tensor) -> Tensor:
-        """`knn` (n,) float64, on the CPU: negative distance of each row of features (n, D), at unit length, to the k-th nearest.
+        """Return `knn`: the negative distance of each row of features (n, D), at unit length, to its k-th neighbour.
 
-        Products of float32 find the neighbour; its distance is computed in float64. Processes that share a command share out the
-        blocks of rows.
+        The result is (n,) float64 on the CPU. float32 products find the neighbour; its distance is computed in float64.
+        Worker processes of one command share the blocks of rows.
         """
         known, device = self.features, self.features.device
         size = max(1, _SIMILARITIES.get(device.type, 2**23) // len(known))
-        # |x - t|^2 = |x|^2 + |t|^2 - 2 x t: half of |t|^2 counts where t = 0.
+        # |x - t|^2 = |x|^2 + |t|^2 - 2 x t: half of |t|^2 matters where t = 0.
         offset = -0.5 * known.square().sum(dim=1)
         closeness = known.new_empty(
             min(size, len(features)), len(known)
-        )  # made once: new pages cost more than products
+        )  # reused buffer: allocating pages costs more than the products
         blocks = list(slices(0, len(features), size))
         parts, found = Parts(len(blocks)), [known.new_empty(0, dtype=torch.float64)]
         for rows in (blocks[place] for place in parts.own):

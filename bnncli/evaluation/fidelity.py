@@ -1,8 +1,8 @@
-"""How near predictive probabilities come to those of a reference, such as full-batch HMC's, example by example.
+"""Fidelity: how closely predictive probabilities match a reference such as full-batch HMC, example by example.
 
-Agreement and total variation are those of Izmailov, Vikram, Hoffman and Wilson (2021), arXiv 2104.14421, section 6; the
-Jensen-Shannon divergence is Lin's (1991), in nats. None of them needs labels. Means over examples; the rank correlation is
-Spearman's, ties at their mean rank, under any whole weights of the examples.
+Agreement and total variation: Izmailov, Vikram, Hoffman and Wilson (2021), arXiv 2104.14421, section 6. Jensen-Shannon
+divergence: Lin (1991), nats. None needs labels; all are means over examples. The rank correlation is Spearman's with
+mean ranks for ties, for any integer weights of the examples.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from bnncli.evaluation.probabilities import row_blocks
 from bnncli.evaluation.weighted_scores import Floats, ScoreForm, ScoreGroup, means
 from bnncli.lazy import special
 
-_THRESHOLD = 0.5  # above which a label is said to be there
-_CORRELATION_COST = 20.0  # operations of an example and replicate
+_THRESHOLD = 0.5  # above it, a label is predicted as present
+_CORRELATION_COST = 20.0  # operations per example and replicate
 NO_DRAWS = "stored probabilities have no draws to halve"
 
 
 @dataclass(frozen=True)
 class Forecasts:
-    """Predictions that are compared.
+    """Predictions to compare.
 
     Args:
-        probs: (N, C); may be mapped from a file. mutual_info: (N,) nats, or None.
+        probs: (N, C); may be memory-mapped.
+        mutual_info: (N,) nats, or None.
     """
 
     probs: NDArray
@@ -41,12 +42,12 @@ class Forecasts:
 
 @dataclass(frozen=True)
 class ReferencePredictions:
-    """Predictions that others are held against.
+    """Predictions of the reference.
 
     Args:
-        name: of the posterior or file.
-        predicted: the same rows as those that are held against it.
-        halves: what either half of its draws predicts, of as many rows as is known; None: `why_no_halves`.
+        name: name of the posterior or file.
+        predicted: predictions of the rows that are compared.
+        halves: predictions of the two halves of its draws, for as many rows as known; None: see `why_no_halves`.
     """
 
     name: str
@@ -56,13 +57,13 @@ class ReferencePredictions:
 
 
 class PredictionPair:
-    """Two predictions of the same examples, and what several scores need of them.
+    """Two predictions of the same examples, with cached statistics that several scores need.
 
     Args:
-        is_exclusive: whether classes exclude each other; else each is a label by itself, and an example agrees where all do.
+        is_exclusive: whether classes are mutually exclusive; if not, an example agrees only if all its labels do.
 
     Raises:
-        DataError: they differ in their rows or classes.
+        DataError: the predictions differ in rows or classes.
     """
 
     def __init__(self, ours: Forecasts, theirs: Forecasts, *, is_exclusive: bool = True) -> None:
@@ -74,7 +75,7 @@ class PredictionPair:
 
     @cached_property
     def per_example(self) -> tuple[NDArray[np.bool_], Floats, Floats]:
-        """Whether the predicted class is the same, total variation and Jensen-Shannon divergence (nats) of each example, (N,)."""
+        """Agreement of the predicted class, total variation and Jensen-Shannon divergence (nats) per example, each (N,)."""
         size = len(self.ours.probs)
         agrees, variation, divergence = np.empty(size, dtype=bool), np.empty(size), np.empty(size)
         for rows in row_blocks(*self.ours.probs.shape):
@@ -92,7 +93,7 @@ class PredictionPair:
         return agrees, variation, divergence
 
     def mean(self, form: ScoreForm, place: int) -> ScoreGroup:
-        """The mean of one of the numbers `per_example`."""
+        """Return the mean of one column of `per_example`."""
         if len(self.ours.probs) == 0:
             return ScoreGroup([form], None, "empty split")
         return means([form], [self.per_example[place]])
@@ -133,11 +134,11 @@ def fidelity_rows(
     bootstrap: Bootstrap | None = None,
     is_exclusive: bool = True,
 ) -> list[Row]:
-    """Return a row for each score, with what halves of the reference's draws have of each other: `floor`, or why there is none.
+    """Return a row per score with its `floor`, the score between the halves of the reference's draws, or why there is none.
 
     Args:
-        split: its name and number of examples, as of score_rows.
-        is_exclusive: as of PredictionPair.
+        split: name and number of examples, as in score_rows.
+        is_exclusive: as in PredictionPair.
     """
     pair = PredictionPair(ours, reference.predicted, is_exclusive=is_exclusive)
     rows = score_rows([make(pair) for make in makers], split, bootstrap)
@@ -172,7 +173,7 @@ def _joined(row: Row, floor: Row, reference: str) -> Row:
 
 
 def _divergences(p: NDArray, q: NDArray) -> Floats:
-    """Terms, none of them negative, that sum to the Jensen-Shannon divergence of p and q: of (p - m) nothing is left in the sum."""
+    """Return non-negative terms that sum to the Jensen-Shannon divergence of p and q; the terms in (p - m) cancel."""
     middle = (p + q) / 2
     found: Floats = (special.kl_div(p, middle) + special.kl_div(q, middle)) / 2
     return found
@@ -186,18 +187,18 @@ class _Ranks:
         ordered = values[self.order]
         is_first = np.append(True, ordered[1:] != ordered[:-1])
         self.starts = np.flatnonzero(is_first)
-        self.group = np.empty(len(values), dtype=np.intp)  # of ties, that each value is of
+        self.group = np.empty(len(values), dtype=np.intp)  # index of each value's group of ties
         self.group[self.order] = np.cumsum(is_first) - 1
 
     def of(self, weights: NDArray) -> Floats:
-        """The mean rank (b, N) of each value's ties, every value as often as its weight (b, N) says."""
+        """Return the mean rank (b, N) of each value's ties, with every value repeated by its weight (b, N)."""
         counts = np.add.reduceat(weights.take(self.order, axis=1).astype(np.float64), self.starts, axis=1)
         ranks: Floats = (np.cumsum(counts, axis=1) - (counts - 1) / 2).take(self.group, axis=1)
         return ranks
 
 
 def _correlation(x: Floats, y: Floats, weights: NDArray) -> Floats:
-    """The correlation (b,) of x and y (b, N) under weights; NaN where one of them is constant."""
+    """Return the correlation (b,) of x and y (b, N) under weights; NaN if either is constant."""
     total = weights.sum(axis=1, dtype=np.float64)
     x, y = (values - (np.einsum("bn,bn->b", values, weights) / total)[:, None] for values in (x, y))
     products = [np.einsum("bn,bn,bn->b", one, other, weights) for one, other in ((x, y), (x, x), (y, y))]

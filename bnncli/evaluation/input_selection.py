@@ -1,7 +1,7 @@
-"""Which inputs a latent binary network with a single logit selects, over its repeats, and how that fits the inputs of the truth.
+"""The inputs that a latent binary network with a single logit selects over repeated fits, compared with the true inputs.
 
-Skaaret-Lund (2022), section 5.2, with the rates as shares of the inputs: an input is selected where its inclusion probability is
-above 1/2, the median probability model of Barbieri and Berger (2004), arXiv math/0406464.
+Skaaret-Lund (2022), section 5.2, with rates as shares of the inputs. An input is selected if its inclusion probability
+is above 1/2, the median probability model of Barbieri and Berger (2004), arXiv math/0406464.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 THRESHOLD = 0.5
-MAX_INPUTS = 1000  # of which a list is given
+MAX_INPUTS = 1000  # longest list of inputs
 Row = dict[str, Any]
 
 
 def input_inclusions(inclusion: Tensor) -> list[Row]:
-    """Of each input, from 1: mean and standard deviation of its inclusion over repeats, and the share of repeats that select it.
+    """Return, per input (numbered from 1), mean and standard deviation of its inclusion and the share of repeats that select it.
 
     Args:
-        inclusion: probabilities, (R, D); of one repeat there is no standard deviation.
+        inclusion: (R, D), inclusion probabilities; one repeat has no standard deviation.
     """
     doubled = inclusion.double()
     num_repeats, num_inputs = doubled.shape
@@ -35,10 +35,11 @@ def input_inclusions(inclusion: Tensor) -> list[Row]:
 
 
 def selection_rows(inclusion: Tensor, true_inputs: Sequence[int]) -> list[Row]:
-    """Metric rows of the share of true inputs, and of the others, that are selected: means over repeats with standard errors.
+    """Return metric rows: true and false positive rates of the selection, means over repeats with standard errors.
 
     Args:
-        inclusion: probabilities, (R, D). true_inputs: numbers from 1.
+        inclusion: (R, D), inclusion probabilities.
+        true_inputs: numbered from 1.
     """
     selected = (inclusion.double() > THRESHOLD).double()
     num_repeats, num_inputs = selected.shape

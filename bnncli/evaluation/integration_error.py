@@ -1,10 +1,10 @@
-"""The Monte Carlo error of a score: how much it would change with other draws of the posterior, from groups of them.
+"""The Monte Carlo error of a score: how much it varies with the draws of the posterior, estimated from groups of draws.
 
-The score is taken again from half of the groups at a time (balanced half-samples: McCarthy 1969; Wolter 2007,
-Introduction to Variance Estimation, chapter 3), which moves it as far as fresh draws would. Leaving out a group at a time,
-as the delete-a-group jackknife does, serves smooth scores alike, but told 2.3 times the variance of the accuracy of 200 examples,
-which moves in jumps (Shao and Wu 1989, Annals of Statistics 17(3), have the theory). It says nothing of the examples:
-with others the score would change too, and that error comes on top (bootstrap.py).
+The score is recomputed from half of the groups at a time (balanced half-samples: McCarthy 1969; Wolter 2007,
+Introduction to Variance Estimation, chapter 3), which moves it as far as new draws would. The delete-a-group jackknife
+works equally well for smooth scores, but for the accuracy of 200 examples, a step function, it gave 2.3 times the
+variance (theory: Shao and Wu 1989, Annals of Statistics 17(3)). The sampling error of the examples comes on top
+(bootstrap.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Probs = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DrawGroups:
-    """Mean class probabilities of disjoint, (nearly) independent groups of the draws behind one prediction.
+    """Mean class probabilities of disjoint, nearly independent groups of one prediction's draws.
 
     Args:
-        probs: (G, R, C), G at least 2; may be mapped from a file.
-        weights: (G,), each group's share of the draws, or of their importance weights; they sum to one.
+        probs: (G, R, C), G at least 2; may be memory-mapped.
+        weights: (G,), each group's share of the draws or of their importance weights; sums to one.
     """
 
     probs: NDArray
@@ -47,11 +47,11 @@ class DrawGroups:
         return len(self.weights)
 
     def mean(self) -> Probs:
-        """The prediction of all draws, (R, C)."""
+        """Return the prediction of all draws, (R, C)."""
         return self._mixed(self.weights)
 
     def half(self, is_in: NDArray[np.bool_]) -> Probs:
-        """The prediction of the draws of some groups alone, (R, C); is_in (G,) says of which."""
+        """Return the prediction of the groups marked in is_in (G,), (R, C)."""
         return self._mixed(np.where(is_in, self.weights, 0) / self.weights[is_in].sum())
 
     def _mixed(self, shares: NDArray[np.float64]) -> Probs:
@@ -61,11 +61,11 @@ class DrawGroups:
 
 @dataclass(frozen=True)
 class IntegrationError:
-    """What the groups say of a score's Monte Carlo error.
+    """The Monte Carlo error of a score, estimated from groups.
 
     Args:
-        variance: of the score over fresh draws, in its unit squared; NaN where the score is not finite.
-        degrees_of_freedom: of that estimate, as of a sample variance: G - 1, or less where the weights are uneven.
+        variance: variance of the score over new draws, in squared units of the score; NaN if the score is not finite.
+        degrees_of_freedom: degrees of freedom of the variance: G - 1, or fewer for uneven weights.
     """
 
     variance: float
@@ -73,34 +73,34 @@ class IntegrationError:
 
     @property
     def standard_error(self) -> float:
-        """Square root of the variance, in the score's unit."""
+        """Square root of the variance, in the unit of the score."""
         return math.sqrt(self.variance)
 
 
 def integration_error(score: Callable[..., float], *splits: DrawGroups) -> IntegrationError:
-    """The Monte Carlo variance of score(probs of the first split, of the second, ...), each (R, C) float64.
+    """Return the Monte Carlo error of score(probs of the first split, of the second, ...), each (R, C) float64.
 
     Args:
-        score: any function of the probabilities; labels and what else it needs are its own.
-        splits: as for integration_errors, which raises what this raises.
+        score: any function of the probabilities.
+        splits: as in integration_errors, with the same errors.
     """
     return integration_errors(lambda *probs: [score(*probs)], *splits)[0]
 
 
 def integration_errors(scores: Callable[..., Sequence[float]], *splits: DrawGroups) -> list[IntegrationError]:
-    """The Monte Carlo variance of each of scores(probs of the first split, of the second, ...), each (R, C) float64.
+    """Return the Monte Carlo error of each of scores(probs of the first split, of the second, ...), each (R, C) float64.
 
-    With v_h the score of a half h of the groups, W_h that half's weight and v the mean of the v_h with weights W_h, the
-    variance is the mean of W_h / (1 - W_h) (v_h - v)^2 over a balanced set of halves and their complements. For equal
-    groups and a mean this is the sample variance of the groups over G; for unequal ones it is unbiased as well; for a ratio,
-    as with importance weights, it is the linearised variance.
+    Let v_h be the score of a half h of the groups, W_h the weight of that half, and v the mean of the v_h with weights
+    W_h. The variance is the mean of W_h / (1 - W_h) (v_h - v)^2 over a balanced set of halves and their complements.
+    For a mean over equal groups this is the sample variance of the groups divided by G. It is unbiased for unequal
+    groups too; for a ratio, as with importance weights, it is the linearised variance.
 
     Args:
-        scores: any function of the probabilities; labels and what else it needs are its own.
-        splits: one, or several whose group g holds the same draws (an in- and an out-of-distribution split).
+        scores: any function of the probabilities.
+        splits: one or several splits whose group g holds the same draws (in-distribution and OOD).
 
     Raises:
-        DataError: the splits have different numbers of groups, or weights.
+        DataError: the splits differ in the number of groups or in weights.
     """
     weights = splits[0].weights
     for other in splits[1:]:
@@ -116,10 +116,10 @@ def integration_errors(scores: Callable[..., Sequence[float]], *splits: DrawGrou
 
 @lru_cache(maxsize=32)
 def balanced_halves(num_groups: int) -> NDArray[np.bool_]:
-    """Halves (H, G) of G groups, each with its complement, such that every two groups are as often apart as any other two.
+    """Return halves (H, G) of G groups, each with its complement, that separate every pair of groups equally often.
 
     Rows of a Hadamard matrix of order q + 1 >= G by the construction of Paley (1933), q = 3, 7, 11, 19 ..., without the
-    constant one; exact halves where G = q + 1, else nearly. Halves that are empty or everything are left out.
+    constant row. The halves are exact if G = q + 1. Empty halves and their complements are dropped.
     """
     order = next(size for size in range(3, 4 * num_groups + 60, 4) if size + 1 >= num_groups and _is_prime(size))
     squares = {step * step % order for step in range(1, order)}
@@ -135,6 +135,6 @@ def _is_prime(number: int) -> bool:
 
 
 def _degrees_of_freedom(weights: NDArray[np.float64]) -> float:
-    """Satterthwaite's, of the sum of G independent squares whose means are as the squared weights; G - 1 for equal ones."""
+    """Return Satterthwaite's degrees of freedom: G - 1 for equal weights."""
     squares = weights**2
     return float(squares.sum() ** 2 / (squares**2).sum()) * (1 - 1 / len(weights))

@@ -1,8 +1,8 @@
-"""Scores of several labels an example, each there or not: means over all decisions, and label by label.
+"""Scores of multi-label predictions: means over all decisions, and label by label.
 
-Every example has every label, there or not, so that the mean over the labels of a mean over the examples (macro) is the mean
-over all decisions (micro): losses have one form, F1 scores and rankings two. Means over labels are over those for which the
-score is defined; how many are left out is told with it. Average precision and AUROC are those of scikit-learn.
+A decision is whether an example has a label. Every example decides on every label, so macro and micro averages of
+losses coincide; F1 scores and rankings have both. Means over labels skip labels for which the score is undefined and
+report their number. Average precision and AUROC equal scikit-learn's.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from bnncli.evaluation.per_class import MOST_PROBABILITIES, RANKING_COST, areas_
 from bnncli.evaluation.probabilities import row_blocks
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup, means
 
-_AT_ONCE = 1 << 22  # weights of pooled decisions
+_AT_ONCE = 1 << 22  # weights of pooled decisions at once
 
 
 def decision_scores(probs: NDArray, examples: ExampleStatistics) -> list[ScoreGroup]:
-    """Return accuracy (all labels of an example right), Hamming loss, NLL (nats per label) and Brier score; the last three label by label, too.
+    """Return accuracy (all labels right), Hamming loss, NLL (nats per label) and Brier score; the last three per label, too.
 
     Args:
-        probs: (N, L), what `examples` was made from; may be mapped from a file.
+        probs: (N, L), from which `examples` was computed; may be memory-mapped.
     """
     own = examples.of_labels
     assert own is not None
@@ -55,10 +55,10 @@ def decision_scores(probs: NDArray, examples: ExampleStatistics) -> list[ScoreGr
 
 
 def label_by_label_scores(probs: NDArray, examples: ExampleStatistics) -> list[ScoreGroup]:
-    """Return balanced accuracy, F1 and precision, AUROC and average precision: means over labels, and of pooled decisions.
+    """Return balanced accuracy, F1, precision, AUROC and average precision: means over labels, and of pooled decisions.
 
     Args:
-        probs: (N, L), what `examples` was made from; may be mapped from a file.
+        probs: (N, L), from which `examples` was computed; may be memory-mapped.
     """
     assert examples.of_labels is not None
     labels = examples.of_labels.labels
@@ -79,7 +79,7 @@ def label_by_label_scores(probs: NDArray, examples: ExampleStatistics) -> list[S
 
 
 def one_sided_labels(labels: NDArray, names: list[str]) -> tuple[list[str], list[str]]:
-    """Return the labels (N, L) that no example has, and those that every example has: no ranking is defined for either."""
+    """Return the labels (N, L) that no example has and those that every example has; neither can be ranked."""
     counts = labels.sum(axis=0)
     return (
         [name for name, count in zip(names, counts, strict=True) if count == 0],
@@ -94,7 +94,7 @@ def _form(name: str, average: str, facts: dict[str, int] | None = None) -> Score
 
 
 def _means(values: Floats) -> Floats:
-    """Means (b,) over the labels of values (b, L) that are defined; NaN where none is."""
+    """Return means (b,) over the defined labels of values (b, L); NaN if none is defined."""
     is_known = np.isfinite(values)
     total = np.where(is_known, values, 0.0).sum(axis=1)
     return np.divide(total, is_known.sum(axis=1), out=np.full(len(values), np.nan), where=is_known.any(axis=1))
@@ -105,7 +105,7 @@ def _counted(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> Score
     columns = np.concatenate([known, said, known & said], axis=1).astype(np.float32)
 
     def shares(weights: NDArray) -> list[Floats]:
-        """Balanced accuracy, F1 and precision (b, L); NaN of a label that no example has, or all have for the first."""
+        """Balanced accuracy, F1 and precision (b, L); NaN for absent labels, and, for the first, labels that all examples have."""
         found = (weights.astype(np.float64) @ columns).reshape(len(weights), 3, -1)
         is_there, is_said, is_both = found[:, 0], found[:, 1], found[:, 2]
         is_not = weights.sum(axis=1, dtype=np.float64)[:, None] - is_there
@@ -126,7 +126,7 @@ def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreG
     size, num_labels = probs.shape
 
     def areas(weights: NDArray) -> list[Floats]:
-        """AUROC and average precision (b, L) of each label; NaN of one that no example has, or all have."""
+        """AUROC and average precision (b, L) per label; NaN for labels that no or all examples have."""
         found = np.full((2, len(weights), num_labels), np.nan)
         for k in range(num_labels):
             found[:, :, k] = areas_under_curves(np.asarray(probs[:, k]), np.asarray(labels[:, k]) != 0, weights)
@@ -139,7 +139,7 @@ def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreG
 
 
 def _pooled(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreGroup:
-    """Of all decisions in one ranking; the decisions of an example count as often as it does."""
+    """Rank all decisions together; each decision has the weight of its example."""
     num_labels = probs.shape[1]
     scores, is_there = np.asarray(probs).ravel(), np.asarray(labels).ravel() != 0
 

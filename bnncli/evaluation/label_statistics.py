@@ -1,7 +1,7 @@
-"""Predictions of several labels an example: what each of its decisions, whether a label is there or not, comes to.
+"""Per-example statistics of multi-label predictions.
 
-A label is said to be there where its probability is at least a half. The probability of what is not there is one less that of
-what is: stored as float32 it is known to 2^-25 at best, and counts as that where nothing is left of it.
+A label is predicted as present if its probability is at least 0.5. The probability of its absence is one minus that:
+float32 resolves it to 2^-25 at best, which replaces 0.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 from bnncli.errors import DataError
 from bnncli.evaluation.probabilities import row_blocks
 
-THRESHOLD = 0.5  # from which on a label is said to be there
-SMALLEST = float(np.finfo(np.float32).tiny)  # probability of a label that the log sees
-SMALLEST_REST = 2.0**-25  # of its absence: half the distance from one to the float32 below
+THRESHOLD = 0.5  # predict a label as present from here on
+SMALLEST = float(np.finfo(np.float32).tiny)  # clamp for the log probability of a present label
+SMALLEST_REST = 2.0**-25  # clamp for its absence: half the distance from 1 to the next lower float32
 
 
 @dataclass(frozen=True)
 class LabelStatistics:
-    """Of N examples with L labels each; what needs the labels is None without.
+    """Statistics of N examples with L labels each; None if the labels are unknown.
 
     Args:
         labels: (N, L) zeros and ones.
-        num_wrong: (N,) labels that are said to be there and are not, or the other way round.
-        log_loss: (N,) mean over the labels of the negative log probability of what is, nats.
-        squared_error: (N,) mean over the labels of the squared distance of the probability to 0 or 1.
-        num_clamped: of all N L decisions, those whose probability the log does not see.
+        num_wrong: (N,) number of wrong decisions.
+        log_loss: (N,) negative log probability of the truth, mean over labels, nats.
+        squared_error: (N,) squared distance of the probability to 0 or 1, mean over labels.
+        num_clamped: number of the N L decisions whose log probability is clamped.
     """
 
     labels: NDArray | None = None
@@ -39,10 +39,10 @@ class LabelStatistics:
 
 
 def label_statistics(probs: NDArray, labels: NDArray | None) -> LabelStatistics:
-    """The numbers of each example of probs (N, L), which have been checked, read in blocks of rows.
+    """Compute the statistics of checked probs (N, L) in blocks of rows.
 
     Raises:
-        DataError: labels that are not (N, L) zeros and ones.
+        DataError: labels are not (N, L) zeros and ones.
     """
     if labels is None:
         return LabelStatistics()
@@ -62,7 +62,7 @@ def label_statistics(probs: NDArray, labels: NDArray | None) -> LabelStatistics:
 
 
 def decision_losses(probs: NDArray, labels: NDArray) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Negative log probability of what is, nats, of probs (n, L) and labels (n, L); and where it was clamped."""
+    """Return the negative log probability of the truth (n, L), nats, and where it was clamped."""
     wide = np.asarray(probs, dtype=np.float64)
     likely = np.where(labels, wide, 1 - wide)
     smallest = np.where(labels, SMALLEST, SMALLEST_REST)
@@ -70,7 +70,7 @@ def decision_losses(probs: NDArray, labels: NDArray) -> tuple[NDArray[np.float64
 
 
 def check_label_sets(labels: NDArray, shape: tuple[int, ...]) -> None:
-    """Raise DataError when labels are not zeros and ones of the shape (N, L) of the probabilities."""
+    """Raise DataError if labels are not zeros and ones of the shape (N, L) of the probabilities."""
     if labels.shape != shape:
         raise DataError(f"labels: expected shape {shape}, got {labels.shape}")
     if labels.size and not np.isin(labels, (0, 1)).all():

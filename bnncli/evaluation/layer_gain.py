@@ -1,10 +1,9 @@
-"""What a posterior over other layers gains over one of the last layer alone, on the same labelled examples.
+"""The gain of a posterior over other layers compared with one over the last layer, on the same labelled examples.
 
-Paired by example: p-value and interval are of the mean difference of their losses, by Hall's t, corrected for the differences'
-own skewness (Hall 1992, JRSS B 54, eq. 2.6), and for what the sample may lack (see excess.py); they hold for these two predictives
-as they are, draws and all.
-Many posteriors: Holm. That no difference is shown does not make the last layer as good: it is where the interval leaves no
-room for a gain above a hundredth of its NLL.
+p-value and interval refer to the mean paired difference of losses, by Hall's t, which corrects for skewness (Hall 1992,
+JRSS B 54, eq. 2.6), and for losses that the sample may lack (see excess.py). They hold for these two predictives,
+including their draws. Several posteriors: Holm. A difference that is not significant does not make the last layer as
+good; that requires an interval that excludes a gain of more than 1% of its NLL.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class LayerGain:
-    """A posterior over other layers against one over the last.
+    """Comparison of a posterior over other layers with one over the last layer.
 
     Args:
-        posterior, last_layer: their names.
-        value: NLL of the first less that of the second, nats an example: below 0 other layers predict better.
-        low, high: central 95 % interval of it; None for one example, or differences that do not vary.
-        p_adjusted: two-sided, of no difference, by Holm over all posteriors over other layers; None where untold.
-        margin: a hundredth of the second's NLL.
-        num_compared: posteriors over other layers that p_adjusted allows for; the interval is of this one alone.
+        posterior, last_layer: names of the two.
+        value: NLL of the first minus NLL of the second, nats per example; negative if other layers predict better.
+        low, high: central 95% interval of the value; None for one example or constant differences.
+        p_adjusted: two-sided p-value of no difference, Holm-adjusted over the posteriors over other layers; None if
+            undefined.
+        margin: 1% of the second's NLL.
+        num_compared: number of posteriors that p_adjusted accounts for; the interval is unadjusted.
     """
 
     posterior: str
@@ -48,10 +48,10 @@ class LayerGain:
 
     @property
     def finding(self) -> str:
-        """better or worse (than the last layer), as good, or untold."""
+        """Finding about the posterior relative to the last layer: better, worse, as good, or untold."""
         if self.p_adjusted is not None and self.p_adjusted <= 1 - LEVEL:
             return "better" if self.value < 0 else "worse"
-        is_same = self.low is None and self.p_adjusted == 1  # every loss
+        is_same = self.low is None and self.p_adjusted == 1  # all losses are equal
         return "as good" if is_same or (self.low is not None and self.low >= -self.margin) else "untold"
 
     @property
@@ -69,7 +69,7 @@ class LayerGain:
         return f"{says}: val NLL {self.value:+.4f} ({interval}, {shown}{allows}, paired)"
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON takes it."""
+        """Return all fields for JSON."""
         names = {"posterior": self.posterior, "last_layer": self.last_layer}
         numbers = {"value": self.value, "low": self.low, "high": self.high, "p_adjusted": self.p_adjusted}
         more = {"margin": self.margin, "num_compared": self.num_compared}
@@ -79,12 +79,12 @@ class LayerGain:
 def layer_gains(
     losses: Mapping[str, NDArray[np.float64]], counterparts: Mapping[str, tuple[str, NDArray[np.float64]]]
 ) -> list[LayerGain]:
-    """The gains of posteriors over other layers.
+    """Return the gains of posteriors over other layers.
 
     Args:
-        losses: by the posterior's name, (N,) nats of the same examples each.
-        counterparts: of each, name and losses of the posterior over the last layer that it is compared with, chosen without
-            looking at its losses.
+        losses: posterior name to losses (N,), nats, all of the same examples.
+        counterparts: posterior name to name and losses of the last-layer posterior it is compared with, which must be
+            chosen without looking at its losses.
     """
     gaps = {name: own - counterparts[name][1] for name, own in losses.items()}
     found = []
@@ -107,12 +107,12 @@ def _two_sided(losses: NDArray, others: NDArray, drawn: Relabelled) -> float | N
 def loss_interval(
     losses: NDArray, others: NDArray, level: float = LEVEL, *, drawn: Relabelled | None = None
 ) -> tuple[float, float] | None:
-    """Return the central interval of the mean of losses (N,), nats, less that of others (N,).
+    """Return the central interval of the mean of losses (N,) minus others (N,), nats; None if they have no variance.
 
-    Hall's, and as far beyond it as the mean strays under labels drawn so that neither is better. None where they tell no variance.
+    Hall's interval, widened by how far the mean strays under labels drawn so that neither is better.
 
     Args:
-        drawn: of both, where it is at hand.
+        drawn: the draws for both, if already computed.
     """
     differences = np.asarray(losses) - np.asarray(others)
     found = mean_interval(differences, level)
@@ -125,9 +125,9 @@ def loss_interval(
 
 
 def mean_interval(differences: NDArray, level: float = LEVEL) -> tuple[float, float] | None:
-    """The central interval of the mean of differences (N,): all values that `excess.p_value` does not reject to either side.
+    """Return the central interval of the mean of differences (N,): all values that `excess.p_value` rejects on neither side.
 
-    None where they tell no variance.
+    Returns None if the differences have no variance.
     """
     values = np.asarray(differences, dtype=np.float64)
     size = len(values)

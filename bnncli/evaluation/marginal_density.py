@@ -1,6 +1,7 @@
-"""Kernel density estimates of single parameters, for pictures, and which parameters to picture.
+"""Kernel density estimates of single parameters for figures, and the choice of parameters to show.
 
-Silverman (1986), Density estimation for statistics and data analysis, eq. (3.31): a Gaussian kernel of width 0.9 min(sd, IQR / 1.34) S^(-1/5).
+Silverman (1986), Density estimation for statistics and data analysis, eq. (3.31): Gaussian kernel of width 0.9 min(sd,
+IQR / 1.34) S^(-1/5).
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-_WORK = 1 << 20  # kernel values at a time
+_WORK = 1 << 20  # kernel values at once
 
 
 def density(draws: NDArray, grid: NDArray) -> NDArray[np.float64] | None:
-    """The estimate (G,) at the values grid (G,) of the density that draws (S,) come from; None for draws that are all equal."""
+    """Estimate the density of draws (S,) at grid values (G,); None if all draws are equal."""
     values = np.asarray(draws, dtype=np.float64)
     low, high = np.quantile(values, [0.25, 0.75])
     spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
@@ -28,14 +29,14 @@ def density(draws: NDArray, grid: NDArray) -> NDArray[np.float64] | None:
 
 
 def grid_of(parts: list[NDArray], size: int) -> NDArray[np.float64]:
-    """Values (size,) over which the densities of these draws, (S,) each, are nearly all of theirs."""
+    """Return a grid (size,) that covers nearly all mass of the densities of several sets of draws, (S,) each."""
     ends = [(part.mean() - 3.5 * part.std(), part.mean() + 3.5 * part.std()) for part in parts]
     low, high = min(low for low, _ in ends), max(high for _, high in ends)
     return np.linspace(low, high, size)
 
 
 def apart(reference: NDArray, others: Mapping[str, NDArray]) -> NDArray[np.float64]:
-    """For each of P parameters the largest distance (P,) of a mean from the reference's, in standard deviations of that one.
+    """Return the largest distance of a mean from the reference mean per parameter, (P,), in reference standard deviations.
 
     Args:
         reference, others: draws (S, P).
@@ -47,7 +48,7 @@ def apart(reference: NDArray, others: Mapping[str, NDArray]) -> NDArray[np.float
 
 
 def spread_over(sizes: NDArray, shares: tuple[float, ...]) -> list[int]:
-    """Of parameters with these sizes (P,), those at these shares of their order, 1 being the largest; none twice."""
+    """Return distinct parameter indices at given quantiles of the sizes (P,), where 1 is the largest."""
     order = np.argsort(sizes, kind="stable")
     places = [round(share * (len(order) - 1)) for share in shares]
     return list(dict.fromkeys(int(order[place]) for place in places))

@@ -1,4 +1,4 @@
-"""Metric rows for strict JSON: a value with the choices that define it, or None with the reason."""
+"""Metric rows for strict JSON: a value with the settings that define it, or None with the reason."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bnncli.system.workers import Parts
 
 Row = dict[str, Any]
 
-MOST_OPERATIONS = 4e8  # of the replicates of one dear group: below a second
-FEWEST_REPLICATES = 100  # fewer tell little of a standard error
+MOST_OPERATIONS = 4e8  # for the replicates of one expensive group: below a second
+FEWEST_REPLICATES = 100  # fewer give no useful standard error
 
 
 def score_rows(scores: Sequence[ScoreGroup], split: tuple[str, int], bootstrap: Bootstrap | None = None) -> list[Row]:
-    """A row for each score of a split, given by name and number of examples; with its interval where there is a bootstrap."""
+    """Return a row per score of a split, given by name and number of examples; with intervals if there is a bootstrap."""
     size = split[1]
     values = [_estimate(group, size) for group in scores]
     replicates = _replicates(scores, values, split, bootstrap)
@@ -50,7 +50,7 @@ def score_rows(scores: Sequence[ScoreGroup], split: tuple[str, int], bootstrap: 
 def _against_chance(
     group: ScoreGroup, found: NDArray | None, split: tuple[str, int], bootstrap: Bootstrap | None
 ) -> list[Row] | None:
-    """Floors, tests and intervals of a group of calibration errors; None for other scores, and where all are undefined."""
+    """Return floors, tests and intervals of calibration errors; None for other scores, or if all are undefined."""
     if group.against_chance is None or found is None or np.isnan(found).all():
         return None
     seed, level = (0, None) if bootstrap is None else (bootstrap.seed, bootstrap.level if split[1] > 1 else None)
@@ -59,7 +59,7 @@ def _against_chance(
 
 
 def _told(value: float, chance: Row) -> Row:
-    """What a row of a calibration error gains, with a word where its interval leaves the value out."""
+    """Return the extra fields of a calibration error's row, with a note if its interval excludes the value."""
     row = {**chance, "excess": value - chance["floor"]}
     ends = chance.get("interval")
     if ends is not None and value > ends["high"]:
@@ -71,16 +71,16 @@ def _told(value: float, chance: Row) -> Row:
 
 
 def _estimate(group: ScoreGroup, size: int) -> NDArray | None:
-    """The scores (m,) themselves, in float64; None where they are undefined."""
+    """Return the scores (m,), float64; None if undefined."""
     return None if group.statistic is None or size == 0 else group.statistic(np.ones((1, size)))[0]
 
 
 def _replicates(
     scores: Sequence[ScoreGroup], values: Sequence[NDArray | None], split: tuple[str, int], bootstrap: Bootstrap | None
 ) -> list[NDArray | None]:
-    """The replicates (R, m) of each group; the weights are drawn once for all, and dear groups take the first of them.
+    """Return the replicates (R, m) of each group. Groups share the weights; expensive groups use only the first ones.
 
-    Processes that share a command share out the blocks of weights.
+    Worker processes of one command share the blocks of weights.
     """
     if bootstrap is None or split[1] <= 1:
         return [None for _ in scores]
@@ -89,7 +89,7 @@ def _replicates(
     ]
     drawn = replace(bootstrap, num_replicates=max([1, *wanted]))
     blocks = drawn.blocks(split)
-    # Of each group, how many replicates of each block it takes.
+    # number of replicates that each group takes from each block
     taken = [[max(0, min(len(block), count - block.start)) for block in blocks] for count in wanted]
     found = [[np.empty((0, 0 if v is None else len(v)))] for v in values]
     parts = Parts(len(blocks))
@@ -104,7 +104,7 @@ def _replicates(
 
 
 def _affordable(group: ScoreGroup, size: int, bootstrap: Bootstrap) -> int:
-    """How many replicates the group gets: all, or as many as its cost allows, or none where those would say little."""
+    """Return the number of replicates for a group: all, as many as its cost allows, or none if that is too few."""
     most = int(MOST_OPERATIONS / (group.cost * size)) if group.cost > 1 else bootstrap.num_replicates
     return bootstrap.num_replicates if most >= bootstrap.num_replicates else most if most >= FEWEST_REPLICATES else 0
 

@@ -1,9 +1,8 @@
-"""Squared maximum mean discrepancy between two sets of draws of theta.
+"""Squared maximum mean discrepancy (MMD) between two sets of draws of theta.
 
-Gretton et al. (2012), "A kernel two-sample test", JMLR 13, eq. (3) (unbiased) and (5) (biased), with the
-kernel exp(-d^2 / bandwidth^2). The bandwidth comes from the reference draws alone, so that values are
-comparable. The permutation test (section 5 there; Phipson and Smyth 2010 for the p-value that counts the draws
-themselves) says whether the draws show a difference at all.
+Gretton et al. (2012), "A kernel two-sample test", JMLR 13, eq. (3) (unbiased) and (5) (biased), with the kernel
+exp(-d^2 / bandwidth^2). The bandwidth depends only on the reference draws, so values are comparable. The permutation
+test (section 5 there; p-value of Phipson and Smyth 2010) shows whether the draws differ at all.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_PERMUTATIONS = 999
-NUM_DRAWS = 600  # draws on each side; the biased estimate of two equal distributions is then about 0.002
+NUM_DRAWS = 600  # per side; the biased estimate for equal distributions is then about 0.002
 _PUBLISHED_DRAWS = 50
-_MOST_VALUES = 2**25  # of the draws of one posterior: 128 MiB
+_MOST_VALUES = 2**25  # in the draws of one posterior: 128 MiB
 _FEWEST_DRAWS = 50
 TIE = 1e-12  # rounding of the statistic, whose kernel values are at most 1
-_BLOCK = 2**22  # float64 numbers of one block of parameters held at once
-_BLOCK_COPIES = 4  # of them, while distances are made: both sides, one as it was, and squares
-_PAIR_COPIES = 3  # of the kernel between all draws of both sides, float64: distances, kernels, and them in one matrix
-_LABEL_COPIES = 3  # of the labels of every relabelling, float64: those, their products, and both multiplied
+_BLOCK = 2**22  # float64 values per block of parameters
+_BLOCK_COPIES = 4  # of a block while distances are computed: both sides, one uncentred, and squares
+_PAIR_COPIES = 3  # of the float64 kernel between all draws: distances, kernels, and the joint matrix
+_LABEL_COPIES = 3  # of the float64 labels of all permutations: labels, their products, and both multiplied
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,12 @@ class Mmd:
     """Both estimates of the squared discrepancy, and the kernel's bandwidth.
 
     Args:
-        unbiased: U-statistic; about 0, and possibly negative, for equal distributions.
+        unbiased: U-statistic; about 0, possibly negative, for equal distributions.
         biased: V-statistic; never negative, about 2/n (1 - mean kernel) for equal distributions, at most 2.
-        bandwidth: of the kernel, in the unit of theta.
-        standard_error: of the unbiased estimate, by the jackknife over the draws of both sides, which must be independent
-            (Efron and Stein 1981: on average not too small; for equal distributions about sqrt(2) too large). None for
-            fewer than three draws on a side.
+        bandwidth: of the kernel, in units of theta.
+        standard_error: of the unbiased estimate, by the jackknife over independent draws of both sides (Efron and Stein
+            1981: conservative on average; about sqrt(2) too large for equal distributions). None for fewer than three
+            draws per side.
     """
 
     unbiased: float
@@ -53,37 +52,37 @@ class Mmd:
 
 
 def thin(draws: Tensor, count: int = NUM_DRAWS) -> Tensor:
-    """At most `count` draws (n, P) of draws (C, T, P), spread evenly over the chains and along each chain."""
+    """Return at most `count` draws (n, P) of draws (C, T, P), evenly spaced over and along the chains."""
     check_shapes(draws=(draws, "C T P"))
     flat = draws.flatten(0, 1)
     return flat if len(flat) <= count else flat[thinned_places(len(flat), count).to(draws.device)]
 
 
 def thinned_places(total: int, count: int = NUM_DRAWS) -> Tensor:
-    """Which of `total` draws, chains laid end to end, are kept: (n,) int64, n at most `count`."""
+    """Return indices (n,) int64 of at most `count` evenly spaced draws out of `total`, chains concatenated."""
     if total <= count:
         return torch.arange(total)
-    # Middles of `count` equal stretches: equal shares of every chain, up to one draw.
+    # Midpoints of `count` equal stretches: every chain has an equal share, up to one draw.
     return (2 * torch.arange(count) + 1) * total // (2 * count)
 
 
 def num_compared(num_params: int) -> int:
-    """How many draws of so many parameters a posterior is compared by: 600; down to 50 for more than 55,924 parameters."""
+    """Return the number of draws to compare: 600, decreasing to 50 above 55,924 parameters."""
     return max(_FEWEST_DRAWS, min(NUM_DRAWS, _MOST_VALUES // num_params))
 
 
 def comparing_bytes(num_draws: int, num_params: int) -> int:
-    """Of the distances between so many draws (n, P) on each side, and the relabellings of all, beside the draws."""
+    """Return the bytes needed to compare draws (n, P) on each side, with permutations, in addition to the draws."""
     block = 8 * min(_BLOCK, num_draws * num_params)
     relabelled = 8 * 2 * num_draws * (_PAIR_COPIES * 2 * num_draws + _LABEL_COPIES * NUM_PERMUTATIONS)
-    looked_at = 6 * num_draws * num_params  # by isfinite: float32 without signs, and two truth values
+    looked_at = 6 * num_draws * num_params  # isfinite: float32 absolute values and two boolean arrays
     return max(looked_at, _BLOCK_COPIES * block + relabelled)
 
 
 class Distances(NamedTuple):
-    """Squared distances between draws x (n, P) and y (m, P), float64; one pass over the parameters serves every kernel.
+    """Squared distances between draws x (n, P) and y (m, P), float64: xx (n, n), yy (m, m), xy (n, m).
 
-    xx: (n, n), yy: (m, m), xy: (n, m).
+    One pass over the parameters serves every kernel.
     """
 
     xx: Tensor
@@ -92,10 +91,10 @@ class Distances(NamedTuple):
 
 
 def squared_distances(x: Tensor, y: Tensor) -> Distances:
-    """The squared distances of draws x (n, P), n at least 2, and y (m, P), m at least 2.
+    """Return the squared distances of draws x (n, P) and y (m, P), with n and m at least 2.
 
     Raises:
-        DataError: fewer than two draws on a side, or draws that are not finite.
+        DataError: a side has fewer than two draws, or draws are not finite.
     """
     sizes = check_shapes(x=(x, "n P"), y=(y, "m P"))
     n, m = sizes["n"], sizes["m"]
@@ -110,10 +109,10 @@ def squared_distances(x: Tensor, y: Tensor) -> Distances:
 
 
 def median_bandwidth(draws: Tensor) -> float:
-    """Median distance between pairs of different rows of draws (n, P), float64.
+    """Return the median distance between pairs of rows of draws (n, P), float64.
 
     Raises:
-        DataError: fewer than two draws, or half of the pairs coincide, so that no scale can be told.
+        DataError: there are fewer than two draws, or half of the pairs coincide.
     """
     check_shapes(draws=(draws, "n P"))
     if draws.shape[0] < 2:
@@ -122,26 +121,26 @@ def median_bandwidth(draws: Tensor) -> float:
 
 
 def median_of(squared: Tensor) -> float:
-    """Median distance between pairs, from squared distances (n, n); raises DataError as median_bandwidth does."""
+    """Return the median distance from squared distances (n, n). Raises DataError as median_bandwidth does."""
     rows, columns = torch.triu_indices(len(squared), len(squared), offset=1, device=squared.device)
     median = float(np.median(squared[rows, columns].sqrt().cpu().numpy()))
-    # Coinciding draws come out at rounding level relative to the spread, not at exactly 0.
+    # Coinciding draws give distances at rounding level relative to the spread, not exactly 0.
     if median <= 1e-6 * float(squared.max()) ** 0.5:
         raise DataError("half of the pairs of reference draws coincide, so their median distance is 0")
     return median
 
 
 def published_bandwidth(x: Tensor, y: Tensor) -> float:
-    """Median distance between pairs of the first 50 draws of x (n, P) and of y (m, P), all together.
+    """Return the median distance over pairs of the first 50 draws of x (n, P) and y (m, P) pooled.
 
-    The rule of the refinement paper's published script (Kristiadi, Eschenhagen and Hennig 2022): it differs by x, so that
+    The rule of the refinement paper's published script (Kristiadi, Eschenhagen and Hennig 2022). It depends on x, so
     values are not comparable between posteriors. Raises DataError as median_bandwidth does.
     """
     return median_bandwidth(torch.cat([part[:_PUBLISHED_DRAWS].to(y) for part in (y, x)]))
 
 
 def mmd2(x: Tensor, y: Tensor, bandwidth: float) -> Mmd:
-    """Squared maximum mean discrepancy between draws x (n, P) and y (m, P), both estimates, in float64.
+    """Return both estimates of the squared MMD between draws x (n, P) and y (m, P), in float64.
 
     Args:
         x: (n, P), n at least 2.
@@ -149,16 +148,16 @@ def mmd2(x: Tensor, y: Tensor, bandwidth: float) -> Mmd:
         bandwidth: of the kernel exp(-d^2 / bandwidth^2), positive.
 
     Raises:
-        DataError: as squared_distances, or a bandwidth that is not positive.
+        DataError: as in squared_distances, or the bandwidth is not positive.
     """
     return mmd2_of(squared_distances(x, y), bandwidth)
 
 
 def mmd2_of(distances: Distances, bandwidth: float) -> Mmd:
-    """The squared maximum mean discrepancy, from the distances of the draws.
+    """Return both estimates of the squared MMD from the distances of the draws.
 
     Raises:
-        DataError: a bandwidth that is not positive.
+        DataError: the bandwidth is not positive.
     """
     xx, yy, xy = kernels(distances, bandwidth)
     n, m = xy.shape
@@ -174,14 +173,14 @@ def mmd2_of(distances: Distances, bandwidth: float) -> Mmd:
 
 
 def kernels(distances: Distances, bandwidth: float) -> Distances:
-    """The kernel in place of each squared distance. Raises DataError for a bandwidth that is not positive."""
+    """Apply the kernel to squared distances. Raises DataError if the bandwidth is not positive."""
     if not bandwidth > 0:
         raise DataError(f"expected a positive bandwidth, got {bandwidth}")
     return Distances(*((part / -(bandwidth**2)).exp_() for part in distances))
 
 
 def _jackknife_error(own_x: Tensor, own_y: Tensor, cross_x: Tensor, cross_y: Tensor) -> float:
-    """Standard error of the unbiased estimate from what each draw adds to its sums; own sums without the draw itself."""
+    """Return the jackknife standard error of the unbiased estimate; own sums exclude the draw itself."""
     sums = [own_x.sum(), own_y.sum()]
     variance = torch.zeros_like(sums[0])
     for side, (own, across) in enumerate(((own_x, cross_x), (own_y, cross_y))):
@@ -194,19 +193,19 @@ def _jackknife_error(own_x: Tensor, own_y: Tensor, cross_x: Tensor, cross_y: Ten
 def permutation_p_value(
     x: Tensor, y: Tensor, bandwidth: float, *, generator: torch.Generator, num_permutations: int = NUM_PERMUTATIONS
 ) -> float:
-    """P-value of the unbiased estimate under random relabelling of the draws: (1 + #{permuted >= seen}) / (1 + B).
+    """Return the permutation p-value of the unbiased estimate: (1 + #{permuted >= observed}) / (1 + B).
 
-    Every draw must be independent of the others: chains, however thinned, are for bnncli.evaluation.draw_blocks.
+    All draws must be independent; for chains, even thinned ones, use bnncli.evaluation.draw_blocks.
 
     Args:
         x: (n, P), n at least 2.
         y: (m, P), m at least 2.
         bandwidth: of the kernel exp(-d^2 / bandwidth^2), positive.
-        generator: of the permutations.
+        generator: random generator of the permutations.
         num_permutations: B.
 
     Raises:
-        DataError: as for mmd2.
+        DataError: as in mmd2.
     """
     distances = squared_distances(x, y)
     return permutation_p_value_of(distances, bandwidth, generator=generator, num_permutations=num_permutations)
@@ -215,16 +214,16 @@ def permutation_p_value(
 def permutation_p_value_of(
     distances: Distances, bandwidth: float, *, generator: torch.Generator, num_permutations: int = NUM_PERMUTATIONS
 ) -> float:
-    """The p-value, from the distances of the draws.
+    """Return the permutation p-value from the distances of the draws.
 
-    One kernel matrix serves all permutations: with z in {0, 1}^(n + m) marking the first sample, all sums follow from
+    One kernel matrix K serves all permutations: with z in {0, 1}^(n + m) marking the first sample, all sums follow from
     z K z and z K 1.
     """
     xx, yy, xy = kernels(distances, bandwidth)
     n, m = xy.shape
     kernel = torch.cat([torch.cat([xx, xy], dim=1), torch.cat([xy.T, yy], dim=1)]).fill_diagonal_(0)
     is_first = _relabelled(num_permutations, n, m, generator=generator).to(kernel.device).double()
-    # The seen labelling goes through the same products, so that ties are ties.
+    # The observed labelling uses the same products, so that ties are exact.
     is_first = torch.cat([(torch.arange(n + m, device=kernel.device) < n).double().unsqueeze(0), is_first])
     to_all, total = is_first @ kernel.sum(dim=1), kernel.sum()
     within_x = (is_first @ kernel).mul_(is_first).sum(dim=1)
@@ -235,10 +234,10 @@ def permutation_p_value_of(
 
 
 def _relabelled(num_permutations: int, n: int, m: int, *, generator: torch.Generator) -> Tensor:
-    """Which draws each permutation puts first (B, n + m), n in every row: argsort(random numbers) < n.
+    """Return which draws each permutation puts first, (B, n + m), n in every row: argsort(random numbers) < n.
 
-    The bits of floats in [0, 1) are integers in the same order, below 2^30. With their label as the lowest bit they can be
-    sorted as values, in a tenth of the time; equal numbers stay in their order.
+    The bits of floats in [0, 1) are integers below 2^30 in the same order. With the label as the lowest bit, they can
+    be sorted as values, ten times as fast; equal numbers keep their order.
     """
     numbers = torch.rand(num_permutations, n + m, generator=generator, device=generator.device).cpu()
     is_later = (torch.arange(n + m) >= n).to(torch.int32)
@@ -248,7 +247,7 @@ def _relabelled(num_permutations: int, n: int, m: int, *, generator: torch.Gener
 
 
 def _squared_distances(x: Tensor, y: Tensor, *, center: Tensor) -> Tensor:
-    """Squared distances (n, m) between rows; float64, around `center`: a common offset costs no digits.
+    """Return squared distances (n, m) between rows, float64, centred so that a common offset costs no precision.
 
     Distances add up over parameters, so blocks of columns keep the float64 copies small.
     """
@@ -262,5 +261,5 @@ def _squared_distances(x: Tensor, y: Tensor, *, center: Tensor) -> Tensor:
 
 
 def _width(*sides: Tensor) -> int:
-    """Parameters of draws (n, P) that are worked on at once."""
+    """Return the number of parameters per block for draws (n, P)."""
     return max(1, _BLOCK // max(len(side) for side in sides))

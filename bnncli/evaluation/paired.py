@@ -1,12 +1,12 @@
-"""Differences between the scores of two posteriors, in pairs: over the same examples, or over the same checkpoints.
+"""Paired differences between the scores of two posteriors, over the same examples or over the same checkpoints.
 
-One checkpoint: both scores are resampled with the same examples, and how far their difference strays from the true one is
-told by how far its replicates stray from it (Hall and Wilson 1991, Biometrics 47), to both sides alike (Hall 1988, On
-symmetric bootstrap confidence intervals): of the usual definitions the one that keeps its level for accuracies, which are
-discrete, and for calibration errors, which resampling biases (tests/evaluation/test_paired.py). Predictions from draws stray from the
-exact integral as well, by an error that all examples share and resampling does not show: it is added to the replicates.
-Several checkpoints: Student's paired t test over them, whose spread contains all of that. Many comparisons in one column:
-Holm (1979), A simple sequentially rejective multiple test procedure; comparisons with the best: best.py.
+One checkpoint: both scores are resampled with the same examples. The deviations of the difference's replicates from the
+difference estimate its deviation from the truth (Hall and Wilson 1991, Biometrics 47), symmetrically (Hall 1988, On
+symmetric bootstrap confidence intervals). Of the usual intervals this one keeps its level for accuracies, which are
+discrete, and for calibration errors, which resampling biases (tests/evaluation/test_paired.py). Predictions from draws
+also deviate from the exact integral by an error that all examples share and resampling does not show; it is added to
+the replicates. Several checkpoints: Student's paired t test, whose spread contains all of these. Several comparisons:
+Holm (1979), A simple sequentially rejective multiple test procedure. Comparisons with the best: see confidence_set.py.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 
 from bnncli.lazy import special
 
-# Sums in another order differ by the rounding of float32 weights, which must not tell a tie from a difference.
+# Reordered sums differ by the rounding of float32 weights, which must not break ties.
 SLACK = 1e-6
 
 
 @dataclass(frozen=True)
 class Integration:
-    """The error that a finite number of draws leaves in a score.
+    """The error of a score due to its finite number of draws.
 
     Args:
-        error: its standard error; zero where the integral is not estimated.
-        noise: (R,), draws of it, wider than normal where the error itself was told by few groups of draws.
+        error: standard error; zero if the integral is exact.
+        noise: (R,), draws of the error, with heavier tails than a normal if few groups of draws estimated it.
     """
 
     error: float
@@ -38,7 +38,7 @@ class Integration:
 
 
 def integration(error: float, degrees: float, *, size: int, seed: int) -> Integration:
-    """The integration error of a score, with `size` draws of Student's t, `degrees` of freedom, times the error."""
+    """Return an integration error with `size` draws from Student's t with `degrees` of freedom, scaled by the error."""
     noise = error * np.random.default_rng(seed).standard_t(degrees, size) if error > 0 else np.zeros(size)
     return Integration(error, noise)
 
@@ -48,9 +48,9 @@ class Sample:
     """A score of one posterior.
 
     Args:
-        values: (n,), one for each checkpoint.
-        replicates: (R,), resampled over examples, where there is one checkpoint; None without.
-        integration: for one checkpoint; None where there is none, where it is not known, and for several checkpoints.
+        values: (n,), one per checkpoint.
+        replicates: (R,), resampled over examples, for one checkpoint; else None.
+        integration: for one checkpoint; None if unknown, not applicable, or for several checkpoints.
     """
 
     values: NDArray[np.float64]
@@ -59,12 +59,12 @@ class Sample:
 
     @property
     def mean(self) -> float:
-        """The score, averaged over checkpoints."""
+        """The mean score over checkpoints."""
         return float(np.mean(self.values))
 
     @property
     def sampling_error(self) -> float | None:
-        """The part of the standard error that checkpoints or examples make."""
+        """Standard error due to checkpoints or examples; None if unknown."""
         if len(self.values) > 1:
             return float(np.std(self.values, ddof=1) / math.sqrt(len(self.values)))
         known = np.zeros(0) if self.replicates is None else self.replicates[np.isfinite(self.replicates)]
@@ -72,22 +72,22 @@ class Sample:
 
     @property
     def integration_error(self) -> float | None:
-        """The part of the standard error that a finite number of draws makes; None where it is not told."""
+        """Standard error due to the finite number of draws; None if unknown."""
         return None if self.integration is None else self.integration.error
 
     @property
     def integration_variance(self) -> float:
-        """The square of the integration error, 0 where it is not told."""
+        """Square of the integration error; 0 if unknown."""
         return (self.integration_error or 0.0) ** 2
 
     @property
     def standard_error(self) -> float | None:
-        """Of the mean over checkpoints; of the score over examples and draws where there is one; None where untold."""
+        """Standard error over checkpoints; for one checkpoint, over examples and draws. None if unknown."""
         sampling = self.sampling_error
         return None if sampling is None else math.sqrt(sampling**2 + self.integration_variance)
 
     def interval(self, level: float) -> tuple[float, float] | None:
-        """The interval around the score alone: Student's over checkpoints, else as far as replicates and draws stray."""
+        """Return the interval of the score: Student's t over checkpoints, else from deviations of replicates and draws."""
         if len(self.values) > 1:
             found = t_difference(self.values, level=level)
             return None if found.low is None or found.high is None else (found.low, found.high)
@@ -99,14 +99,14 @@ class Sample:
         return self.mean - reach, self.mean + reach
 
     def strayed(self) -> NDArray[np.float64]:
-        """How far the score strays from the true one, (R,): its replicates from it, and the integration error."""
+        """Return draws of the score's deviation from the truth, (R,): resampling plus integration error."""
         assert self.replicates is not None
         sampling = self.replicates - self.mean
         return sampling if self.integration is None else sampling + self.integration.noise
 
 
 def correlation(one: Sample, other: Sample) -> float | None:
-    """Of two scores of the same examples: of their replicates, less what draws add to either; None where that is not told."""
+    """Return the correlation of two scores of the same examples, where integration errors are independent; None if unknown."""
     errors = one.standard_error, other.standard_error
     if one.replicates is None or other.replicates is None or not errors[0] or not errors[1]:
         return None
@@ -118,7 +118,7 @@ def correlation(one: Sample, other: Sample) -> float | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """One score minus another. All but the value are None where it cannot be told how far it strays."""
+    """One score minus another; all but the value are None if the uncertainty is unknown."""
 
     value: float
     standard_error: float | None = None
@@ -128,13 +128,13 @@ class Difference:
 
 
 def difference(one: Sample, other: Sample, *, level: float = 0.95) -> Difference:
-    """The difference of two scores, with its interval and the two-sided p-value of no difference.
+    """Return the difference of two scores with its interval and the two-sided p-value of no difference.
 
-    Replicates that are all equal tell no variance, and so nothing of a difference that is not zero.
+    Constant replicates have no variance, so a non-zero difference then has neither interval nor p-value.
 
     Args:
-        one, other: scores of the same checkpoints; replicates of the same resampled examples.
-        level: of the interval.
+        one, other: scores of the same checkpoints, with replicates of the same resampled examples.
+        level: level of the interval.
     """
     if len(one.values) != len(other.values):
         raise ValueError(f"expected scores of the same checkpoints, got {len(one.values)} and {len(other.values)}")
@@ -154,20 +154,19 @@ def difference(one: Sample, other: Sample, *, level: float = 0.95) -> Difference
 
 
 def bootstrap_p_value(value: float, replicates: NDArray) -> float:
-    """Two-sided p-value of a true difference of zero, for a difference and its replicates (R,).
+    """Return the two-sided p-value of a true difference of zero from a difference d and its replicates (R,).
 
-    The share of replicates d* with |d* - d| >= |d|, the difference d itself counted as one more, so that it is at least
-    1 / (R + 1): how rarely a difference strays from the true one as far as this one would have had to from zero. Below
-    alpha where the interval of level 1 - alpha leaves zero out, up to that count.
+    The share of replicates d* with |d* - d| >= |d|, counting d itself, so at least 1 / (R + 1). Up to that count, it is
+    below alpha exactly if the interval of level 1 - alpha excludes zero.
     """
     strayed = np.abs(replicates - value)
     return (1 + int(np.count_nonzero(strayed >= abs(value) * (1 - SLACK)))) / (len(replicates) + 1)
 
 
 def t_difference(differences: NDArray, *, level: float = 0.95) -> Difference:
-    """The mean of differences (n,), n at least 2, with the interval and p-value of Student's t with n - 1 degrees.
+    """Return the mean of differences (n,), n >= 2, with interval and p-value of Student's t with n - 1 degrees of freedom.
 
-    Differences that are all zero have p-value 1; others that are all equal have none, since they tell no variance.
+    If all differences are zero, the p-value is 1; if they are otherwise constant, there is none for lack of variance.
     """
     size, value = len(differences), float(np.mean(differences))
     if np.ptp(differences) == 0:
@@ -179,15 +178,15 @@ def t_difference(differences: NDArray, *, level: float = 0.95) -> Difference:
 
 
 def skewed_interval(mean: float, error: float, skewness: float, size: int, reach: float) -> tuple[float, float]:
-    """The interval of a mean of `size` numbers that Hall's correction of Student's t gives (1992, JRSS B 54, eq. 2.6).
+    """Return the interval of a mean of `size` numbers by Hall's correction of Student's t (1992, JRSS B 54, eq. 2.6).
 
-    With S = (mean - m) / sd, Hall's T is ((1 + g S / 3)^3 - 1) / g + g / (6 N), times sqrt(N), which is solved for m at -+ reach; g,
-    the skewness, is taken for 0 where it is so small that the cube says nothing.
+    With S = (mean - m) / sd and skewness g, Hall's T is sqrt(N) (((1 + g S / 3)^3 - 1) / g + g / (6 N)). It is solved
+    for m at -+ reach. A g too small for the cube is replaced by 0.
 
     Args:
         error: standard error of the mean, sd / sqrt(N).
         skewness: g, of the numbers.
-        reach: of Student's t, in standard errors.
+        reach: quantile of Student's t, in standard errors.
     """
 
     def solved(ratio: float) -> float:
@@ -199,14 +198,14 @@ def skewed_interval(mean: float, error: float, skewness: float, size: int, reach
 
 
 def skewness_of(values: NDArray) -> float:
-    """Of numbers (N,) that are not all equal."""
-    scaled = values / np.abs(values).max()  # cubes of what is small would underflow
+    """Return the skewness of numbers (N,) that are not all equal."""
+    scaled = values / np.abs(values).max()  # cubes of small numbers would underflow
     centred = scaled - scaled.mean()
     return float((centred**3).mean() / (centred**2).mean() ** 1.5)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """P-values adjusted for being tested together, by Holm's step-down; those that are None count as none and stay so."""
+    """Return p-values adjusted by Holm's step-down procedure; None entries are not counted and stay None."""
     known = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
     adjusted: list[float | None] = [None] * len(p_values)
     largest = 0.0

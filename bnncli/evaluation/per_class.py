@@ -1,8 +1,8 @@
-"""Scores in which every class counts alike, however rare it is: means over classes of recall, precision, F1 and rankings.
+"""Macro-averaged scores, which weight every class equally: recall, precision, F1 and rankings.
 
-A mean is over the classes that are present among the labels (as scikit-learn's balanced accuracy); a class that is never
-predicted has no precision, and counts there as 0. Rankings are of the probability of a class, its examples against all
-others; the average precision is that of scikit-learn, where tied probabilities are one threshold.
+Means are over the classes that occur among the labels, as in scikit-learn's balanced accuracy. A class that is never
+predicted has no precision and enters the mean as 0. Rankings order examples by the probability of a class, its own
+examples against all others. Average precision equals scikit-learn's, where tied probabilities are one threshold.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup
 from bnncli.lazy import sparse
 
-MOST_PROBABILITIES = 1 << 25  # that are ranked: 128 MB
-FEW = 10  # examples of a class, below which its own scores say little
-RANKING_COST = 40.0  # operations of an example, class and replicate
+MOST_PROBABILITIES = 1 << 25  # limit for ranking: 128 MB
+FEW = 10  # a class with fewer examples has unreliable scores of its own
+RANKING_COST = 40.0  # operations per example, class and replicate
 _CHOICES = {"average": "macro", "classes": "present"}
 
 
 def per_class_scores(probs: NDArray, examples: ExampleStatistics) -> list[ScoreGroup]:
-    """Return balanced accuracy, macro F1 and precision; macro AUROC and average precision of each class against the rest.
+    """Return balanced accuracy, macro F1 and precision; macro AUROC and average precision, one class against the rest.
 
     Args:
-        probs: (N, C), what `examples` was made from; may be mapped from a file.
+        probs: (N, C), from which `examples` was computed; may be memory-mapped.
     """
     counted = [_score(name) for name in ("balanced_accuracy", "macro_f1", "macro_precision")]
     ranked = [_score(name) for name in ("class_auroc", "class_average_precision")]
@@ -41,7 +41,7 @@ def per_class_scores(probs: NDArray, examples: ExampleStatistics) -> list[ScoreG
 
 
 def rare_classes(labels: NDArray, names: list[str]) -> tuple[list[str], list[str]]:
-    """Return the classes without an example among labels (N,), and those with fewer than 10, with their number in brackets."""
+    """Return the classes without examples among labels (N,), and those with fewer than 10, with their number in brackets."""
     counts = np.bincount(labels, minlength=len(names))
     absent = [name for name, count in zip(names, counts, strict=True) if count == 0]
     return absent, [f"{name} ({count})" for name, count in zip(names, counts, strict=True) if 0 < count < FEW]
@@ -58,13 +58,13 @@ def _counted(members: list[ScoreForm], predicted: NDArray, labels: NDArray, *, n
 
     @cache
     def counter() -> sparse.csr_array:
-        """(3 C, N) what each example counts as."""
+        """Indicator matrix (3 C, N) of label, predicted class and correct class."""
         columns = np.concatenate([labels, predicted + num_classes, right + 2 * num_classes])
         rows = np.concatenate([np.tile(np.arange(size), 2), np.flatnonzero(predicted == labels)])
         return sparse.csr_array((np.ones(len(rows)), (rows, columns)), shape=(size, 3 * num_classes)).T.tocsr()
 
     def shares(weights: NDArray) -> list[Floats]:
-        """Recall, F1 and precision (b, C) each; NaN of a class without labels, or without predictions for precision."""
+        """Recall, F1 and precision, (b, C) each; NaN for classes without labels, for precision also without predictions."""
         if _is_each_once(weights):
             found = np.stack([np.bincount(part, minlength=num_classes) for part in (labels, predicted, right)])[None]
         else:
@@ -92,8 +92,8 @@ def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreG
         return computed(np.ones((1, size)))
 
     def areas(weights: NDArray) -> list[Floats]:
-        """AUROC and average precision (b, C); NaN of a class that has no examples, or all of them."""
-        # Sorting is what takes long: with every example once it is done once for the mean and for every class.
+        """AUROC and average precision (b, C); NaN for a class that no or all examples have."""
+        # Sorting dominates the cost; the unweighted result is shared by the mean and the classes.
         return areas_of_all() if _is_each_once(weights) else computed(weights)
 
     def computed(weights: NDArray) -> list[Floats]:
@@ -115,15 +115,15 @@ def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreG
 
 
 def areas_under_curves(scores: NDArray, is_positive: NDArray, weights: NDArray) -> Floats:
-    """Return AUROC and average precision (2, b) of scores (N,) under weights (b, N); NaN where a side has no weight."""
+    """Return AUROC and average precision (2, b) of scores (N,) under weights (b, N); NaN if a side has no weight."""
     if _is_each_once(weights):
         return _areas_of_each_once(scores, is_positive)[:, None]
-    order = np.argsort(-scores)  # tied scores in any order: the sums of whole weights at their end are exact
-    ends = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # of tied scores
+    order = np.argsort(-scores)  # ties in any order: integer sums are exact
+    ends = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # end of each group of tied scores
     places = np.flatnonzero(is_positive[order])
     if len(places) in (0, len(scores)):
         return np.full((2, len(weights)), np.nan)
-    # Only scores that positives have gain anything, mostly a small part of all.
+    # Only scores that positives have contribute, mostly few.
     ties = np.searchsorted(ends, places)
     starts = np.flatnonzero(np.append(True, np.diff(ties) != 0))
     chosen = ties[starts]
@@ -143,13 +143,13 @@ def areas_under_curves(scores: NDArray, is_positive: NDArray, weights: NDArray) 
 
 
 def _areas_of_each_once(scores: NDArray, is_positive: NDArray) -> Floats:
-    """As areas_under_curves with every example once (2,): counts at the scores of the positives are all that is needed."""
+    """Return areas_under_curves with every example counted once, (2,), from counts at the scores of the positives."""
     every, positive = np.sort(scores), np.sort(scores[is_positive])
     if len(positive) in (0, len(every)):
         return np.full(2, np.nan)
-    starts = np.flatnonzero(np.append(True, np.diff(positive) != 0))  # of tied scores
+    starts = np.flatnonzero(np.append(True, np.diff(positive) != 0))  # start of each group of tied scores
     gained = np.diff(starts, append=len(positive))
-    found = len(positive) - starts  # positives at least as high
+    found = len(positive) - starts  # positives that score at least as high
     below, until = (np.searchsorted(every, positive[starts], side=side) for side in ("left", "right"))
     tied = until - below - gained  # negatives
     pairs = (gained * (below - starts + tied / 2)).sum()
@@ -162,7 +162,7 @@ def _is_each_once(weights: NDArray) -> bool:
 
 
 def of_every_class(shares: Callable[[NDArray], list[Floats]], size: int) -> Callable[[], list[list[float | None]]]:
-    """Return the values of every class with each example once, for each score; None where undefined."""
+    """Return a function that computes every score per class with each example counted once; None if undefined."""
 
     def values() -> list[list[float | None]]:
         found = [part[0] for part in shares(np.ones((1, size)))]

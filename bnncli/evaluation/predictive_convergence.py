@@ -1,7 +1,7 @@
-"""Do the chains agree on predictions: log p(y | x, theta) of held-out examples as quantities of every draw.
+"""Convergence of chains judged by predictions: log p(y | x, theta) of held-out examples as quantities of every draw.
 
-Parameters may mix badly along directions that change no prediction, and the other way round. Those of hidden layers are not
-even identified: units can be exchanged, and of an odd activation change their signs.
+Parameters may mix badly along directions that change no prediction, and vice versa. Parameters of hidden layers are not
+even identified: units can be permuted and, for odd activations, change sign.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_ROWS = 512
-_THETA_VALUES = 1 << 24  # of draws taken at a time from an array that may lie on disk
-_LOGIT_VALUES = {"cpu": 1 << 22, "cuda": 1 << 24}  # made at a time
+_THETA_VALUES = 1 << 24  # of draws read at once from an array that may be on disk
+_LOGIT_VALUES = {"cpu": 1 << 22, "cuda": 1 << 24}  # computed at once
 
 
 def held_out_convergence(
@@ -31,13 +31,14 @@ def held_out_convergence(
     device: torch.device | None = None,
     progress: Progress = SILENT,
 ) -> Convergence:
-    """The worst R-hat and smallest ESS of log p(y | x, theta) over the examples.
+    """Return the worst R-hat and smallest ESS of log p(y | x, theta) over the examples.
 
     Args:
-        draws: (C, T, P); may be mapped from a file.
-        features: (N, D). labels: (N,) int64.
-        device: where the work is to be done; on the CPU where it has no memory left.
-        layout: how weight and bias lie in theta.
+        draws: (C, T, P); may be memory-mapped.
+        features: (N, D).
+        labels: (N,) int64.
+        layout: layout of weight and bias in theta.
+        device: device of the computation; falls back to the CPU if it runs out of memory.
     """
 
     def quantities(rows: slice, where: torch.device) -> Tensor:
@@ -48,7 +49,7 @@ def held_out_convergence(
 
 
 def log_probabilities(draws: Tensor, features: Tensor, labels: Tensor, *, layout: HeadLayout) -> Tensor:
-    """log p(y_n | x_n, theta), (C, T, N) float64 on the features' device, for draws (C, T, P)."""
+    """Return log p(y_n | x_n, theta), (C, T, N) float64 on the features' device, for draws (C, T, P)."""
     num_chains, num_draws = draws.shape[:2]
     features = features.float()
     out = features.new_empty(num_chains, num_draws, len(labels), dtype=torch.float64)
@@ -63,25 +64,25 @@ def log_probabilities(draws: Tensor, features: Tensor, labels: Tensor, *, layout
 
 
 class Labelled(Protocol):
-    """Examples with labels, which theta gives probabilities."""
+    """Labelled examples whose label probabilities depend on theta."""
 
     @property
     def num_examples(self) -> int:
-        """M."""
+        """Number of examples, M."""
 
     @property
     def device(self) -> torch.device:
-        """Where the work is done."""
+        """Device of the computation."""
 
     def log_probabilities(self, theta: Tensor) -> Tensor:
-        """log p of each label under each theta (S, P), (S, M) float64."""
+        """Return log p of each label under each theta (S, P), (S, M) float64."""
 
 
 def label_convergence(draws: Tensor, examples: Labelled, *, progress: Progress = SILENT) -> Convergence:
-    """The same as held_out_convergence, of theta of any kind.
+    """Return the same as held_out_convergence for any kind of theta.
 
     Args:
-        draws: (C, T, P); may be mapped from a file.
+        draws: (C, T, P); may be memory-mapped.
         examples: a few hundred.
     """
     num_chains, num_draws, num_params = draws.shape

@@ -1,4 +1,4 @@
-"""Class probabilities read in blocks of rows: arrays (N, C) may lie in a file and be larger than memory."""
+"""Read class probabilities (N, C) in blocks of rows, so that arrays in files may exceed memory, and check them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _HINT_LOG = "these look like log-probabilities; exponentiate them first"
 
 
 def row_blocks(num_rows: int, row_size: int) -> Iterator[slice]:
-    """Consecutive slices of range(num_rows) that hold at most BLOCK_VALUES values of rows of `row_size`."""
+    """Return consecutive slices of range(num_rows) with at most BLOCK_VALUES values each, for rows of `row_size`."""
     size = max(1, BLOCK_VALUES // max(1, row_size))
     return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
 
 
 def check_probabilities(probs: NDArray, num_classes: int, *, is_exclusive: bool = True) -> None:
-    """Pass when probs (N, C) are probabilities of `num_classes` classes.
+    """Raise DataError unless probs (N, C) are probabilities of `num_classes` classes.
 
     Args:
-        is_exclusive: whether the classes exclude each other; else each is a label by itself.
+        is_exclusive: whether classes are mutually exclusive; if not, each is a label of its own.
 
     Raises:
-        DataError: another shape, values that are not finite or outside [0, 1], rows that do not sum to 1
-            within 1e-4 where classes exclude each other; the hint names the likely cause.
+        DataError: wrong shape, values not finite or outside [0, 1], or, for exclusive classes, rows that do not sum to
+            1 within 1e-4; the hint names the likely cause.
     """
     for _ in checked_blocks(probs, num_classes, is_exclusive=is_exclusive):
         pass
 
 
 def checked_blocks(probs: NDArray, num_classes: int, *, is_exclusive: bool = True) -> Iterator[tuple[slice, NDArray]]:
-    """Rows and values of each block of probs (N, C), checked as check_probabilities does."""
+    """Yield the rows and values of blocks of probs (N, C), checked as in check_probabilities."""
     if probs.ndim != 2 or probs.shape[1] != num_classes:
         raise DataError(f"probs: expected shape (N, {num_classes}), got {probs.shape}")
     for rows in row_blocks(*probs.shape):

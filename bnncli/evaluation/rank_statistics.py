@@ -1,8 +1,8 @@
 """Rank-normalised split R-hat and effective sample sizes of many quantities at once.
 
 Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), arXiv:1903.08008, equations 3 to 15, with Geyer's initial
-monotone sequence (1992, Statistical Science 7, 473) as arviz-stats truncates it: the same numbers, a batch at a time.
-Only the mean over the chains of their autocovariances is needed, so one inverse transform serves all chains.
+monotone sequence (1992, Statistical Science 7, 473) truncated as in arviz-stats: the same numbers, in batches. Only the
+mean autocovariance over chains is needed, so one inverse transform serves all chains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TAILS = (0.05, 0.95)
 
 
 class RankStatistics(NamedTuple):
-    """One value (M,) a quantity: R-hat (NaN for a single chain), bulk and tail effective sample size."""
+    """R-hat (NaN for a single chain), bulk and tail effective sample size, (M,) each."""
 
     r_hat: Tensor
     ess_bulk: Tensor
@@ -27,7 +27,11 @@ class RankStatistics(NamedTuple):
 
 
 def rank_statistics(draws: Tensor) -> RankStatistics:
-    """R-hat, bulk and tail ESS of M quantities; draws (M, C, T), T >= 4, finite, none constant within all half-chains."""
+    """Return R-hat, bulk and tail ESS of M quantities.
+
+    Args:
+        draws: (M, C, T), T >= 4, finite, no quantity constant within all half-chains.
+    """
     draws = draws.double()
     num_chains, num_draws = draws.shape[1:]
     halves = _halves(draws)
@@ -44,13 +48,13 @@ def rank_statistics(draws: Tensor) -> RankStatistics:
 
 
 def _halves(draws: Tensor) -> Tensor:
-    """Each chain as two, (M, 2 C, T // 2); an odd draw in the middle is left out."""
+    """Split each chain into two, (M, 2 C, T // 2), dropping an odd draw in the middle."""
     half = draws.shape[2] // 2
     return torch.cat([draws[:, :, :half], draws[:, :, -half:]], dim=1)
 
 
 def _normal_scores(ordered: Tensor, order: Tensor) -> Tensor:
-    """Normal quantiles of the ranks, ties at their average rank, (M, n), from a sort along dimension 1."""
+    """Return normal quantiles of the ranks (M, n), mean ranks for ties, from a sort along dimension 1."""
     size = ordered.shape[1]
     place = torch.arange(size, device=ordered.device).expand_as(ordered)
     is_new = torch.ones_like(ordered, dtype=torch.bool)
@@ -65,7 +69,7 @@ def _normal_scores(ordered: Tensor, order: Tensor) -> Tensor:
 
 
 def _r_hat(chains: Tensor) -> Tensor:
-    """The classic R-hat (M,) of chains (M, C, T)."""
+    """Return the classic R-hat (M,) of chains (M, C, T)."""
     size = chains.shape[2]
     between = size * chains.mean(dim=2).var(dim=1)
     within = chains.var(dim=2).mean(dim=1)
@@ -73,7 +77,7 @@ def _r_hat(chains: Tensor) -> Tensor:
 
 
 def _quantile(ordered: Tensor, share: float) -> Tensor:
-    """The linearly interpolated quantile (M,) of ordered (M, n), rounded as numpy rounds it."""
+    """Return the linearly interpolated quantile (M,) of ordered (M, n), rounded as in numpy."""
     position = (ordered.shape[1] - 1) * share
     below = math.floor(position)
     weight = position - below
@@ -83,7 +87,7 @@ def _quantile(ordered: Tensor, share: float) -> Tensor:
 
 
 def _ess(chains: Tensor) -> Tensor:
-    """The effective sample size (M,) of chains (M, C, T); all draws of a quantity that is constant."""
+    """Return the effective sample size (M,) of chains (M, C, T); the number of draws for a constant quantity."""
     num_chains, size = chains.shape[1:]
     total = num_chains * size
     mean_covariance = _mean_autocovariance(chains)
@@ -94,7 +98,7 @@ def _ess(chains: Tensor) -> Tensor:
     correlation = 1 - (within.unsqueeze(1) - mean_covariance) / variance.unsqueeze(1)
     correlation[:, 0] = 1
     pairs = correlation[:, : size // 2 * 2].unflatten(1, (-1, 2)).sum(dim=2)
-    # The sum ends at the first pair that is not positive, or where the chain ends; one more even lag counts once.
+    # The sum ends before the first non-positive pair or at the end of the chain; one more even lag counts once.
     largest = max(0, math.ceil((size - 2) / 2) - 1)
     num_pairs = (pairs > 0).long().cumprod(dim=1).sum(dim=1).clamp(max=largest)
     counted = torch.arange(pairs.shape[1], device=pairs.device) < num_pairs.unsqueeze(1)
@@ -108,7 +112,7 @@ def _ess(chains: Tensor) -> Tensor:
 
 
 def _mean_autocovariance(chains: Tensor) -> Tensor:
-    """Autocovariance at every lag (M, T), divided by T, averaged over the chains (M, C, T)."""
+    """Return the autocovariance at every lag (M, T), divided by T and averaged over the chains (M, C, T)."""
     size = chains.shape[2]
     length = 1 << (2 * size - 1).bit_length()
     spectrum = torch.fft.rfft(chains - chains.mean(dim=2, keepdim=True), n=length)

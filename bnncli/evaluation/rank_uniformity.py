@@ -1,8 +1,9 @@
-"""Whether ranks are uniform, judged by their whole distribution function at once, exactly.
+"""Test the uniformity of ranks by their whole distribution function at once, exactly.
 
-Säilynoja, Bürkner and Vehtari (2022), arXiv:2103.10522: the counts of ranks below each of many points are a chain of binomial
-steps if ranks are uniform, so that the probability of their staying between any bounds is a sum over paths. Bounds are
-pointwise binomial intervals, all of one level, chosen such that a path leaves them anywhere with probability alpha.
+Säilynoja, Bürkner and Vehtari (2022), arXiv:2103.10522. If ranks are uniform, the counts of ranks below each of many
+points form a chain of binomial steps, so the probability that they stay within any bounds is a sum over paths. The
+bounds are pointwise binomial intervals of one common level, chosen such that a path leaves them anywhere with
+probability alpha.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from bnncli.lazy import special
 
-MOST_POINTS = 100  # at which the distribution function is held against its bounds
+MOST_POINTS = 100  # points where the distribution function is compared with its bounds
 _HALVINGS = 40
 
 Floats = NDArray[np.float64]
@@ -24,11 +25,11 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankLaw:
-    """Uniform ranks 0..num_draws of num_simulations independent simulations.
+    """Uniform ranks 0..num_draws of independent simulations.
 
     Args:
         num_simulations: M.
-        num_draws: L, among which a rank is taken.
+        num_draws: L, number of draws that the true value is ranked among.
     """
 
     num_simulations: int
@@ -40,28 +41,28 @@ class RankLaw:
 
     @property
     def points(self) -> Counts:
-        """Ranks (Q,) below which are counted: 1..L, or some of them."""
+        """Ranks (Q,) below which ranks are counted: 1..L, or a subset."""
         return np.unique(np.linspace(1, self.num_draws, min(self.num_draws, MOST_POINTS)).round().astype(np.int64))
 
     @property
     def shares(self) -> Floats:
-        """The expected share of ranks below each point, (Q,)."""
+        """Expected share of ranks below each point, (Q,)."""
         return self.points / (self.num_draws + 1)
 
     def counts(self, ranks: Counts) -> Counts:
-        """How many of the ranks (M,) lie below each point, (Q,)."""
+        """Count the ranks (M,) below each point, (Q,)."""
         return np.searchsorted(np.sort(ranks), self.points, side="left").astype(np.int64)
 
     def p_value(self, ranks: Counts) -> float:
-        """The probability that uniform ranks leave pointwise intervals as narrow as these ranks (M,) do, anywhere."""
+        """Return the probability that uniform ranks leave, anywhere, pointwise intervals as narrow as these ranks (M,) do."""
         counts = self.counts(ranks)
         tails = _tails(self.num_simulations, self.num_draws)
         return self._leaving(float(tails[np.arange(len(counts)), counts].min()))
 
     def bounds(self, level: float) -> tuple[Counts, Counts]:
-        """The lowest and the highest count at each point, (Q,), that uniform ranks all keep to with probability 1 - level at least.
+        """Return bounds (Q,) on the counts that uniform ranks respect with probability at least 1 - level.
 
-        Ranks leave them exactly where p_value is at most `level`.
+        Ranks violate them exactly if p_value is at most `level`.
         """
         low, high = 0.0, 1.0
         for _ in range(_HALVINGS):
@@ -70,12 +71,12 @@ class RankLaw:
         return self._allowed(low)
 
     def _allowed(self, tail: float) -> tuple[Counts, Counts]:
-        """The lowest and highest counts whose two-sided tail is above this."""
+        """Return the lowest and highest counts whose two-sided tail exceeds `tail`."""
         is_in = _tails(self.num_simulations, self.num_draws) > tail
         return is_in.argmax(axis=1), is_in.shape[1] - 1 - is_in[:, ::-1].argmax(axis=1)
 
     def _leaving(self, tail: float) -> float:
-        """The probability that a path has a two-sided tail of at most this somewhere."""
+        """Return the probability that a path has a two-sided tail of at most `tail` anywhere."""
         if tail >= _tails(self.num_simulations, self.num_draws).max(axis=1).min():
             return 1.0
         return float(np.clip(1.0 - _staying(self.num_simulations, self.shares, *self._allowed(tail)), 0.0, 1.0))
@@ -83,7 +84,7 @@ class RankLaw:
 
 @cache
 def _tails(num_simulations: int, num_draws: int) -> Floats:
-    """Twice the smaller tail of each count 0..M at each point, (Q, M + 1), the count itself in both."""
+    """Return twice the smaller tail of each count 0..M at each point, (Q, M + 1); both tails include the count."""
     shares = RankLaw(num_simulations, num_draws).shares[:, None]
     counts = np.arange(num_simulations + 1)[None, :]
     below = special.bdtr(counts, num_simulations, shares)
@@ -93,7 +94,7 @@ def _tails(num_simulations: int, num_draws: int) -> Floats:
 
 
 def _staying(num: int, shares: Floats, lowest: Counts, highest: Counts) -> float:
-    """The probability that the counts of `num` uniform numbers below each share lie between the bounds at all of them."""
+    """Return the probability that the counts of `num` uniform numbers below each share all stay within the bounds."""
     counts = np.arange(lowest[0], highest[0] + 1)
     mass = _binomial(counts, np.array(num), shares[0])
     for place in range(1, len(shares)):
@@ -105,7 +106,7 @@ def _staying(num: int, shares: Floats, lowest: Counts, highest: Counts) -> float
 
 
 def _binomial(counts: Counts, num: Counts, share: float) -> Floats:
-    """The probability of each count among `num`; 0 of counts that cannot be."""
+    """Return the binomial probability of each count; 0 for impossible counts."""
     is_possible = (counts >= 0) & (counts <= num)
     some = np.where(is_possible, counts, 0)
     logs = special.gammaln(num + 1.0) - special.gammaln(some + 1.0) - special.gammaln(num - some + 1.0)

@@ -1,7 +1,8 @@
-"""Sets of the most probable classes: how often the label is in them, against a plain rule with sets as large on average.
+"""Sets of the most probable classes: coverage compared with a plain rule of the same mean set size.
 
-Hobbhahn (2020), arXiv 2003.01227, Algorithm 1: the uncertainty-aware ranking keeps as many classes of each example as
-cannot be told apart (bnncli.numerics.dirichlet); the plain rule keeps the fewest whose probabilities sum to a threshold.
+Hobbhahn (2020), arXiv 2003.01227, Algorithm 1: the uncertainty-aware ranking keeps the classes of each example that
+cannot be distinguished (bnncli.numerics.dirichlet). The plain rule keeps the fewest classes whose probabilities sum to
+a threshold.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ NO_RANKING = "the predictions have no ranking; create one with predict \0top_k\0
 def ranking_scores(
     probs: NDArray, examples: ExampleStatistics, lengths: NDArray | None, choices: Mapping[str, Any] | None
 ) -> list[ScoreGroup]:
-    """Return mean length and accuracy of the ranking, accuracy of the plain rule at the same mean length, and the difference.
+    """Return mean length and accuracy of the ranking, accuracy of the plain rule at that mean length, and the difference.
 
     Replicates keep the lengths of the sample.
 
     Args:
-        probs: (N, C), what `examples` was made from; may be mapped from a file.
-        lengths: (N,) classes that the ranking keeps, at least 1; None without a ranking.
-        choices: rule, threshold and cap of the ranking, the most classes it may keep.
+        probs: (N, C), from which `examples` was computed; may be memory-mapped.
+        lengths: (N,) number of classes in the ranking, at least 1; None without a ranking.
+        choices: rule, threshold and cap (largest length) of the ranking.
     """
     shared = dict(choices or {})
     length = [ScoreForm("ranked_length", shared, None)]
@@ -55,7 +56,7 @@ def ranking_scores(
 
 
 def largest_probabilities(probs: NDArray, count: int) -> Floats:
-    """Return the `count` largest probabilities (N, count) of each example of probs (N, C), in descending order."""
+    """Return the `count` largest probabilities (N, count) of each row of probs (N, C), in descending order."""
     out = np.empty((len(probs), count))
     for rows in row_blocks(*probs.shape):
         out[rows] = -np.partition(-np.asarray(probs[rows]), range(count), axis=1)[:, :count]

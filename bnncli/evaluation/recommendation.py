@@ -1,18 +1,19 @@
-"""Which predictive to recommend: the one verdict that auto, diagnose and report quote.
+"""Recommend a predictive: the one verdict that auto, diagnose and report quote.
 
-A predictive is a posterior by an integrator. On a labelled val split, against the network at one temperature or as trained, the one of
-the lower NLL (the baseline):
+A predictive is a posterior with an integrator. On a labelled val split it is compared with the network, either
+temperature scaled or as trained, whichever has the lower NLL (the baseline):
 
-1. A predictive that loses accuracy beyond chance is out, unless asked otherwise.
-2. Of those whose NLL is lower by more than MARGIN beyond chance, the simplest that none of them beats by as much.
-3. The stack, which has the network at one temperature as a member, is taken where its NLL out of fold is lower at all: with weights
-   chosen out of fold it can cost no more than a few members divided by the number of rows.
-4. Where none is: the baseline.
+1. A predictive with significantly lower accuracy is excluded, unless requested otherwise.
+2. Of those whose NLL is significantly lower by more than MARGIN, take the simplest that no other beats by as much.
+3. The stack, which has the network at one temperature as a member, is taken if its out-of-fold NLL is lower at all:
+with weights chosen out of fold it can cost at most a few members divided by the number of rows.
+4. Otherwise take the baseline.
 
-Outliers are no matter of this choice: they are detected by the combined score of the features, the same for every posterior.
+Outliers play no role in this choice: the combined score of the features detects them, the same for every posterior.
 
-Beyond chance: the central 95 % interval of the paired difference leaves out zero; for NLL by the test of excess.py, with Holm
-over all predictives; for accuracy by Tango's score interval (1998, Statistics in Medicine 17), whose test of zero is McNemar's.
+Significant means that the central 95% interval of the paired difference excludes zero: for NLL by the test of excess.py
+with Holm over all predictives, for accuracy by Tango's score interval (1998, Statistics in Medicine 17), whose test of
+zero is McNemar's.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ MARGIN = WORSE_SHARE
 PLAIN = {"temperature": "temperature scaling", "network": "the network as trained"}
 FALSE_ALARM = 0.05
 _ONE_SIDED = (1 - LEVEL) / 2
-_STEPS = 60  # of bisection: to the last bit of a difference of accuracies
+_STEPS = 60  # bisection steps: to the last bit of a difference of accuracies
 
 
 @dataclass(frozen=True)
 class Predictive:
-    """A posterior by an integrator, with its scores on val.
+    """A posterior with an integrator, and its scores on val.
 
     Attributes:
-        has_network: whether the network at one temperature is a member of it, with a weight chosen out of fold.
+        has_network: whether the network at one temperature is a member, with a weight chosen out of fold.
     """
 
     posterior: str
@@ -61,8 +62,8 @@ class Quality:
     Attributes:
         score: nll, accuracy or ece.
         value, baseline: the two scores; nats for NLL, else fractions.
-        difference, low, high: value less baseline, with its central 95 % interval; None where that is unknown.
-        higher_is_better: what a better score is.
+        difference, low, high: value minus baseline, with its central 95% interval; None if unknown.
+        higher_is_better: direction of the score.
     """
 
     score: str
@@ -74,43 +75,43 @@ class Quality:
 
     @property
     def difference(self) -> float:
-        """The value less the baseline's."""
+        """Value minus baseline."""
         return self.value - self.baseline
 
     @property
     def finding(self) -> str:
-        """better, worse, or no difference shown."""
+        """better, worse, or no significant difference."""
         if self.low is None or self.high is None or self.low <= 0 <= self.high:
             return "no significant difference"
         return "better" if (self.low > 0) == self.higher_is_better else "worse"
 
     @property
     def title(self) -> str:
-        """The score as tables have it."""
+        """Title of the score in tables."""
         return self.score if self.score == "accuracy" else self.score.upper()
 
     @property
     def cells(self) -> list[str]:
-        """Score, value, baseline, difference, interval and finding, for a table."""
+        """Score, value, baseline, difference, interval and finding as table cells."""
         interval = "-" if self.low is None or self.high is None else f"{self.low:+.4f} to {self.high:+.4f}"
         shown = [f"{self.value:.4f}", f"{self.baseline:.4f}", f"{self.difference:+.4f}"]
         return [self.title, *shown, interval, self.finding]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON takes it."""
+        """Return all fields for JSON."""
         return {**asdict(self), "difference": self.difference, "finding": self.finding}
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to predict with.
+    """The predictive to use.
 
     Attributes:
         chosen: a predictive; None for the baseline.
-        contender: the predictive that is compared with the baseline in words: the chosen one, else that of the lowest NLL among those
-            that keep the accuracy; None without any.
-        pays: whether the chosen one has a lower NLL than the baseline, beyond chance and the margin.
-        why: in words.
+        contender: the predictive to compare with the baseline in words: the chosen one, else the one with the lowest
+            NLL among those that keep the accuracy; None if there is none.
+        pays: whether the chosen one has a significantly lower NLL than the baseline, by more than the margin.
+        why: the reason, in words.
     """
 
     chosen: Predictive | None
@@ -126,13 +127,14 @@ def recommend(
     words: str = PLAIN["temperature"],
     keep_accuracy: bool = True,
 ) -> Recommendation:
-    """Return what to predict with.
+    """Recommend a predictive.
 
     Args:
-        candidates: the simplest first.
-        baseline: the plain network; None for features without a head, where a candidate only has to hold its own against the others.
-        words: for the baseline, one of PLAIN.
-        keep_accuracy: whether candidates that lose accuracy beyond chance are out.
+        candidates: simplest first.
+        baseline: the plain network; None for features without a head, when candidates are only compared with each
+            other.
+        words: name of the baseline, one of PLAIN.
+        keep_accuracy: exclude candidates with significantly lower accuracy.
     """
     if not candidates:
         return Recommendation(None, None, False, "no posterior was fitted")
@@ -166,7 +168,7 @@ def recommend(
 
 
 def _best_of(candidates: Sequence[Predictive], why: str) -> Recommendation:
-    """The simplest candidate that no other one beats by the margin beyond chance."""
+    """Return the simplest candidate that no other beats significantly by the margin."""
     for one in candidates:
         others = [other.scored for other in candidates if other is not one]
         if not any(gap.is_worse for gap in excesses(one.scored, others, level=_ONE_SIDED)):
@@ -182,7 +184,8 @@ def sentence(found: Recommendation, baseline: Scored | None, plain: str, words: 
     """Return the recommendation in words, with NLL, accuracy and ECE on val.
 
     Args:
-        plain: the name of the baseline's posterior in the run. words: as for recommend.
+        plain: name of the baseline's posterior in the run.
+        words: as in recommend.
     """
     chosen, contender = found.chosen, found.contender
     start = f"predict with {plain} ({words})" if chosen is None else f"predict with {chosen}"
@@ -203,11 +206,11 @@ def sentence(found: Recommendation, baseline: Scored | None, plain: str, words: 
 
 @dataclass(frozen=True)
 class Detected:
-    """How well the default score tells val from an out-of-distribution split.
+    """How well the default score separates val from an out-of-distribution split.
 
     Attributes:
-        auroc, low, high: with the central 95 % interval; None where that is unknown.
-        caught: share of the split below the threshold that FALSE_ALARM of val are below.
+        auroc, low, high: AUROC with its central 95% interval; None if unknown.
+        caught: share of the split detected at FALSE_ALARM false alarms on val.
     """
 
     ood: str
@@ -223,7 +226,7 @@ class Detected:
 
 
 def detection_sentence(found: Sequence[Detected]) -> str:
-    """Return what the default score detects, in words."""
+    """Return the detection results of the default score, in words."""
     if not found:
         return "OOD detection is unknown, because the run has no out-of-distribution split"
     score, texts = found[0].score, "; ".join(map(str, found))
@@ -237,7 +240,7 @@ def _scores(own: Scored) -> str:
 
 
 def loses_accuracy(own: Scored, baseline: Scored) -> bool:
-    """Return whether a predictive is less accurate than the baseline beyond chance, at 2.5 %."""
+    """Return whether a predictive is significantly less accurate than the baseline, at 2.5%."""
     if own.is_right is None or baseline.is_right is None:
         return False
     found = accuracy_interval(own.is_right, baseline.is_right)
@@ -247,14 +250,14 @@ def loses_accuracy(own: Scored, baseline: Scored) -> bool:
 def accuracy_interval(own: NDArray, other: NDArray, level: float = LEVEL) -> tuple[float, float] | None:
     """Return the central interval of the difference of two accuracies on the same examples.
 
-    Tango (1998), eq. (4): all differences that the score test does not reject. Shares of right labels, which are not 0 or 1, have
-    Hall's interval of their mean difference.
+    Tango (1998), eq. (4): all differences that the score test does not reject. Shares of right labels other than 0 and
+    1 get Hall's interval of the mean difference.
 
     Args:
         own, other: (N,), whether each example is right, or the share of its labels that are.
 
     Returns:
-        None where shares never differ, or there is no example.
+        None if shares never differ, or without examples.
     """
     gaps = np.asarray(own, dtype=np.float64) - np.asarray(other, dtype=np.float64)
     if not np.isin(gaps, (-1.0, 0.0, 1.0)).all():
@@ -279,7 +282,7 @@ def accuracy_interval(own: NDArray, other: NDArray, level: float = LEVEL) -> tup
 
 
 def _tango(won: int, lost: int, size: int, difference: float) -> float:
-    """The score statistic of a difference of paired proportions, Tango (1998), eq. (3)."""
+    """Return the score statistic of a difference of paired proportions, Tango (1998), eq. (3)."""
     a, c = 2 * size, -lost * difference * (1 - difference)
     b = -won - lost + (2 * size - won + lost) * difference
     rest = (math.sqrt(max(b * b - 4 * a * c, 0.0)) - b) / (2 * a)

@@ -1,4 +1,4 @@
-"""Metric rows of the distance in weight space between a posterior and a reference, such as draws of hmc."""
+"""Metric rows of weight-space distances between a posterior and a reference such as draws of hmc."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-MOST_DRAWS = 1000  # of one side, for marginals and covariances
-_MOST_VALUES = 2**20  # of draws, for marginals and covariances, where P is large
+MOST_DRAWS = 1000  # per side, for marginals and covariances
+_MOST_VALUES = 2**20  # draws times P, for marginals and covariances
 _UNIT = "standard deviation of the reference's draws"
 _RULES = {
     "unbiased": "median distance of the reference's draws",
@@ -40,12 +40,12 @@ _RULES = {
 
 @dataclass(frozen=True)
 class WeightDraws:
-    """What is known of a posterior in weight space.
+    """The draws of a posterior in weight space.
 
     Args:
-        draws: (C, T, P), or (S, P) of one chain.
-        num_independent: about how many of the draws are independent, 0 where that is unknown; None: all of them.
-        mean: (P,), the exact mean where there is one.
+        draws: (C, T, P), or (S, P) for a single chain.
+        num_independent: effective number of independent draws, 0 if unknown; None: all are independent.
+        mean: (P,), exact mean if known.
     """
 
     draws: Tensor
@@ -54,36 +54,36 @@ class WeightDraws:
 
     @property
     def chains(self) -> Tensor:
-        """(C, T, P)."""
+        """Draws as (C, T, P)."""
         return self.draws if self.draws.ndim == 3 else self.draws.unsqueeze(0)
 
     @property
     def num_draws(self) -> int:
-        """C T."""
+        """Number of draws, C T."""
         return self.chains.shape[0] * self.chains.shape[1]
 
     def independent(self, most: int) -> int:
-        """About how many of `most` draws, spread evenly, are independent."""
+        """Return the effective number of independent draws among `most` evenly spaced ones."""
         count = min(most, self.num_draws)
         return count if self.num_independent is None else min(count, self.num_independent)
 
     def center(self) -> Tensor:
-        """The mean (P,) float64: exact where known, else of all draws."""
+        """Return the mean (P,) float64: exact if known, else of all draws."""
         return self.draws.double().flatten(0, -2).mean(dim=0) if self.mean is None else self.mean.double()
 
 
 def num_draws_for(num_params: int) -> int:
-    """How many draws of a posterior the distances are measured with: 1,000, fewer (down to 600) for many parameters."""
+    """Return the number of draws to measure distances with: 1,000, decreasing to 600 for many parameters."""
     return max(NUM_DRAWS, min(MOST_DRAWS, _MOST_VALUES // num_params))
 
 
 class DrawPair:
-    """Draws of a posterior and of a reference, and what several distances need of them.
+    """Draws of a posterior and of a reference, with cached statistics that several distances need.
 
     Args:
-        reference: name of the posterior that theirs are of.
-        generator: of permutations.
-        device: where thinned draws are compared.
+        reference: name of the reference posterior.
+        generator: random generator of permutations.
+        device: device for thinned draws.
     """
 
     def __init__(
@@ -100,41 +100,41 @@ class DrawPair:
 
     @property
     def sides(self) -> tuple[WeightDraws, WeightDraws]:
-        """Ours and theirs."""
+        """Both sides, ours first."""
         return self.ours, self.theirs
 
     def thinned(self, *counts: int) -> tuple[Tensor, Tensor]:
-        """At most so many draws (n, P) and (m, P) of each side; one count for both, or one for each."""
+        """Return thinned draws (n, P) and (m, P); `counts` is one limit for both sides or one for each."""
         pairs = zip(self.sides, (counts * 2)[:2], strict=True)
         x, y = (thin(side.chains, count).to(self.device) for side, count in pairs)
         return x, y
 
     def independent(self, most: int) -> list[int]:
-        """About how many of at most so many draws of each side are independent."""
+        """Return the effective number of independent draws per side among at most `most`."""
         return [side.independent(most) for side in self.sides]
 
     @property
     def most_draws(self) -> int:
-        """Draws of a side that marginals and covariances are compared by."""
+        """Draws per side for marginals and covariances."""
         return num_draws_for(self.theirs.chains.shape[2])
 
     @cached_property
     def marginals(self) -> tuple[Tensor, Tensor]:
-        """Draws (n, P) and (m, P) that marginals are compared by."""
+        """Draws (n, P) and (m, P) for the comparison of marginals."""
         return self.thinned(self.most_draws)
 
     @cached_property
     def scale(self) -> Tensor:
-        """(P,), the unit of every parameter. Raises DataError where one of the reference does not vary."""
+        """(P,), the unit of every parameter. Raises DataError if a parameter of the reference is constant."""
         return reference_scale(self.marginals[1])
 
 
 class Distance(NamedTuple):
-    """One distance between draws, in one form or several.
+    """A distance between draws, in one or several forms.
 
     Args:
-        forms: rows without a value, of what defines each.
-        measure: what each form's row gains: its value among others. Raises DataError where there is none.
+        forms: per form, a row with its defining settings and no value.
+        measure: returns the fields that each form's row gains, such as its value. Raises DataError if undefined.
     """
 
     forms: Sequence[Row]
@@ -150,13 +150,12 @@ def reference_rows(
     generator: torch.Generator,
     device: torch.device | str = "cpu",
 ) -> list[Row]:
-    """The rows of every distance, by its name; undefined ones say why.
+    """Return the rows of every distance by name, with the reason for undefined ones.
 
     Args:
-        ours: None where the posterior has no draws of theta.
-        theirs: of the reference; None where there is none. The same draws again are undefined: a posterior has no
-            distance to itself.
-        reference, generator, device: as of DrawPair.
+        ours: None if the posterior has no draws of theta.
+        theirs: draws of the reference, or None. Identical draws are undefined: a posterior has no distance to itself.
+        reference, generator, device: as in DrawPair.
     """
     reason = _why_undefined(ours, theirs, reference)
     pair = None
@@ -168,7 +167,7 @@ def reference_rows(
 
 
 def undefined_rows(distances: Mapping[str, Distance], *, reference: str, reason: str) -> list[Row]:
-    """The rows of every distance, undefined for this reason."""
+    """Return the rows of every distance, undefined for this reason."""
     return [
         row for name, distance in distances.items() for row in _distance_rows(name, distance, None, reference, reason)
     ]
@@ -206,7 +205,7 @@ def _mmd2(pair: DrawPair) -> list[Row]:
 
 
 def _published(pair: DrawPair, distances: Distances) -> Row:
-    """The biased estimate with a bandwidth of its own, which copies of a point beside few draws of the reference leave at 0."""
+    """The biased estimate with the published bandwidth, which is 0 if a posterior repeats a point."""
     try:
         bandwidth = published_bandwidth(*(side.chains.flatten(0, 1) for side in pair.sides))
     except DataError:
@@ -218,7 +217,7 @@ def _published(pair: DrawPair, distances: Distances) -> Row:
 def _unbiased(
     x: ThinnedDraws, y: ThinnedDraws, distances: Distances, bandwidth: float, *, generator: torch.Generator
 ) -> Row:
-    """Estimate, standard error and test; of too few independent draws there is the estimate of all, and no more."""
+    """Return estimate, standard error and test; with too few independent draws, only the estimate from all draws."""
     found = compare_draws(x, y, distances, bandwidth, generator=generator)
     row: Row = {"value": found.value, "standard_error": found.standard_error, "p_value": found.p_value}
     if found.p_value is None:
@@ -257,7 +256,7 @@ def _mean_error(pair: DrawPair) -> list[Row]:
 
 
 def _covariance_error(pair: DrawPair) -> list[Row]:
-    """The error between draws thinned to about as many as are independent."""
+    """Return the error between draws thinned to the effective number of independent draws."""
     scale, counts = pair.scale, pair.independent(pair.most_draws)
     shared = {"n": [len(side) for side in pair.marginals]}
     if min(counts) < MIN_INDEPENDENT:
@@ -274,7 +273,7 @@ def _too_few(counts: list[int]) -> str:
 
 
 def _why_undefined(ours: WeightDraws | None, theirs: WeightDraws | None, reference: str) -> str | None:
-    """The reason why there is no distance, or None."""
+    """Return why the distance is undefined, or None."""
     if theirs is None:
         return f"no draws of {reference}"
     if ours is None:
@@ -289,7 +288,7 @@ def _why_undefined(ours: WeightDraws | None, theirs: WeightDraws | None, referen
     return None
 
 
-# What is not known beforehand is None, in its place: rows have their keys in this order.
+# None fixes the position of a key whose value is known later: rows keep this order.
 _SCALED: Row = {"n": None, "reference": None, "unit": _UNIT, "higher_is_better": False, "name": None}
 _KERNEL: Row = {"name": None, "kernel": "rbf", "higher_is_better": False, "reference": None, "n": None}
 MMD2 = Distance(

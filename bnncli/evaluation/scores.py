@@ -147,8 +147,8 @@ class Score:
 def accuracy_nll_brier(examples: ExampleStatistics) -> list[ScoreGroup]:
     """Return accuracy, NLL and Brier score of labelled examples.
 
-    NLL: mean of -log p(label), nats per example; probabilities below SMALLEST_PROBABILITY are clamped and counted. Brier (1950):
-    mean squared distance of the probabilities to the one-hot label, summed over classes.
+    NLL: mean of -log p(label), nats per example; probabilities below SMALLEST_PROBABILITY are clamped and counted.
+    Brier (1950): mean squared distance of the probabilities to the one-hot label, summed over classes.
     """
     import numpy as np
 
@@ -327,7 +327,7 @@ def _mmc(examples: ExampleStatistics, ood: str, bootstrap: Bootstrap | None) -> 
 
 
 def _mmd2() -> Distance:
-    """Return the unbiased estimate with its test, the biased one, and the published one."""
+    """Return the unbiased estimate with its test, the biased and the published estimate."""
     from bnncli.evaluation.reference_distances import MMD2
 
     return MMD2
@@ -766,7 +766,7 @@ def merged(family: str, declared: Mapping[str, Mapping[str, ScoreOption]]) -> di
     """
     installed = registry.names(family)
     found: dict[str, ScoreOption] = {}
-    for score in sorted(declared, key=lambda name: name.replace("_", "-") in installed):  # these are to blame
+    for score in sorted(declared, key=lambda name: name.replace("_", "-") in installed):  # blame installed scores
         for name, one in declared[score].items():
             if found.setdefault(name, one) != one:
                 why = f"its option {name} differs from another score's option of the same name"

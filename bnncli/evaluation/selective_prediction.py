@@ -1,7 +1,7 @@
-"""Selective prediction: the area under the risk-coverage curve, and its excess over that of a perfect order.
+"""Selective prediction: the area under the risk-coverage curve, and its excess over that of a perfect ranking.
 
 Geifman, Uziel and El-Yaniv (2019), arXiv 1805.08206, sections 2 and 3. The curve is the error rate among the i most
-confident examples, i = 1 to N; the area is its mean. Equal confidences count as every order of them does on average.
+confident examples, i = 1 to N; the area is its mean. Ties in confidence count as the average over all their orders.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def selective_scores(examples: ExampleStatistics) -> ScoreGroup:
     order = np.argsort(-examples.confidence, kind="stable")
     ordered, is_wrong = examples.confidence[order], ~examples.is_right[order]
     places = np.flatnonzero(is_wrong)
-    # Groups of equal confidence that hold an error: where each begins and ends, and its first error.
+    # Groups of equal confidence that contain an error: begin, end and first error of each.
     starts, first = np.unique(np.searchsorted(-ordered, -ordered[places], side="left"), return_index=True)
     ends = np.searchsorted(-ordered, -ordered[starts], side="right")
     harmonic = _harmonic(len(order))
-    # An error at place p adds 1/i to the curve at every i >= p: H_N - H_(p - 1); summed over a group with these.
+    # An error at position p adds 1/i to the curve at every i >= p: H_N - H_(p - 1); these sums give it for a group.
     summed = np.arange(len(order) + 1) * (harmonic - 1)
 
     def statistic(weights: NDArray) -> Floats:
@@ -48,19 +48,17 @@ def selective_scores(examples: ExampleStatistics) -> ScoreGroup:
 
 
 def _harmonic(largest: int) -> Floats:
-    """H_0 to H_largest."""
+    """Return the harmonic numbers H_0 to H_largest."""
     found = special.digamma(np.arange(1, largest + 2)) + np.euler_gamma
     found[0] = 0.0
     return found
 
 
 def _cumulative(weights: NDArray, starts: NDArray, ends: NDArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sums (b, J) of weights (b, N), whole numbers, before each start and before each end."""
+    """Return sums (b, J) of integer weights (b, N) before each start and before each end."""
     num_examples = weights.shape[1]
     edges = np.sort(np.concatenate([[0], starts, ends[ends < num_examples]]), kind="stable")  # ascending parts: a merge
-    edges = edges[
-        np.append(True, np.diff(edges) > 0)
-    ]  # reduceat takes what is between two of them, and these all differ
+    edges = edges[np.append(True, np.diff(edges) > 0)]  # distinct, since reduceat sums what is between neighbours
     sums = np.zeros((len(weights), len(edges) + 1), dtype=np.int64)
     sums[:, 1:] = np.cumsum(np.rint(np.add.reduceat(weights, edges, axis=1)).astype(np.int64), axis=1)
     places = np.append(edges, num_examples)

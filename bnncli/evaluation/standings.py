@@ -1,4 +1,4 @@
-"""How posteriors stand in a column of scores: against the best of them, or against a baseline."""
+"""Rank posteriors in a column of scores: against the best of them, or against a baseline."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from bnncli.evaluation.paired import Difference, Sample, difference, holm
 
 @dataclass(frozen=True)
 class Standing:
-    """How one posterior stands in a column of scores.
+    """The standing of one posterior in a column of scores.
 
     Args:
-        against: its score minus that of the best, or of the baseline; None for that one itself, or where undefined. Its
-            interval holds by itself for a baseline, and together with all other pairs' where the best is the other: then
-            there is no p-value of the one pair, which was chosen for its difference.
-        p_adjusted: for a baseline of no difference, by Holm over the comparisons in the column; else of being among the
-            best.
-        is_best: it is the best; is_close: it is not shown to be worse than any.
+        against: its score minus that of the best or of the baseline; None for that one itself, or if undefined. The
+            interval is pointwise against a baseline, and simultaneous over all pairs against the best. The latter has
+            no p-value, because the pair was chosen for its difference.
+        p_adjusted: against a baseline, Holm-adjusted p-value of no difference; else p-value of being among the best.
+        is_best: it is the best.
+        is_close: it is not significantly worse than any other.
     """
 
     against: Difference | None = None
@@ -33,13 +33,13 @@ class Standing:
 def standings(
     samples: Sequence[Sample | None], *, higher_is_better: bool | None, alpha: float, baseline: int | None = None
 ) -> list[Standing]:
-    """How each of the scores of a column stands against the best, or against the one at `baseline`.
+    """Return the standing of each score of a column against the best, or against the one at `baseline`.
 
     Args:
-        samples: None where undefined. Of equal best ones the first is the best.
-        higher_is_better: None where neither is, and no one best.
-        alpha: level of the test of all of them together; of each interval of a difference from a baseline, and of all
-            those of differences from the best together (1 - alpha).
+        samples: None if undefined. The first of tied best ones is the best.
+        higher_is_better: None if no direction is better, and none is the best.
+        alpha: level of the joint test; 1 - alpha is the level of each interval against a baseline, and the simultaneous
+            level of the intervals against the best.
     """
     known = {place: sample for place, sample in enumerate(samples) if sample is not None}
     sign = 1 if higher_is_better else -1
@@ -62,15 +62,16 @@ def standings(
 
 
 def fewest_replicates(num_others: int, *, alpha: float, has_baseline: bool) -> int:
-    """How many replicates let the p-value of one of several comparisons be as small as alpha."""
-    # Without a baseline those left are tested at once; the bounds of best.py are left out where replicates are few.
+    """Return the number of replicates at which the p-value of one of several comparisons can be alpha."""
+    # Without a baseline the remaining ones are tested together; confidence_set.py omits its bounds if replicates are
+    # few.
     return int((num_others if has_baseline else 1) / alpha) + 1
 
 
 def _against_baseline(
     samples: Sequence[Sample | None], baseline: int, best: int | None, alpha: float
 ) -> list[Standing]:
-    """Differences of all from one, tested by Holm."""
+    """Return differences from the baseline, tested with Holm."""
     reference = samples[baseline]
     if reference is None:
         return [Standing(is_best=place == best, is_close=place == best) for place in range(len(samples))]
@@ -86,7 +87,7 @@ def _against_baseline(
 
 
 def _from_best(own: Sample, best: Sample, reach: float) -> Difference:
-    """The difference from the best, with the interval that all pairs' hold together."""
+    """Return the difference from the best, with the simultaneous interval."""
     found = difference(own, best)
     low, high = (found.value - reach, found.value + reach) if np.isfinite(reach) else (None, None)
     return replace(found, low=low, high=high, p_value=None)

@@ -1,9 +1,9 @@
 """The verdict on the posteriors of a run: which fits its target well enough to use.
 
-A pure function from numbers to a sentence. What to predict with is another question, which recommendation.py answers: a good
-fit to a bad prior predicts badly. A Gaussian or flow is good when its importance weights say so (Yao et al. 2018,
-arXiv:1802.02538: Pareto k; and a small spread of the log weights, which bounds the divergence that k does not see); draws
-are good when their chains agree (Vehtari et al. 2021, arXiv:1903.08008).
+A pure function from numbers to a sentence. What to predict with is a separate question, answered in recommendation.py:
+a good fit to a bad prior predicts badly. A Gaussian or flow is good if its importance weights are (Yao et al. 2018,
+arXiv:1802.02538: Pareto k; and a small spread of the log weights, which bounds the divergence that k misses). Draws are
+good if their chains agree (Vehtari et al. 2021, arXiv:1903.08008).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from bnncli.parameters.module import ALL
 from bnncli.parameters.prior import Prior
 
 CLOSE_LOG_WEIGHT_SD = 2.0  # nats; the KL divergence of log-normal weights is half its square
-GOOD_ESS = 400.0  # Vehtari et al. (2021), section 4: fewer, and the diagnostics themselves are noise
-_EXACT_SD = 1e-6  # nats; the weights are equal, and k has no tail to be fitted to
-_SHOWN_P = 0.01  # below it draws show a difference
+GOOD_ESS = 400.0  # Vehtari et al. (2021), section 4: below it, the diagnostics themselves are noise
+_EXACT_SD = 1e-6  # nats; the weights are equal, so no tail can be fitted
+_SHOWN_P = 0.01  # below it, draws differ significantly
 DENSITIES = ("gaussian", "flow")
 LINEAR_DRAWS = "linear-draws"
 POINTS = ("point", "sparse")
@@ -30,22 +30,23 @@ POINTS = ("point", "sparse")
 
 @dataclass(frozen=True)
 class Judged:
-    """What is known of one posterior; None where it is undefined for its type.
+    """The measured facts about one posterior; None if undefined for its type.
 
     Args:
-        name: of the artifact.
+        name: name of the artifact.
         type: point, gaussian, flow, samples, latent-binary or sparse.
-        target: its prior, which defines the log posterior it was fitted to.
-        layers: the parameters that it is over, as they were named; None for the last layer.
+        target: prior of the log posterior it was fitted to.
+        layers: its parameters as the user named them; None for the last layer.
         elbo, elbo_error: nats.
         log_weight_sd, pareto_k, k_threshold: of its importance weights.
-        shortfall: nats that its ELBO is below its maximum, where the fit has found that to be much.
+        shortfall: nats by which its ELBO is below the maximum, if the fit found this to be large.
         r_hat, ess_bulk, ess_tail, divergences, lowest_acceptance, lowest_bfmi: of its chains.
-        is_exact: whether its draws would have the target's law, were there enough of them: not where no move is ever refused.
-        reference, mmd2, mmd_p: good draws of the same target that it was compared with, the distance, the p-value.
-        is_worse: it predicts val worse than the network at one temperature, beyond chance.
+        is_exact: whether its draws converge to the target's distribution; False for samplers that accept every move.
+        reference, mmd2, mmd_p: good draws of the same target it was compared with, distance, and p-value.
+        is_worse: it predicts val significantly worse than the network at one temperature.
         is_tuned: its prior precision was chosen by val NLL.
-        num_varying: parameters that vary, where it fixes all others; None where it fixes none.
+        num_varying: number of varying parameters, if it fixes all others; else None.
+        fit_on: splits it was fitted to.
     """
 
     name: str
@@ -75,13 +76,13 @@ class Judged:
 
     @property
     def aim(self) -> tuple[str | None, Prior | None, str]:
-        """What it was fitted to: the log posterior of these parameters under this prior, given the rows of these splits."""
+        """The log posterior it was fitted to: parameters, prior, and splits."""
         return self.layers, self.target, self.fit_on
 
 
 @dataclass(frozen=True)
 class Commands:
-    """Commands to be pasted: predict with a posterior, sample the target of one, fit a Gaussian, tune the prior on val."""
+    """Commands to paste: predict with a posterior, sample the target of one, fit a Gaussian, tune the prior on val."""
 
     predict: Callable[[str], str]
     sample: Callable[[Judged], str]
@@ -95,10 +96,10 @@ class Verdict:
 
     Args:
         sentence: for people.
-        use: name of the posterior to use for fit to the target; None when none is good.
-        target: the prior that the sentence speaks of.
+        use: name of the posterior that fits its target; None if none is good.
+        target: prior that the sentence refers to.
         is_good: whether any posterior is good for its target.
-        run: the command to run next.
+        run: command to run next.
     """
 
     sentence: str
@@ -109,7 +110,7 @@ class Verdict:
 
 
 def doubts(judged: Judged) -> list[str]:
-    """Why a posterior is not good for its target, in words; empty when it is good. The one place that defines good."""
+    """Return the reasons why a posterior does not fit its target; empty if it is good. Only this function defines good."""
     if judged.type == "samples":
         return _doubts_of_chains(judged)
     if judged.type in POINTS:
@@ -139,7 +140,7 @@ def doubts(judged: Judged) -> list[str]:
 
 
 def give_verdict(posteriors: Sequence[Judged], commands: Commands, prediction: str) -> Verdict:
-    """The verdict on posteriors, in the order in which equals are preferred.
+    """Return the verdict on posteriors, given in order of preference among equals.
 
     Args:
         prediction: what to predict with, as a clause.
@@ -187,7 +188,7 @@ def _doubts_of_chains(judged: Judged) -> list[str]:
 
 
 def _choose(same_target: Sequence[Judged]) -> Judged | None:
-    """The good posterior to use: the simplest density whose ELBO is not worse than the best one's, else chains."""
+    """Return the good posterior to use: the simplest density whose ELBO matches the best one's, else chains."""
     good = [judged for judged in same_target if not doubts(judged)]
     densities = [judged for judged in good if judged.type in DENSITIES]
     if not densities:
@@ -206,13 +207,13 @@ def _highest_elbo(densities: Sequence[Judged]) -> Judged:
 
 
 def _elbo_gap(highest: Judged, other: Judged) -> float:
-    """Nats by which the ELBO of other is lower than noise and indifference allow; at most 0 when it is not."""
+    """Return the nats by which other's ELBO is lower than noise and indifference allow; at most 0 if it is not."""
     noise = NUM_STANDARD_ERRORS * math.hypot(highest.elbo_error or 0.0, other.elbo_error or 0.0)
     return (highest.elbo or 0.0) - (other.elbo or 0.0) - max(NEGLIGIBLE_NATS, noise)
 
 
 def _fit_clause(same_target: Sequence[Judged], use: Judged | None, commands: Commands) -> tuple[str, str]:
-    """What fits the target, and the command to run next."""
+    """Return a clause about the fit to the target, and the command to run next."""
     densities = [judged for judged in same_target if judged.type in DENSITIES]
     far = ""
     if densities:

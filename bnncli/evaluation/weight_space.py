@@ -1,10 +1,10 @@
-"""How far the draws of one posterior lie from those of another in weight space: marginals, means, covariances.
+"""Distances in weight space between the draws of two posteriors: marginals, means, covariances.
 
-Everything is in units of the reference's standard deviation of each parameter, and comes with what it would be for draws
-of the same Gaussian. The unbiased estimate of the trace of a squared covariance is the U-statistic of Li and Chen (2012),
-"Two sample tests for high-dimensional covariance matrices", Annals of Statistics 40, arXiv 1206.0917, eq. (2.1), summed
-as Song, Smola, Gretton, Bedo and Borgwardt (2012), JMLR 13, sum it for their eq. (4). It needs draws by draws, and
-nothing of the size P by P.
+All are in units of the reference's standard deviation of each parameter, and come with their expected value for draws
+of the same Gaussian. The unbiased estimate of the trace of a squared covariance is the U-statistic of Li and Chen
+(2012), "Two sample tests for high-dimensional covariance matrices", Annals of Statistics 40, arXiv 1206.0917, eq.
+(2.1), summed as in Song, Smola, Gretton, Bedo and Borgwardt (2012), JMLR 13, eq. (4). It needs inner products of draws
+and no P by P matrix.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MIN_COVARIANCE_DRAWS = 4
-# sqrt(2 / pi) times the integral of sqrt(F (1 - F)), F the standard normal distribution function: the mean of the
-# 1-Wasserstein distance between n draws of N(0, 1) and N(0, 1) itself, times sqrt(n).
+# sqrt(2 / pi) times the integral of sqrt(F (1 - F)) with F the standard normal CDF: sqrt(n) times the mean
+# 1-Wasserstein distance between n draws of N(0, 1) and N(0, 1).
 GAUSSIAN_WASSERSTEIN = 1.2883792
-_BLOCK = 2**22  # float64 numbers of one block of parameters held at once
+_BLOCK = 2**22  # float64 values per block of parameters
 
 
 def reference_scale(draws: Tensor) -> Tensor:
-    """Standard deviation (P,) float64 of each parameter of the reference's draws (m, P).
+    """Return the standard deviation (P,) float64 of each parameter over the reference's draws (m, P).
 
     Raises:
-        DataError: fewer than two draws, or a parameter that does not vary.
+        DataError: there are fewer than two draws, or a parameter is constant.
     """
     num_draws, num_params = draws.shape
     if num_draws < 2:
@@ -45,9 +45,9 @@ def reference_scale(draws: Tensor) -> Tensor:
 
 
 def wasserstein_distances(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """1-Wasserstein distance (P,) float64 between the marginals of draws x (n, P) and y (m, P), in units of scale (P,).
+    """Return 1-Wasserstein distances (P,) float64 between the marginals of x (n, P) and y (m, P), in units of scale (P,).
 
-    The integral of the difference of the quantile functions, which jump at the same levels for all parameters.
+    The integral of the absolute difference of the quantile functions, which jump at the same levels for all parameters.
     """
     sizes = check_shapes(x=(x, "n P"), y=(y, "m P"), scale=(scale, "P"))
     n, m = sizes["n"], sizes["m"]
@@ -63,33 +63,32 @@ def wasserstein_distances(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 
 def wasserstein_floor(n: int, m: int) -> float:
-    """The mean distance between n and m independent draws of the same N(0, 1), for large n and m."""
+    """Return the mean distance between n and m independent draws of N(0, 1), for large n and m."""
     return GAUSSIAN_WASSERSTEIN * math.sqrt(1 / n + 1 / m)
 
 
 def mean_error(mean: Tensor, reference_mean: Tensor, scale: Tensor) -> float:
-    """Root mean square over the parameters of the difference of two means (P,), float64, in units of scale (P,)."""
+    """Return the root mean square difference of two means (P,), float64, in units of scale (P,)."""
     check_shapes(mean=(mean, "P"), reference_mean=(reference_mean, "P"), scale=(scale, "P"))
     return float(((mean.to(scale) - reference_mean.to(scale)) / scale).square().mean().sqrt())
 
 
 def mean_floor(n: float, m: float) -> float:
-    """The root mean square of the error of means of n and m independent draws of the same distribution; inf: exact."""
+    """Return the root mean square error between the means of n and m independent draws of one distribution; inf: exact."""
     return math.sqrt(1 / n + 1 / m)
 
 
 def covariance_error(x: Tensor, y: Tensor, scale: Tensor) -> float:
-    """Relative error of the covariance of x, ||S_x - S_y|| / ||S_y||, Frobenius norm, of parameters in units of scale (P,).
+    """Return ||S_x - S_y|| / ||S_y||, Frobenius norm, of the covariances in units of scale (P,).
 
-    The square root of an unbiased estimate of its square; 0 where that estimate is not positive, so that nothing can be
-    told. A point in place of a distribution has error 1.
+    The square root of an unbiased estimate of the square, or 0 if that estimate is negative. A point mass has error 1.
 
     Args:
         x: (n, P) independent draws, n at least 4.
         y: (m, P) independent draws, m at least 4.
 
     Raises:
-        DataError: too few draws, or all of S_y within the noise.
+        DataError: there are too few draws, or S_y is within the noise.
     """
     sizes = check_shapes(x=(x, "n P"), y=(y, "m P"), scale=(scale, "P"))
     n, m = sizes["n"], sizes["m"]
@@ -110,15 +109,15 @@ def covariance_error(x: Tensor, y: Tensor, scale: Tensor) -> float:
 
 
 def covariance_floor(n: int, m: int) -> float:
-    """The error that n and m independent draws can just tell from none: the root of the standard deviation of its square.
+    """Return the smallest error that n and m draws can detect: the root of the standard deviation of its square.
 
-    For equal Gaussians of many independent parameters (Li and Chen 2012, section 3); sqrt(sqrt(2)) times as much for one.
+    For equal Gaussians of many independent parameters (Li and Chen 2012, section 3); sqrt(sqrt(2)) times this for one.
     """
     return math.sqrt(2 * (1 / n + 1 / m))
 
 
 def _squared_trace(products: Tensor) -> float:
-    """Unbiased estimate of tr(S^2) from the inner products (n, n) of n draws, around any one point."""
+    """Return an unbiased estimate of tr(S^2) from the inner products (n, n) of n draws centred at any one point."""
     n = len(products)
     others = products.clone().fill_diagonal_(0)
     rows = others.sum(dim=1)
@@ -127,5 +126,5 @@ def _squared_trace(products: Tensor) -> float:
 
 
 def _parameters(num_params: int, num_draws: int) -> Iterator[slice]:
-    """Slices of parameters whose draws fit a block."""
+    """Return slices of parameters whose draws fit a block."""
     return slices(0, num_params, max(1, _BLOCK // num_draws))

@@ -1,6 +1,6 @@
-"""Scores as functions of how often each example counts, and the losses that scores are means of.
+"""Scores as functions of how often each example counts, and the losses that scores average.
 
-Weights of one give a score itself, multinomial counts give its bootstrap replicates, by the same formula.
+Weights of one give the score itself, multinomial counts its bootstrap replicates, by the same formula.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.label_statistics import decision_losses
 
-# The smallest probability that the log sees: float32 probabilities underflow to 0, whose log would be
-# infinite.
+# Clamp for log probabilities: float32 probabilities underflow to 0, whose log is infinite.
 SMALLEST_PROBABILITY = float(np.finfo(np.float32).tiny)
 NO_LABELS = "no labels"
 Floats = NDArray[np.float64]
@@ -29,12 +28,12 @@ class ScoreForm:
 
     Args:
         name: accuracy, nll, ece and so on.
-        choices: what tells its forms apart and defines the number.
-        higher_is_better: None where neither is.
-        method: of its bootstrap interval.
-        bounds: its range.
-        facts: numbers that are told with it, such as how many probabilities were clamped.
-        when_nan: why it is undefined where the statistic is NaN.
+        choices: settings that define the number and distinguish its forms.
+        higher_is_better: None if no direction is better.
+        method: method of the bootstrap interval.
+        bounds: range of the score.
+        facts: accompanying numbers, such as how many probabilities were clamped.
+        when_nan: why the score is undefined if the statistic is NaN.
     """
 
     name: str
@@ -51,13 +50,13 @@ class ScoreGroup:
     """Scores that are computed together.
 
     Args:
-        members: m of them.
-        statistic: weights (b, N), whole numbers whose rows sum to N, to the scores (b, m); None where undefined.
+        members: the m scores.
+        statistic: maps integer weights (b, N), rows summing to N, to scores (b, m); None if undefined.
         undefined: the reason.
-        cost: operations an example and replicate, relative to a mean's; dear scores get fewer replicates.
-        against_chance: of calibration errors: a generator and the level of the intervals, or None for none, to what the
-            row of each member gains: `floor`, `p_calibrated` and, with a level, its `interval`.
-        per_class: of means over classes: what `per_class` of each member's row is, None where undefined.
+        cost: operations per example and replicate relative to a mean; expensive scores get fewer replicates.
+        against_chance: for calibration errors, maps a generator and the level of intervals (None for no intervals) to
+            the extra fields of each member's row: `floor`, `p_calibrated` and, with a level, `interval`.
+        per_class: for means over classes, returns the `per_class` values of each member's row, None if undefined.
     """
 
     members: Sequence[ScoreForm]
@@ -73,8 +72,7 @@ def means(members: Sequence[ScoreForm], values: Sequence[NDArray]) -> ScoreGroup
     columns = np.stack([np.asarray(value, dtype=np.float64) for value in values], axis=1)
 
     def statistic(weights: NDArray) -> Floats:
-        # In float64: float32 is enough for one score, but the differences that are made of replicates may be below
-        # its rounding.
+        # float64: differences of replicates may be below float32 rounding.
         return weights.astype(np.float64) @ columns / len(columns)
 
     return ScoreGroup(members, statistic)
@@ -99,7 +97,7 @@ def nll(probs: NDArray, labels: NDArray) -> float:
 def nll_per_example(probs: NDArray, labels: NDArray) -> Floats:
     """Return -log p(label) of each example (N,), nats, clamped at SMALLEST_PROBABILITY.
 
-    Of several labels an example, (N, L), the mean over them: of each being there or not.
+    For multi-label predictions (N, L), the mean over labels of whether each is present.
     """
     if labels.ndim == 2:
         return decision_losses(probs, labels != 0)[0].mean(axis=1)

@@ -18,14 +18,14 @@ SPACES = ("whitened", "weight")
 
 
 class Recipe(NamedTuple):
-    """How layers of one kind are trained when nothing else is asked for.
+    """Default training of the layers of one kind.
 
     Args:
         length: layers.
         epochs: passes over the data.
         batch_size: examples a step.
         num_draws: theta drawn a step.
-        learning_rate: of Adam at first.
+        learning_rate: initial learning rate of Adam.
     """
 
     length: int
@@ -37,27 +37,26 @@ class Recipe(NamedTuple):
 
 # Kristiadi, Eschenhagen, Hennig (2022), arXiv:2205.10041.
 PUBLISHED = Recipe(length=5, epochs=20, batch_size=128, num_draws=1, learning_rate=1e-3)
-
-
-# Fewer and better steps: on two cores they cost what the published ones do.
+# Fewer and better steps: on two cores they take as long as the published ones.
 ALL_DATA = Recipe(length=4, epochs=600, batch_size=2**16, num_draws=8, learning_rate=0.01)
 
-# Of a whole network, where a step on all data costs as much as an epoch of minibatches.
+# For a whole network, where a step on all data costs as much as an epoch of minibatches.
 MINIBATCHES = Recipe(length=1, epochs=50, batch_size=256, num_draws=1, learning_rate=0.03)
 
 
 class FlowLayer(Protocol):
-    """What every layer offers; each is also an nn.Module, built as kind(layout, generator, **settings).
+    """Interface of a layer; each is also an nn.Module, built as kind(layout, generator, **settings).
 
     A layer whose Jacobian J does not depend on z may also have `push_score(score (S, P)) -> (S, P)`, J^{-T} score: the
-    gradient of the log density behind it, from that before it. A kind may have a static `push_together(layers, z (S, P))`,
-    the same as `push` on layers of that kind alone, in fewer operations.
+    gradient of the log density behind it, from that before it. A kind may have a static `push_together(layers, z (S,
+    P))`, which equals `push` on layers of that kind alone, in fewer operations.
 
     Args:
-        recipe: how it is trained by default.
-        settings: names of the settings it takes: what its file declares in SETTINGS, options of refine, and index, its place
-            among the layers. Each is an attribute of the layer as well, with its resolved value.
-        spaces: where it can act, its own choice first.
+        recipe: default training.
+        settings: names of its settings: those that its file declares in SETTINGS, which are options of refine, and
+            index, its
+          place among the layers. Each is also an attribute of the layer, with its resolved value.
+        spaces: where it can act, the default first.
         maps: how its stored parameters become those of its formula.
     """
 
@@ -67,29 +66,29 @@ class FlowLayer(Protocol):
     maps: ClassVar[str]
 
     def __call__(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of z (S, P) and log|det Jacobian| there, (S,)."""
+        """Return the image of z (S, P) and log|det Jacobian| there, (S,)."""
 
     def inverse(self, y: Tensor) -> Tensor:
-        """z (S, P) with forward(z) = y (S, P)."""
+        """Return z (S, P) with forward(z) = y (S, P)."""
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The unconstrained parameters, on the CPU, float64 when the layer is."""
+        """Return the unconstrained parameters, on the CPU, float64 when the layer is."""
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
 
     def summary(self) -> dict[str, float]:
-        """A few numbers that tell what the layer does."""
+        """Return a few numbers that describe what the layer does."""
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Moves the layer, as every nn.Module does."""
+        """Move the layer, as every nn.Module does."""
 
 
 def build_layers(
     kind: str, layout: ParamLayout, generator: torch.Generator, *, length: int, **settings: Any
 ) -> tuple[Any, ...]:
-    """`length` layers of one kind; a setting of None is left to the kind.
+    """Build `length` layers of one kind; a setting of None takes the kind's default.
 
     Raises:
         UsageError: when there is no such kind, or it does not take a setting.
@@ -102,7 +101,7 @@ def build_layers(
 
 
 def check_taken(kind: str, given: Iterable[str]) -> None:
-    """Pass when layers of this kind take the settings of these names. Raises UsageError otherwise, or for no such kind."""
+    """Check that layers of this kind take the settings of these names. Raises UsageError otherwise, or for an unknown kind."""
     for name in given:
         if name not in class_attribute("flows", kind, "settings"):
             takers = [flow for flow in registry.names("flows") if name in class_attribute("flows", flow, "settings")]
@@ -110,23 +109,23 @@ def check_taken(kind: str, given: Iterable[str]) -> None:
 
 
 def resolved_settings(kind: str, layout: ParamLayout, **settings: Any) -> dict[str, Any]:
-    """The settings that all layers of this kind would have, as `settings_of` gives those of one that is built.
+    """Return the settings that all layers of this kind would have, as `settings_of` does for a built layer.
 
     Args:
-        settings: those that were given; one of None is left to the kind.
+        settings: given values; None takes the kind's default.
 
     Raises:
-        UsageError: when there is no such kind, it does not take a setting, or not this value.
+        UsageError: when there is no such kind, or it does not take a setting or this value.
     """
     check_taken(kind, settings)
     return resolve(declaration("flows", kind, "SETTINGS") or {}, layout, **settings)
 
 
 def resolve(declared: Mapping[str, Setting], layout: ParamLayout, **given: Any) -> dict[str, Any]:
-    """A value for each setting that a kind declares: the given one, or its default; None for one that has no place here.
+    """Return a value for each setting that a kind declares: the given one, or its default; None for one that does not apply.
 
     Raises:
-        UsageError: a value that is given where the setting has no place, or beyond what theta bounds it by.
+        UsageError: a value is given for a setting that does not apply, or exceeds the bound that theta sets.
     """
     found: dict[str, Any] = {}
     for name, setting in declared.items():
@@ -147,7 +146,7 @@ def resolve(declared: Mapping[str, Setting], layout: ParamLayout, **given: Any) 
 
 
 def push(layers: Sequence[FlowLayer], z: Tensor) -> tuple[Tensor, Tensor]:
-    """The image of z (S, P) through all layers in order, and the sum of their log|det Jacobian| (S,), to differentiate once."""
+    """Push z (S, P) through all layers; return the image and the sum of their log|det Jacobian| (S,), differentiable once."""
     kinds = {type(layer) for layer in layers}
     if len(kinds) == 1 and hasattr(kind := kinds.pop(), "push_together"):
         together: tuple[Tensor, Tensor] = kind.push_together(layers, z)
@@ -160,11 +159,12 @@ def push(layers: Sequence[FlowLayer], z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose_recipe(kind: str, *, is_of_network: bool = False, **choices: Any) -> Recipe:
-    """How layers of this kind are trained; a choice of None is left to the kind. Raises UsageError for no such kind.
+    """Return the training of layers of this kind; a choice of None takes the kind's default. Raises UsageError for an unknown kind.
 
     Args:
-        is_of_network: whether a draw of theta costs a pass through a whole network for each example of a step: those that
-            take all data for a step in the last layer take minibatches then.
+        is_of_network: whether each draw of theta costs a forward pass of a whole network for each example of a step.
+            Kinds
+          that use all data in a step for the last layer then use minibatches.
     """
     own: Recipe = class_attribute("flows", kind, "recipe")
     if is_of_network and own.batch_size > MINIBATCHES.batch_size:
@@ -173,12 +173,12 @@ def choose_recipe(kind: str, *, is_of_network: bool = False, **choices: Any) -> 
 
 
 def settings_of(layer: FlowLayer) -> dict[str, Any]:
-    """The resolved settings that all layers of a flow share."""
+    """Return the resolved settings that all layers of a flow share."""
     return {name: getattr(layer, name) for name in layer.settings if name != "index"}
 
 
 def choose_space(kind: str, space: str) -> str:
-    """Where layers of this kind act: `space`, or their own choice for auto. Raises UsageError when they cannot."""
+    """Return where layers of this kind act: `space`, or the kind's default for auto. Raises UsageError where they cannot act."""
     spaces = class_attribute("flows", kind, "spaces")
     if space == "auto":
         return str(spaces[0])
@@ -191,28 +191,28 @@ def choose_space(kind: str, space: str) -> str:
 
 
 def uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -> Tensor:
-    """Float64 numbers from U(-bound, bound), on the generator's device."""
+    """Draw float64 numbers from U(-bound, bound), on the generator's device."""
     unit = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
     return (2 * unit - 1) * bound
 
 
 def zeros(*shape: int, generator: torch.Generator) -> nn.Parameter:
-    """A parameter of float64 zeros, on the generator's device."""
+    """Return a parameter of float64 zeros, on the generator's device."""
     return torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64, device=generator.device))
 
 
 def place_buffer(index: int, generator: torch.Generator) -> Tensor:
-    """A layer's place among the layers as a tensor, (1,), so that it is stored with the parameters."""
+    """Return a layer's place among the layers as a tensor (1,), to be stored with the parameters."""
     return torch.tensor([index], device=generator.device)
 
 
 def loaded(layer: Any, tensors: dict[str, Tensor]) -> Any:
-    """The layer itself, with the parameters and buffers that tensors_of gave."""
+    """Load the parameters and buffers of `tensors_of` into a layer, and return it."""
     layer.load_state_dict(tensors)
     return layer
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer by name, on the CPU; floating-point ones as float64."""
+    """Return every parameter and persistent buffer by name, on the CPU; floating-point ones as float64."""
     state = {name: value.detach().cpu().clone() for name, value in layer.state_dict().items()}
     return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}

@@ -1,4 +1,4 @@
-"""How large the layers of an affine flow are, told without building one."""
+"""Size of the layers of an affine flow, computed without building one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bnncli.parameters.layouts import MatrixLayout
 
 
 def num_elements(layout: MatrixLayout, scale: str) -> int:
-    """Numbers in one layer, of the default rank where there is one."""
+    """Return how many numbers one layer has, with the default rank."""
     size = layout.num_params
     if scale == "diag":
         return 2 * size

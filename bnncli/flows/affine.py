@@ -35,9 +35,7 @@ class Affine(nn.Module):
 
     kron: M z = vec(B Z A^T), Z (K, F) the weight with the bias as its last column, A (F, F) and B (K, K) lower
     triangular with ones on their diagonals. block: the same with an A of its own for each output.
-
     diag: M = I.
-
     low-rank: M = I + Q (C - I) Q^T, Q (P, R) orthonormal, C (R, R) lower triangular with a positive diagonal. M M^T is
     then I + Q (C C^T - I) Q^T, any positive definite matrix that differs from I by rank R: variances shrink as well as
     grow and correlations have either sign, which a plain I + U U^T cannot do, and F is invertible for all parameters.
@@ -87,20 +85,20 @@ class Affine(nn.Module):
             self.output_factor = zeros(layout.num_outputs, layout.num_outputs, generator=generator)
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of z (S, P) and log|det J|, the same number for all, (S,)."""
+        """Return the image of z (S, P) and log|det J|, the same number for all, (S,)."""
         if self.scale == "diag":
             moved = z
         elif self.scale == "low-rank":
             basis = orthonormal_columns(self.basis)
             moved = z + (z @ basis) @ (_lower_less_identity(self.core).T @ basis.T)
         else:
-            # (K, S, F): one product an output, or one for all of them.
+            # (K, S, F): one product for each output, or one for all of them.
             rows = self.layout.augment(z).transpose(0, 1) @ _unit_lower(self.feature_factor).mT
             moved = self.layout.flatten(_unit_lower(self.output_factor) @ rows.transpose(0, 1))
         return torch.addcmul(self.shift, self.log_scale.exp(), moved), self._log_det().expand(z.shape[0])
 
     def inverse(self, y: Tensor) -> Tensor:
-        """z (S, P) with F(z) = y: triangular solves, with R right-hand sides' worth of work for low-rank."""
+        """Return z (S, P) with F(z) = y by triangular solves, with R right-hand sides for low-rank."""
         moved = (y - self.shift) * (-self.log_scale).exp()
         solve = torch.linalg.solve_triangular
         if self.scale == "diag":
@@ -114,7 +112,7 @@ class Affine(nn.Module):
         return self.layout.flatten(rows.transpose(0, 1))
 
     def push_score(self, score: Tensor) -> Tensor:
-        """J^{-T} score, (S, P): the gradient of a log density at F(z) from that at z."""
+        """Return J^{-T} score, (S, P): the gradient of a log density at F(z) from that at z."""
         solve = torch.linalg.solve_triangular
         if self.scale == "diag":
             moved = score
@@ -123,7 +121,8 @@ class Affine(nn.Module):
             inside = score @ basis
             moved = score + (solve(_lower(self.core).T, inside.T, upper=True).T - inside) @ basis.T
         else:
-            # M^{-T} is that of the outputs after that of the features; factors of single outputs do not commute with the former.
+            # M^{-T} applies the features' factor before the outputs'; factors of single outputs do not commute with the
+            # latter.
             rows = self.layout.augment(score).transpose(0, 1)
             rows = _solve_features(_unit_lower(self.feature_factor), rows, upper=False)
             rows = _solve_outputs(_unit_lower(self.output_factor).T, rows, upper=True)
@@ -131,12 +130,14 @@ class Affine(nn.Module):
         return moved * (-self.log_scale).exp()
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`shift`, `log_scale` (P,); `feature_factor` (F, F) or (K, F, F), `output_factor` (K, K), or `basis` (P, R), `core` (R, R); for diag none but the first two."""
+        """Return `shift`, `log_scale` (P,); `feature_factor` (F, F) or (K, F, F) and `output_factor` (K, K), or `basis`
+        (P, R) and `core` (R, R); for diag only the first two.
+        """
         return tensors_of(self)
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: MatrixLayout) -> Self:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         if "core" in tensors:
             layer = cls(layout, torch.Generator(), scale="low-rank", rank=tensors["core"].shape[0])
         elif "feature_factor" not in tensors:
@@ -148,7 +149,7 @@ class Affine(nn.Module):
         return layer
 
     def summary(self) -> dict[str, float]:
-        """|shift|, log|det J|, and the smallest and the largest number that a coordinate is scaled by on its own."""
+        """Return |shift|, log|det J|, and the smallest and the largest factor of the diagonal d."""
         with torch.no_grad():
             scale = self.log_scale.exp()
             return {
@@ -159,35 +160,35 @@ class Affine(nn.Module):
             }
 
     def _log_det(self) -> Tensor:
-        """log|det J|, a scalar: unit triangular factors have none; det M = det C by the determinant lemma."""
+        """Return log|det J|, a scalar: 0 for unit triangular factors; det M = det C by the determinant lemma."""
         if self.scale == "low-rank":
             return self.log_scale.sum() + self.core.diagonal().sum()
         return self.log_scale.sum()
 
 
 def _solve_outputs(factor: Tensor, rows: Tensor, *, upper: bool) -> Tensor:
-    """factor^{-1} times the outputs of rows (K, S, F), as one solve: a batch of them would copy the factor S times."""
+    """Return factor^{-1} times the outputs of rows (K, S, F), in one solve: a batch would copy the factor S times."""
     return torch.linalg.solve_triangular(factor, rows.flatten(1), upper=upper).view_as(rows)
 
 
 def _solve_features(factor: Tensor, rows: Tensor, *, upper: bool) -> Tensor:
-    """Each row of rows (K, S, F) times factor^{-1}: one solve where the outputs share a factor (F, F), or one for each of (K, F, F)."""
+    """Return each row of rows (K, S, F) times factor^{-1}: one solve for a shared factor (F, F), a batch for (K, F, F)."""
     if factor.ndim == 3:
         return torch.linalg.solve_triangular(factor, rows, upper=upper, left=False)
     return torch.linalg.solve_triangular(factor, rows.flatten(0, 1), upper=upper, left=False).view_as(rows)
 
 
 def _unit_lower(raw: Tensor) -> Tensor:
-    """Lower triangular with ones on the diagonal, (..., n, n): I + tril(raw, -1) / sqrt(n)."""
+    """Return the lower triangular I + tril(raw, -1) / sqrt(n), (..., n, n)."""
     size = raw.shape[-1]
     return torch.eye(size, dtype=raw.dtype, device=raw.device) + raw.tril(-1) / math.sqrt(size)
 
 
 def _lower(raw: Tensor) -> Tensor:
-    """Lower triangular with the positive diagonal exp(diag(raw)), (n, n)."""
+    """Return the lower triangular matrix with the positive diagonal exp(diag(raw)), (n, n)."""
     return raw.tril(-1) / math.sqrt(raw.shape[0]) + torch.diag(raw.diagonal().exp())
 
 
 def _lower_less_identity(raw: Tensor) -> Tensor:
-    """_lower(raw) - I, exact near 0."""
+    """Return _lower(raw) - I, exact near 0."""
     return raw.tril(-1) / math.sqrt(raw.shape[0]) + torch.diag(raw.diagonal().expm1())

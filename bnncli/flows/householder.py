@@ -19,8 +19,9 @@ from bnncli.parameters.layouts import ParamLayout
 class Householder(nn.Module):
     """F(z) = center + H(second) H(first) (z - center), H(v) = I - 2 v v^T / |v|^2; starts as the identity.
 
-    It acts in weight space alone: a rotation leaves the standard normal of whitened space as it is. Both vectors start
-    equal, from U(-1, 1): so long, a step of Adam turns by about its learning rate whatever P is. The centre starts at 0.
+    It acts in weight space alone: a rotation does not change the standard normal of whitened space. Both vectors start
+    equal, from U(-1, 1): at this length a step of Adam turns by about its learning rate whatever P is. The centre
+    starts at 0.
 
     Args:
         layout: of theta; only P matters.
@@ -43,33 +44,33 @@ class Householder(nn.Module):
         self.center = zeros(layout.num_params, generator=generator)
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of z (S, P) and log|det J| = 0, (S,)."""
+        """Return the image of z (S, P) and log|det J| = 0, (S,)."""
         turned = _reflect(_reflect(z - self.center, self.first), self.second)
         return self.center + turned, z.new_zeros(z.shape[0])
 
     def inverse(self, y: Tensor) -> Tensor:
-        """z (S, P) with F(z) = y: the same reflections in the other order."""
+        """Return z (S, P) with F(z) = y: the same reflections in reverse order."""
         return self.center + _reflect(_reflect(y - self.center, self.second), self.first)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`first`, `second` and `center`, (P,), float64."""
+        """Return `first`, `second` and `center`, (P,), float64."""
         return tensors_of(self)
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return loaded(cls(layout, torch.Generator()), tensors)
 
     def summary(self) -> dict[str, float]:
-        """The angle that it turns by, 0 to pi, and |center|."""
+        """Return the angle of the rotation, 0 to pi, and |center|."""
         with torch.no_grad():
             first, second = (vector / vector.norm() for vector in (self.first, self.second))
-            # |u - w| and |u + w| tell small angles that the cosine rounds away.
+            # |u - w| and |u + w| resolve small angles that the cosine rounds away.
             between = 2 * torch.atan2((first - second).norm(), (first + second).norm())
             angle = 2 * torch.minimum(between, math.pi - between)
             return {"angle": float(angle), "center_norm": float(self.center.norm())}
 
 
 def _reflect(z: Tensor, vector: Tensor) -> Tensor:
-    """H(vector) z, (S, P)."""
+    """Return H(vector) z, (S, P)."""
     return z - (z @ vector).unsqueeze(-1) * (2 * vector / vector.square().sum())

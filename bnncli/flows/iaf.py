@@ -22,15 +22,15 @@ SETTINGS = {"hidden": HIDDEN}
 class Iaf(nn.Module):
     """F(z)_i = exp(s_i) z_i + mu_i, (mu, raw) = network(z), s = 2 tanh(raw / 2), both of the coordinates before i alone.
 
-    Forward is one pass. The inverse goes through the coordinates one after the other, P small steps for all draws
+    Forward is one pass. The inverse computes the coordinates one after the other, P small steps for all draws
     at once. Starts as the identity: the network's outputs are 0.
 
     Args:
         layout: of theta; only P matters.
         generator: of the network's first weights.
-        hidden: hidden units; unit k sees the first 1 + k (P - 2) / (hidden - 1) coordinates, so that few of them make
-            the dependence coarse.
-        index: place among the layers: odd ones go through the coordinates backwards.
+        hidden: hidden units; unit k sees the first 1 + k (P - 2) / (hidden - 1) coordinates, so few units make the
+          dependence coarse.
+        index: place among the layers: odd ones take the coordinates in reverse order.
     """
 
     recipe: ClassVar[Recipe] = ALL_DATA
@@ -61,13 +61,13 @@ class Iaf(nn.Module):
         )
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of z (S, P) and log|det J| = sum_i s_i, (S,)."""
+        """Return the image of z (S, P) and log|det J| = sum_i s_i, (S,)."""
         shift, raw = self.network(z).chunk(2, dim=1)
         log_scale = bounded_log_scale(raw)
         return torch.addcmul(shift, log_scale.exp(), z), log_scale.sum(dim=1)
 
     def inverse(self, y: Tensor) -> Tensor:
-        """z (S, P) with F(z) = y: each coordinate found adds its part to the hidden units of the next."""
+        """Return z (S, P) with F(z) = y: each coordinate, once found, adds its part to the hidden units for the next."""
         hidden_weight, weight = self.network.masked_weights()
         size, bias = y.shape[1], self.network.bias
         hidden = self.network.hidden_bias.expand(y.shape[0], -1)
@@ -81,16 +81,16 @@ class Iaf(nn.Module):
         return z
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`network.*`, float64, and `place` (1,), the index."""
+        """Return `network.*`, float64, and `place` (1,), the index."""
         return tensors_of(self)
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return loaded(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
 
     def summary(self) -> dict[str, float]:
-        """Norms of the shift and the log scale at z = 0, and of the network's last weights for each."""
+        """Return the norms of the shift and the log scale at z = 0, and of the network's last weights for each."""
         with torch.no_grad():
             weight = self.network.masked_weights()[1]
             shift, raw = self.network(weight.new_zeros(1, weight.shape[0] // 2)).chunk(2, dim=1)

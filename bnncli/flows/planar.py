@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 from bnncli.flows import PUBLISHED, SPACES, Recipe, loaded, tensors_of, uniform
 from bnncli.parameters.layouts import ParamLayout
 
-# Halving an interval of width 2 |w . u| this often leaves less than a float64 rounding error of it.
+# Bisecting an interval of width 2 |w . u| this often leaves less than a float64 rounding error of it.
 _BISECTIONS = 60
 
 
@@ -46,24 +46,24 @@ class Planar(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64, device=generator.device))
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of z (S, P) and log|det J| = log(1 + (1 - tanh^2) w . u), (S,)."""
+        """Return the image of z (S, P) and log|det J| = log(1 + (1 - tanh^2) w . u), (S,)."""
         u, slope = self._constrained()
         bend = torch.tanh(z @ self.w + self.bias)
         return z + bend.unsqueeze(-1) * u, torch.log1p((1 - bend.square()) * slope)
 
     @staticmethod
     def push_together(layers: Sequence[Planar], z: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of z (S, P) through all layers and the sum of their log|det J| (S,), differentiable once.
+        """Return the image of z (S, P) through all layers and the sum of their log|det J| (S,), differentiable once.
 
-        The same numbers as layer by layer up to rounding, in a third of the operations: what all layers have in common is
-        done for all at once, and backward is in closed form.
+        Equals layer by layer up to rounding, in a third of the operations: what all layers share is computed for all at
+        once, and backward is in closed form.
         """
         parts = [getattr(layer, name) for name in ("w", "raw_u", "bias") for layer in layers]
         image, log_det = _Together.apply(z, *parts)
         return image, log_det
 
     def inverse(self, y: Tensor) -> Tensor:
-        """z (S, P) with F(z) = y: a = w . z solves a + w . u tanh(a + bias) = w . y, increasing in a."""
+        """Return z (S, P) with F(z) = y: a = w . z solves a + w . u tanh(a + bias) = w . y, increasing in a."""
         u, slope = self._constrained()
         goal = y @ self.w
         low, high = goal - slope.abs(), goal + slope.abs()
@@ -76,33 +76,33 @@ class Planar(nn.Module):
         return y - bend.unsqueeze(-1) * u
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`w` (P,), `raw_u` (P,), `bias` (1,), float64."""
+        """Return `w` (P,), `raw_u` (P,), `bias` (1,), float64."""
         return tensors_of(self)
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return loaded(cls(layout, torch.Generator()), tensors)
 
     def summary(self) -> dict[str, float]:
-        """w . u (slope at the bend; near 0 does nothing, near -1 folds), |u| and |w|."""
+        """Return w . u (slope at the bend; near 0 does nothing, near -1 folds), |u| and |w|."""
         with torch.no_grad():
             u, slope = self._constrained()
             return {"slope": float(slope), "u_norm": float(u.norm()), "w_norm": float(self.w.norm())}
 
     def _constrained(self) -> tuple[Tensor, Tensor]:
-        """u (P,) and w . u, a scalar above -1."""
+        """Return u (P,) and w . u, a scalar above -1."""
         return _constrain(self.w, self.raw_u, self.w @ self.raw_u, self.w.square().sum())
 
 
 def _constrain(w: Tensor, raw_u: Tensor, product: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
-    """u and w . u, of w (..., P), raw_u (..., P), w . raw_u and |w|^2, the last two with as many axes or none."""
+    """Return u and w . u, given w (..., P), raw_u (..., P), w . raw_u and |w|^2, the last two with as many axes or none."""
     slope = softplus(product) - 1
     return raw_u + (slope - product) * w / square, slope
 
 
 class _Together(torch.autograd.Function):
-    """z (S, P), then each layer's w (P,), each raw_u (P,) and each bias (1,), to the last image and the log dets' sum (S,)."""
+    """Map z (S, P) and each layer's w (P,), raw_u (P,) and bias (1,) to the last image and the sum of the log dets (S,)."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Layer by layer for the image; of a bend t the derivative is 1 - t^2, of its log det -2 t w.u / (1 + (1 - t^2) w.u)."""
+        """Backpropagate layer by layer: a bend t has the derivative 1 - t^2, its log det -2 t w.u / (1 + (1 - t^2) w.u)."""
         assert not torch.is_grad_enabled(), "differentiable once: for second derivatives push through layer by layer"
         w, raw_u, u, product, square, bend, slope, rise, *inputs = ctx.saved_tensors
         to_image, weighted = gradients[0], gradients[1].unsqueeze(1) / (1 + rise)

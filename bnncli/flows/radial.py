@@ -43,24 +43,24 @@ class Radial(nn.Module):
         self.raw_beta = nn.Parameter(uniform((1,), bound, generator))
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of z (S, P) and log|det J| = (P - 1) log(1 + beta h) + log(1 + beta alpha h^2), (S,)."""
+        """Return the image of z (S, P) and log|det J| = (P - 1) log(1 + beta h) + log(1 + beta alpha h^2), (S,)."""
         alpha, beta = self._constrained()
         image, _, _, h, stretch = _move(z, self.x0, alpha, beta)
         return image, _log_det(h, stretch, alpha, z.shape[-1]).squeeze(-1)
 
     @staticmethod
     def push_together(layers: Sequence[Radial], z: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of z (S, P) through all layers and the sum of their log|det J| (S,), differentiable once.
+        """Return the image of z (S, P) through all layers and the sum of their log|det J| (S,), differentiable once.
 
-        The same numbers as layer by layer up to rounding, in a third of the operations: forward what all layers have in
-        common is done for all at once, backward is in closed form.
+        Equals layer by layer up to rounding, in a third of the operations: what all layers share is computed for all at
+        once, and backward is in closed form.
         """
         parts = [getattr(layer, name) for name in ("x0", "raw_alpha", "raw_beta") for layer in layers]
         image, log_det = _Together.apply(z, *parts)
         return image, log_det
 
     def inverse(self, y: Tensor) -> Tensor:
-        """z (S, P) with F(z) = y: |y - x0| = R = r (1 + beta / (alpha + r)), a quadratic in r."""
+        """Return z (S, P) with F(z) = y: |y - x0| = R = r (1 + beta / (alpha + r)), a quadratic in r."""
         alpha, beta = self._constrained()
         offset = y - self.x0
         image_radius = torch.linalg.vector_norm(offset, dim=-1, keepdim=True)
@@ -72,16 +72,16 @@ class Radial(nn.Module):
         return self.x0 + offset / (1 + beta / (alpha + radius))
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`x0` (P,), `raw_alpha` (1,), `raw_beta` (1,), float64."""
+        """Return `x0` (P,), `raw_alpha` (1,), `raw_beta` (1,), float64."""
         return tensors_of(self)
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return loaded(cls(layout, torch.Generator()), tensors)
 
     def summary(self) -> dict[str, float]:
-        """alpha, beta and |x0|: beta near 0 does nothing, beta near -alpha contracts to a point."""
+        """Return alpha, beta and |x0|: beta near 0 does nothing, beta near -alpha contracts to a point."""
         with torch.no_grad():
             alpha, beta = self._constrained()
             return {"alpha": float(alpha), "beta": float(beta), "x0_norm": float(self.x0.norm())}
@@ -91,13 +91,12 @@ class Radial(nn.Module):
 
 
 def _constrain(raw_alpha: Tensor, raw_beta: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha and beta."""
     alpha = softplus(raw_alpha)
     return alpha, softplus(raw_beta) - alpha
 
 
 def _move(z: Tensor, x0: Tensor, alpha: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-    """The image of z (S, P), its offset z - x0 (S, P), and (S, 1): r = |z - x0|, h = 1 / (alpha + r) and beta h."""
+    """Return the image of z (S, P), its offset z - x0 (S, P), and (S, 1): r = |z - x0|, h = 1 / (alpha + r) and beta h."""
     offset = z - x0
     radius = torch.linalg.vector_norm(offset, dim=-1, keepdim=True)
     h = torch.reciprocal(alpha + radius)
@@ -106,12 +105,12 @@ def _move(z: Tensor, x0: Tensor, alpha: Tensor, beta: Tensor) -> tuple[Tensor, .
 
 
 def _log_det(h: Tensor, stretch: Tensor, alpha: Tensor, dim: int) -> Tensor:
-    """log|det J| (S, L) of h and beta h (S, L) in P = dim, for layers with alpha (L,)."""
+    """Return log|det J| (S, L) from h and beta h (S, L) in P = dim, for layers with alpha (L,)."""
     return (dim - 1) * torch.log1p(stretch) + torch.log1p(stretch * alpha * h)
 
 
 class _Together(torch.autograd.Function):
-    """z (S, P), then each layer's x0 (P,), each raw_alpha and each raw_beta (1,), to the last image and the log dets' sum (S,)."""
+    """Map z (S, P) and each layer's x0 (P,), raw_alpha (1,) and raw_beta (1,) to the last image and the sum of the log dets (S,)."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +128,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """By s = beta h, which moves the image by the offset, and t = alpha h: log|det J| = (P - 1) log(1 + s) + log(1 + s t).
+        """Backpropagate through s = beta h, which moves the image by the offset, and t = alpha h: log|det J| = (P - 1) log(1 + s) + log(1 + s t).
 
         Both are at most about 1 where h^2 would vanish, and d h / d alpha = d h / d r = -h^2.
         """
@@ -142,8 +141,8 @@ class _Together(torch.autograd.Function):
         by_stretch = torch.reciprocal(1 + stretch).mul_(size - 1).addcmul_(share, inverse)
         by_length = torch.addcmul(by_stretch, share, inverse) * to_log_det
         shrink = h * stretch
-        # The derivative by a component of the offset is that by its length times their ratio. In a ball about x0 whose radius
-        # cannot be told from 0 the direction is lost: the ratio is made smaller there and does not overflow.
+        # The derivative by a component of the offset is that by its length times their ratio. Where the radius about x0
+        # cannot be told from 0 the direction is lost: there the ratio is made smaller so that it does not overflow.
         inward = shrink / radius.clamp(min=math.sqrt(torch.finfo(radius.dtype).tiny))
         scalars = zip(
             offsets, inward.split(1, 1), (inward * by_length).split(1, 1), stretch.neg().split(1, 1), strict=True

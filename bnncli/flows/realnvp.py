@@ -49,28 +49,28 @@ class Realnvp(nn.Module):
         self.network = Conditioner(num_kept, 2 * num_moved, hidden=hidden, generator=generator)
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of z (S, P) and log|det J| = sum_i s_i, (S,)."""
+        """Return the image of z (S, P) and log|det J| = sum_i s_i, (S,)."""
         kept, moved = split_halves(z, self.index)
         shift, log_scale = self._shift_and_log_scale(kept)
         return join_halves(kept, torch.addcmul(shift, log_scale.exp(), moved), self.index), log_scale.sum(dim=1)
 
     def inverse(self, y: Tensor) -> Tensor:
-        """z (S, P) with F(z) = y: what was kept gives scale and shift again."""
+        """Return z (S, P) with F(z) = y: the kept half gives scale and shift again."""
         kept, moved = split_halves(y, self.index)
         shift, log_scale = self._shift_and_log_scale(kept)
         return join_halves(kept, (moved - shift) * (-log_scale).exp(), self.index)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`network.*`, float64, and `place` (1,), the index."""
+        """Return `network.*`, float64, and `place` (1,), the index."""
         return tensors_of(self)
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return loaded(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
 
     def summary(self) -> dict[str, float]:
-        """Norms of the network's last weights for shift and log scale, and of their values where z_kept = 0."""
+        """Return the norms of the network's last weights for shift and log scale, and of their values where z_kept = 0."""
         with torch.no_grad():
             shift, log_scale = self._shift_and_log_scale(self.network.hidden_weight.new_zeros(1, self._num_kept))
             weights = self.network.weight.chunk(2)
@@ -86,6 +86,6 @@ class Realnvp(nn.Module):
         return self.network.hidden_weight.shape[1]
 
     def _shift_and_log_scale(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Both (S, number moved), for the kept half (S, number kept)."""
+        """Return both, (S, number moved), for the kept half (S, number kept)."""
         shift, raw = self.network(kept).chunk(2, dim=1)
         return shift, bounded_log_scale(raw)

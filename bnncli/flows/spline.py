@@ -60,27 +60,27 @@ class Spline(nn.Module):
         self.network = Conditioner(num_kept, _PARTS * num_moved, hidden=hidden, generator=generator)
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of z (S, P) and log|det J|, the sum of the splines' log slopes, (S,)."""
+        """Return the image of z (S, P) and log|det J|, the sum of the splines' log slopes, (S,)."""
         kept, moved = split_halves(z, self.index)
         image, log_slope = _forward(moved, *self._knots(kept))
         return join_halves(kept, image, self.index), log_slope.sum(dim=1)
 
     def inverse(self, y: Tensor) -> Tensor:
-        """z (S, P) with F(z) = y: a quadratic equation in the bin that y is in."""
+        """Return z (S, P) with F(z) = y by solving a quadratic equation in y's bin."""
         kept, moved = split_halves(y, self.index)
         return join_halves(kept, _inverse(moved, *self._knots(kept)), self.index)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`network.*`, float64, and `place` (1,), the index."""
+        """Return `network.*`, float64, and `place` (1,), the index."""
         return tensors_of(self)
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return loaded(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
 
     def summary(self) -> dict[str, float]:
-        """The smallest and largest slope at a knot and the largest move of a knot, all where z_kept = 0."""
+        """Return the smallest and largest slope at a knot and the largest move of a knot, all where z_kept = 0."""
         with torch.no_grad():
             x, y, slopes = self._knots(self.network.hidden_weight.new_zeros(1, self.network.hidden_weight.shape[1]))
             weight_norm = float(self.network.weight.norm())
@@ -94,7 +94,7 @@ class Spline(nn.Module):
             }
 
     def _knots(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Knots x, y and slopes there, each (S, number moved, 9), for the kept half (S, number kept)."""
+        """Return knots x, y and slopes there, each (S, number moved, 9), for the kept half (S, number kept)."""
         raw = self.network(kept).unflatten(1, (self.network.bias.shape[0] // _PARTS, _PARTS))
         widths, heights, slopes = raw.split([NUM_BINS, NUM_BINS, NUM_BINS - 1], dim=2)
         ones = torch.ones_like(slopes[..., :1])
@@ -103,7 +103,7 @@ class Spline(nn.Module):
 
 
 class _Bin(NamedTuple):
-    """The ends of the bin that each number is in, and the slopes there; all (S, m)."""
+    """The ends of each number's bin, and the slopes there; all (S, m)."""
 
     x: Tensor
     width: Tensor
@@ -114,7 +114,7 @@ class _Bin(NamedTuple):
 
 
 def _positions(raw: Tensor) -> Tensor:
-    """Knots (..., 9) from -5 to 5, for the bins' raw sizes (..., 8)."""
+    """Return knots (..., 9) from -5 to 5, for the bins' raw sizes (..., 8)."""
     fractions = MIN_FRACTION + (1 - NUM_BINS * MIN_FRACTION) * raw.softmax(dim=-1)
     inner = (2 * BOUND) * running_sum(fractions[..., :-1]) - BOUND
     end = torch.full_like(inner[..., :1], BOUND)
@@ -122,7 +122,7 @@ def _positions(raw: Tensor) -> Tensor:
 
 
 def _find_bin(place: Tensor, x: Tensor, y: Tensor, slopes: Tensor) -> _Bin:
-    """The bin whose number is place (S, m), from all knots and slopes (S, m, 9)."""
+    """Return the bin whose number is place (S, m), from all knots and slopes (S, m, 9)."""
     left = place.unsqueeze(-1)
     x_left, x_right, y_left, y_right, slope, next_slope = (
         knots.gather(-1, side).squeeze(-1) for knots in (x, y, slopes) for side in (left, left + 1)
@@ -131,12 +131,12 @@ def _find_bin(place: Tensor, x: Tensor, y: Tensor, slopes: Tensor) -> _Bin:
 
 
 def _place(value: Tensor, knots: Tensor) -> Tensor:
-    """The number 0 to 7 of the bin that value (S, m) is in, among knots (S, m, 9)."""
+    """Return the bin number 0 to 7 of value (S, m) among knots (S, m, 9)."""
     return (value.unsqueeze(-1) >= knots[..., 1:-1]).sum(dim=-1)
 
 
 def _forward(z: Tensor, x: Tensor, y: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """The splines' values and log slopes at z (S, m); equations 4 and 5."""
+    """Return the splines' values and log slopes at z (S, m); equations 4 and 5."""
     inside = z.clamp(-BOUND, BOUND)
     part = _find_bin(_place(inside, x), x, y, slopes)
     mean_slope = part.height / part.width
@@ -152,7 +152,7 @@ def _forward(z: Tensor, x: Tensor, y: Tensor, slopes: Tensor) -> tuple[Tensor, T
 
 
 def _inverse(image: Tensor, x: Tensor, y: Tensor, slopes: Tensor) -> Tensor:
-    """z (S, m) at which the splines have the values image (S, m); equations 6 to 8, in the form without cancellation."""
+    """Return the z (S, m) where the splines have the values image (S, m); equations 6 to 8, in the form without cancellation."""
     inside = image.clamp(-BOUND, BOUND)
     part = _find_bin(_place(inside, y), x, y, slopes)
     mean_slope = part.height / part.width

@@ -16,9 +16,9 @@ from bnncli.flows._layers import orthonormal_columns, reflection_vectors
 from bnncli.options.declaration import RANK
 from bnncli.parameters.layouts import ParamLayout
 
-# Halving an interval this often leaves less than a float64 rounding error of it.
+# Bisecting an interval this often leaves less than a float64 rounding error of it.
 _BISECTIONS = 60
-# No direction is squeezed by more: keeps 1 + slope away from 0 in float32 as well.
+# The most that a direction is squeezed: keeps 1 + slope away from 0 in float32 as well.
 _MIN_STRETCH = 1e-6
 
 SETTINGS = {"rank": RANK}
@@ -56,7 +56,7 @@ class Sylvester(nn.Module):
         self.bias = zeros(self.rank, generator=generator)
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The image of z (S, P) and log|det J| = sum_i log(1 + (1 - tanh_i^2) a_ii b_ii), (S,)."""
+        """Return the image of z (S, P) and log|det J| = sum_i log(1 + (1 - tanh_i^2) a_ii b_ii), (S,)."""
         outer, inner, slope = self._constrained()
         basis = orthonormal_columns(self.basis)
         bend = torch.tanh(torch.addmm(self.bias, z @ basis, inner.T))
@@ -64,7 +64,7 @@ class Sylvester(nn.Module):
         return torch.addmm(z, bend @ outer.T, basis.T), log_det
 
     def inverse(self, y: Tensor) -> Tensor:
-        """z (S, P) with F(z) = y: the last direction first, each by bisection, exact to float64."""
+        """Return z (S, P) with F(z) = y: the last direction first, each by bisection, exact to float64."""
         outer, inner, slope = self._constrained()
         basis = orthonormal_columns(self.basis)
         goal = y @ basis
@@ -79,18 +79,18 @@ class Sylvester(nn.Module):
         return y - bend @ outer.T @ basis.T
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`basis` (P, R), `outer` (R, R), `inner` (R, R), `bias` (R,), float64."""
+        """Return `basis` (P, R), `outer` (R, R), `inner` (R, R), `bias` (R,), float64."""
         return tensors_of(self)
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         layer = cls(layout, torch.Generator(), rank=tensors["bias"].shape[0])
         layer.load_state_dict(tensors)
         return layer
 
     def summary(self) -> dict[str, float]:
-        """The smallest and the largest slope a_ii b_ii (0 does nothing, near -1 folds), and the size of A."""
+        """Return the smallest and the largest slope a_ii b_ii (0 does nothing, near -1 folds), and the size of A."""
         with torch.no_grad():
             outer, _, slope = self._constrained()
             return {
@@ -100,7 +100,7 @@ class Sylvester(nn.Module):
             }
 
     def _constrained(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A, B, and a_ii b_ii (R,), above -1."""
+        """Return A, B, and a_ii b_ii (R,), above -1."""
         slope = (1 - _MIN_STRETCH) * self.outer.diagonal().expm1()
         inner_diagonal = self.inner.diagonal().exp()
         outer = self.outer.triu(1) + torch.diag(slope / inner_diagonal)
@@ -108,7 +108,7 @@ class Sylvester(nn.Module):
 
 
 def _bisect(goal: Tensor, slope: Tensor, later: Tensor) -> Tensor:
-    """c (S,) with c + slope tanh(c + later) = goal, for slope > -1."""
+    """Return c (S,) with c + slope tanh(c + later) = goal, for slope > -1."""
     low, high = goal - slope.abs(), goal + slope.abs()
     for _ in range(_BISECTIONS):
         middle = 0.5 * (low + high)

@@ -1,4 +1,8 @@
-"""Hamiltonian motion of many chains in whitened coordinates: potential, trajectories, step size, and where draws are kept."""
+"""Hamiltonian dynamics of many chains in whitened coordinates: potential, trajectories, step-size adaptation, draw stores.
+
+The split dynamics follow Shahbaba, Lan, Johnson and Neal (2014), arXiv:1106.5941: exact rotations under N(0, I), kicks
+by the rest.
+"""
 
 from __future__ import annotations
 
@@ -19,35 +23,35 @@ if TYPE_CHECKING:
 
 
 class DrawStore(Protocol):
-    """Where draws go as they come."""
+    """Storage for draws as they are sampled."""
 
     def append(self, theta: Tensor) -> None:
-        """Keep one draw (C, P), float32, of every chain."""
+        """Store one draw (C, P), float32, of every chain."""
 
     def draws(self) -> Tensor:
-        """All of them, (C, T, P) float32 on the CPU."""
+        """Return all draws, (C, T, P) float32 on the CPU."""
 
 
 class MemoryDraws:
-    """Draws kept in memory."""
+    """Draws in memory."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
 
     def append(self, theta: Tensor) -> None:
-        """Keep one draw (C, P) of every chain."""
+        """Store one draw (C, P) of every chain."""
         self._kept.append(theta)
 
     def draws(self) -> Tensor:
-        """All of them, (C, T, P) on the CPU."""
+        """Return all draws, (C, T, P) on the CPU."""
         return torch.stack(self._kept, dim=1).cpu()
 
 
 class SomeDraws:
-    """Some draws of each chain kept in memory.
+    """A subset of each chain's draws in memory.
 
     Args:
-        places: (T', C), which of its draws, in rising order.
+        places: (T', C), indices of the draws to keep, ascending.
     """
 
     def __init__(self, places: Tensor) -> None:
@@ -55,7 +59,7 @@ class SomeDraws:
         self._kept: Tensor | None = None
 
     def append(self, theta: Tensor) -> None:
-        """Keep one draw (C, P) of the chains whose turn it is."""
+        """Store one draw (C, P) of the chains that keep it."""
         if self._kept is None:
             self._kept = theta.new_empty(theta.shape[0], len(self._places), theta.shape[1])
         turns, chains = (self._places == self._num_seen).nonzero(as_tuple=True)
@@ -64,34 +68,34 @@ class SomeDraws:
         self._kept[chains, turns] = theta.index_select(0, chains)
 
     def draws(self) -> Tensor:
-        """All of them, (C, T', P) on the CPU."""
+        """Return the kept draws, (C, T', P) on the CPU."""
         assert self._kept is not None
         return self._kept.cpu()
 
 
 class ResumeStore(Protocol):
-    """Where the resume states of an unfinished run are kept; the draws are the store's."""
+    """Storage for the resume state of an unfinished run; the draw store holds the draws."""
 
     def restore(self) -> dict[str, Tensor] | None:
-        """The state to continue from, the store cut to its draws; None to start afresh."""
+        """Return the state to continue from, with the draw store truncated to it; None to start over."""
 
     def offer(self, tensors: Callable[[], dict[str, Tensor]], *, is_last: bool = False) -> None:
-        """Called after every transition: store the state if it is time, or the last chance to."""
+        """Store the state if it is due or the last chance; called after every transition."""
 
 
 class NoResume:
-    """Keeps nothing."""
+    """A resume store that stores nothing."""
 
     def restore(self) -> None:
-        """Start afresh."""
+        """Start over."""
 
     def offer(self, tensors: Callable[[], dict[str, Tensor]], *, is_last: bool = False) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
 class WhiteCoordinates:
-    """theta = mean + L z.
+    """Whitened coordinates z: theta = mean + L z.
 
     Args:
         mean: (P,).
@@ -103,19 +107,19 @@ class WhiteCoordinates:
 
     @classmethod
     def of(cls, gaussian: Gaussian, device: torch.device | str, dtype: torch.dtype) -> WhiteCoordinates:
-        """The Gaussian's, elsewhere and in another precision."""
+        """Build the coordinates of a Gaussian on a device and in a precision."""
         return cls(gaussian.mean.to(device, dtype), gaussian.covariance.to(device=device, dtype=dtype))
 
     def theta(self, z: Tensor) -> Tensor:
-        """theta (S, P) at z (S, P)."""
+        """Return theta (S, P) at z (S, P)."""
         return self.mean + self.covariance.unwhiten(z)
 
     def z(self, theta: Tensor) -> Tensor:
-        """z (S, P) of theta (S, P)."""
+        """Return z (S, P) at theta (S, P)."""
         return self.covariance.whiten(theta.to(self.mean) - self.mean)
 
     def products(self, product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """The function (M, P) -> (M, P) float64 that multiplies by L^T H L, of one that multiplies by H."""
+        """Return the function (M, P) -> (M, P) float64 that multiplies by L^T H L, given one that multiplies by H."""
         covariance = self.covariance
 
         def multiply(vectors: Tensor) -> Tensor:
@@ -127,30 +131,31 @@ class WhiteCoordinates:
 
 @dataclass(frozen=True)
 class WhitenedLogJoint:
-    """A target, or what a minibatch tells of it, as a function of z, without the constant log|det L|."""
+    """A target, or a minibatch estimate of it, as a function of z, without the constant log|det L|."""
 
     joint: LogJoint
     coordinates: WhiteCoordinates
 
     def log_joint_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Log joint (S,) at mean + L z, nats, and its gradient in z (S, P), for z (S, P)."""
+        """Return the log joint (S,) at mean + L z, nats, and its gradient in z (S, P), for z (S, P)."""
         log_joint, gradient = self.joint.log_joint_and_grad(self.coordinates.theta(z))
         return log_joint, self.coordinates.covariance.pull_back(gradient.to(self.coordinates.mean))
 
 
 DYNAMICS = ("split", "leapfrog")
-# Turns of the Gaussian just above a quarter land opposite the start more often than not, which doubles the effective
-# sample size of means; the jitter keeps trajectories from closing on themselves.
+# Rotations by just over a quarter turn anticorrelate successive draws, which doubles the effective sample size of
+# means. The jitter prevents periodic trajectories.
 TURN = 0.55 * math.pi
 JITTER = (0.8, 1.2)
 LONGEST_TURN = TURN * JITTER[1]
 MAX_STEPS = 128
 DIVERGENCE = 1000.0  # nats of energy error, as in Stan
-FALL = 5.0  # of the potential, in units of sqrt(P): the standard deviation, near N(0, I), of its difference between two draws
+# of the potential, in units of sqrt(P): near N(0, I), the standard deviation of its difference between two draws
+FALL = 5.0
 
 
 class State(NamedTuple):
-    """Chains at z (C, P), with potential energy (C,) nats and its gradient (C, P) there; float64."""
+    """Chains at z (C, P), their potential energy (C,), nats, and its gradient (C, P); float64."""
 
     z: Tensor
     potential: Tensor
@@ -159,16 +164,17 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class WhitenedPotential:
-    """-log_joint as a function of z, theta = mode + L z.
+    """Minus the log joint as a function of z, with theta = mode + L z.
 
     Args:
         target: the log posterior.
         mode: (P,), float64.
         covariance: L, by its products.
-        coarse: the gradient that kicks where it is not the target's own, (C, P) at mode + displacement (C, P). A trajectory
-            needs only that: whatever function of position kicks, it is reversible and preserves volume, and the energy at
-            its end, which decides about it, is the target's.
-        pivot: what the Gaussian of the split dynamics turns about, z (P,), float64; 0 by default. It may be written while nothing moves.
+        coarse: cheaper gradient (C, P) at mode + displacement (C, P), used for kicks in place of the target's. Any kick
+            that depends only on position keeps the trajectory reversible and volume-preserving, and the energy at its
+            end, which decides on acceptance, is the target's.
+        pivot: centre of the rotations in the split dynamics, z (P,), float64; 0 by default. May be written between
+            trajectories.
     """
 
     target: WholeTarget
@@ -178,15 +184,15 @@ class WhitenedPotential:
     pivot: Tensor | None = None
 
     def theta(self, z: Tensor) -> Tensor:
-        """theta (C, P) at z (C, P)."""
+        """Return theta (C, P) at z (C, P)."""
         return self.mode + self.covariance.unwhiten(z)
 
     def state(self, z: Tensor) -> State:
-        """Potential and gradient at z (C, P): one pass over the data, or one for each where the gradient is coarse."""
+        """Return potential and gradient at z (C, P): one pass over the data, or two if the gradient is coarse."""
         return self.with_energy(self.moving(z))
 
     def moving(self, z: Tensor) -> State:
-        """The same within a trajectory: the potential, which no kick needs, is NaN where the gradient is coarse."""
+        """Return the state within a trajectory; with a coarse gradient the potential, which kicks do not need, is NaN."""
         displacement = self.covariance.unwhiten(z)
         if self.coarse is not None:
             unknown = torch.full_like(z[:, 0], math.nan)
@@ -195,23 +201,24 @@ class WhitenedPotential:
         return State(z, -log_joint, -self.covariance.pull_back(gradient).double())
 
     def with_energy(self, state: State) -> State:
-        """What `moving` gave, with the target's own potential."""
+        """Return the state from `moving` with the target's own potential."""
         if self.coarse is None:
             return state
         return state._replace(potential=-self.target.log_joint(self.theta(state.z)))
 
     def offset(self, z: Tensor) -> Tensor:
-        """How far z (C, P) is from the pivot."""
+        """Return the offset of z (C, P) from the pivot."""
         return z if self.pivot is None else z - self.pivot
 
     def at_offset(self, offset: Tensor) -> Tensor:
-        """The inverse of `offset`."""
+        """Invert `offset`."""
         return offset if self.pivot is None else self.pivot + offset
 
 
-# Parts of a step: a kick, a move, a kick, as shares of the step, for each gradient that it takes. Kicks in the middle are in halves.
-# Coefficients of Blanes, Casas and Sanz-Serna, equations (6.4) and (6.7); of three gradients and more the energy errors at the end of a
-# trajectory are about half of leapfrog's at as many (measured: heads of 850 and 7,700 parameters), of two about the same.
+# Integrator stages as (kick, move, kick) shares of the step, one per gradient evaluation; kicks in the middle are in
+# halves. Coefficients of Blanes, Casas and Sanz-Serna (2014), arXiv:1405.3153, equations (6.4) and (6.7). With three or
+# more gradients the energy error at the end of a trajectory is about half of leapfrog's at equal cost (measured on
+# heads of 850 and 7,700 parameters); with two it is about equal.
 _TWO = (3 - math.sqrt(3)) / 6
 _THREE, _MOVE_OF_THREE = 0.11888010966548, 0.29619504261126
 _STAGES = {
@@ -226,12 +233,12 @@ _STAGES = {
 
 
 class StepFactors(NamedTuple):
-    """What one part of an integrator step multiplies by: numbers, or () float64 each on the device.
+    """Factors of one stage of an integrator step: numbers, or () float64 on the device.
 
     Args:
-        before, after: what the kicks take of the force.
-        whole: how long the move is.
-        cosine, sine: of that as an angle.
+        before, after: factors of the force in the two kicks.
+        whole: length of the move.
+        cosine, sine: of that length as an angle.
     """
 
     before: float | Tensor
@@ -242,15 +249,19 @@ class StepFactors(NamedTuple):
 
 
 def num_gradients_of(length: float, step_size: float, *, dynamics: str, most: int = MAX_STEPS) -> int:
-    """Gradients that a trajectory of that length takes at steps of at most step_size each; a whole number of steps of `parts`."""
+    """Return the number of gradients for a trajectory of this length at steps of at most step_size each.
+
+    The number is a whole number of steps of `parts`.
+    """
     count = max(1, math.ceil(length / step_size - 1e-9))
     return min(most, count + (dynamics == "split" and count > 3 and count % 2))
 
 
 def parts(num_steps: int, step_size: float, *, dynamics: str) -> list[StepFactors]:
-    """The parts of a trajectory of so many gradients, step_size each: the same list backwards, with kicks exchanged, is the way back.
+    """Return the stages of a trajectory with num_steps gradients, step_size each.
 
-    split: steps of two stages, or of three where three gradients are all. leapfrog: of one, the control.
+    The reversed list with exchanged kicks is the way back. split: two-stage steps, or one three-stage step for three
+    gradients. leapfrog: one-stage steps, as a control.
     """
     stages = 1 if dynamics == "leapfrog" else 3 if num_steps == 3 else 2 - num_steps % 2
     found, size = [], stages * step_size
@@ -263,7 +274,7 @@ def parts(num_steps: int, step_size: float, *, dynamics: str) -> list[StepFactor
 def integrate(
     potential: WhitenedPotential, state: State, momentum: Tensor, factors: StepFactors, *, is_split: bool
 ) -> tuple[State, Tensor]:
-    """The chains and their momenta (C, P) one part of a step later: a kick, a rotation or a straight move, a kick."""
+    """Return the chains and momenta (C, P) after one stage: a kick, a rotation or straight move, a kick."""
     if not is_split:
         momentum = momentum - factors.before * state.gradient
         state = potential.moving(state.z + factors.whole * momentum)
@@ -285,11 +296,11 @@ def trajectory(
     num_steps: int,
     dynamics: str,
 ) -> tuple[State, Tensor]:
-    """The chains, their energy as `moving` has it, and their momenta (C, P) after num_steps gradients, step_size each.
+    """Return the chains, with energy as in `moving`, and momenta (C, P) after num_steps gradients, step_size each.
 
-    Reversible and volume-preserving.
-    split: kicks by the gradient of potential - |z - pivot|^2 / 2, rotations of (z - pivot, momentum) between them.
-    leapfrog: half a kick by the gradient of the potential, a straight move, half a kick.
+    Reversible and volume-preserving. split: kicks by the gradient of potential - |z - pivot|^2 / 2, with rotations of
+    (z - pivot, momentum) between them. leapfrog: half a kick by the gradient of the potential, a straight move, half a
+    kick.
     """
     for factors in parts(num_steps, step_size, dynamics=dynamics):
         state, momentum = integrate(potential, state, momentum, factors, is_split=dynamics == "split")
@@ -297,32 +308,35 @@ def trajectory(
 
 
 class Mover(Protocol):
-    """What makes trajectories as `trajectory` does, of a potential and dynamics of its own."""
+    """Computes trajectories as `trajectory` does, for its own potential and dynamics."""
 
     has_energy: ClassVar[bool]
-    """Whether the chains come with the target's own potential, as `WhitenedPotential.with_energy` has it."""
+    """Whether returned chains have the target's own potential, as from `WhitenedPotential.with_energy`."""
 
     def __call__(self, state: State, momentum: Tensor, *, step_size: float, num_steps: int) -> tuple[State, Tensor]:
-        """The chains and their momenta (C, P) after num_steps gradients; the next call may overwrite them."""
+        """Return the chains and momenta (C, P) after num_steps gradients; the next call may overwrite them."""
 
 
 @dataclass(frozen=True)
 class PlainMover:
-    """`trajectory` of a potential and dynamics."""
+    """Computes `trajectory` for a potential and dynamics."""
 
     has_energy: ClassVar[bool] = False
     potential: WhitenedPotential
     dynamics: str
 
     def __call__(self, state: State, momentum: Tensor, *, step_size: float, num_steps: int) -> tuple[State, Tensor]:
-        """The chains and their momenta (C, P) after num_steps gradients."""
+        """Return the chains and momenta (C, P) after num_steps gradients."""
         return trajectory(
             self.potential, state, momentum, step_size=step_size, num_steps=num_steps, dynamics=self.dynamics
         )
 
 
 class Transition(NamedTuple):
-    """One step of all chains; is_falling (C,): far above the posterior's energies, and moved down whatever the energy error."""
+    """One transition of all chains.
+
+    is_falling (C,) marks chains far above the posterior's energies, which move down regardless of the energy error.
+    """
 
     state: State
     energy: Tensor
@@ -343,14 +357,14 @@ def transition(
     is_settling: bool = False,
     mover: Mover | None = None,
 ) -> Transition:
-    """New momenta, a trajectory of jittered length, and each chain's acceptance by the exact energy.
+    """Draw new momenta, follow a trajectory of jittered length, and accept each chain by its exact energy.
 
     Args:
-        generator: of momenta, length and acceptances, on the CPU; its state is all there is to store of them.
-        step_size: the largest allowed; the steps divide the trajectory evenly.
-        is_settling: chains need not be in the posterior yet: those whose potential falls by FALL move, as short as their trajectories
-            would have to be for the exact energy.
-        mover: of the same potential and dynamics; `trajectory` by default.
+        generator: CPU generator of momenta, lengths and acceptances; its state is stored for resuming.
+        step_size: upper limit; the steps divide the trajectory evenly.
+        is_settling: the chains may not have reached the posterior yet. Those whose potential falls by FALL move
+            regardless of the energy error, which would otherwise require tiny steps.
+        mover: for the same potential and dynamics; `trajectory` by default.
     """
     num_chains, dim = state.z.shape
     momentum = standard_normal(num_chains, dim, generator, state.z.device)
@@ -385,12 +399,12 @@ def _choose(is_accepted: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 class _Phase:
-    """Chains and momenta that move where they are; knows nothing of the graph, so that both go when they are let go.
+    """Chains and momenta updated in place. It holds no reference to the graph, so both are freed together.
 
     Args:
-        potential: that they move in.
-        state, momentum: of their shapes and precisions.
-        is_split: which dynamics.
+        potential: their potential.
+        state, momentum: templates of shape and precision.
+        is_split: whether the dynamics are split.
     """
 
     def __init__(self, potential: WhitenedPotential, state: State, momentum: Tensor, *, is_split: bool) -> None:
@@ -401,19 +415,19 @@ class _Phase:
         self.count = torch.zeros((), dtype=torch.int64, device=momentum.device)
 
     def write(self, state: State, momentum: Tensor) -> None:
-        """Where a trajectory starts."""
+        """Set the start of a trajectory."""
         for own, given in zip((*self.state, self.momentum), (*state, momentum), strict=True):
             own.copy_(given)
 
     def set(self, factors: StepFactors) -> None:
-        """How the next part goes: numbers that are others than before reach the device with their kernels, without a wait."""
+        """Set the factors of the next stage; fill kernels carry changed numbers to the device without a sync."""
         for place, number, old in zip(self.numbers, factors, self._written, strict=True):
             if number != old:
                 place.fill_(number)
         self._written = tuple(factors)
 
     def step(self) -> None:
-        """One part of an integrator step, which is counted."""
+        """Apply one stage and count it."""
         state, momentum = integrate(
             self.potential, self.state, self.momentum, StepFactors(*self.numbers), is_split=self.is_split
         )
@@ -422,17 +436,17 @@ class _Phase:
         self.count += 1
 
     def num_done(self) -> int:
-        """Steps counted on the device."""
+        """Return the number of stages counted on the device."""
         return int(self.count)
 
 
 class GraphMover:
-    """Makes trajectories as `trajectory` does; what it returns, its next call overwrites.
+    """Computes trajectories as `trajectory` does with a CUDA graph; each call overwrites the result of the previous one.
 
     Args:
-        potential: whose target is resident on its GPU.
+        potential: its target is resident on the GPU.
         dynamics: split or leapfrog.
-        warn: told once where the step cannot be captured.
+        warn: called once if the step cannot be captured.
     """
 
     has_energy: ClassVar[bool] = False
@@ -445,12 +459,12 @@ class GraphMover:
     def where_possible(
         cls, potential: WhitenedPotential, dynamics: str, *, warn: Callable[[str], None]
     ) -> GraphMover | None:
-        """One for these trajectories; None on a CPU, and where data travel to the GPU block by block."""
+        """Return a mover for these trajectories; None on a CPU, or if data are copied to the GPU in blocks."""
         target = potential.target
         return cls(potential, dynamics, warn=warn) if target.device.type == "cuda" and target.is_resident else None
 
     def __call__(self, state: State, momentum: Tensor, *, step_size: float, num_steps: int) -> tuple[State, Tensor]:
-        """The chains and their momenta (C, P) after num_steps gradients.
+        """Return the chains and momenta (C, P) after num_steps gradients.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for the graph.
@@ -467,11 +481,11 @@ class GraphMover:
 
 
 def mean_of_chains(z: Tensor, gradient: Tensor) -> Tensor:
-    """The mean (P,) of what the chains at z (C, P) draw from, whose potential has this gradient (C, P) there.
+    """Estimate the mean (P,) of the distribution of chains at z (C, P) whose potential has this gradient (C, P).
 
-    The gradient's own mean is 0 (Stein 1972), so that z - gradient has the mean of z; where the posterior is near N(0, I) it hardly
-    varies, and each coordinate takes of the two what varies less between the chains. Their mean is shrunk towards 0, by as much
-    of it as is noise (James and Stein 1961, the positive part): one chain, or chains that are all over the place, tell nothing.
+    The gradient has mean 0 (Stein 1972), so z - gradient has the mean of z; near N(0, I) it hardly varies. Each
+    coordinate uses whichever of the two varies less between chains. The result is shrunk towards 0 by its noise
+    (positive-part James and Stein 1961), so one chain, or widely scattered chains, give 0.
     """
     num_chains = len(z)
     if num_chains == 1:
@@ -490,17 +504,17 @@ STUCK_SHARE = 0.25
 def adaptation_statistic(
     smoothed: Tensor, acceptance: Tensor, target_accept: float, is_falling: Tensor | None = None
 ) -> float | None:
-    """What dual averaging compares with its goal: the mean acceptance, unless a chain is stuck; None while a chain falls.
+    """Return the acceptance rate for dual averaging: the mean, unless a chain is stuck; None while a chain falls.
 
-    The mean hides one stuck chain behind the others. When the recent rate of a chain is below a quarter of the goal, it
-    is the harmonic mean of the chains' recent rates, which one chain near zero pulls to zero (Hoffman, Radul and
-    Sountsov use it throughout).
+    The mean hides one stuck chain. If a chain's recent rate is below a quarter of the goal, the harmonic mean of the
+    recent rates replaces it, which one chain near zero pulls to zero (Hoffman, Radul and Sountsov 2021 use it
+    throughout).
 
     Args:
-        smoothed: (C,), each chain's recent acceptance rate.
+        smoothed: (C,), recent acceptance rate of each chain.
         acceptance: (C,), of the last transition.
         target_accept: the goal.
-        is_falling: (C,); what suits chains that fall is not what suits those that have landed.
+        is_falling: (C,); falling chains need other steps than those that have settled.
     """
     harmonic = 1 / (1 / smoothed.clamp(min=1e-3)).mean()
     fallen = torch.zeros_like(harmonic) if is_falling is None else is_falling.any().to(harmonic)
@@ -512,7 +526,7 @@ def adaptation_statistic(
 
 
 class StepSizeAdaptation(NamedTuple):
-    """Dual averaging of one step size, algorithm 5 of Hoffman and Gelman, with their constants."""
+    """Dual averaging of a step size: algorithm 5 of Hoffman and Gelman (2014), with their constants."""
 
     goal: float
     shrinkage_point: float
@@ -524,32 +538,32 @@ class StepSizeAdaptation(NamedTuple):
 
     @classmethod
     def start(cls, *, initial: float, target_accept: float) -> StepSizeAdaptation:
-        """Before the first transition. The largest step is one that makes the longest trajectory in one."""
+        """Start the adaptation. The largest step covers the longest trajectory in one step."""
         largest = math.log(LONGEST_TURN)
         return cls(target_accept, math.log(10 * initial), largest, 0, 0.0, math.log(initial), math.log(initial))
 
     @classmethod
     def from_tensor(cls, numbers: Tensor) -> StepSizeAdaptation:
-        """The inverse of to_tensor."""
+        """Invert to_tensor."""
         goal, shrinkage_point, largest, num_updates, *rest = numbers.tolist()
         return cls(goal, shrinkage_point, largest, round(num_updates), *rest)
 
     def to_tensor(self) -> Tensor:
-        """All of it, float64, to be stored."""
+        """Return all fields as a float64 tensor."""
         return torch.tensor(self, dtype=torch.float64)
 
     @property
     def current(self) -> float:
-        """The step size to try next."""
+        """Step size of the next transition."""
         return math.exp(self.log_current)
 
     @property
     def final(self) -> float:
-        """The averaged step size, for sampling."""
+        """Averaged step size, for sampling."""
         return math.exp(min(self.log_average, self.largest))
 
     def update(self, acceptance: float) -> StepSizeAdaptation:
-        """After a transition with this mean acceptance over the chains."""
+        """Update with the mean acceptance over the chains of one transition."""
         count = self.num_updates + 1
         weight = 1 / (count + 10)
         error_sum = (1 - weight) * self.error_sum + weight * (self.goal - acceptance)

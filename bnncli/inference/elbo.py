@@ -1,4 +1,4 @@
-"""The evidence lower bound with its standard error, and importance sampling: Pareto k, evidence."""
+"""The evidence lower bound (ELBO) with its standard error, and importance sampling diagnostics: Pareto k, evidence."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from bnncli.targets.target import Target
 
 
-_MOST_AT_ONCE = 64  # draws whose log weights are found at once
+_MOST_AT_ONCE = 64  # draws whose log weights are computed at once
 
 
 @dataclass(frozen=True)
 class ElboEstimate:
-    """A Monte Carlo estimate.
+    """A Monte Carlo estimate of the ELBO.
 
     Args:
         value: nats.
-        standard_error: of value, nats.
+        standard_error: of the value, nats.
         log_weights: (S,) float64, log p(D, theta) - log q(theta).
-        log_weight_sd: their standard deviation, nats; 0 when q is the posterior.
+        log_weight_sd: standard deviation of the log weights, nats; 0 if q is the posterior.
     """
 
     value: float
@@ -41,7 +41,7 @@ class ElboEstimate:
 
     @classmethod
     def of(cls, log_weights: Tensor) -> ElboEstimate:
-        """The estimate that log weights (S,) give."""
+        """Compute the estimate from log weights (S,)."""
         sd = float(log_weights.std())
         return cls(float(log_weights.mean()), sd / math.sqrt(len(log_weights)), log_weights, sd)
 
@@ -54,14 +54,14 @@ def elbo(
     num_samples: int = 512,
     progress: Progress = SILENT,
 ) -> ElboEstimate:
-    """The ELBO of posterior on target.
+    """Estimate the ELBO of a posterior on a target.
 
     Args:
         target: the log posterior, with all data.
         posterior: q.
-        generator: of the draws.
+        generator: random generator of the draws.
         num_samples: S; the standard error is log_weight_sd / sqrt(S).
-        progress: advanced once a draw.
+        progress: advances once per draw.
     """
     task = progress.task("importance weights", num_samples)
     parts = [log_weights(target, posterior, noise, task) for noise in noise_blocks(posterior, num_samples, generator)]
@@ -70,12 +70,12 @@ def elbo(
 
 @dataclass(frozen=True)
 class Gain:
-    """What one posterior's ELBO is above another's.
+    """The difference of two posteriors' ELBOs.
 
     Args:
-        before, after: of the two, from the same noise.
+        before, after: the two estimates, from the same noise.
         value: nats.
-        standard_error: of value, from the differences draw by draw: much of the noise is common to both.
+        standard_error: of the value, from paired differences of the draws, which share much of their noise.
         verdict: one of bnncli.evaluation.gain.VERDICTS.
     """
 
@@ -95,13 +95,13 @@ def measure_gain(
     num_samples: int = 256,
     progress: Progress = SILENT,
 ) -> Gain:
-    """The gain of after over before, from as many draws as the verdict needs: num_samples, or 2, 4, 8 or 16 times as many.
+    """Measure the gain of after over before with as many draws as the verdict needs: 1, 2, 4, 8 or 16 times num_samples.
 
-    Values that are not finite end it, and are returned as they are.
+    Non-finite values end the measurement and are returned as they are.
     """
     drawn: list[tuple[Tensor, Tensor]] = []
     for look in range(LOOKS):
-        for _ in range(max(1, 2 ** (look - 1))):  # as many again as there are
+        for _ in range(max(1, 2 ** (look - 1))):  # doubles the number of draws
             task = progress.task("importance weights", 2 * num_samples)
             for noise in noise_blocks(before, num_samples, generator):
                 first, second = (log_weights(target, posterior, noise, task) for posterior in (before, after))
@@ -119,12 +119,12 @@ def measure_gain(
 
 
 def weighed_at_once(num_params: int) -> int:
-    """Of how many draws of so many parameters log weights are found at once."""
+    """Return how many draws of num_params parameters are weighted at once."""
     return min(_MOST_AT_ONCE, made_at_once(num_params))
 
 
 def log_weights(target: Target, posterior: HasNoise, noise: Tensor, task: Task | None = None) -> Tensor:
-    """log p(D, theta) - log q(theta), (S,) float64, at the theta that posterior makes of noise (S, P); task counts draws."""
+    """Return log p(D, theta) - log q(theta), (S,) float64, for the posterior's draws from noise (S, P); task counts draws."""
     parts = []
     for block in noise.split(weighed_at_once(posterior.layout.num_params)):
         theta, log_density = posterior.from_noise(block)
@@ -135,37 +135,37 @@ def log_weights(target: Target, posterior: HasNoise, noise: Tensor, task: Task |
 
 
 FIRST_DRAWS = 512
-FIRST_NETWORK_DRAWS = 32  # where a draw is a pass of a network: enough to see weights that are far from equal
+FIRST_NETWORK_DRAWS = 32  # for networks, where each draw is a forward pass: enough to detect very unequal weights
 LEAST_NETWORK_DRAWS = 64
-# Numbers that the examples leave on their way through a network in all draws' passes.
+# Limit on activations over the passes of all draws through a network.
 _NETWORK_WORK = 2**35
 MOST_DRAWS = 8192
-# The ELBO's standard error is wanted at most this large and at most this share of it, but never below the least.
+# Goal for the ELBO's standard error: both limits hold, but no less than LEAST_NATS is required.
 WANTED_NATS = 2.0
 WANTED_SHARE = 0.01
 LEAST_NATS = 0.01
-MIN_TAIL_DRAWS = 25  # the tail is a fifth of the draws, and arviz-stats fits at least five
-# Weights that spread more have no estimate but the ELBO, whose error 512 draws make a small share of the spread: none are
-# added, each of which is a pass over all data.
+MIN_TAIL_DRAWS = 25  # the tail is a fifth of the draws, and arviz-stats needs at least five
+# Weights with a larger spread allow no estimate but the ELBO, which 512 draws already estimate well relative to the
+# spread. More draws, each a pass over all data, would not help.
 _FAR_NATS = 50.0
-_EQUAL_NATS = 1e-6  # log weights that spread less are all equal, up to rounding
+_EQUAL_NATS = 1e-6  # log weights with a smaller spread are equal up to rounding
 
 
 @dataclass(frozen=True)
 class ImportanceDiagnostics:
-    """What the log weights log p(D, theta) - log q(theta) of S draws from q say; None where undefined.
+    """Diagnostics of S log weights log p(D, theta) - log q(theta); None if undefined.
 
     Args:
         num_draws: S.
-        elbo: their mean, nats; None when a log weight is not finite.
+        elbo: their mean, nats; None if a log weight is not finite.
         elbo_error: standard error of elbo, nats.
-        log_weight_sd: their standard deviation, nats; 0 when q is the posterior.
+        log_weight_sd: their standard deviation, nats; 0 if q is the posterior.
         pareto_k: shape of the generalised Pareto distribution fitted to the largest weights.
-        k_threshold: above it estimates from S weights cannot be trusted: min(1 - 1 / log10 S, 0.7).
+        k_threshold: above it, estimates from S weights are unreliable: min(1 - 1 / log10 S, 0.7).
         log_evidence: log of the mean Pareto-smoothed weight, an estimate of log p(D), nats.
         log_evidence_error: its standard error by the delta method, nats.
-        undefined: reason for pareto_k, or for all when elbo is None.
-        evidence_undefined: reason for log_evidence.
+        undefined: why pareto_k is None, or everything if elbo is None.
+        evidence_undefined: why log_evidence is None.
     """
 
     num_draws: int
@@ -190,17 +190,17 @@ def diagnose_importance(
     enough_draws: int = FIRST_DRAWS,
     progress: Progress = SILENT,
 ) -> ImportanceDiagnostics:
-    """Importance diagnostics of posterior on target, all data.
+    """Diagnose importance sampling from a posterior for a target with all data.
 
     Args:
         target: the log posterior.
         posterior: q.
-        generator: of the draws.
-        num_draws: S; None doubles S from 512 until the ELBO's standard error is at most 2 nats and 1 %, S is 8192,
-            or the log weights spread by more than 50 nats.
-        first_draws: looked at before those 512; they are all where the log weights spread by more than 50 nats.
-        enough_draws: at most 512; where there are to be fewer, S is not doubled from there.
-        progress: advanced once a draw.
+        generator: random generator of the draws.
+        num_draws: S; None doubles S from 512 until the ELBO's standard error is at most 2 nats and 1%, S is 8192, or
+            the log weights spread by more than 50 nats.
+        first_draws: initial draws; sufficient if the log weights spread by more than 50 nats.
+        enough_draws: at most 512; if fewer, S is not doubled beyond it.
+        progress: advances once per draw.
     """
     estimate = elbo(target, posterior, generator=generator, num_samples=num_draws or first_draws, progress=progress)
     while num_draws is None and _wants_more(estimate, enough_draws):
@@ -212,7 +212,7 @@ def diagnose_importance(
 
 
 def diagnose_weights(log_weights: Tensor) -> ImportanceDiagnostics:
-    """Importance diagnostics of log weights (S,), S at least 2."""
+    """Diagnose log weights (S,), S at least 2."""
     values = log_weights.detach().double().cpu()
     size = len(values)
     threshold = k_threshold(size)
@@ -229,7 +229,8 @@ def diagnose_weights(log_weights: Tensor) -> ImportanceDiagnostics:
         few = f"needs at least {MIN_TAIL_DRAWS} draws, got {size}"
         return ImportanceDiagnostics(*known, None, threshold, None, None, few, few)
     smoothed, pareto_k = pareto_smooth(values)
-    if not (math.isfinite(pareto_k) and bool(torch.isfinite(smoothed).all())):  # either, by arviz-stats's release
+    # which of the two is not finite depends on the arviz-stats version
+    if not (math.isfinite(pareto_k) and bool(torch.isfinite(smoothed).all())):
         reason = "a few draws outweigh all others by more than float64 can represent, so the tail cannot be fitted"
         return ImportanceDiagnostics(*known, None, threshold, None, None, reason, reason)
     if not pareto_k <= threshold:
@@ -243,38 +244,38 @@ def diagnose_weights(log_weights: Tensor) -> ImportanceDiagnostics:
 
 
 def k_threshold(num_draws: int) -> float:
-    """The Pareto k above which `num_draws` weights are too few: min(1 - 1 / log10 S, 0.7)."""
+    """Return the Pareto k above which `num_draws` weights are too few: min(1 - 1 / log10 S, 0.7)."""
     return min(1 - 1 / math.log10(num_draws), 0.7)
 
 
 def network_draws(num_examples: int, widest: int) -> int:
-    """Draws that are enough for a posterior over a network: 512, or fewer where as many passes over all data would take long.
+    """Return a sufficient number of draws for a posterior over a network: 512, or fewer if passes over all data are slow.
 
     Args:
         num_examples: of the data.
-        widest: numbers that one leaves on its way through the network.
+        widest: activations per example.
     """
     affordable = _NETWORK_WORK // (num_examples * widest)
     return min(FIRST_DRAWS, max(LEAST_NETWORK_DRAWS, affordable))
 
 
 def _wants_more(estimate: ElboEstimate, enough: int) -> bool:
-    """Whether the ELBO is still too noisy for a q that is not far off, and more draws are allowed."""
+    """Return whether the ELBO is too noisy, q is not too far off, and more draws are allowed."""
     wanted = min(WANTED_NATS, max(LEAST_NATS, WANTED_SHARE * abs(estimate.value)))
     is_far = estimate.log_weight_sd > _FAR_NATS
-    is_noisy = estimate.standard_error > wanted  # False where it is NaN
+    is_noisy = estimate.standard_error > wanted  # False for NaN
     has_few = len(estimate.log_weights) < enough and math.isfinite(estimate.value)
     most = MOST_DRAWS if enough == FIRST_DRAWS else enough
     return len(estimate.log_weights) < most and (is_noisy or has_few) and not is_far
 
 
 def pareto_smooth(log_weights: Tensor) -> tuple[Tensor, float]:
-    """Pareto-smoothed log weights (S,), float64, and Pareto k; not finite where all but a few weights underflow."""
-    from arviz_stats.base import array_stats  # slow to import, and every `predict` looks at every integrator
+    """Return Pareto-smoothed log weights (S,), float64, and Pareto k; not finite if all but a few weights underflow."""
+    from arviz_stats.base import array_stats  # slow import; every `predict` imports every integrator
 
     with np.errstate(invalid="ignore", divide="ignore"):
         normalized, pareto_k = array_stats.psislw(-log_weights.numpy())
     smoothed = torch.from_numpy(normalized)
-    # arviz-stats normalises the weights; the smallest one is never in the tail and tells the constant.
+    # arviz-stats normalises the weights; the smallest is never in the tail and reveals the constant.
     lowest = int(log_weights.argmin())
     return smoothed + (log_weights[lowest] - smoothed[lowest]), float(pareto_k)

@@ -40,14 +40,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# The first part of the warm-up only brings the chains from their over-dispersed starts to where the posterior is.
+# The first part of the warm-up only moves the chains from their overdispersed starts into the posterior.
 SETTLING_SHARE = 0.4
 SETTLING_STEPS = 16
-SHORT = 0.1  # posterior standard deviations: steps by which chains move where the Gaussian explains little, and turns about nothing better
+# posterior standard deviations: smaller steps mean that the Gaussian explains little, and a better pivot would not help
+SHORT = 0.1
 
 
 class SamplerSettings(NamedTuple):
-    """How a run warms up and moves; first_step: the step size that it tries first."""
+    """Warm-up and dynamics of a run; first_step is the initial step size of the adaptation."""
 
     num_warmup: int
     target_accept: float
@@ -56,23 +57,23 @@ class SamplerSettings(NamedTuple):
 
     @property
     def num_settling(self) -> int:
-        """Transitions that bring the chains to where the posterior is."""
+        """Number of transitions that move the chains into the posterior."""
         return math.ceil(SETTLING_SHARE * self.num_warmup)
 
     def new_adaptation(self) -> StepSizeAdaptation:
-        """The search for the step size, before the first transition that counts for it."""
+        """Return a fresh step-size adaptation."""
         return StepSizeAdaptation.start(initial=self.first_step, target_accept=self.target_accept)
 
 
 class Walk(NamedTuple):
-    """Where all chains are, and what the warm-up has found: all that the next transition needs but the generator.
+    """The state of the sampler: all that the next transition needs except the random generator.
 
     Args:
         state: of all chains.
         adaptation: of the step size.
-        smoothed: (C,), each chain's recent acceptance rate in the warm-up.
-        num_done: transitions made, warm-up included.
-        num_gradients: evaluations in all of them, of each chain; None where it goes on from a state that did not count them.
+        smoothed: (C,), recent acceptance rate of each chain in the warm-up.
+        num_done: number of transitions, including warm-up.
+        num_gradients: evaluations per chain so far; None after resuming from a state that did not count them.
     """
 
     state: State
@@ -83,16 +84,16 @@ class Walk(NamedTuple):
 
     @classmethod
     def start(cls, potential: WhitenedPotential, settings: SamplerSettings, z: Tensor) -> Walk:
-        """Chains at z (C, P), before the first transition."""
+        """Start chains at z (C, P)."""
         smoothed = torch.full(z.shape[:1], settings.target_accept, dtype=torch.float64, device=z.device)
         return cls(potential.state(z), settings.new_adaptation(), smoothed, 0)
 
     def more_gradients(self, count: int) -> int | None:
-        """The evaluations after so many more."""
+        """Return the number of evaluations after `count` more."""
         return None if self.num_gradients is None else self.num_gradients + count
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """All of it, to be stored."""
+        """Return all fields as tensors."""
         return {
             **self.state._asdict(),
             "adaptation": self.adaptation.to_tensor(),
@@ -103,7 +104,7 @@ class Walk(NamedTuple):
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], device: torch.device) -> Walk:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return cls(
             State(*(tensors[name].to(device) for name in State._fields)),
             StepSizeAdaptation.from_tensor(tensors["adaptation"]),
@@ -114,7 +115,7 @@ class Walk(NamedTuple):
 
 
 def _counted(stored: Tensor | None) -> int | None:
-    """The evaluations that a state has; None where it has none."""
+    """Return the stored number of evaluations, or None."""
     return None if stored is None or int(stored) < 0 else int(stored)
 
 
@@ -126,7 +127,7 @@ def advance(
     generator: torch.Generator,
     mover: Mover | None = None,
 ) -> tuple[Walk, Transition]:
-    """One transition of all chains, of the warm-up as long as that lasts; mover as for `transition`."""
+    """Make one transition of all chains, adapting during warm-up; mover as in `transition`."""
     if walk.num_done >= settings.num_warmup:
         step_size = walk.adaptation.final
         result = transition(potential, walk.state, generator, step_size, settings.dynamics, mover=mover)
@@ -134,7 +135,7 @@ def advance(
         return walk._replace(state=result.state, num_done=walk.num_done + 1, num_gradients=made), result
     adaptation = walk.adaptation
     if walk.num_done == settings.num_settling:
-        # The steps that freed stuck chains say nothing about the steps to sample with.
+        # Steps that freed stuck chains say nothing about steps for sampling.
         adaptation = settings.new_adaptation()
         if potential.pivot is not None and walk.adaptation.current > SHORT:
             potential.pivot.copy_(mean_of_chains(walk.state.z, walk.state.gradient))
@@ -158,16 +159,16 @@ MOST_GROUPS = 64
 
 
 def chain_groups(num_chains: int, *, smallest: int) -> list[slice]:
-    """The chains of each group: at least `smallest` (all of them, where they are fewer), and at most 64 groups."""
+    """Split the chains into at most 64 groups of at least `smallest` (or one group of all, if fewer)."""
     count = max(1, min(num_chains // smallest, MOST_GROUPS))
     return [slice(part.start, part.stop) for part in shares(num_chains, count)]
 
 
 class Workers(NamedTuple):
-    """Processes that share out chains.
+    """Worker processes that share the chains.
 
     Args:
-        smallest_group: chains that one product is of at least, where fewer would cost more each.
+        smallest_group: smallest number of chains per matrix product; smaller products cost more per chain.
     """
 
     team: Team
@@ -180,19 +181,19 @@ class Workers(NamedTuple):
         num_chains: int,
         new_mover: Callable[[], Mover | None],
     ) -> SharedMover:
-        """What moves all chains; arguments as of SharedMover, whose groups move plainly where `new_mover` makes none."""
+        """Return a mover of all chains; groups for which `new_mover` returns None use PlainMover."""
         groups = chain_groups(num_chains, smallest=self.smallest_group)
         return SharedMover(potential, groups, self.team, lambda: new_mover() or PlainMover(potential, dynamics))
 
 
 class SharedMover:
-    """Makes the trajectories of all chains, this worker those of its groups; ends have their energy.
+    """Computes the trajectories of all chains, this worker those of its groups; returned states have their energy.
 
     Args:
-        potential: that they move in.
-        groups: of the chains, the same on all workers.
+        potential: their potential.
+        groups: groups of chains, the same on all workers.
         team: the workers.
-        new_mover: makes what moves one group.
+        new_mover: creates a mover for one group.
     """
 
     has_energy: ClassVar[bool] = True
@@ -205,7 +206,7 @@ class SharedMover:
         self._movers = [new_mover() for _ in self._shares[team.rank]]
 
     def __call__(self, state: State, momentum: Tensor, *, step_size: float, num_steps: int) -> tuple[State, Tensor]:
-        """The chains and their momenta (C, P) after num_steps gradients, on every worker."""
+        """Return the chains and momenta (C, P) after num_steps gradients, on every worker."""
         num_params = momentum.shape[1]
         own = momentum.new_zeros(max(map(_num_chains, self._shares)), 3 * num_params + 1)
         start = 0
@@ -227,7 +228,8 @@ def _num_chains(groups: list[slice]) -> int:
     return sum(group.stop - group.start for group in groups)
 
 
-# All of theta (C, P), for draws (C, P') of a part of it, and the log density of what is added, (C,); the generator draws that.
+# Maps draws (C, P') of part of theta to all of theta (C, P), drawing the rest with the generator, and its log density
+# (C,).
 Completion: TypeAlias = "Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]"
 OVERDISPERSION = 2.0  # standard deviation of the starts, in posterior standard deviations
 _LARGE = 2048  # parameters
@@ -236,18 +238,18 @@ _STATISTICS = ("log_joint", "energy", "acceptance_rate", "diverging")
 
 @dataclass(frozen=True)
 class HmcRun:
-    """What a sampler returns.
+    """The result of a sampler.
 
     Args:
-        draws: (C, T, P), float32; may be mapped from a file.
+        draws: (C, T, P), float32; may be memory-mapped.
         log_joint: (C, T), float64, nats.
-        energy: (C, T), of each kept state, nats; None where the sampler does not tell.
+        energy: (C, T), of each kept state, nats; None if the sampler has none.
         acceptance_rate: (C, T), in [0, 1].
         diverging: (C, T), whether the trajectory's energy error was above 1000 nats or not finite.
         step_size: after warm-up, in posterior standard deviations.
         n_steps: (C, T), gradient evaluations of each trajectory.
-        num_gradients: of each chain, the warm-up's with them; None where the sampler does not tell.
-        position: (C, P'), float64, where the chains are in the whitened space; None where the sampler does not tell.
+        num_gradients: evaluations per chain, including warm-up; None if unknown.
+        position: (C, P'), float64, final whitened coordinates of the chains; None if unknown.
     """
 
     draws: Tensor
@@ -283,37 +285,39 @@ def sample_hmc(
     workers: Workers | None = None,
     progress: Progress = SILENT,
 ) -> HmcRun:
-    """Draws from target, num_chains * num_draws of them after warm-up, or as many as it takes.
+    """Sample from a target: num_chains * num_draws draws after warm-up, or as many as `is_enough` requires.
 
     Args:
         target: the log posterior, with all data.
         mode: (P,), the mode or a point near it.
-        covariance: of a Gaussian there; any gives the right distribution, a good one gives it soon.
-        generator: of starts, momenta, trajectory lengths and acceptances; on the CPU, and its state is stored.
-        num_chains: all in one matrix product.
-        num_warmup: transitions a chain makes first, in which the step size is found.
-        num_draws: transitions kept, a chain.
-        target_accept: acceptance rate that the step size aims for.
+        covariance: of a Gaussian there; affects efficiency, not correctness.
+        generator: CPU generator of starts, momenta, trajectory lengths and acceptances; its state is stored.
+        num_chains: number of chains, all in one matrix product.
+        num_warmup: warm-up transitions per chain, which adapt the step size.
+        num_draws: kept transitions per chain.
+        target_accept: goal of the acceptance rate.
         dispersion: chains start from N(mode, dispersion^2 Sigma).
-        go_on: of as many chains on a similar target; they start where those are in the whitened space, with steps as long.
+        go_on: previous run with as many chains on a similar target; the chains continue from its whitened positions and
+            its step size.
         dynamics: split or leapfrog.
-        coarse: the gradient (C, P) at mode + displacement (C, P) that kicks, while energies stay the target's; its own by default.
-        is_enough: judges the draws (C, T, P) after num_draws, and again after every num_draws / 2 more, until it
-            says True or there are max_draws a chain (20 num_draws by default).
-        complete: what makes all of theta of draws, where the target's is a part of it. Draws and their log joint are of
-            the whole, energies of what moves.
-        store: where draws are kept; in memory by default.
-        resume: where the run is kept while it is unfinished; nowhere by default.
-        workers: that share out the chains; by default each moves all of them, and what the target shares out is its own affair.
-        progress: advanced once a transition; an Interrupted that it raises stores the state first.
+        coarse: gradient (C, P) at mode + displacement (C, P) for kicks; energies remain the target's. Its own by
+            default.
+        is_enough: judges the draws (C, T, P) after num_draws and after every num_draws / 2 more, until it returns True
+            or there are max_draws per chain (20 num_draws by default).
+        complete: adds the parameters that the target does not include. Draws and their log joint are of the whole,
+            energies of the sampled part.
+        store: draw store; in memory by default.
+        resume: resume store of the unfinished run; none by default.
+        workers: share the chains; by default every process moves all chains.
+        progress: advances once per transition; if it raises Interrupted, the state is stored first.
 
     Raises:
-        NumericError: when all chains diverge after warm-up.
+        NumericError: all chains diverge after warm-up.
     """
     if dynamics not in DYNAMICS:
         raise ValueError(f"dynamics: expected one of {', '.join(DYNAMICS)}; got {dynamics!r}")
     mode = mode.to(target.device).double()
-    # Of many parameters whitening in float64 would cost more than the gradients, whose products have float32's digits.
+    # For many parameters, float64 whitening would cost more than the gradients, whose products are float32.
     is_large = target.dtype != torch.float64 and len(mode) > _LARGE
     whitening = root_for_many(covariance, target.device, torch.float32 if is_large else None)
     potential = WhitenedPotential(target, mode, whitening, coarse, pivot=torch.zeros_like(mode))
@@ -332,7 +336,7 @@ def sample_hmc(
             z = go_on.position
         walk = Walk.start(potential, settings, z)
     chains = _Chains(potential, settings, mover, complete, generator, kept, walk)
-    del walk  # of the start: as large as the chains, and soon of the past
+    del walk  # as large as the chains, and soon outdated
     try:
         for goal in goals(num_draws, max_draws if is_enough else num_draws):
             if goal < kept.num_draws:
@@ -354,7 +358,7 @@ def sample_hmc(
 def _restored_walk(
     resume: ResumeStore, kept: KeptDraws, generator: torch.Generator, potential: WhitenedPotential
 ) -> Walk | None:
-    """Where an unfinished run was, its draws back in `kept`, generator and pivot as they were; None where there is none."""
+    """Restore the state of an unfinished run, with draws, generator and pivot; None if there is none."""
     stored = resume.restore()
     if stored is None:
         return None
@@ -367,14 +371,14 @@ def _restored_walk(
 
 
 def goals(num_draws: int, max_draws: int | None) -> Iterator[int]:
-    """Draws a chain at which a run is judged: num_draws, then half as many more each time, up to max_draws."""
+    """Yield the numbers of draws per chain at which to judge a run: num_draws, then steps of half that, up to max_draws."""
     largest = 20 * num_draws if max_draws is None else max_draws
     yield from itertools.takewhile(lambda goal: goal < largest, itertools.count(num_draws, max(1, num_draws // 2)))
     yield largest
 
 
 class KeptDraws:
-    """The draws as they come, in their store, and a few numbers of each; not the states, which are many times larger."""
+    """The draws in their store, and a few numbers of each; not the states, which are many times larger."""
 
     def __init__(self, store: DrawStore) -> None:
         self.store = store
@@ -383,29 +387,29 @@ class KeptDraws:
 
     @property
     def num_draws(self) -> int:
-        """Draws kept, a chain."""
+        """Draws per chain."""
         return len(self.num_steps)
 
     def add(self, theta: Tensor, log_joint: Tensor, result: Transition) -> None:
-        """One more draw of every chain, theta (C, P), and its log joint (C,)."""
+        """Add a draw of every chain, theta (C, P), with its log joint (C,)."""
         self.store.append(theta.float())
         self.numbers.append((log_joint, result.energy, result.acceptance, result.is_divergent))
         self.num_steps.append(result.num_steps)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The numbers, (C, T) each, and the steps (T,)."""
+        """Return the numbers, (C, T) each, and the steps (T,)."""
         stacked = [torch.stack(part, dim=1) for part in zip(*self.numbers, strict=True)]
         steps = {"num_steps": torch.tensor(self.num_steps, dtype=torch.int64)}
         return steps | dict(zip(_STATISTICS, stacked, strict=True) if stacked else ())
 
     def restore(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """The inverse of to_tensors; the draws are in the store already."""
+        """Invert to_tensors; the draws are already in the store."""
         self.num_steps = tensors["num_steps"].tolist()
         if self.num_steps:
             self.numbers = list(zip(*(tensors[name].to(device).unbind(dim=1) for name in _STATISTICS), strict=True))
 
     def run(self, step_size: float) -> HmcRun:
-        """All of it, chain axis first. Raises NumericError when every chain diverges."""
+        """Return the result, chain axis first. Raises NumericError if every chain diverged."""
         tensors = self.to_tensors()
         if tensors["diverging"].all():
             raise NumericError(
@@ -418,7 +422,7 @@ class KeptDraws:
 
 @dataclass
 class _Chains:
-    """All chains of a run: what they move by, where they are, and what is kept of them."""
+    """All chains of a run: how they move, where they are, and their draws."""
 
     potential: WhitenedPotential
     settings: SamplerSettings
@@ -429,7 +433,7 @@ class _Chains:
     walk: Walk
 
     def advance(self) -> None:
-        """One transition, and after the warm-up one draw more of every chain."""
+        """Make one transition; after warm-up, keep one more draw of every chain."""
         self.walk, result = advance(
             self.potential, self.walk, self.settings, generator=self.generator, mover=self.mover
         )
@@ -437,7 +441,7 @@ class _Chains:
             self.kept.add(*self._whole(), result)
 
     def _whole(self) -> tuple[Tensor, Tensor]:
-        """All of theta (C, P) where the chains are, and its log joint (C,)."""
+        """Return all of theta (C, P) at the current state, and its log joint (C,)."""
         theta, log_joint = self.potential.theta(self.walk.state.z), -self.walk.state.potential
         if self.complete is None:
             return theta, log_joint
@@ -445,6 +449,6 @@ class _Chains:
         return whole, log_joint + outside
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """All that a run continues from, to be stored."""
+        """Return all tensors that resuming needs."""
         pivot = {} if self.potential.pivot is None else {"pivot": self.potential.pivot}
         return {**self.walk.to_tensors(), **pivot, **self.kept.to_tensors(), "generator": self.generator.get_state()}

@@ -1,4 +1,8 @@
-"""The Laplace approximation: a Gaussian with the curvature of the log posterior at its mode."""
+"""The Laplace approximation: a Gaussian with the curvature of the log posterior at its mode.
+
+Includes the evidence, the effective number of parameters, the row-space reduction of last layers, and draws by
+conjugate gradients for networks.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 
 
 CENTERS = ("mode", "checkpoint")
-MOST_MODEL_ERROR = 0.5  # nats, of a quadratic model at its own maximum; the evidence is wrong by about as much
+MOST_MODEL_ERROR = 0.5  # nats, of a quadratic model at its own maximum; the evidence is off by about as much
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,11 @@ class LaplaceFit:
 
     Args:
         gaussian: the posterior.
-        mode: how exact the centre is; None when centred on the checkpoint.
+        mode: accuracy of the centre; None if centred on the checkpoint.
         log_joint: at the centre, nats.
-        log_marginal_likelihood: the Gaussian's estimate of log p(D), nats; None where it would be no estimate.
-        hessian: of the summed negative log likelihood at the centre, without the prior: the prior can be changed.
+        log_marginal_likelihood: Laplace estimate of log p(D), nats; None if invalid.
+        hessian: of the summed negative log likelihood at the centre, without the prior, so that the prior can be
+            changed.
         no_evidence: why log_marginal_likelihood is None.
     """
 
@@ -65,21 +70,21 @@ def fit_gaussian(
     before: LocalCovariance | None = None,
     progress: Progress = SILENT,
 ) -> LaplaceFit:
-    """The Gaussian at the mode of target, or at start, with covariance (H + Lambda)^{-1}.
+    """Fit a Gaussian at the mode of a target, or at start, with covariance (H + Lambda)^{-1}.
 
     Args:
         target: the log posterior.
         start: (P,), the checkpoint's head.
         structure: of the covariance, one of the `covariances`.
         center: mode, or checkpoint for start itself.
-        hessian: of this structure at start, where that is the centre: saves making it.
-        mode_hessian: passed to mode_of, a Hessian from near the mode.
-        before: of the same examples, saves what no theta changes; passed to mode_of as well.
+        hessian: of this structure at start, if that is the centre; saves computing it.
+        mode_hessian: a Hessian from near the mode, passed to mode_of.
+        before: covariance for the same examples; saves computing what does not depend on theta; also passed to mode_of.
         progress: passed to mode_of.
 
     Raises:
-        NumericError: when there is no mode to be found or the precision is not positive definite.
-        UsageError: when there is no such structure.
+        NumericError: no mode is found, or the precision is not positive definite.
+        UsageError: there is no such structure.
     """
     if center not in CENTERS:
         raise ValueError(f"center: expected one of {', '.join(CENTERS)}; got {center!r}")
@@ -104,17 +109,15 @@ def fit_gaussian(
 def _evidence_beside_the_mode(
     target: CurvedTarget, theta: Tensor, covariance: Covariance
 ) -> tuple[float, float | None, str | None]:
-    """The log joint at theta (P,), the log evidence of its second-order expansion there, and why there is none.
+    """Return the log joint at theta (P,), the log evidence of its second-order expansion there, and why it is None.
 
-    With gradient g and precision H at theta, log Z = log p(D, theta) + g^T H^{-1} g / 2 + P / 2 log(2 pi) - log|H| / 2. It is
-    as good as the quadratic model, which is held to what it promises at its own maximum, theta + H^{-1} g: the log joint
-    there, and half the log determinant, which is to be the same.
+    With gradient g and precision H at theta, log Z = log p(D, theta) + g^T H^{-1} g / 2 + P / 2 log(2 pi) - log|H| / 2.
+    This is as accurate as the quadratic model, which is checked at its own maximum, theta + H^{-1} g: the log joint
+    there must match, and half the log determinant must be the same.
     """
     if not target.curvature(covariance.structure).is_exact:
         one = with_article(covariance.structure)
-        log_joint = float(
-            target.log_joint(theta.unsqueeze(0))
-        )  # its gradient in float64 took a third of a network's fit
+        log_joint = float(target.log_joint(theta.unsqueeze(0)))  # a float64 gradient took a third of a network's fit
         return log_joint, None, f"away from the mode it needs the exact Hessian, and {one} Hessian is not exact"
     value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=torch.float64)
     log_joint = float(value)
@@ -123,10 +126,10 @@ def _evidence_beside_the_mode(
     maximum = theta + covariance.unwhiten(white)[0]
     reached = float(target.log_joint_and_grad(maximum.unsqueeze(0), dtype=torch.float64)[0])
     wrong = abs(reached - log_joint - rise)
-    if wrong <= MOST_MODEL_ERROR:  # a Hessian more only where it may decide
+    if wrong <= MOST_MODEL_ERROR:  # one more Hessian only if it can decide
         try:
             there = covariance_at(target, maximum, covariance.structure)[0]
-        except NumericError:  # indefinite there: no maximum
+        except NumericError:  # indefinite there: not a maximum
             wrong = math.inf
         else:
             wrong += abs(there.log_det_scale() - covariance.log_det_scale())
@@ -138,16 +141,16 @@ def _evidence_beside_the_mode(
 
 
 def laplace_evidence(log_joint: float, covariance: Covariance) -> float:
-    """Laplace's estimate of the log marginal likelihood: log p(D, m) + N / 2 log(2 pi) + log|det L|, nats.
+    """Return the Laplace estimate of the log marginal likelihood: log p(D, m) + N / 2 log(2 pi) + log|det L|, nats.
 
     Args:
-        log_joint: of the N parameters that vary, all of them but for a subnetwork: less `fixed_log_prior`.
+        log_joint: of the N varying parameters: all, or those of a subnetwork, less `fixed_log_prior`.
     """
     return log_joint + 0.5 * num_varying(covariance) * math.log(2 * math.pi) + covariance.log_det_scale()
 
 
 def fixed_log_prior(target: CurvedTarget, theta: Tensor, covariance: Covariance) -> float:
-    """The prior's log density of those of theta (P,) that a covariance fixes, nats: no part of the others' model. 0 where all vary."""
+    """Return the prior log density of the entries of theta (P,) that a covariance fixes, nats; 0 if all vary."""
     places = varying_places(covariance)
     if places is None:
         return 0.0
@@ -157,16 +160,17 @@ def fixed_log_prior(target: CurvedTarget, theta: Tensor, covariance: Covariance)
     return float(terms.sum() - terms[places].sum())
 
 
-_STEP = 1e-3  # of a log precision, for differences of the log determinant: central, so wrong by a millionth
+_STEP = 1e-3  # of a log precision, for central differences of the log determinant: relative error of a millionth
 
 
 def num_effective(target: CurvedTarget, fit: LaplaceFit) -> float:
-    """The effective number of parameters of a Gaussian; below 0 only where an exact Hessian has negative curvature.
+    """Return the effective number of parameters; negative only if an exact Hessian has negative curvature.
 
-    Of the marginal variances where its covariance knows them, else of how its log determinant changes with the prior.
+    Computed from the marginal variances if the covariance has them, else from the derivative of the log determinant
+    with respect to the prior.
 
     Args:
-        target: the log posterior that was fitted to; its own prior is ignored.
+        target: the log posterior of the fit; its own prior is ignored.
     """
     covariance, layout = fit.gaussian.covariance, fit.gaussian.layout
     prior = fit.gaussian.require_prior()
@@ -186,11 +190,11 @@ def num_effective(target: CurvedTarget, fit: LaplaceFit) -> float:
 
 @dataclass(frozen=True)
 class RowLift:
-    """From theta inside the span to all of theta, for prior_criterion.Lift.
+    """Map from theta inside the span of the features to all of theta, for prior_criterion.Lift.
 
     Args:
         rows: the span.
-        prior: over all of theta, whose mean centres have outside the span.
+        prior: over all of theta; its mean centres the part outside the span.
     """
 
     rows: RowSpace
@@ -198,29 +202,29 @@ class RowLift:
 
     @property
     def layout(self) -> HeadLayout:
-        """Of all of theta."""
+        """Layout of all of theta."""
         return self.rows.layout
 
     def theta(self, theta: Tensor) -> Tensor:
-        """theta (..., P) with the prior's mean outside the span, from theta inside it."""
+        """Return theta (..., P) with the prior's mean outside the span, from theta inside it."""
         return self.rows.lift_about(theta, self.prior)
 
     def covariance(self, covariance: Covariance, prior: Prior) -> WithinRows:
-        """The covariance over all of theta: the prior's outside the span."""
+        """Return the covariance over all of theta: the prior's outside the span."""
         return WithinRows(covariance, self.rows, prior.weight_precision)
 
 
 def lift_gaussian(gaussian: Gaussian, lift: RowLift) -> Gaussian:
-    """The Gaussian over all of theta, of one over theta inside the span of the features: outside it is the prior."""
+    """Extend a Gaussian over theta inside the span of the features to all of theta: outside it is the prior."""
     prior = replace(gaussian.require_prior(), mean=lift.prior.mean)
     return Gaussian(lift.theta(gaussian.mean), lift.covariance(gaussian.covariance, prior), lift.layout, prior)
 
 
 def lift_fit(fit: LaplaceFit, lift: RowLift) -> LaplaceFit:
-    """The fit over all of theta, of one of `rows.target`: exact at the mode.
+    """Extend a fit of `rows.target` to all of theta; exact at the mode.
 
-    The evidence is the same: what lies outside the span has its prior for its posterior, and adds nothing. So is the
-    Hessian, in the coordinates of the span. The log joint gains the prior's density outside it, at its mean.
+    The evidence and the Hessian (in coordinates of the span) do not change, since outside the span posterior and prior
+    agree. The log joint gains the prior density outside the span at its mean.
     """
     gaussian = lift_gaussian(fit.gaussian, lift)
     constant = 0.5 * lift.rows.num_outside * math.log(gaussian.require_prior().weight_precision / (2 * math.pi))
@@ -231,10 +235,10 @@ def lift_fit(fit: LaplaceFit, lift: RowLift) -> LaplaceFit:
 
 
 def complete(theta: Tensor, generator: torch.Generator, *, rows: RowSpace, prior: Prior) -> tuple[Tensor, Tensor]:
-    """All of theta (S, P), for draws (S, K (r + 1)) of it inside; and the log prior density of what is added, (S,).
+    """Return all of theta (S, P) for draws (S, K (r + 1)) inside the span, and the log prior density of the rest, (S,).
 
     Args:
-        generator: of what is added.
+        generator: random generator of the rest.
         rows: the span.
         prior: of all of theta; isotropic over the weights.
     """
@@ -250,20 +254,20 @@ def complete(theta: Tensor, generator: torch.Generator, *, rows: RowSpace, prior
     )
 
 
-TOLERANCE = 1e-2  # of a draw's residual: it is wrong by a few hundredths of a standard deviation
+TOLERANCE = 1e-2  # relative residual of a draw: an error of a few hundredths of a standard deviation
 MOST_STEPS = 1000
-_FEWEST = 64  # examples at once, before vectors are taken one after the other
-# PyTorch makes a CPU's normals by sixteens: blocks of so many examples have the numbers that one call makes.
+_FEWEST = 64  # examples at once, below which vectors are processed one after the other
+# PyTorch draws CPU normals in groups of sixteen: blocks of a multiple of sixteen examples get the numbers of one call.
 _SIXTEEN = 16
 
 
 class Solutions(NamedTuple):
-    """Of (H + Lambda) d = b.
+    """Solutions of (H + Lambda) d = b.
 
     Args:
         values: d (S, P) float64.
-        num_steps: of conjugate gradients, each a product.
-        residual: the largest of the draws, relative to b, both measured by the whitening Gaussian.
+        num_steps: conjugate gradient steps, one product each.
+        residual: largest relative residual of the draws, in the norm of the whitening Gaussian.
     """
 
     values: Tensor
@@ -272,7 +276,7 @@ class Solutions(NamedTuple):
 
     @property
     def num_passes(self) -> int:
-        """Over the data: for the right sides, for each step, and to see the residual."""
+        """Passes over the data: for the right sides, each step, and the final residual."""
         return self.num_steps + 2
 
 
@@ -286,18 +290,18 @@ def linear_draws(
     tolerance: float = TOLERANCE,
     progress: Progress = SILENT,
 ) -> Solutions:
-    """Deviations from theta (P,) of draws of N(theta, (H + Lambda)^{-1}), H the Gauss-Newton matrix there.
+    """Draw deviations from theta (P,) of N(theta, (H + Lambda)^{-1}), with H the Gauss-Newton matrix at theta.
 
     Args:
-        target: whose prior has Lambda.
-        whitening: near that covariance: the nearer, the fewer passes.
+        target: its prior has precision Lambda.
+        whitening: preconditioner, close to that covariance; the closer, the fewer passes.
         num_draws: S.
-        generator: of the targets, on the CPU.
-        tolerance: of the residuals.
-        progress: advanced once a step.
+        generator: CPU generator of the right sides.
+        tolerance: of the relative residuals.
+        progress: advances once per step.
 
     Raises:
-        NumericError: the residuals do not become so small.
+        NumericError: the residuals do not reach the tolerance.
     """
 
     def normals(*size: int) -> Tensor:
@@ -308,7 +312,7 @@ def linear_draws(
 
 
 def right_sides(target: NetworkTarget, theta: Tensor, num_draws: int, normals: Callable[..., Tensor]) -> Tensor:
-    """b (S, P) float64, linear in standard normals: (S, P) of the prior, then (n, S, M) of each block of examples."""
+    """Return b (S, P) float64, linear in standard normals: (S, P) for the prior, then (n, S, M) per block of examples."""
     theta = theta.to(target.device, target.dtype)
     precisions = target.prior.diagonal(target.layout, device=target.device)
     total = normals(num_draws, len(theta)).to(target.device) * precisions.sqrt()
@@ -330,7 +334,7 @@ def right_sides(target: NetworkTarget, theta: Tensor, num_draws: int, normals: C
 
 
 def precision_operator(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function (S, P) -> (S, P) float64 that multiplies by H + Lambda at theta (P,); vectors go through the network together."""
+    """Return a function (S, P) -> (S, P) float64 that multiplies by H + Lambda at theta (P,), all vectors in one pass."""
     theta = theta.to(target.device, target.dtype)
     pairs = pairs_at_once(target.layout, target.device, theta.dtype)
     most = max(1, pairs // min(_FEWEST, target.num_examples))  # vectors at once
@@ -346,7 +350,7 @@ def precision_operator(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor
 
 
 def _product(target: NetworkTarget, theta: Tensor, vectors: Tensor, rows: slice) -> Tensor:
-    """sum_n J_n^T H_n J_n v over the examples in `rows`, (S, P), of vectors (S, P)."""
+    """Return sum_n J_n^T H_n J_n v over the examples in `rows`, (S, P), for vectors (S, P)."""
     inputs = target.inputs[rows].to(target.device)
     with torch.enable_grad():
         logits, pull = torch.func.vjp(lambda one: target.layout.logits(inputs, one.unsqueeze(0))[0], theta)[:2]
@@ -364,14 +368,14 @@ def solve(
     tolerance: float = TOLERANCE,
     progress: Progress = SILENT,
 ) -> Solutions:
-    """The solutions of A d = b for all right sides b (S, P) at once; those that are there take no more products.
+    """Solve A d = b for all right sides b (S, P) at once; converged ones take no more products.
 
     Args:
-        multiply: by A (P, P), positive definite, of rows (S, P), float64.
-        whitening: Sigma, near A^{-1}; the residuals' lengths are r^T Sigma r.
+        multiply: multiplies rows (S, P) by A (P, P), positive definite, float64.
+        whitening: Sigma, close to A^{-1}; residual norms are r^T Sigma r.
 
     Raises:
-        NumericError: the residuals do not become so small.
+        NumericError: the residuals do not reach the tolerance.
     """
     task = progress.task("conjugate gradients", MOST_STEPS)
     found = torch.zeros_like(sides)
@@ -395,7 +399,7 @@ def solve(
         direction[active] = white + (length / before)[active].unsqueeze(1) * some
         num_steps += 1
         task.advance(note=f"residual {float((length / first).max().sqrt()):.2g}")
-    residual = sides - multiply(found)  # what is left in truth: that of the steps is wrong by their rounding
+    residual = sides - multiply(found)  # the true residual, without the rounding that the steps accumulate
     left = float(((residual * _times(whitening, residual)).sum(dim=1) / first).max().sqrt())
     if not left <= 2 * tolerance:
         raise NumericError(
@@ -406,5 +410,5 @@ def solve(
 
 
 def _times(covariance: Covariance, rows: Tensor) -> Tensor:
-    """r Sigma, of rows r (S, P)."""
+    """Return r Sigma for rows r (S, P)."""
     return covariance.unwhiten(covariance.pull_back(rows))

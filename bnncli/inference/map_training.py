@@ -1,4 +1,4 @@
-"""MAP training: networks that learn from labelled inputs by their log likelihood and a weight decay, several as one batch."""
+"""MAP training of whole networks by log likelihood and weight decay; several networks train as one batch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class StackedNetworks:
-    """S networks of one architecture, whose parameters and buffers lie together where there are several.
+    """S networks of one architecture; if S > 1, their parameters and buffers are stacked.
 
     Args:
-        modules: of one architecture, all on one device; those of several are copies until `separate`.
-        logits_of: the logits (n, K) in what a network returns.
+        modules: networks on one device; if there are several, they are copies until `separate`.
+        logits_of: extracts the logits (n, K) from a network's output.
 
     Attributes:
-        params: those that learn, by name, each (S, ...), or of one network as it has it.
+        params: trainable parameters by name, each (S, ...), or unstacked for a single network.
     """
 
     def __init__(self, modules: Sequence[nn.Module], logits_of: Callable[[Any], Tensor]) -> None:
@@ -44,11 +44,11 @@ class StackedNetworks:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """By name, each (S, ...), or of one network as it has it; training changes them."""
+        """Buffers by name, each (S, ...), or unstacked for a single network; training changes them."""
         return dict(self.modules[0].named_buffers()) if self._is_one else self._stacked
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Logits (S, n, K) of inputs (S, n, ...), those of each network's own."""
+        """Return logits (S, n, K) for inputs (S, n, ...), one slice per network."""
         if self._is_one:
             found: Tensor = self.logits_of(self.modules[0](inputs[0]))
             return found.reshape(len(found), -1).unsqueeze(0)
@@ -62,7 +62,7 @@ class StackedNetworks:
 
     @no_grad
     def separate(self) -> list[nn.Module]:
-        """The networks, with what each has learnt so far."""
+        """Return the networks with their current parameters and buffers."""
         if not self._is_one:
             for place, module in enumerate(self.modules):
                 for own, stacked in ((module.named_parameters(), self._all), (module.named_buffers(), self._stacked)):
@@ -71,7 +71,7 @@ class StackedNetworks:
         return self.modules
 
     def set_training(self, mode: bool) -> None:
-        """Whether dropout, batch norm and the like do what they do in training."""
+        """Set training or evaluation mode (dropout, batch norm)."""
         for module in self.modules:
             module.train(mode)
 
@@ -88,17 +88,17 @@ class Examples(NamedTuple):
 
 @dataclass(frozen=True)
 class MapSettings:
-    """How networks learn.
+    """Training settings.
 
     Args:
         optimizer: one of bnncli.commands.train.OPTIMIZERS.
         momentum: of sgd and nesterov.
-        weight_decay: of all parameters, added to the gradients; adamw takes it off the parameters.
-        batch_size: examples a step of each network.
-        label_smoothing: share of the labels that is spread over all classes.
-        average: decay a step of the running average of parameters and buffers (EMA); None keeps none.
-        augmentation: of the inputs; None leaves them.
-        autocast: what networks compute in; None for float32.
+        weight_decay: of all parameters, added to the gradients; decoupled for adamw.
+        batch_size: examples per step and network.
+        label_smoothing: share of the label's probability that is spread over all classes.
+        average: decay per step of the exponential moving average (EMA) of parameters and buffers; None for no average.
+        augmentation: of the inputs, or None.
+        autocast: data type of the forward pass; None for float32.
     """
 
     optimizer: str
@@ -113,7 +113,7 @@ class MapSettings:
 
 
 class Streams(NamedTuple):
-    """Random streams of one seed, on the CPU: of the order of the examples, and of their augmentation."""
+    """CPU random streams of one seed: order of the examples, and their augmentation."""
 
     order: torch.Generator
     augmentation: torch.Generator
@@ -121,7 +121,7 @@ class Streams(NamedTuple):
 
 @dataclass
 class EpochScores:
-    """What each epoch gave of each network: of the training batches as they came, and of val where it is there."""
+    """Per epoch and network: loss and accuracy on the training batches as they came, and on val if given."""
 
     loss: list[list[float]] = field(default_factory=list)
     accuracy: list[list[float]] = field(default_factory=list)
@@ -129,7 +129,7 @@ class EpochScores:
     val_accuracy: list[list[float]] = field(default_factory=list)
 
     def last(self, network: int) -> dict[str, float]:
-        """The numbers of the last epoch, by name."""
+        """Return the scores of the last epoch, by name."""
         return {name: values[-1][network] for name, values in vars(self).items() if values}
 
 
@@ -137,16 +137,16 @@ class MapLearner:
     """S networks of one architecture that learn from the same examples.
 
     Args:
-        networks: in the place of which learning leaves what they became.
+        networks: trained in place.
         train: on the networks' device.
-        val: examples that every epoch ends with; None for none.
-        streams: of each network's seed.
-        generator: of whatever networks draw by themselves (dropout), on the CPU.
-        is_capturable: whether nothing in the network depends on more than its inputs and parameters.
-        report: told of every epoch.
+        val: examples to evaluate after every epoch, or None.
+        streams: random streams of each network's seed.
+        generator: CPU generator for random layers of the networks (dropout).
+        is_capturable: whether the network depends on nothing but its inputs and parameters.
+        report: called after every epoch.
     """
 
-    shuffles = False  # batches of each network come in an order of its own
+    shuffles = False  # each network has its own order of batches
     draws_in_steps = False
     constants = None
 
@@ -177,30 +177,30 @@ class MapLearner:
 
     @property
     def device(self) -> torch.device:
-        """Of the examples."""
+        """Device of the examples."""
         return self.train.inputs.device
 
     @property
     def num_examples(self) -> int:
-        """N."""
+        """Number of training examples, N."""
         return len(self.train.inputs)
 
     @property
     def num_epochs(self) -> int:
-        """Epochs done."""
+        """Number of epochs done."""
         return len(self.history.loss)
 
     @property
     def objective(self) -> Sequence[float]:
-        """Minus the mean loss of each, nats an example."""
+        """Minus the mean loss per epoch, nats per example."""
         return [-sum(losses) / len(losses) for losses in self.history.loss]
 
     def rates(self, epoch: int) -> Sequence[float]:
-        """One for all parameters."""
+        """Return one learning rate for all parameters."""
         return (self.settings.learning_rate,)
 
     def note(self) -> str:
-        """What the last epoch gave of the first network."""
+        """Return the first network's scores of the last epoch."""
         if not self.history.loss:
             return ""
         last = self.history.last(0)
@@ -208,7 +208,7 @@ class MapLearner:
         return f"loss {last['loss']:.4f}, accuracy {percent(last['accuracy'], '.2f')}{val}"
 
     def begin_epoch(self, order: Tensor | None) -> None:
-        """Every network's order of the examples is drawn, what happens to each, and the seed of what networks draw themselves."""
+        """Draw every network's order of the examples, their augmentation, and the seed of random layers."""
         torch.manual_seed(int(torch.randint(2**62, (1,), generator=self.generator)))
         orders = [torch.randperm(self.num_examples, generator=one.order) for one in self.streams]
         self._order = torch.stack(orders).to(self.device)
@@ -219,11 +219,11 @@ class MapLearner:
         self.networks.set_training(True)
 
     def draw(self, num_steps: int) -> tuple[Tensor, ...]:
-        """Nothing: an epoch's draws are made as it begins."""
+        """Return no draws; they are made once per epoch."""
         return ()
 
     def gather(self, rows: slice, num_steps: int) -> tuple[Tensor, ...]:
-        """Inputs (steps, S, B, ...) and labels, and what is to happen to them where they are augmented."""
+        """Return inputs (steps, S, B, ...), labels, and, if augmented, the drawn augmentation."""
         index = self._order[:, rows].unflatten(1, (num_steps, -1)).transpose(0, 1)
         found = (self.train.inputs[index], self.train.labels[index])
         if self.settings.augmentation is None:
@@ -231,7 +231,7 @@ class MapLearner:
         return (*found, self._drawn[:, rows].unflatten(1, (num_steps, -1)).transpose(0, 1))
 
     def update(self, *parts: Tensor) -> Tensor:
-        """The sum of the losses before one update of each network, and how many were right: (S, 2) float64."""
+        """Update each network once; return the sum of its losses before and its number of correct predictions, (S, 2) float64."""
         inputs, labels, *drawn = parts
         settings = self.settings
         if settings.augmentation is not None:
@@ -252,7 +252,7 @@ class MapLearner:
         return torch.stack([losses.detach().double().sum(dim=1), hits.double().sum(dim=1)], dim=1)
 
     def end_round(self, seen: Tensor) -> None:
-        """What each epoch of the round gave; val at the end of each.
+        """Record the scores of each epoch of the round, and evaluate val.
 
         Raises:
             NumericError: a loss is not finite.
@@ -276,7 +276,7 @@ class MapLearner:
         self.report(self.num_epochs, self.history)
 
     def averaged(self) -> list[nn.Module]:
-        """Copies of the networks with the running averages of their parameters and buffers."""
+        """Return copies of the networks with their averaged parameters and buffers."""
         found = []
         for place, module in enumerate(self.networks.separate()):
             copy = deepcopy(module)
@@ -287,7 +287,7 @@ class MapLearner:
         return found
 
     def state(self) -> dict[str, Tensor]:
-        """Buffers, averages, random streams and the history."""
+        """Return buffers, averages, random streams and the history."""
         found = {f"buffer.{name}": value.clone() for name, value in self.networks.buffers.items()}
         found |= {f"average.{name}": value.clone() for name, value in self.averages.items()}
         for place, one in enumerate(self.streams):
@@ -296,7 +296,7 @@ class MapLearner:
         return found | {f"history.{name}": values for name, values in history.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take up a state."""
+        """Load a state."""
         for kind, own in (("buffer", self.networks.buffers), ("average", self.averages)):
             for name, value in own.items():
                 value.copy_(state[f"{kind}.{name}"])
@@ -306,17 +306,17 @@ class MapLearner:
         self.history = EpochScores(**{name: state[f"history.{name}"].tolist() for name in vars(self.history)})
 
     def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """-log p of labels (S, n), against smoothed ones where they are, of logits (S, n, K)."""
+        """Return -log p of labels (S, n), smoothed if set, for logits (S, n, K)."""
         flat, target = logits.flatten(0, 1), labels.flatten(0, 1)
         found = -self.likelihood.log_likelihoods(flat.unsqueeze(0), target)[0]
         smoothing = self.settings.label_smoothing
-        if smoothing:  # against labels that are smoothed: a share of each spread over all classes
+        if smoothing:  # a share of each label is spread over all classes
             spread = -self.likelihood.log_class_probabilities(flat, dim=1).mean(dim=1)
             found = (1 - smoothing) * found + smoothing * spread
         return found.unflatten(0, (len(logits), -1))
 
     def _averaged(self) -> dict[str, Tensor]:
-        """What averages are kept of: all that learns, and buffers of real numbers."""
+        """Return what is averaged: trainable parameters and floating-point buffers."""
         if self.settings.average is None:
             return {}
         buffers = {name: one for name, one in self.networks.buffers.items() if one.is_floating_point()}
@@ -334,7 +334,7 @@ class MapLearner:
 def evaluate(
     network: nn.Module, examples: Examples, likelihood: Likelihood, logits_of: Callable[..., Tensor]
 ) -> tuple[float, float]:
-    """Mean negative log likelihood, nats an example, and accuracy of a network, which it leaves in evaluation mode."""
+    """Return the mean negative log likelihood, nats per example, and the accuracy; leaves the network in evaluation mode."""
     network.eval()
     nll, hits = torch.zeros(2, dtype=torch.float64, device=examples.inputs.device)
     for inputs, labels in zip(examples.inputs.split(_EVALUATED), examples.labels.split(_EVALUATED), strict=True):
@@ -345,7 +345,7 @@ def evaluate(
 
 
 def _hits(likelihood: Likelihood, logits: Tensor, labels: Tensor) -> Tensor:
-    """Whether the likeliest class is the label, (S, n); of several labels which share of them is right."""
+    """Return whether the most likely class is the label, (S, n); for multi-label, the share of right labels."""
     if not likelihood.is_exclusive:
         return ((logits > 0) == labels.bool()).float().mean(dim=-1)
     found = likelihood.class_logits(logits, dim=-1).argmax(dim=-1)

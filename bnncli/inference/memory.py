@@ -1,4 +1,4 @@
-"""Estimate the memory and the time that fits of a last layer need, from sizes and before they start."""
+"""Estimate memory and time of last-layer fits from sizes, before they start."""
 
 from __future__ import annotations
 
@@ -19,24 +19,20 @@ if TYPE_CHECKING:
     import torch
 
 
-SEARCH_FITS, SEARCH_MODES = 10, 16  # of a search for the prior precision: Hessians that are made, modes that are found
-NUM_DRAWS = 128  # of each candidate, common to all: their noise cancels in comparisons
-MOST_LEFT_OUT = 300  # outputs of a head whose examples are left out: the cubes of their number, for hundreds of examples, take seconds
-NUM_FOLDS = 5  # of a cross-validation over the rows of val
-QUICK_SECONDS = (
-    6.0  # that the factors of a structure may take which is fitted unasked: of 6,000 parameters on two cores
-)
-QUICK_ANYWHERE = (
-    4762  # parameters of the largest full covariance whose factors take no longer on one core; all devices are faster
-)
-_MODE_OPERATIONS = 150.0  # for each example and parameter: 30 to 120 of easy heads, up to 450 under weak priors
-_GRADIENTS = 4  # of a transition of a chain, about
+SEARCH_FITS, SEARCH_MODES = 10, 16  # of a prior precision search: Hessians computed, modes found
+NUM_DRAWS = 128  # per candidate, common to all candidates so that their noise cancels in comparisons
+MOST_LEFT_OUT = 300  # outputs of a head in leave-one-out: their cube, for hundreds of examples, takes seconds
+NUM_FOLDS = 5  # of cross-validation over the rows of val
+QUICK_SECONDS = 6.0  # time limit for factoring a structure that is chosen automatically: 6,000 parameters on two cores
+QUICK_ANYWHERE = 4762  # parameters of the largest full covariance within that limit on one core, the slowest device
+_MODE_OPERATIONS = 150.0  # per example and parameter: 30 to 120 for easy heads, up to 450 under weak priors
+_GRADIENTS = 4  # per transition of a chain, roughly
 
 
 def fit_seconds(
     structure: str, layout: MatrixLayout, *, num_examples: int, speed: Speed, num_fits: int = 1, num_modes: int = 1
 ) -> float:
-    """Seconds of so many covariances of a structure, and of so many modes, on a device of that speed.
+    """Estimate the seconds for num_fits covariances of a structure and num_modes modes on a device of this speed.
 
     Raises:
         ValueError: there is no such structure.
@@ -55,50 +51,47 @@ def fit_seconds(
 
 
 def largest_full(device: torch.device | str) -> int:
-    """Parameters of the largest full covariance that is quick there: whose factor and inverse take QUICK_SECONDS."""
+    """Return the number of parameters of the largest full covariance whose factor and inverse take QUICK_SECONDS."""
     return round((1.5 * QUICK_SECONDS * speed_of(device).factors) ** (1 / 3))
 
 
 def transition_seconds(layout: MatrixLayout, *, num_examples: int, speed: Speed) -> float:
-    """Seconds of a transition of one chain of hmc: two products with the features for each gradient."""
+    """Return the seconds of an hmc transition of one chain: two products with the features per gradient."""
     return _GRADIENTS * 4 * num_examples * layout.num_params / speed.products
 
 
 MAX_FULL_PRECONDITIONER = 2048  # parameters; up to here a full Hessian costs less than the iterations it saves
 _WHITENING_SHARE = (
-    1.0  # of the time that draws take, that a closer Gaussian may take before them: each is worth several of others
+    1.0  # share of the sampling time that a better whitening may take; each of its draws is worth several others
 )
-_COPIES = 6  # of a structure's matrices that a fit holds at its peak
-_PANEL_COPIES = 4  # of a full one that is factored panel by panel
-_SPREAD_COPIES = 2.5  # of one whose rows are spread over workers: the sums of pairs, a part of the panels, and the root
-_MODE_VECTORS = 10  # of P numbers that the search for the mode holds
-_BYTES_A_DRAW = 32  # of each parameter: noise, theta in two precisions, and one product on the way
-_WEIGHT_VECTORS = (
-    40  # of a latent binary network's weights: factors, gradients, Adam's, moments, and states to resume from
-)
-_FLOW_VECTORS = 10  # of its flows' parameters
+_COPIES = 6  # of a structure's matrices at the peak of a fit
+_PANEL_COPIES = 4  # of a full matrix factored in panels
+# of a full matrix whose rows are spread over workers: sums of pairs, part of the panels, and the root
+_SPREAD_COPIES = 2.5
+_MODE_VECTORS = 10  # vectors of P values in the mode search
+_BYTES_A_DRAW = 32  # per parameter: noise, theta in two precisions, and one intermediate product
+_WEIGHT_VECTORS = 40  # per weight of a latent binary network: factors, gradients, Adam's moments, and resume states
+_FLOW_VECTORS = 10  # per parameter of its flows
 _WAITING_WEIGHT_VECTORS = (
-    14  # of one that waits its turn or is done: starts, states to resume from, results of all workers
+    14  # per weight of a network that waits its turn or is done: starts, resume states, results of all workers
 )
 _WAITING_FLOW_VECTORS = 5
-_ACTIVATION_VECTORS = 10  # of a batch's activations
-_SCALED_VECTORS = 3  # of a batch's inputs of each layer, once they are scaled by multipliers
-_BYTES_A_LAYER_NUMBER = (
-    40  # of refine's layers: in two precisions, gradient, Adam's two, products, states to resume from
-)
-_BYTES_A_TRAINING_DRAW = 100  # of each parameter: what a step through the layers keeps for its gradient
-_BYTES_A_DIRECTION = 80  # of each parameter: three blocks of float64, their factors and images
-_BATCH_VECTORS = 4  # of a minibatch's logits under every draw
-_CHAIN_VECTORS = 16  # of P numbers that each chain holds within a trajectory
-_SPAN_COPIES = 5  # of a matrix of features by examples: the features in float64, their factors, the basis
-_COMPLETED_VECTORS = 6  # of P numbers that each chain holds while a draw in a span becomes one of all of theta
+_ACTIVATION_VECTORS = 10  # per activation of a batch
+_SCALED_VECTORS = 3  # per input of a layer in a batch, after scaling by multipliers
+_BYTES_A_LAYER_NUMBER = 40  # of refine: two precisions, gradient, Adam's two, products, resume states
+_BYTES_A_TRAINING_DRAW = 100  # per parameter: stored by a step through the layers for its gradient
+_BYTES_A_DIRECTION = 80  # per parameter: three float64 blocks, their factors and images
+_BATCH_VECTORS = 4  # per minibatch logit of each draw
+_CHAIN_VECTORS = 16  # vectors of P values per chain within a trajectory
+_SPAN_COPIES = 5  # of the features by examples matrix: float64 features, their factors, the basis
+_COMPLETED_VECTORS = 6  # vectors of P values per chain while a draw in the span is completed to all of theta
 
 
 def fit_bytes(structure: str, layout: MatrixLayout, *, num_draws: int = 0, whole: MatrixLayout | None = None) -> int:
-    """Bytes that a Gaussian of this structure takes to fit, with `num_draws` draws of it at once to judge it.
+    """Return the bytes to fit a Gaussian of this structure, with `num_draws` draws at once to judge it.
 
     Args:
-        whole: of all of theta, where the layout is of the span of the features; draws are of all of it.
+        whole: layout of all of theta, if `layout` is the span of the features; draws are of all of theta.
     """
     size = layout.num_params
     matrices = _copies(structure, layout) * max(
@@ -111,7 +104,7 @@ def fit_bytes(structure: str, layout: MatrixLayout, *, num_draws: int = 0, whole
 
 
 def _copies(structure: str, layout: MatrixLayout) -> float:
-    """Of a structure's matrices that a fit holds at its peak, on each worker where there are several."""
+    """Return the number of copies of a structure's matrices at the peak of a fit, per worker."""
     if structure != structures()[0] or not is_large(layout.num_params):
         return _COPIES
     others = team()
@@ -119,12 +112,12 @@ def _copies(structure: str, layout: MatrixLayout) -> float:
 
 
 def has_room_whole(layout: ParamLayout, device: torch.device | str) -> bool:
-    """Whether a full Hessian and what is made of it have room on one device; elsewhere its rows are spread over the workers."""
+    """Return whether a full Hessian and its covariance fit on one device; else the rows are spread over the workers."""
     return 8 * _PANEL_COPIES * layout.num_params**2 <= budget(device)
 
 
 def sampling_bytes(structure: str, layout: MatrixLayout, *, num_chains: int, whole: MatrixLayout | None = None) -> int:
-    """Bytes that chains whitened by a Gaussian of this structure take: its fit, then their states."""
+    """Return the bytes for chains whitened by a Gaussian of this structure: its fit, then the states of the chains."""
     chain = _CHAIN_VECTORS * layout.num_params + (_COMPLETED_VECTORS * whole.num_params if whole else 0)
     return fit_bytes(structure, layout, whole=whole) + 8 * num_chains * chain
 
@@ -138,22 +131,22 @@ def refinement_bytes(
     whole: MatrixLayout | None = None,
     elements: int | None = None,
 ) -> int:
-    """Bytes that a stored Gaussian takes to refine: as read, in two precisions; the training, then draws to judge it.
+    """Return the bytes to refine a stored Gaussian: as read, in two precisions; training, then draws to judge it.
 
     Args:
-        elements: numbers of the stored covariance, of a structure that no curvature has.
+        elements: size of the stored covariance, for structures without a curvature.
     """
     matrices = (_elements(structure, layout) if elements is None else elements) + _basis_elements(layout, whole)
     return 20 * matrices + max(training, _BYTES_A_DRAW * num_draws * (whole or layout).num_params)
 
 
 def training_bytes(layout: ClassifierLayout, *, num_layer_params: int, num_draws: int, batch_size: int = 0) -> int:
-    """Bytes that the training of a flow takes.
+    """Return the bytes to train a flow.
 
     Args:
-        num_layer_params: numbers in all layers.
-        num_draws: a step.
-        batch_size: of minibatches; 0 where a step takes all data, block by block.
+        num_layer_params: parameters in all layers.
+        num_draws: draws per step.
+        batch_size: of minibatches; 0 if a step uses all data, in blocks.
     """
     batch = layout.num_features + _BATCH_VECTORS * num_draws * layout.num_outputs
     draws = _BYTES_A_TRAINING_DRAW * num_draws * layout.num_params
@@ -161,17 +154,19 @@ def training_bytes(layout: ClassifierLayout, *, num_layer_params: int, num_draws
 
 
 def subspace_bytes(num_params: int, num_directions: int) -> int:
-    """Bytes that directions of whitened coordinates take: found, by three times as many; then in two precisions."""
+    """Return the bytes for directions in whitened coordinates: found from three times as many, then in two precisions."""
     return _BYTES_A_DIRECTION * num_params * num_directions
 
 
 def latent_bytes(
     layout: NetworkLayout, *, num_repeats: int, batch_size: int, num_flow_params: int = 0, num_waiting: int = 0
 ) -> int:
-    """Bytes that a latent binary fit takes: so many networks at once, each with so many parameters of flows.
+    """Return the bytes of a latent binary fit.
 
     Args:
-        num_waiting: networks of all workers, where they are fitted in turns.
+        num_repeats: networks at once.
+        num_flow_params: flow parameters per network.
+        num_waiting: networks of all workers, if they are fitted in turns.
     """
     waiting = _WAITING_WEIGHT_VECTORS * layout.num_params + _WAITING_FLOW_VECTORS * num_flow_params
     vectors = _WEIGHT_VECTORS * layout.num_params + _FLOW_VECTORS * num_flow_params
@@ -183,29 +178,29 @@ def latent_bytes(
 
 
 def stored_bytes(structure: str, layout: MatrixLayout, *, whole: MatrixLayout | None = None) -> int:
-    """Bytes of a Gaussian's file: the matrices in float64, the Hessian in float32, the mean and the head."""
+    """Return the bytes of a Gaussian's file: float64 matrices, float32 Hessian, mean and head."""
     return 12 * _elements(structure, layout) + 8 * _basis_elements(layout, whole) + 12 * (whole or layout).num_params
 
 
 def automatic_structure(layout: MatrixLayout, budget: int, *, device: torch.device | str, **sizes: Any) -> str:
-    """The structure to fit when none was asked for.
+    """Return the structure to fit by default.
 
-    Full where it fits in the budget (bytes) and the device factors it soon: 6,000 parameters on two cores, 27,000 and more on a GPU that is
-    fast in float64; else block where it fits and its sums over the examples cost no more than those of the largest such full one; else kron
-    where it fits; else diag. Sizes as for fit_bytes: in the span of the features, whose examples are few, it is a block's factors that
-    must cost no more than a full one's.
+    Full if it fits in the budget (bytes) and is quick to factor on the device: 6,000 parameters on two cores, 27,000 or
+    more on a GPU that is fast in float64. Otherwise block if it fits and its sums over examples cost no more than those
+    of the largest quick full one (in the span of the features, where examples are few: if its factors do); otherwise
+    kron if it fits; otherwise diag. Sizes as in fit_bytes.
     """
     return next(iter(automatic_structures(layout, budget, device=device, **sizes)), structures()[-1])
 
 
 def automatic_structures(layout: MatrixLayout, budget: int, *, device: torch.device | str, **sizes: Any) -> list[str]:
-    """All structures that are quick and fit in the budget (bytes), by the rule of automatic_structure, which takes the first."""
+    """Return all structures that are quick and fit in the budget (bytes), best first; see automatic_structure."""
     in_span = sizes.get("whole") is not None
 
     def is_quick(name: str) -> bool:
         most = partial(registry.load_class("curvature", name).most_elements, layout, in_span=in_span)
         elements = _elements(name, layout)
-        # What is quick everywhere needs no look at the device, for which torch is imported.
+        # Structures that are quick everywhere need no device lookup, which imports torch.
         return elements <= most(largest_full=QUICK_ANYWHERE) or elements <= most(largest_full=largest_full(device))
 
     quick = [name for name in structures() if is_quick(name)]
@@ -222,14 +217,14 @@ def whitening_structure(
     num_draws: int,
     whole: MatrixLayout | None = None,
 ) -> str:
-    """The structure of the Gaussian that chains move in the coordinates of.
+    """Return the structure of the Gaussian that whitens chains.
 
-    The one that fit-laplace takes of itself, or the full one where that takes no longer than the draws: a search for a prior makes ten
-    such Gaussians, chains need one, and every draw is worth the more for it (7,700 parameters of 20 classes, 16 chains of 260 draws: R-hat 1.008 and
-    3,676 effective ones, by blocks 1.213 and 53).
+    The default of fit-laplace, or full if it takes no longer than sampling: a prior search fits ten such Gaussians,
+    chains need only one, and it improves every draw (7,700 parameters of 20 classes, 16 chains of 260 draws: full gives
+    R-hat 1.008 and ESS 3,676, block 1.213 and 53).
 
     Args:
-        num_draws: of each chain, those of the warm-up with them.
+        num_draws: per chain, including warm-up.
     """
     structure = automatic_structure(layout, budget, device=device, whole=whole)
     closest = structures()[0]
@@ -242,12 +237,12 @@ def whitening_structure(
 
 
 def structures() -> list[str]:
-    """All structures, from the one that says most of the posterior to the least."""
+    """Return all structures, most to least expressive."""
     return registry.in_order("curvature")
 
 
 def require_fit(structure: str, layout: MatrixLayout, device: torch.device | str, **sizes: Any) -> None:
-    """Pass when the structure can be fitted. Raises DeviceError, naming the largest that can, otherwise."""
+    """Raise DeviceError, naming the largest structure that fits, if this one does not."""
     there = budget(device)
     fitting = [name for name in structures() if fit_bytes(name, layout, **sizes) <= there]
     hint = (
@@ -260,11 +255,9 @@ def require_fit(structure: str, layout: MatrixLayout, device: torch.device | str
 def require_sampling(
     layout: MatrixLayout, device: torch.device | str, *, num_chains: int, whole: MatrixLayout | None = None
 ) -> None:
-    """Pass when the chains have room. Raises DeviceError, naming how many do, otherwise."""
+    """Raise DeviceError, naming how many chains fit, if these do not."""
     there = budget(device)
-    whitening = automatic_structure(
-        layout, there, device=device, whole=whole
-    )  # a closer one is taken only where it has room
+    whitening = automatic_structure(layout, there, device=device, whole=whole)  # a closer one is used only if it fits
     one, more = (sampling_bytes(whitening, layout, num_chains=count, whole=whole) for count in (1, 2))
     most = 1 + (there - one) // (more - one)
     hint = f"use at most \0chains\0 {most}" if most > 0 else "no chain fits: use a head with fewer features"
@@ -281,11 +274,11 @@ def require_refinement(
     elements: int | None = None,
     **sizes: Any,
 ) -> None:
-    """Pass when a flow on a Gaussian of this structure has room. Raises DeviceError, naming what has, otherwise.
+    """Raise DeviceError, naming what fits, if a flow on a Gaussian of this structure does not.
 
     Args:
         training: training_bytes of the flow.
-        elements, sizes: as for refinement_bytes.
+        elements, sizes: as in refinement_bytes.
     """
     there = budget(device)
     sizes = {**sizes, "training": training}
@@ -297,14 +290,14 @@ def require_refinement(
 
 
 def drawn_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:
-    """Bytes that draws of theta take to predict with.
+    """Return the bytes to predict with draws of theta.
 
-    In float32: those that are stored, the chosen ones where they are not all of them, and these as matrices with the biases
-    in place. Draws that are made take noise and theta of a part of them in float64 besides.
+    float32: the stored draws, the chosen ones if not all are used, and matrices of these with the biases. Generated
+    draws also need noise and theta of a part of them in float64.
 
     Args:
-        num_used: draws that predict.
-        num_stored: draws of a posterior that is draws; 0 for one that makes them.
+        num_used: draws used to predict.
+        num_stored: draws of a samples posterior; 0 if draws are generated.
     """
     copies = 1 if num_used == num_stored else 2
     made = 0 if num_stored else _BYTES_A_DRAW * min(num_used, draws_at_once(num_params))
@@ -312,21 +305,21 @@ def drawn_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:
 
 
 def sampled_bytes(num_params: int, num_draws: int) -> int:
-    """Bytes on disk of a sampler's draws: once as they come, once as the artifact."""
+    """Return the bytes on disk of a sampler's draws: while sampling, and in the artifact."""
     return 2 * num_draws * (4 * num_params + 64)
 
 
 def require_draws(
     num_params: int, device: torch.device | str, *, num_used: int, num_stored: int = 0, option: str | None = None
 ) -> None:
-    """Pass when draws of theta have room on the device, and stored ones on the CPU, where they are read.
+    """Check that draws of theta fit on the device, and stored ones on the CPU, where they are read.
 
     Args:
-        num_params, num_used, num_stored: as for drawn_bytes.
-        option: of the command that says how many are used.
+        num_params, num_used, num_stored: as in drawn_bytes.
+        option: option that limits how many are used.
 
     Raises:
-        DeviceError: they have none; names how many do, where fewer do.
+        DeviceError: they do not fit; names how many do, if any.
     """
     what = f"{num_stored or num_used} draws with {num_params} parameters"
     fewer = "reduce the number of draws: hmc with fewer \0chains\0 or \0draws\0" if num_stored else None
@@ -349,10 +342,10 @@ def require_latent(
     most_at_once: int | None = None,
     **sizes: int,
 ) -> None:
-    """Pass when a latent binary fit has room; sizes as for latent_bytes. Raises DeviceError with the hint otherwise.
+    """Raise DeviceError with the hint if a latent binary fit does not fit; sizes as in latent_bytes.
 
     Args:
-        most_at_once: networks that workers fit at once, where they take turns.
+        most_at_once: networks that workers fit at once, if they take turns.
     """
 
     def needed(count: int) -> int:
@@ -371,10 +364,10 @@ def require_latent(
 
 
 def _elements(structure: str, layout: MatrixLayout) -> int:
-    """Numbers in one copy of the structure's matrices."""
+    """Return the size of one copy of the structure's matrices."""
     return int(registry.load_class("curvature", structure).num_elements(layout))
 
 
 def _basis_elements(layout: MatrixLayout, whole: MatrixLayout | None) -> int:
-    """Numbers of the basis of the span that the layout is of; none where it is of all of theta."""
+    """Return the size of the basis of the span; 0 if the layout is all of theta."""
     return 0 if whole is None else whole.num_features * layout.num_features

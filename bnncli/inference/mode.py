@@ -1,4 +1,4 @@
-"""The mode of a log posterior: exact by Newton steps where it is concave, by a trust region elsewhere."""
+"""Find the mode of a log posterior: by Newton steps where it is concave, by L-BFGS and a trust region elsewhere."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class BoundedStep(NamedTuple):
-    """A step z (1, P).
+    """A step z (1, P) within a trust region.
 
     Args:
-        promised: the increase of g^T z - z^T H z / 2.
+        promised: increase of g^T z - z^T H z / 2.
         length: of z.
-        is_inside: whether it solves H z = g, as exactly as was asked, rather than ending at the edge.
-        decrement: sqrt(g^T z): where it is inside, the distance to the maximum in units of H.
+        is_inside: whether it solves H z = g to the given accuracy rather than ending on the boundary.
+        decrement: sqrt(g^T z); if inside, the distance to the maximum in units of H.
     """
 
     z: Tensor
@@ -46,14 +46,14 @@ class BoundedStep(NamedTuple):
 def solve_within(
     multiply: Callable[[Tensor], Tensor], gradient: Tensor, *, radius: float, accuracy: float, most_products: int
 ) -> BoundedStep:
-    """The step towards the maximum of g^T z - z^T H z / 2 for |z| <= radius.
+    """Maximise g^T z - z^T H z / 2 for |z| <= radius by truncated conjugate gradients.
 
     Args:
-        multiply: by H, of (1, P), float64.
+        multiply: multiplies (1, P), float64, by H.
         gradient: g (1, P), float64.
-        radius: of the region.
+        radius: of the trust region.
         accuracy: of |H z - g| relative to |g|.
-        most_products: with H; the step that is there then is taken.
+        most_products: limit on products with H; the current step is then returned.
     """
     z, residual, direction = torch.zeros_like(gradient), gradient.clone(), gradient.clone()
     square = float(residual.square().sum())
@@ -64,12 +64,12 @@ def solve_within(
         product = multiply(direction)
         curvature, along, size = torch.stack(
             [(direction * one).sum() for one in (product, z, direction)]
-        ).tolist()  # the one wait for the device, with the residual's
+        ).tolist()  # the only sync, apart from the residual's
         length = square / curvature if curvature > 0 else math.inf
         reach = _to_edge(float(z.square().sum()), along, size, radius)
         is_inside = length < reach
         length = min(length, reach)
-        if not math.isfinite(length):  # no curvature, and no edge
+        if not math.isfinite(length):  # no curvature, and no boundary
             break
         z = z + length * direction
         residual = residual - length * product
@@ -83,23 +83,23 @@ def solve_within(
 
 
 def _to_edge(square: float, along: float, size: float, radius: float) -> float:
-    """t > 0 with |z + t d| = radius, for |z|^2, z^T d and |d|^2; inf without an edge."""
+    """Return t > 0 with |z + t d| = radius, given |z|^2, z^T d and |d|^2; inf without a boundary."""
     if not math.isfinite(radius):
         return math.inf
     return (-along + math.sqrt(max(along**2 + size * (radius**2 - square), 0.0))) / size
 
 
 _FULL = "full"
-_ROWS = 512  # of H that are made together where they are spread
+_ROWS = 512  # rows of H computed together when spread over workers
 
 
 class LocalCovariance(NamedTuple):
-    """A covariance, and what it was made of.
+    """A covariance, and the Hessian it was computed from.
 
     Args:
         covariance: (H + Lambda)^{-1}.
         hessian: H, without the prior, in the parts of the covariance's structure.
-        saves_work: whether another one of the same structure and examples can keep parts of it.
+        saves_work: whether another covariance of the same structure and examples can reuse parts of it.
     """
 
     covariance: Covariance
@@ -115,14 +115,14 @@ def covariance_at(
     hessian: dict[str, Tensor] | None = None,
     before: LocalCovariance | None = None,
 ) -> LocalCovariance:
-    """(H + Lambda)^{-1} at theta (P,), and H without the prior: the one given, or made.
+    """Return (H + Lambda)^{-1} at theta (P,), and H without the prior, computed unless given.
 
     Args:
-        before: of the same examples: where it has the structure, what no theta changes is kept, with its factors.
+        before: for the same examples; if it has the structure, parts that do not depend on theta are reused.
 
     Raises:
-        NumericError: when the precision is not positive definite.
-        UsageError: when there is no such structure.
+        NumericError: the precision is not positive definite.
+        UsageError: there is no such structure.
     """
     if hessian is None and _is_spread(target, structure):
         return _spread(target, theta)
@@ -138,7 +138,7 @@ def covariance_at(
 
 
 def _is_spread(target: CurvedTarget, structure: str) -> bool:
-    """Whether the rows of H are spread over workers, as no device has room for all of them."""
+    """Return whether the rows of H are spread over workers because no device can hold all of them."""
     others, layout = team(), target.layout
     if others is None or others.size == 1 or structure != _FULL or not is_large(layout.num_params):
         return False
@@ -146,11 +146,11 @@ def _is_spread(target: CurvedTarget, structure: str) -> bool:
 
 
 def _spread(target: CurvedTarget, theta: Tensor) -> LocalCovariance:
-    """The full one, of rows of H that each worker makes for its own panels; H itself in float32 on the CPU, as it is stored."""
+    """Return the full covariance from rows of H that each worker computes for its own panels; H is float32 on the CPU."""
     from bnncli.covariances.full import from_rows
 
     layout = target.layout
-    count_pass(target)  # as where one device makes it, so that the cost is told alike
+    count_pass(target)  # as on a single device, so that reported costs agree
     rows: Callable[[int, int], Tensor] = target.curvature(_FULL).rows(target, theta)  # type: ignore[attr-defined]
     hessian = torch.empty(layout.num_params, layout.num_params)
     total = 0.0
@@ -166,17 +166,17 @@ def _spread(target: CurvedTarget, theta: Tensor) -> LocalCovariance:
 _EXACT_WHITENING = "full"
 _MAX_CG_ITERATIONS = 200
 _MAX_HALVINGS = 30
-_STALE_ITERATIONS = {"full": 40, "kron": -1}  # more than this, and a new Hessian pays (measured: LeNet-5, P = 850)
-_TOLERANCE = 1e-3  # posterior standard deviations, all parameters together
+_STALE_ITERATIONS = {"full": 40, "kron": -1}  # above it, a new Hessian pays off (measured: LeNet-5, P = 850)
+_TOLERANCE = 1e-3  # posterior standard deviations, over all parameters
 _FEW, _MANY = 10_000, 100_000  # parameters
-_ROUGH = 0.05  # accuracy of a Newton step by rough products, ten times what they are off by
-_COARSE_FROM = 30.0  # standard deviations, of all together: where values of large heads are float32
-_NEAR = 3.0  # standard deviations, of all together: where a step may be the last one
-_FAR, _ROUGHEST = 10.0, 0.5  # standard deviations, of all together; accuracy of a Newton step further away
-_TOLERANCE_OF_MANY = 0.1  # five thousandths of a nat, where a draw is hundreds of standard deviations away
-_ROUNDING = 1e-13  # of a log joint, of its own size
-_ROUNDING_OF_COARSE = 1e-6  # of one of float32 at most, where features are near zero
-_SUFFICIENT_INCREASE = 1e-4  # Armijo constant, as usual
+_ROUGH = 0.05  # accuracy of a Newton step with low-precision products, ten times their error
+_COARSE_FROM = 30.0  # standard deviations over all parameters: beyond it, values of large heads are float32
+_NEAR = 3.0  # standard deviations over all parameters: within it, a step may be the last
+_FAR, _ROUGHEST = 10.0, 0.5  # standard deviations over all parameters; accuracy of Newton steps further away
+_TOLERANCE_OF_MANY = 0.1  # five thousandths of a nat, when a draw is hundreds of standard deviations away
+_ROUNDING = 1e-13  # relative, of a log joint
+_ROUNDING_OF_COARSE = 1e-6  # relative, of a float32 log joint, if features are near zero
+_SUFFICIENT_INCREASE = 1e-4  # the usual Armijo constant
 
 
 @dataclass(frozen=True)
@@ -185,14 +185,14 @@ class Mode:
 
     Args:
         theta: (P,), float64.
-        num_iterations: Newton steps taken.
-        newton_decrement: distance to the exact mode in posterior standard deviations, all parameters together.
+        num_iterations: number of Newton steps.
+        newton_decrement: distance to the exact mode in posterior standard deviations, over all parameters.
         gradient_norm: of the log joint, nats per unit of theta.
         log_joint: at theta, nats.
-        hessian: a Hessian of the negative log likelihood from near the mode, for find_mode under another prior.
-        before: the covariance that whitened the last steps where it saves work, else the one that was given, for the same.
-        num_passes: over the data, where that is what was counted.
-        shortfall: why it is no nearer, where it is further away than was asked for.
+        hessian: of the negative log likelihood from near the mode, for find_mode under another prior.
+        before: covariance that whitened the last steps if it saves work, else the one given.
+        num_passes: over the data, if counted.
+        shortfall: why the tolerance was not reached, or None.
     """
 
     theta: Tensor
@@ -207,12 +207,12 @@ class Mode:
 
 
 def tolerance_factor(num_params: int) -> float:
-    """By how much a tolerance for all parameters together may be larger of so many than of _FEW, each being as exact."""
+    """Return the factor by which the tolerance over all parameters grows beyond _FEW, at equal accuracy per parameter."""
     return max(1.0, math.sqrt(num_params / _FEW))
 
 
 def default_tolerance(num_params: int) -> float:
-    """Of the Newton decrement of so many parameters together, in posterior standard deviations."""
+    """Return the default tolerance of the Newton decrement in posterior standard deviations, over all parameters."""
     return _TOLERANCE_OF_MANY if num_params > _MANY else _TOLERANCE * tolerance_factor(num_params)
 
 
@@ -227,22 +227,22 @@ def find_mode(
     max_iterations: int = 100,
     progress: Progress = SILENT,
 ) -> Mode:
-    """The mode of target, within `tolerance` posterior standard deviations.
+    """Find the mode of a concave target, within `tolerance` posterior standard deviations.
 
     Args:
         target: the log posterior.
-        start: (P,), where to start; any finite theta will do.
-        hessian: from near the mode, saves making it.
-        before: of the same examples, saves what no theta changes.
+        start: (P,), any finite theta.
+        hessian: from near the mode; saves computing it.
+        before: for the same examples; saves computing what does not depend on theta.
         tolerance: bound on the Newton decrement, sqrt(g^T H^{-1} g); by default `default_tolerance`.
-        polish: end with a step after which the decrement is expected to meet the tolerance, from how fast it has fallen, and
-            take the log joint there from the quadratic model: saves the last pass, which only confirms. Of more than
-            _MANY parameters always.
-        max_iterations: Newton steps before giving up.
-        progress: advanced once a step.
+        polish: end with a step after which the decrement is expected to meet the tolerance, extrapolated from its
+            decrease, and take the log joint there from the quadratic model. Saves the last pass, which only confirms;
+            always used above _MANY parameters.
+        max_iterations: limit on Newton steps.
+        progress: advances once per step.
 
     Raises:
-        NumericError: when the steps end before the tolerance is met.
+        NumericError: the tolerance is not met.
     """
     tolerance = default_tolerance(target.layout.num_params) if tolerance is None else tolerance
     task = progress.task("mode", 0)
@@ -258,11 +258,11 @@ def find_mode(
             step = _newton_step(target, here, whitening=whitening.covariance, accuracy=accuracy, is_rough=may_be_rough)
             ends = _ends(step, previous, tolerance=tolerance, accuracy=accuracy, polish=polish)
             is_odd = (here.is_coarse or was_rough) and step.decrement >= previous
-            if is_odd:  # features far from zero, say, of which few digits tell nothing
+            if is_odd:  # low precision does not help, for example with features far from zero
                 coarse_from, may_be_rough = math.inf, False
             if is_odd or (
                 ends is not None and step.is_rough
-            ):  # to be seen by all digits; coarse values come with rough steps
+            ):  # recompute in float64; low-precision values come with low-precision steps
                 here = _evaluated(target, here.theta) if here.is_coarse else here
                 begun = None if is_odd else step.white
                 step = _newton_step(target, here, whitening=whitening.covariance, accuracy=accuracy, begun=begun)
@@ -288,7 +288,7 @@ def find_mode(
 
 
 class _Place(NamedTuple):
-    """A theta (P,), the log joint there, and its gradient (P,); is_coarse: in the target's own precision."""
+    """theta (P,), the log joint and its gradient (P,); is_coarse: in the target's own precision."""
 
     theta: Tensor
     value: float
@@ -297,7 +297,7 @@ class _Place(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A Newton step (P,), in whitened coordinates (1, P); its length in posterior standard deviations, and the products with H that it took."""
+    """A Newton step (P,), in whitened coordinates (1, P); its length in posterior standard deviations; products with H."""
 
     direction: Tensor
     white: Tensor
@@ -307,7 +307,7 @@ class _Step(NamedTuple):
 
 
 def _ends(step: _Step, previous: float, *, tolerance: float, accuracy: _Forcing, polish: bool) -> float | None:
-    """The decrement with which the search ends, where the step was made or behind it; None where it goes on."""
+    """Return the decrement at which the search ends, before or after this step; None if it continues."""
     if step.decrement < tolerance:
         return step.decrement
     is_large = accuracy.num_params > _MANY
@@ -319,21 +319,22 @@ def _ends(step: _Step, previous: float, *, tolerance: float, accuracy: _Forcing,
 
 
 def _after_step(decrement: float, previous: float, left: float) -> float:
-    """The decrement expected after the next step: quadratic convergence, and what conjugate gradients leave, a share `left` of it.
+    """Return the expected decrement after the next step.
 
-    The last two decrements say how fast it is, once they are small; before that, a unit factor errs on the safe side.
+    Quadratic convergence, plus a share `left` that conjugate gradients leave. Once small, the last two decrements give
+    the rate; before, a unit factor is conservative.
     """
     factor = max(decrement / previous**2, 1e-2) if decrement < 1 and previous < 10 else 1.0
     return factor * decrement**2 + left * decrement
 
 
 def _structure_for(target: CurvedTarget) -> str:
-    """What to whiten with: an exact Hessian where that is small."""
+    """Return the structure to whiten with: an exact Hessian if it is small."""
     return _EXACT_WHITENING if target.layout.num_params <= MAX_FULL_PRECONDITIONER else target.rough_structure
 
 
 def _keeping(target: CurvedTarget) -> AbstractContextManager[None]:
-    """Within, a target of many parameters keeps of an evaluation what products with its Hessian would make again, where it can."""
+    """Let a target of many parameters cache, within this context, what products with its Hessian would recompute."""
     if target.layout.num_params <= _MANY:
         return nullcontext()
     keeping: Callable[[], AbstractContextManager[None]] = getattr(target, "keeping", nullcontext)
@@ -341,7 +342,7 @@ def _keeping(target: CurvedTarget) -> AbstractContextManager[None]:
 
 
 def _evaluated(target: CurvedTarget, theta: Tensor, *, is_coarse: bool = False) -> _Place:
-    """Log joint and gradient at theta (P,), by products in float64, or in the target's own precision."""
+    """Evaluate log joint and gradient at theta (P,) in float64, or in the target's own precision."""
     value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=None if is_coarse else torch.float64)
     if not math.isfinite(value):
         raise NumericError("the log posterior is not finite", hint="check the scale of the features")
@@ -357,20 +358,20 @@ def _newton_step(
     is_rough: bool = False,
     begun: Tensor | None = None,
 ) -> _Step:
-    """H^{-1} gradient.
+    """Solve for the Newton step H^{-1} gradient.
 
     Args:
-        is_rough: whether products may be, and the step is no more exact than that.
-        begun: a rough solution (1, P), in whitened coordinates, to go on from.
+        is_rough: allow low-precision products; the step is then no more exact than they are.
+        begun: a rough solution (1, P), in whitened coordinates, to continue from.
     """
     root = cheapest_root(whitening)
     white_gradient = root.pull_back(here.gradient.unsqueeze(0))
     exactly = accuracy(float(white_gradient.norm()))
-    # A few digits are enough for a step that is not solved exactly, and of large heads the products are most of the work.
+    # A step that is not solved exactly needs few digits, and for large heads products are most of the work.
     exactly = max(exactly, _ROUGH) if is_rough else exactly
     multiply = target.hessian_operator(here.theta, is_rough=is_rough)
-    # Of large heads these are a third of the work in float64; the products between them have float32's digits. Not fewer: a shift that all
-    # outputs share has no curvature, and would get some.
+    # For large heads these would take a third of the work in float64; the products between them are float32. No less: a
+    # shift common to all outputs has no curvature, and rounding would give it some.
     inner = root
     if target.dtype != torch.float64 and target.layout.num_params > MAX_FULL_PRECONDITIONER:
         inner = root.to(dtype=torch.float32)
@@ -380,9 +381,7 @@ def _newton_step(
         exactly,
         begun,
     )
-    if not bool(
-        (white_gradient * white_step).sum() > 0
-    ):  # the products' rounding hid the curvature: the whitening's own step
+    if not bool((white_gradient * white_step).sum() > 0):  # rounding hid the curvature: use the whitening's own step
         white_step = white_gradient
     direction = root.unwhiten(white_step)[0]
     decrement = math.sqrt(max(float(here.gradient @ direction), 0.0))
@@ -390,11 +389,11 @@ def _newton_step(
 
 
 def _accuracy(distance: float, *, polish: bool, tolerance: float = 0.0) -> float:
-    """How exactly a Newton step is solved, `distance` standard deviations from the mode.
+    """Return the relative accuracy of a Newton step `distance` standard deviations from the mode.
 
-    More exactly when near, so that convergence is quadratic in the end; but no more than brings the next step well below
-    the tolerance (Dembo, Eisenstat and Steihaug 1982; Nocedal and Wright, section 7.1). A step that may be the last one,
-    with no pass to confirm it, is solved well.
+    Higher near the mode, for quadratic convergence, but no higher than needed to bring the next step well below the
+    tolerance (Dembo, Eisenstat and Steihaug 1982; Nocedal and Wright, section 7.1). A step that may be the last, with
+    no pass to confirm it, is solved well.
     """
     if polish:
         return min(1e-2, max(1e-3, distance))
@@ -403,15 +402,15 @@ def _accuracy(distance: float, *, polish: bool, tolerance: float = 0.0) -> float
 
 @dataclass
 class _Forcing:
-    """How exactly each Newton step is solved, in turn: of many parameters far from the mode only as well as the last step has gone.
+    """Accuracy of successive Newton steps: with many parameters far from the mode, only as good as the last step was.
 
-    There the quadratic model itself is wrong by more (Eisenstat and Walker 1996, SIAM J. Sci. Comput. 17, choice 2).
+    There the quadratic model itself has a larger error (Eisenstat and Walker 1996, SIAM J. Sci. Comput. 17, choice 2).
 
     Args:
-        near: by the distance, as of few parameters.
+        near: accuracy by distance, as for few parameters.
         tolerance: of the mode.
-        previous: distance of the step before.
-        given: what the last step was to be solved to.
+        previous: distance at the previous step.
+        given: accuracy requested from the last step.
     """
 
     num_params: int
@@ -426,7 +425,7 @@ class _Forcing:
         self.given = self.near(distance)
         if self.num_params > _MANY and distance > _FAR:
             self.given = max(self.given, min(_ROUGHEST, 0.9 * fallen**2))
-        elif self.num_params > _MANY and distance <= _NEAR:  # a step that may be the last one
+        elif self.num_params > _MANY and distance <= _NEAR:  # may be the last step
             self.given = min(self.given, max(_ROUGH, 0.5 * self.tolerance / distance))
         return self.given
 
@@ -434,7 +433,7 @@ class _Forcing:
 def conjugate_gradients(
     multiply: Callable[[Tensor], Tensor], right: Tensor, accuracy: float, begun: Tensor | None = None
 ) -> tuple[Tensor, int]:
-    """x with |A x - right| <= accuracy |right|, A positive definite and given as a product; and products taken."""
+    """Return x with |A x - right| <= accuracy |right|, for positive definite A given by products, and their number."""
     x = torch.zeros_like(right) if begun is None else begun.clone()
     residual, taken = (right.clone(), 0) if begun is None else (right - multiply(x), 1)
     direction, square = residual.clone(), residual.square().sum()
@@ -446,20 +445,21 @@ def conjugate_gradients(
         signals.raise_if_interrupted("the search for the mode")
         product = multiply(direction)
         length = square / (direction * product).sum()
-        # A product below the smallest number: nothing to solve.
+        # The product underflowed: nothing to solve.
         length = length.nan_to_num_(nan=math.nan, posinf=0.0, neginf=0.0)
         x += length * direction
         residual -= length * product
         previous, square = square, residual.square().sum()
         direction = residual + (square / previous) * direction
-        distance = float(square)  # the one wait for the device
+        distance = float(square)  # the only sync
     return x, _MAX_CG_ITERATIONS
 
 
 def _search_newton_step(target: CurvedTarget, here: _Place, step: _Step, *, coarse_from: float) -> _Place:
-    """The first of theta + step, + step / 2, ... whose log joint increases sufficiently.
+    """Return the first of theta + step, + step / 2, ... whose log joint increases sufficiently.
 
-    Of large heads a look in float32 comes first, `coarse_from` standard deviations from the mode. What it does not show, float64 has to.
+    For large heads more than `coarse_from` standard deviations from the mode, a float32 evaluation comes first; float64
+    decides what it cannot.
     """
     slope, value = float(here.gradient @ step.direction), here.value
     is_coarse = len(here.theta) > _MANY and step.decrement > coarse_from
@@ -479,20 +479,20 @@ def _search_newton_step(target: CurvedTarget, here: _Place, step: _Step, *, coar
 
 
 MOST_PASSES = 2000
-TOLERANCE = 0.1  # of thousands of parameters together: half a hundredth of a nat
-NEAR = 0.05  # posterior standard deviations a parameter: a centre so near to the mode is one, and its distance is told
-_PASSES_A_PRODUCT = 2  # with the exact Hessian, beside a gradient, measured (LeNet-5: 1.8, an MLP: 1.7)
+TOLERANCE = 0.1  # over thousands of parameters: five thousandths of a nat
+NEAR = 0.05  # posterior standard deviations per parameter: such a centre is accepted, with its distance reported
+_PASSES_A_PRODUCT = 2  # with the exact Hessian, besides a gradient, measured (LeNet-5: 1.8, an MLP: 1.7)
 _PASSES_A_WHITENING = 4
 _PAIRS = 20  # of L-BFGS
 CLIMBING_VECTORS = (
     2 * _PAIRS + 16
-)  # of P numbers, float64: the pairs, two places with their gradients, what steps are made of
-_AGE = 100  # L-BFGS steps, after which the whitening is made again
-_WINDOW = 10  # L-BFGS steps whose gain says whether they still pay
-_SMALL_GAIN = 5e-3  # nats of the log joint in so many steps
+)  # vectors of P values, float64: the pairs, two positions with gradients, and intermediate values
+_AGE = 100  # L-BFGS steps after which the whitening is recomputed
+_WINDOW = 10  # L-BFGS steps whose gain decides whether to continue
+_SMALL_GAIN = 5e-3  # nats of the log joint within the window
 _MOST_HALVINGS = 20
-_SMALLEST_RADIUS = 3e-3  # posterior standard deviations: steps that must be shorter meet kinks, or rounding
-_MOST_PRODUCTS = 150  # of a Newton step
+_SMALLEST_RADIUS = 3e-3  # posterior standard deviations: if steps must be shorter, kinks or rounding dominate
+_MOST_PRODUCTS = 150  # per Newton step
 _KINKS = "no step increases it further (with nonsmooth units such as ReLU, the gradient may not vanish at the mode)"
 
 
@@ -506,12 +506,12 @@ class Position(NamedTuple):
 
 @dataclass
 class _Effort:
-    """Passes over the data, a gradient each, that were made and may be made.
+    """Budget of passes over the data, one gradient each.
 
     Args:
-        target: of them.
-        most: that may be made.
-        task: where they are told.
+        target: evaluated by the passes.
+        most: limit.
+        task: progress report.
     """
 
     target: UnevenTarget
@@ -522,28 +522,28 @@ class _Effort:
 
     @property
     def is_over(self) -> bool:
-        """Whether no more may be made."""
+        """Whether the budget is spent."""
         return self.spent >= self.most
 
     def spend(self, passes: int) -> None:
-        """Count some."""
+        """Count passes."""
         signals.raise_if_interrupted("the search for the mode")
         self.spent += passes
 
     def tell(self, place: Position, distance: float) -> None:
-        """Say how far it is; of the distance alone what the whitening says of it."""
+        """Report the distance, as estimated by the whitening."""
         note = f"log joint {place.value:.2f}, about {distance:.2g} standard deviations from the mode"
         self.task.advance(self.spent - self.told, note=note)
         self.told = self.spent
 
     def at(self, theta: Tensor, dtype: torch.dtype | None) -> Position:
-        """The log joint and its gradient, one pass."""
+        """Evaluate log joint and gradient in one pass."""
         self.spend(1)
         value, gradient = self.target.log_joint_and_grad(theta.unsqueeze(0), dtype=dtype)
         return Position(theta, float(value), gradient[0])
 
     def whitening(self, theta: Tensor) -> LocalCovariance:
-        """The covariance by the target's rough structure: of a full matrix, M P products an example take hundreds of passes."""
+        """Return a covariance of the target's rough structure; a full one takes M P products per example, hundreds of passes."""
         self.spend(_PASSES_A_WHITENING)
         return covariance_at(self.target, theta, self.target.rough_structure)
 
@@ -556,18 +556,18 @@ def climb(
     most_passes: int | None = None,
     progress: Progress = SILENT,
 ) -> Mode:
-    """A mode of target, within `tolerance` posterior standard deviations; or, with what it falls short by, within NEAR a parameter.
+    """Find a mode of a target within `tolerance`, or, with a recorded shortfall, within NEAR per parameter.
 
     Args:
         target: the log posterior.
         start: (P,).
-        tolerance: bound on the Newton decrement, sqrt(g^T H^{-1} g), of all parameters together; by default as of a last layer
-            where there are few, up to MAX_FULL_PRECONDITIONER, else TOLERANCE.
-        most_passes: over the data before giving up, by default MOST_PASSES; a product with the Hessian counts as two.
-        progress: advanced by passes.
+        tolerance: bound on the Newton decrement, sqrt(g^T H^{-1} g), over all parameters; by default that of a last
+            layer up to MAX_FULL_PRECONDITIONER parameters, else TOLERANCE.
+        most_passes: limit on passes over the data, by default MOST_PASSES; a product with the Hessian counts as two.
+        progress: advances by passes.
 
     Raises:
-        NumericError: it ended further away.
+        NumericError: the search ended further away.
     """
     if tolerance is None:
         tolerance = 1e-3 if target.layout.num_params <= MAX_FULL_PRECONDITIONER else TOLERANCE
@@ -605,7 +605,7 @@ def climb(
 def _quasi_newton(
     effort: _Effort, place: Position, whitening: LocalCovariance, tolerance: float
 ) -> tuple[Position, LocalCovariance]:
-    """L-BFGS steps as long as they pay, in the target's own precision; whitened again now and then, and at the end."""
+    """Take L-BFGS steps while they pay off, in the target's own precision; whiten again from time to time and at the end."""
     place = effort.at(place.theta, None)
     while True:
         gains: list[float] = []
@@ -634,12 +634,12 @@ def _quasi_newton(
 
 
 def _is_slow(gains: list[float]) -> bool:
-    """Whether the last steps gained next to nothing."""
+    """Return whether the last steps gained almost nothing."""
     return len(gains) >= _WINDOW and sum(gains[-_WINDOW:]) < _SMALL_GAIN
 
 
 def _two_loops(gradient: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The inverse Hessian of steps and changes of the gradient (P,), times the gradient (P,)."""
+    """Multiply the gradient (P,) by the L-BFGS inverse Hessian of pairs of steps and gradient changes (P,)."""
     direction, kept = gradient.clone(), []
     for step, change in reversed(pairs):
         rho = 1 / (step @ change)
@@ -657,7 +657,7 @@ def _two_loops(gradient: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 def _search_uphill(
     effort: _Effort, place: Position, direction: Tensor, dtype: torch.dtype | None
 ) -> tuple[Position, float] | None:
-    """The first of ever shorter steps whose log joint increases sufficiently, with its length; None without any."""
+    """Return the first of successively shorter steps whose log joint increases sufficiently, and its length; None if none does."""
     slope, length = float(place.gradient @ direction), 1.0
     if not slope > 0:
         return None
@@ -665,14 +665,14 @@ def _search_uphill(
         found = effort.at(place.theta + length * direction, dtype)
         if found.value >= place.value + _SUFFICIENT_INCREASE * length * slope - 1e-13 * abs(place.value):
             return found, length
-        missing = place.value + length * slope - found.value  # the parabola's maximum, where it is to be believed
+        missing = place.value + length * slope - found.value  # try the parabola's maximum if it is plausible
         best = 0.5 * slope * length / missing if math.isfinite(missing) else 0.0
         length *= min(0.5, max(0.1, best))
     return None
 
 
 class _Ended(NamedTuple):
-    """How Newton's steps ended: how many, the last decrement, and why short of the tolerance, where they did."""
+    """How the Newton steps ended: their number, the last decrement, and why the tolerance was missed, or None."""
 
     num_steps: int
     decrement: float
@@ -680,9 +680,9 @@ class _Ended(NamedTuple):
 
 
 def _newton(effort: _Effort, place: Position, covariance: Covariance, tolerance: float) -> tuple[Position, _Ended]:
-    """Steps of a trust region by the exact Hessian, made shorter where they fail; values and gradients in float64.
+    """Take trust-region steps with the exact Hessian, shrinking the region after failures; values in float64.
 
-    A search along a step takes a pass, another step for a smaller region tens of products (Nocedal and Yuan 1998).
+    A search along a step takes one pass, another step for a smaller region tens of products (Nocedal and Yuan 1998).
     """
     place, radius, num_steps = effort.at(place.theta, torch.float64), math.inf, 0
     while True:
@@ -715,7 +715,7 @@ def _newton(effort: _Effort, place: Position, covariance: Covariance, tolerance:
 
 
 def _whitened(effort: _Effort, theta: Tensor, covariance: Covariance) -> Callable[[Tensor], Tensor]:
-    """The product with the Hessian at theta in whitened coordinates."""
+    """Return the product with the Hessian at theta in whitened coordinates."""
     multiply = effort.target.second_derivatives(theta)
 
     def product(vectors: Tensor) -> Tensor:
@@ -726,7 +726,7 @@ def _whitened(effort: _Effort, theta: Tensor, covariance: Covariance) -> Callabl
 
 
 def _decrement(target: UnevenTarget, place: Position, covariance: Covariance) -> float:
-    """sqrt(g^T H^{-1} g) by the Gauss-Newton matrix, which is positive definite everywhere."""
+    """Return sqrt(g^T H^{-1} g) with the Gauss-Newton matrix, which is positive semidefinite everywhere."""
     multiply = target.hessian_operator(place.theta)
     step: BoundedStep = solve_within(
         lambda vectors: covariance.pull_back(multiply(covariance.unwhiten(vectors))),
@@ -746,13 +746,13 @@ def mode_of(
     progress: Progress = SILENT,
     **known: Any,
 ) -> Mode:
-    """The mode that start (P,) leads to, within `tolerance` posterior standard deviations, by default what suits the target.
+    """Find the mode that start (P,) leads to, with the method and default tolerance that suit the target.
 
     Args:
-        known: of a concave target, what saves work: as of find_mode.
+        known: for concave targets, what saves work; see find_mode.
 
     Raises:
-        NumericError: it was not found.
+        NumericError: the mode was not found.
     """
     asked: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
     if target.is_concave:

@@ -1,4 +1,4 @@
-"""Estimate the memory that fits over a whole network need, from measured sizes and before they start."""
+"""Estimate memory of fits over whole networks from measured sizes, before they start."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ if TYPE_CHECKING:
     from bnncli.parameters.tensor_bytes import Growth
 
 
-# Of a process on a CPU: libraries that work loads, their tables, and kernels that it uses for the first time.
+# of a process on a CPU: libraries loaded on first use, their tables and kernels
 _FIRST_USE = 20 * 2**20
-# One part in so many of the largest layer is laid out anew where the tensors are at their own peak (LeNet-5).
+# One part in this many of the largest layer is relaid out when tensors are at their peak (LeNet-5).
 _LAID_OUT_AT_PEAK = 2
-_HOLES = 2  # times what comes back to the layers: one to three (ResNet-20)
-_TRIED_VECTORS = 6  # of P numbers, float64, where layers are tried: a Jacobian of two examples twice, and theta
-_TRIED_PASSES = 8  # of an example, float32, and its gradient: two examples in float64, twice
-_TRIED_PIECES = 8  # of the largest layer's: gradients of two examples, side by side and summed, and their distance
+_HOLES = 2  # times what flows back to the layers: one to three (ResNet-20)
+# vectors of P values, float64, while derivatives are probed: a Jacobian of two examples twice, and theta
+_TRIED_VECTORS = 6
+_TRIED_PASSES = 8  # per example, float32, and its gradient: two examples in float64, twice
+_TRIED_PIECES = 8  # of the largest layer: gradients of two examples, stacked and summed, and their distance
 
 
 def first_use_bytes(device: torch.device) -> int:
-    """Bytes that a process gets on a CPU by working at all, whatever the sizes."""
+    """Return the bytes that a CPU process allocates on first use, regardless of sizes."""
     return _FIRST_USE if device.type == "cpu" else 0
 
 
 def with_kernels(work: Growth, layout: ModuleLayout, num_examples: int, device: torch.device) -> int:
-    """Bytes of a process that works on a block of examples, of what its tensors take.
+    """Return the process bytes while working on a block of examples, given what its tensors take.
 
-    On a CPU convolutions lay out their channels anew, for a while; and where blocks are freed that the C library does not give back,
-    holes stay between those in use, in the end about as much again (measured: 70 MiB for 69 of a ResNet-20's factors).
+    On a CPU, convolutions temporarily change the memory layout of their channels, and freed blocks that the C library
+    does not return leave holes, in the end about as much again (measured: 70 MiB for 69 MiB of a ResNet-20's factors).
     """
     tensors = work.of(num_examples)
     if device.type != "cpu":
@@ -53,9 +54,9 @@ def with_kernels(work: Growth, layout: ModuleLayout, num_examples: int, device: 
 
 
 def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Of a block's gradient, of so many pairs of a draw and an example in all, less the gradient itself.
+    """Return the bytes of a gradient over num_pairs pairs of draw and example, less the gradient itself.
 
-    In float64 the parameters that do not vary are held in it as long.
+    In float64, this includes a float64 copy of the fixed parameters.
     """
     from bnncli.targets.network import pairs_at_once
 
@@ -66,10 +67,10 @@ def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, d
 
 
 def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, device: torch.device) -> int:
-    """While the logits' covariances of so many examples are made a layer at a time, beside the posterior.
+    """Return the bytes while logit covariances of num_examples are computed layer by layer, besides the posterior.
 
-    The places in which Sigma's blocks lie are tried first, which takes trying_bytes. On a CPU what comes back to the layers lies in
-    small blocks, which leave holes.
+    The positions of Sigma's blocks are probed first, which takes trying_bytes. On a CPU, small blocks for what flows
+    back to the layers leave holes.
     """
     from bnncli.logits._by_layer import block_size
     from bnncli.logits._network import is_turned, largest_root
@@ -84,16 +85,16 @@ def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, de
 
 
 def trying_bytes(layout: ModuleLayout) -> int:
-    """While it is tried in float64, on two examples, what derivatives the network has, and by which layers they are made.
+    """Return the bytes while derivatives are probed in float64 on two examples.
 
-    The other parameters are held in float64 as long as that takes; beside them a Jacobian, and gradients of the largest module.
+    Includes a float64 copy of the other parameters, a Jacobian, and gradients of the largest module.
     """
     tried = _TRIED_VECTORS * layout.num_params + _TRIED_PIECES * _largest_module(layout)
     return 8 * (_num_frozen(layout) + tried) + _TRIED_PASSES * layout.working.each
 
 
 def _num_beside_layers(layout: ModuleLayout) -> int:
-    """Parameters of theta that are those of no linear layer, convolution or norm, such as attention's own."""
+    """Return the number of parameters in theta that belong to no linear layer, convolution or norm, such as attention's own."""
     from bnncli.network_curvature._matrices import matrices_of
     from bnncli.network_curvature._scales import scales_of
 
@@ -103,20 +104,20 @@ def _num_beside_layers(layout: ModuleLayout) -> int:
 
 
 def _num_frozen(layout: ModuleLayout) -> int:
-    """Parameters of the network that theta does not have."""
+    """Return the number of network parameters that are not in theta."""
     assert layout.network is not None
     return sum(value.numel() for value in layout.network.module.parameters()) - layout.num_params
 
 
 def _largest_module(layout: ModuleLayout) -> int:
-    """Parameters of the module that has most of the chosen ones."""
+    """Return the number of chosen parameters in the module that has most."""
     from bnncli.parameters.module import module_places
 
     return max(place.stop - place.start for place in module_places(layout).values())
 
 
 def kept_bytes(layout: ModuleLayout, structure: str) -> int:
-    """Of an example whose linearised logits are kept, in float32: what goes into a layer that is called once, else derivatives."""
+    """Return float32 values per example to keep linearised logits: inputs of layers called once, else derivatives."""
     from bnncli.logits._network import is_turned
     from bnncli.parameters.module import module_places
 
@@ -130,7 +131,7 @@ def kept_bytes(layout: ModuleLayout, structure: str) -> int:
 
 
 def largest_product(layout: ModuleLayout) -> int:
-    """Parameters of the largest module that derivatives are made by: linear layers that are called once, at one place, need none."""
+    """Return the size of the largest module that needs derivatives; linear layers called once, at one position, need none."""
     from bnncli.parameters.module import module_places
 
     once = _called_once(layout)
@@ -140,36 +141,37 @@ def largest_product(layout: ModuleLayout) -> int:
 
 
 def _called_once(layout: ModuleLayout) -> dict[str, int]:
-    """Outputs of each linear layer that is called once, at one place of an example."""
+    """Return the outputs of each linear layer that is called once, at one position of an example."""
     shapes = {part.name.rpartition(".")[0]: part.shape for part in layout.parts if len(part.shape) == 2}
     return {name: shape[0] for name, shape in shapes.items() if layout.outputs_of_owners.get(name) == shape[0]}
 
 
-MOST_FULL = 2000  # parameters that full is taken for unasked: its factors take seconds
-AUTOMATIC = ("full", "kron", "diag")  # what is taken unasked, the first that is quick and fits
-_COPIES = 6  # of a structure's matrices, float64, at the peak of the covariance: as of a last layer's
-_FEWER_COPIES = {"full": 5}  # of those that hold fewer
-_VECTORS = 6  # of P numbers, float64: theta at the start, the centre, the network's own, a gradient, and products
-_SOLVER_COPIES = 9  # of P numbers for each draw, float64: of conjugate gradients, and what a product and whitening take
-_MOST_TOGETHER = 8  # covariances of a search that are judged together: a grid of whole decades
-_TOGETHER_VECTORS = 3  # of P numbers, float64, for each: curvatures, scales made of them, and variances
-_KEPT_SHARE = 8  # one part in so many of the device, at most, is for what val's linearised logits are made of
-_PROBED = 8, 4  # parts of a block of examples that its work is measured on
+MOST_FULL = 2000  # parameters up to which full is chosen automatically: its factors take seconds
+AUTOMATIC = ("full", "kron", "diag")  # automatic choices; the first that is quick and fits
+_COPIES = 6  # of a structure's matrices, float64, at the peak of the covariance, as for a last layer
+_FEWER_COPIES = {"full": 5}  # structures that need fewer
+_VECTORS = 6  # of P values, float64: theta at the start, the centre, the network's own, a gradient, and products
+_SOLVER_COPIES = 9  # vectors of P values per draw, float64: conjugate gradients, a product, and whitening
+_MOST_TOGETHER = 8  # covariances of a search judged together: a grid of whole decades
+# vectors of P values per covariance, float64: curvatures, scales computed from them, and variances
+_TOGETHER_VECTORS = 3
+_KEPT_SHARE = 8  # at most one part in this many of the device holds what val's linearised logits are computed from
+_PROBED = 8, 4  # fractions of a block of examples on which its memory is measured
 
 
 @dataclass(frozen=True)
 class NetworkPlan:
-    """A fit, as its memory goes.
+    """The memory plan of a fit.
 
     Args:
         layout: of the chosen parameters, bound to the network.
-        num_examples, num_held: of the training and the validation data, 0 without any.
+        num_examples, num_held: size of training and validation data, 0 without any.
         choice: what H is, and what is kept of it.
-        structures: that can be had, from the one that says most of the posterior to the least.
+        structures: available structures, most to least expressive.
         is_search: whether a prior precision is searched for on the validation data.
-        num_drawn: draws that are made by conjugate gradients, 0 for none.
-        is_climb: whether the mode is looked for.
-        known: what the making of H takes of each structure that was measured.
+        num_drawn: draws by conjugate gradients, or 0.
+        is_climb: whether the mode is searched for.
+        known: measured bytes to compute H, by structure.
     """
 
     layout: ModuleLayout
@@ -184,20 +186,20 @@ class NetworkPlan:
 
     @property
     def input_bytes(self) -> int:
-        """Of all inputs and labels, as they are held."""
+        """Bytes of all inputs and labels."""
         return (4 * self.layout.num_features + 8) * (self.num_examples + self.num_held)
 
     def fit_bytes(self, structure: str, device: torch.device) -> int:
-        """At the peak, the inputs with it."""
+        """Return the peak bytes, including the inputs."""
         return self._peak(structure, device, self.kept_bytes(structure, device))
 
     def _peak(self, structure: str, device: torch.device, kept: int) -> int:
-        """The same while so many bytes are kept of val's linearised logits."""
+        """Return the peak bytes while `kept` bytes are held for val's linearised logits."""
         elements = self._elements(structure)
         beside = self.input_bytes + 8 * _VECTORS * self.layout.num_params + first_use_bytes(device)
         covariance = 8 * _FEWER_COPIES.get(structure, _COPIES) * elements
         if beside + covariance > budget(device):
-            return beside + covariance  # too much, before anything is measured
+            return beside + covariance  # too much even before anything is measured
         layout = self.layout
         work = [covariance, trying_bytes(layout), self._hessian_bytes(structure, device)]
         work.append(self._gradient_bytes(device, torch.float64))
@@ -226,19 +228,19 @@ class NetworkPlan:
         return beside + kept + max(work)
 
     def kept_bytes(self, structure: str, device: torch.device) -> int:
-        """Of what val's linearised logits are made of, which all rounds of a search and all integrators share; 0 where it has no room."""
+        """Return the bytes held for val's linearised logits, shared by search rounds and integrators; 0 if they do not fit."""
         needed, there = self.num_held * kept_bytes(self.layout, structure), budget(device)
         has_room = needed <= there // _KEPT_SHARE and self._peak(structure, device, needed) <= there
         return needed if has_room else 0
 
     def stored_bytes(self, structure: str) -> int:
-        """Of the posterior's file: the matrices in float64, mean and network's parameters with them."""
+        """Return the bytes of the posterior's file: float64 matrices, mean, and the network's parameters."""
         if self.num_drawn:
             return 4 * self.num_drawn * self.layout.num_params + 16 * self.layout.num_params
         return 8 * self._elements(structure) + 16 * self.layout.num_params
 
     def automatic_structure(self, device: torch.device) -> str:
-        """The structure to fit when none was asked for; diag where none is quick and fits."""
+        """Return the structure to fit by default; diag if none is quick and fits."""
         there = budget(device)
         for name in AUTOMATIC:
             is_quick = name != "full" or self.layout.num_params <= MOST_FULL or self.choice.kind == HESSIAN
@@ -247,7 +249,7 @@ class NetworkPlan:
         return next(name for name in reversed(AUTOMATIC) if name in self.structures)
 
     def require_fit(self, structure: str, device: torch.device) -> int:
-        """What the fit of a structure takes. Raises DeviceError, naming the first that fits, where that is too much."""
+        """Return the bytes of a fit. Raises DeviceError, naming the first structure that fits, if this one does not."""
         there = budget(device)
         needed = self.fit_bytes(structure, device)
         if needed <= there:
@@ -261,7 +263,7 @@ class NetworkPlan:
         return needed
 
     def _elements(self, structure: str) -> int:
-        """Numbers in one copy of the structure's matrices."""
+        """Return the size of one copy of the structure's matrices."""
         if structure == "low-rank":
             return min(self.choice.rank, self.layout.num_params) * self.layout.num_params
         if structure == "subnetwork":
@@ -269,14 +271,14 @@ class NetworkPlan:
         return int(registry.load_class("network_curvature", structure).num_elements(self.layout))
 
     def _target(self, inputs: torch.Tensor, device: torch.device) -> NetworkTarget:
-        """A target of inputs (n, D) and labels that are all the first class's."""
+        """Return a target of inputs (n, D) whose labels are all the first class."""
         likelihood, count = self.layout.likelihood, len(inputs)
         shape = (count,) if likelihood.is_exclusive else (count, likelihood.num_classes)
         labels = torch.zeros(shape, dtype=torch.int64 if likelihood.is_exclusive else torch.uint8, device=device)
         return NetworkTarget(inputs, labels, self.layout, Prior(1.0), choice=self.choice)
 
     def _hessian_bytes(self, structure: str, device: torch.device) -> int:
-        """While H is made of a block of examples, what is kept of it with that."""
+        """Return the bytes while H is computed from a block of examples, including what is kept of it."""
         curvature = registry.load_class("network_curvature", structure)
         steps = structure, getattr(curvature, "begins_with", structure)
         for step in steps:
@@ -288,7 +290,7 @@ class NetworkPlan:
         return kind + 8 * basis
 
     def _measured(self, structure: str, device: torch.device) -> int:
-        """Of the first block of examples, from its work on fewer."""
+        """Measure the bytes of the first block of examples, extrapolated from smaller ones."""
         from bnncli.parameters.tensor_bytes import growth
 
         curvature, layout = registry.load_class("network_curvature", structure), self.layout
@@ -304,33 +306,29 @@ class NetworkPlan:
             made(target, theta)
 
         few, more = (max(least, at_once // part) for least, part in zip((1, 2), _PROBED, strict=True))
-        work(1)  # what a network keeps from its first call on is no part of it
-        # A part of the work may take somewhat fewer examples at once than the rest, in blocks just small enough to stay.
+        work(1)  # exclude what a network allocates on its first call
+        # Parts of the work may use somewhat fewer examples at once than the rest, in blocks just small enough.
         small = LARGE_BLOCK * 8 / (7 * at_once)
         return with_kernels(growth(work, few, more, small=small), layout, at_once, device)
 
     def _gradient_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
-        """Of a block of examples' gradient."""
+        """Return the bytes of a block of examples' gradient."""
         return gradient_bytes(self.layout, self.num_examples, device, dtype)
 
 
-_CHAIN_VECTORS = (
-    14  # of P numbers, float64, that each chain holds within a trajectory: two states, momentum, and products
-)
-_JUDGED_VECTORS = (
-    6  # of P numbers, float64, for each draw whose log weight is found: theta, and what it is made of on the way
-)
-_MADE_VECTORS = 4  # the same for each draw that is made to predict with
+_CHAIN_VECTORS = 14  # of P values, float64, per chain within a trajectory: two states, momentum, and products
+_JUDGED_VECTORS = 6  # of P values, float64, per weighted draw: theta and intermediate values
+_MADE_VECTORS = 4  # of P values, float64, per draw generated to predict with
 
 
 @dataclass(frozen=True)
 class NetworkDraws:
-    """Where draws are of, and what is held beside them.
+    """The memory plan of draws over a network.
 
     Args:
         layout: of the chosen parameters, bound to the network.
-        num_examples, num_held: of the training and the validation data, 0 without any.
-        base_bytes: of the base's file, float64, or what stands for it.
+        num_examples, num_held: size of training and validation data, 0 without any.
+        base_bytes: of the base's file, float64, or of what replaces it.
     """
 
     layout: ModuleLayout
@@ -339,7 +337,7 @@ class NetworkDraws:
     base_bytes: int
 
     def sampling_bytes(self, device: torch.device, *, num_chains: int, num_draws: int) -> int:
-        """Of chains, and of so many draws a chain, which are read from their file to be judged."""
+        """Return the bytes for chains with num_draws draws each, which are read from their file to be judged."""
         size = self.layout.num_params
         chains = 8 * _CHAIN_VECTORS * num_chains * size
         moving = chains + gradient_bytes(self.layout, num_chains * self.num_examples, device, torch.float32)
@@ -347,7 +345,7 @@ class NetworkDraws:
         return self._beside(device) + max(work, trying_bytes(self.layout))
 
     def require_sampling(self, device: torch.device, *, num_chains: int, num_draws: int) -> int:
-        """What chains take. Raises DeviceError, naming how many have room, where that is too much."""
+        """Return the bytes for chains. Raises DeviceError, naming how many fit, if these do not."""
 
         def needed(count: int) -> int:
             return self.sampling_bytes(device, num_chains=count, num_draws=num_draws)
@@ -362,13 +360,13 @@ class NetworkDraws:
     def refinement_bytes(
         self, device: torch.device, *, training: int, num_drawn: int, num_judging: int, num_predicting: int
     ) -> int:
-        """Of a flow.
+        """Return the bytes to refine with a flow.
 
         Args:
             training: training_bytes of the flow.
-            num_drawn: draws of a step.
-            num_judging: draws that tell the ELBO.
-            num_predicting: draws that predict the validation data.
+            num_drawn: draws per step.
+            num_judging: draws for the ELBO.
+            num_predicting: draws to predict the validation data.
         """
         layout, size = self.layout, self.layout.num_params
         step = training + gradient_bytes(layout, num_drawn * self.num_examples, device, torch.float32)
@@ -382,40 +380,40 @@ class NetworkDraws:
         return self._beside(device) + max(work)
 
     def require_refinement(self, device: torch.device, **sizes: int) -> int:
-        """What a flow takes; sizes as for refinement_bytes. Raises DeviceError where that is too much."""
+        """Return the bytes of a flow; sizes as in refinement_bytes. Raises DeviceError if it does not fit."""
         needed = self.refinement_bytes(device, **sizes)
         hint = "use fewer \0elbo_draws\0, a shorter \0length\0 or a smaller \0subspace\0"
         require(needed, device, what=f"refining a Gaussian of {self.layout}", hint=hint)
         return needed
 
     def _beside(self, device: torch.device) -> int:
-        """The inputs, and the base: as read, with what is derived from it, and in a second precision."""
+        """Return the bytes of the inputs and of the base: as read, with derived values, and in a second precision."""
         inputs = (4 * self.layout.num_features + 8) * (self.num_examples + self.num_held)
         return first_use_bytes(device) + inputs + 5 * self.base_bytes // 2
 
 
 def judging_bytes(num_params: int, *, num_draws: int) -> int:
-    """Of draws (S, P) whose log weights are found, a part of them at a time, beside a block of examples."""
+    """Return the bytes of weighted draws (S, P), in blocks, besides a block of examples."""
     held = min(num_draws, draws_at_once(num_params))
     return 8 * num_params * (held + _JUDGED_VECTORS * min(held, elbo.weighed_at_once(num_params)))
 
 
-_BATCH_VECTORS = 4  # of a minibatch's logits under every theta
-_FULL_STEPS = 32  # on all data that are laid out at once, as bnncli.inference.refine has it
-_LAID_OUT = 2**26  # of batches and draws of several steps at once on a CPU, as bnncli.training.loop has it
+_BATCH_VECTORS = 4  # per minibatch logit of each theta
+_FULL_STEPS = 32  # full-data steps prepared at once, as in bnncli.inference.refine
+_LAID_OUT = 2**26  # batches and draws of several steps prepared at once on a CPU, as in bnncli.training.loop
 
 
 @dataclass(frozen=True)
 class Stepping:
-    """A fit, as its memory goes.
+    """The memory plan of a stochastic fit.
 
     Args:
-        num_vectors: of P numbers, float64, that it holds: parameters, gradients, states of the optimizer, states to resume from.
-        num_drawn: theta whose gradients are taken in a step.
-        batch_size: examples a step; all or more for no minibatches.
-        num_kept: draws (float32) that it gives.
+        num_vectors: vectors of P values, float64: parameters, gradients, optimizer and resume states.
+        num_drawn: thetas whose gradients a step takes.
+        batch_size: examples per step; all or more for no minibatches.
+        num_kept: draws (float32) that it returns.
         num_predicting: draws that predict val.
-        num_judging: draws whose log joint is found.
+        num_judging: draws whose log joint is computed.
     """
 
     num_vectors: int
@@ -426,7 +424,7 @@ class Stepping:
     num_judging: int = 0
 
     def head_bytes(self, layout: MatrixLayout, num_examples: int) -> int:
-        """Of a last layer."""
+        """Return the bytes for a last layer."""
         batch = min(self.batch_size, num_examples) * (
             layout.num_features + _BATCH_VECTORS * self.num_drawn * layout.num_outputs
         )
@@ -439,8 +437,8 @@ class Stepping:
         )
 
     def network_bytes(self, layout: ModuleLayout, num_examples: int, num_held: int, device: torch.device) -> int:
-        """Of a network's parameters, with its inputs."""
-        from bnncli.targets.network import pairs_at_once  # here, for torch
+        """Return the bytes for a network's parameters, including its inputs."""
+        from bnncli.targets.network import pairs_at_once  # imports torch
 
         size = layout.num_params
         inputs = (4 * layout.num_features + 8) * (num_examples + num_held)
@@ -456,7 +454,7 @@ class Stepping:
         return first_use_bytes(device) + inputs + held + max(work)
 
     def _laid_out(self, num_params: int, num_features: int, num_examples: int) -> int:
-        """Of batches and noise of several steps, or of one that is large."""
+        """Return the bytes for batches and noise of several steps, or of one large one."""
         noise = self.num_drawn * num_params
         if self.batch_size >= num_examples:
             return 4 * max(noise, min(_LAID_OUT // 4, _FULL_STEPS * noise))
@@ -465,7 +463,7 @@ class Stepping:
 
 
 def require_steps(needed: int, device: torch.device | str, *, what: str, hint: str) -> int:
-    """What a fit takes. Raises DeviceError with the hint where it has no room."""
+    """Return the bytes of a fit. Raises DeviceError with the hint if it does not fit."""
     if needed > budget(device):
         require(needed, device, what=what, hint=hint)
     return needed

@@ -1,7 +1,7 @@
-"""Pyro's No-U-Turn sampler on the same whitened potential: the independent reference for hmc, one chain at a time.
+"""Pyro's No-U-Turn sampler on the same whitened potential: an independent reference for hmc, one chain at a time.
 
-Hoffman and Gelman (2014), arXiv:1111.4246; implementation of Pyro. Slow: every trajectory is a tree of single-theta
-gradients.
+Hoffman and Gelman (2014), arXiv:1111.4246; Pyro's implementation. Slow: every trajectory is a tree of gradients of a
+single theta.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def sample_nuts(
     num_draws: int = 200,
     progress: Progress = SILENT,
 ) -> HmcRun:
-    """Draws from target by Pyro's NUTS, chain after chain; defaults are the refinement paper's.
+    """Sample from a target with Pyro's NUTS, one chain after the other; the defaults are the refinement paper's.
 
     Args:
         target: the log posterior, with all data.
-        mode: (P,), where theta = mode + L z has z = 0.
+        mode: (P,), origin of the whitened coordinates, theta = mode + L z.
         covariance: L L^T.
-        seed: chain c is seeded with seed + c; the caller's random state is left as it was.
-        target_accept: acceptance that Pyro's step size aims for.
+        seed: chain c uses seed + c; the caller's random state is restored.
+        target_accept: goal of Pyro's step-size adaptation.
         num_chains, num_warmup, num_draws: chains, and transitions of each.
-        progress: advanced once a transition.
+        progress: advances once per transition.
 
     Returns:
-        A run whose energy is None (Pyro does not record it), with the share of transitions that moved and
-        the steps as chain averages.
+        A run without energies, which Pyro does not record; acceptance (share of transitions that moved) and steps are
+        chain averages.
     """
     potential = WhitenedPotential(target, mode.to(target.device).double(), covariance.to(device=target.device))
     task = progress.task(f"nuts, {num_chains} chains", num_chains * (num_warmup + num_draws))
@@ -76,8 +76,8 @@ def sample_nuts(
 def _run_chain(
     potential: WhitenedPotential, num_warmup: int, num_draws: int, target_accept: float, task: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Draws z (T, P) float64 of one chain, and what Pyro tells about it."""
-    from pyro.infer import MCMC, NUTS  # a slow import, needed here alone
+    """Return draws z (T, P) float64 of one chain, and Pyro's diagnostics."""
+    from pyro.infer import MCMC, NUTS  # slow import, needed only here
 
     num_gradients = 0
 
@@ -90,7 +90,7 @@ def _run_chain(
 
     def after_transition(kernel: Any, _: Any, stage: str, iteration: int) -> None:
         task.advance()
-        if iteration == num_draws - 1 and not stage.startswith("Warmup"):  # later Pyro forgets it
+        if iteration == num_draws - 1 and not stage.startswith("Warmup"):  # Pyro clears them later
             told.update(kernel.diagnostics(), step_size=float(kernel.step_size))
 
     start = torch.randn(potential.mode.shape[0], dtype=torch.float64, device=potential.mode.device)

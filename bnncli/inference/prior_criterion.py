@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from bnncli.targets.target import LinearisedHeldOut
 
 
-_TOGETHER = 2**24  # numbers in all covariances that are judged together
+_TOGETHER = 2**24  # values in all covariances judged together
 
 
 def noise_size(layout: ParamLayout, structure: str, num_draws: int) -> int:
-    """Normals that a draw takes: K for the logits of an example, P for theta."""
+    """Return the number of normals per draw: K for the logits of an example, P for theta."""
     return layout.num_params if _draws_theta(layout, structure, num_draws) else cast(LogitLayout, layout).num_outputs
 
 
 def linearised_losses(
     held_out: HeldOut, target: CurvedTarget, theta: Tensor, covariances: Sequence[Covariance], *, noise: Tensor
 ) -> Tensor:
-    """The loss of each example under each N(theta, covariance), (C, M) float64 nats; see HeldOut.losses.
+    """Return the loss of each example under each N(theta, covariance), (C, M) float64 nats; see HeldOut.losses.
 
     Args:
-        covariances: C of one structure, which share one Jacobian where they are `shared_by`, and are one alone where not.
-        noise: (S, K), which each example shifts (`numerics.row_noise`), or (S, P), standard normal, as `noise_size` says.
+        covariances: C of one structure that share one Jacobian if `shared_by` allows several, else a single one.
+        noise: standard normal, (S, K), shifted by each example (`numerics.row_noise`), or (S, P); see `noise_size`.
     """
     layout, num_draws = cast(ClassifierLayout, target.layout), len(noise)
     examples = cast("LinearisedHeldOut", held_out)
@@ -73,7 +73,7 @@ def linearised_losses(
 
 
 def shared_by(layout: ParamLayout, structure: str, num_draws: int) -> int:
-    """How many covariances of a structure are to be judged together: 1 where that saves no work, or takes much memory."""
+    """Return how many covariances of a structure to judge together: 1 if this saves no work or takes much memory."""
     if _draws_theta(layout, structure, num_draws):
         return 1
     return max(1, _TOGETHER // int(registry.load_class("network_curvature", structure).num_elements(layout)))
@@ -83,16 +83,16 @@ def _draws_theta(layout: ParamLayout, structure: str, num_draws: int) -> bool:
     return num_draws < cast(LogitLayout, layout).num_outputs or not is_by_layer(structure)
 
 
-_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits that are made at a time
+_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits computed at once
 
 
 def losses_by_logits(
     held_out: HeldOutByLogits, target: CurvedTarget, theta: Tensor, covariance: Covariance, *, noise: Tensor
 ) -> Tensor:
-    """The loss of each example under N(theta, covariance), (M,) float64 nats; see HeldOut.losses.
+    """Return the loss of each example under N(theta, covariance), (M,) float64 nats; see HeldOut.losses.
 
     Args:
-        noise: (S, K), standard normal, which each example shifts (`numerics.row_noise`).
+        noise: (S, K), standard normal, shifted by each example (`numerics.row_noise`).
     """
     gaussian = Gaussian(theta, covariance, cast("LogitLayout", target.layout), target.prior)
     points = uniform_points(noise)
@@ -107,14 +107,14 @@ def losses_by_logits(
     return held_out.losses_by(drawn, num_draws=len(noise))
 
 
-MOST_ROWS = 10_000  # examples, which tell a mean loss
-_OPERATIONS = 1e10  # of all examples: K^3 each
-_MOST_LEVERAGE = 1 - 1e-6  # under a rough structure an example may seem to tell more than all do
+MOST_ROWS = 10_000  # examples, enough for a mean loss
+_OPERATIONS = 1e10  # over all examples: K^3 each
+_MOST_LEVERAGE = 1 - 1e-6  # with a rough structure an example may seem to be more informative than all together
 
 
 @dataclass(frozen=True)
 class LeftOut(HeldOutFeatures):
-    """Examples of a target itself, each to be predicted by the posterior of all others.
+    """Examples of the target itself, each to be predicted by the posterior of all others.
 
     Args:
         scale: of the target's log likelihood.
@@ -124,7 +124,7 @@ class LeftOut(HeldOutFeatures):
 
     @classmethod
     def of(cls, target: LastLayerTarget, generator: torch.Generator) -> LeftOut:
-        """All examples of a target, or a random choice of so many that their losses are soon found."""
+        """Choose all examples of a target, or a random subset whose losses are quick to compute."""
         count = min(target.num_examples, MOST_ROWS, int(_OPERATIONS / target.layout.num_outputs**3))
         order = torch.randperm(target.num_examples, generator=generator, device=generator.device)
         index = order[:count].sort().values
@@ -135,12 +135,12 @@ class LeftOut(HeldOutFeatures):
 def left_out_losses(
     held_out: LeftOut, target: CurvedTarget, theta: Tensor, covariance: Covariance, *, noise: Tensor
 ) -> Tensor:
-    """The loss of each example under the Gaussian without it, (M,) float64 nats; see HeldOut.losses.
+    """Return the loss of each example under the Gaussian without it, (M,) float64 nats; see HeldOut.losses.
 
     Args:
         theta: (P,), the mode.
-        covariance: of all examples there.
-        noise: (S, K), standard normal, which each example shifts (`numerics.row_noise`).
+        covariance: there, of all examples.
+        noise: (S, K), standard normal, shifted by each example (`numerics.row_noise`).
     """
     gaussian = Gaussian(theta, covariance, cast("LogitLayout", target.layout), target.prior)
     points, likelihood = uniform_points(noise), held_out.layout.likelihood
@@ -160,11 +160,11 @@ def left_out_losses(
 def logits_without_own(
     mean: Tensor, covariance: Tensor, labels: Tensor, likelihood: Likelihood, *, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Mean (n, K) and covariance (n, K, K) of the logits of examples, each without its own label.
+    """Return mean (n, K) and covariance (n, K, K) of the logits of examples, each without its own label.
 
     Args:
-        mean, covariance: of all examples' posterior, float64.
-        labels: (n,), or (n, C) where classes do not exclude each other.
+        mean, covariance: of the posterior of all examples, float64.
+        labels: (n,), or (n, C) for multi-label.
         scale: of the log likelihood.
     """
     _, probabilities = likelihood.normalize_(mean.T.unsqueeze(1).clone())
@@ -179,30 +179,30 @@ def logits_without_own(
 
 
 class Lift(Protocol):
-    """How a posterior over a part of theta says what it is over all of it."""
+    """Maps a posterior over part of theta to all of theta."""
 
     @property
     def layout(self) -> ParamLayout:
-        """Of all of theta."""
+        """Layout of all of theta."""
 
     def theta(self, theta: Tensor) -> Tensor:
-        """All of theta (..., P), of a centre."""
+        """Return all of theta (..., P) for a centre."""
 
     def covariance(self, covariance: Covariance, prior: Prior) -> Covariance:
-        """The covariance of all of theta, under the target's prior."""
+        """Return the covariance of all of theta, under the target's prior."""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """What is minimised, in two parts: at the centre alone, and what the covariance adds to it.
+    """The criterion to minimise, in two parts: at the centre, and what the covariance adds.
 
     Args:
-        noise: (S, P), standard normal, common to all candidates: its noise cancels in comparisons; (S, K) where logits are
-            drawn, see `inference.linearised` and by_logits.
-        held_out: the examples of the validation nll; None for minus the log marginal likelihood.
-        lift: from the candidates' theta to all of it, where they lie in a part; noise and held_out are of all of theta.
-        by_logits: whether held_out is of a last layer whose logits are drawn.
-        is_plug_in: whether the centre alone predicts held_out, and the covariance adds nothing.
+        noise: (S, P), standard normal, common to all candidates so that it cancels in comparisons; (S, K) if logits are
+            drawn, see `linearised_losses` and by_logits.
+        held_out: examples of the validation NLL; None for minus the log marginal likelihood.
+        lift: from the candidates' theta to all of it, if they cover a part; noise and held_out are of all of theta.
+        by_logits: whether held_out belongs to a last layer whose logits are drawn.
+        is_plug_in: predict held_out with the centre only; the covariance adds nothing.
     """
 
     noise: Tensor
@@ -212,25 +212,25 @@ class Criterion:
     is_plug_in: bool = False
 
     def at_center(self, target: CurvedTarget, theta: Tensor, log_joint: float) -> float:
-        """The part of theta (P,) and the log joint there."""
+        """Return the part at the centre theta (P,), given its log joint."""
         if self.held_out is None:
             return -log_joint - 0.5 * target.layout.num_params * math.log(2 * math.pi)
         losses = self.plug_in_losses(theta)
         return float(losses.sum()) / len(losses)
 
     def plug_in_losses(self, theta: Tensor) -> Tensor:
-        """The validation nll of each example under theta (P,) alone, (M,) float64, where there is validation data."""
+        """Return the validation NLL of each example under theta (P,), (M,) float64; needs validation data."""
         assert self.held_out is not None
         return self.held_out.losses(self._whole(theta).unsqueeze(0))
 
     def of(self, target: CurvedTarget, theta: Tensor, log_joint: float, covariance: Covariance) -> float:
-        """The whole criterion of N(theta, covariance)."""
+        """Return the whole criterion of N(theta, covariance)."""
         if self.held_out is None:
             return -laplace_evidence(log_joint - fixed_log_prior(target, theta, covariance), covariance)
         return float(self.losses(target, theta, covariance).mean())
 
     def losses(self, target: CurvedTarget, theta: Tensor, covariance: Covariance) -> Tensor:
-        """The validation nll of each example under N(theta, covariance), (M,) float64, where there is validation data."""
+        """Return the validation NLL of each example under N(theta, covariance), (M,) float64; needs validation data."""
         assert self.held_out is not None
         if isinstance(self.held_out, LeftOut):
             return left_out_losses(self.held_out, target, theta, covariance, noise=self.noise)
@@ -244,16 +244,16 @@ class Criterion:
         return self.held_out.losses(self._whole(theta) + covariance.unwhiten(self.noise[:, : num_varying(covariance)]))
 
     def together(self, target: CurvedTarget, theta: Tensor, covariances: Sequence[Covariance]) -> list[float]:
-        """`of` for covariances about one centre whose predictions share their work."""
+        """Return `of` for covariances about one centre whose predictions share their work."""
         assert self.held_out is not None
         return linearised_losses(self.held_out, target, theta, covariances, noise=self.noise).mean(dim=1).tolist()
 
     def shared_by(self, target: CurvedTarget, structure: str) -> int:
-        """How many covariances about one centre `together` takes, 0 for none."""
+        """Return how many covariances about one centre `together` takes, 0 for none."""
         if self.held_out is None or not self.held_out.is_linearised or self.lift is not None:
             return 0
         return shared_by(target.layout, structure, len(self.noise))
 
     def _whole(self, theta: Tensor) -> Tensor:
-        """All of theta (P,), of a centre."""
+        """Return all of theta (P,) for a centre."""
         return theta if self.lift is None else self.lift.theta(theta)

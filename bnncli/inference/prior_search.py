@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from bnncli.parameters.layouts import LogitLayout
 
 
-# Examples times parameters that a candidate's mode, and the draws on val, may take: about 15 and 5 s on two cores.
+# Limits on examples times parameters for a candidate's mode and for draws on val: about 15 s and 5 s on two cores.
 _MODE_WORK = {"cpu": 1.6e10, "cuda": 1e12}
 _VAL_WORK = {"cpu": 1.6e11, "cuda": 1.6e13}
 _BRIEF_SHARE = (
     1 / 16
-)  # of _MODE_WORK, from which on the weakest priors of the grid, whose modes take the longest, are tried only where they may be the best
+)  # of _MODE_WORK; above it, weak priors, whose modes take longest, are tried only if they may be the best
 _LEAST_BY_OUTPUT = 10  # examples
 _LEAST_VAL = 1000
-_PAYS = 0.5  # larger parts are all
+_PAYS = 0.5  # use all rows if the limit leaves more than this share
 
 
 @dataclass(frozen=True)
 class SearchRows:
-    """Sorted rows (n,) int64 of train and of val; None where they are all of them."""
+    """Sorted row indices (n,) int64 of train and of val; None for all rows."""
 
     train: Tensor | None
     val: Tensor | None
@@ -55,19 +55,19 @@ def search_rows(
     device: torch.device,
     generator: torch.Generator,
 ) -> SearchRows:
-    """The rows to search by: drawn without replacement, from sizes and the kind of device alone."""
+    """Draw the rows for a search without replacement; their number depends only on sizes and the kind of device."""
     train = search_size(num_examples, num_params=num_params, num_outputs=num_outputs, device=device)
     val = _size(num_val, max(int(_VAL_WORK[_kind(device)] / (num_params * NUM_DRAWS)), _LEAST_VAL))
     return SearchRows(_some(num_examples, train, generator), _some(num_val, val, generator))
 
 
 def search_size(num_examples: int, *, num_params: int, num_outputs: int, device: torch.device) -> int:
-    """How many training examples a search reads."""
+    """Return the number of training examples that a search reads."""
     return _size(num_examples, max(int(_MODE_WORK[_kind(device)] / num_params), _LEAST_BY_OUTPUT * num_outputs))
 
 
 def is_brief(num_examples: int, *, num_params: int, device: torch.device) -> bool:
-    """Whether a search by so many examples leaves out precisions far from the checkpoint's own."""
+    """Return whether a search with num_examples examples skips precisions far from the checkpoint's own."""
     return num_examples * num_params > _BRIEF_SHARE * _MODE_WORK[_kind(device)]
 
 
@@ -83,18 +83,18 @@ def _some(count: int, wanted: int, generator: torch.Generator) -> Tensor | None:
     return None if wanted == count else torch.randperm(count, generator=generator)[:wanted].sort().values
 
 
-_MODE_TOLERANCE = 5e-3  # posterior standard deviations: about 1e-5 nats of val nll, 0.05 nats of log determinant
-_EXACT_MODE_TOLERANCE = 1e-5  # where nothing is interpolated either
-_SAME = 1e-9  # log precisions closer than this are one candidate
+_MODE_TOLERANCE = 5e-3  # posterior standard deviations: about 1e-5 nats of val NLL, 0.05 nats of log determinant
+_EXACT_MODE_TOLERANCE = 1e-5  # if nothing is interpolated either
+_SAME = 1e-9  # log precisions closer than this are the same candidate
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One prior precision, judged.
+    """A prior precision and its criterion.
 
     Args:
         theta: (P,) float64, the centre.
-        at_center: the criterion of the centre alone.
+        at_center: criterion at the centre alone.
         spread: what the covariance adds; interpolated unless is_exact.
     """
 
@@ -111,12 +111,12 @@ class Candidate:
 
 @dataclass
 class Candidates:
-    """The precisions tried so far, by their logarithm; those that could not be fitted are in `failed`.
+    """The candidates so far, by log precision; those that could not be fitted are in `failed`.
 
     Args:
         start: (P,), the checkpoint's.
-        tolerance: estimated error up to which an interpolated criterion is accepted; 0 fits all exactly.
-        mode_slack: by how much modes may be less exact than is usual.
+        tolerance: largest estimated error of an interpolated criterion; 0 fits all exactly.
+        mode_slack: factor on the usual tolerance of modes.
     """
 
     target: CurvedTarget
@@ -129,18 +129,18 @@ class Candidates:
     mode_slack: float = 1.0
     known: dict[float, Candidate] = field(default_factory=dict)
     failed: set[float] = field(default_factory=set)
-    before: LocalCovariance | None = None  # the last that saves work: the examples are those of all candidates
+    before: LocalCovariance | None = None  # the last that saves work; all candidates share the examples
     _hessians: dict[float, dict[str, Tensor]] = field(default_factory=dict)
-    _of_center: float | None = None  # the criterion of the one centre, where there is one
+    _of_center: float | None = None  # criterion at the common centre, if there is one
 
     @property
     def values(self) -> dict[float, float]:
-        """The criterion by log precision."""
+        """Criterion by log precision."""
         return {key: candidate.value for key, candidate in self.known.items()}
 
     @property
     def own_log_precision(self) -> float:
-        """The logarithm of the precision under which the start is nearest to a mode: where pull and gradient are one."""
+        """Log precision under which the start is closest to a mode: the prior balances the gradient along it."""
         start = self.start.to(self.target.device).double()
         _, gradient = self.target.log_joint_and_grad(start.unsqueeze(0))
         prior, layout = self.target.prior, self.target.layout
@@ -150,19 +150,19 @@ class Candidates:
 
     @property
     def best(self) -> float:
-        """The log precision of the lowest value."""
+        """Log precision of the lowest value."""
         if not self.known:
             raise NumericError("the criterion is not finite for any prior precision", hint="give \0prior_precision\0")
         return min(self.known, key=lambda key: self.known[key].value)
 
     def by_plug_in(self, task: Task) -> Candidates:
-        """The same precisions, judged by their centres alone, which are known."""
+        """Return the same candidates, judged by their known centres only."""
         known = {key: replace(one, spread=0.0, is_exact=True) for key, one in self.known.items()}
         criterion = replace(self.criterion, is_plug_in=True)
         return replace(self, criterion=criterion, known=known, failed=set(), task=task, _hessians=dict(self._hessians))
 
     def judge(self, log_precision: float) -> None:
-        """Finds the mode under one precision and the criterion there, unless it is known."""
+        """Find the mode under one precision and the criterion there, unless known."""
         self.task.advance(note=f"{math.exp(log_precision):.3g}")
         if any(abs(log_precision - other) < _SAME for other in (*self.known, *self.failed)):
             return
@@ -177,13 +177,13 @@ class Candidates:
                 self._keep(found)
                 spread = self.criterion.of(target, theta, log_joint, found.covariance) - at_center
                 hessian = found.hessian if self._is_exact or self.center == "checkpoint" else hessian
-        except NumericError:  # no mode under this prior: not the best, and no reason to give up the others
+        except NumericError:  # no mode under this prior: not the best, but no reason to stop
             self._fail(log_precision)
             return
         self._add(log_precision, Candidate(theta, at_center, spread, is_exact), hessian)
 
     def judge_all(self, log_precisions: Sequence[float]) -> None:
-        """Judges several; as many together as share work about one centre."""
+        """Judge several precisions, together if they share work about one centre."""
         size = self.criterion.shared_by(self.target, self.structure) if self.center == "checkpoint" else 0
         if not size:
             for log_precision in log_precisions:
@@ -193,7 +193,7 @@ class Candidates:
             self._judge_together(log_precisions[start : start + size])
 
     def _judge_together(self, log_precisions: Sequence[float]) -> None:
-        """Judges several about the start, with one Jacobian of the held-out examples' logits."""
+        """Judge several precisions about the start, with one Jacobian of the held-out logits."""
         theta = self.start.to(self.target.device).double()
         covariances: dict[float, Covariance] = {}
         for log_precision in log_precisions:
@@ -219,7 +219,7 @@ class Candidates:
             self._add(log_precision, Candidate(theta, self._of_center, value - self._of_center, True), hessian)
 
     def fit(self, log_precision: float) -> LaplaceFit | None:
-        """The exact fit of a known candidate, whose value becomes exact; None, and it has failed, where there is none."""
+        """Fit a known candidate exactly and update its value; mark it as failed and return None if that is impossible."""
         target = self._target_at(log_precision)
         try:
             fit = fit_gaussian(
@@ -236,7 +236,7 @@ class Candidates:
             return None
         theta = fit.gaussian.mean
         if self._of_center is not None and self.known[log_precision].is_exact:
-            return fit  # about the same centre: judged already
+            return fit  # same centre: already judged
         at_center = self.criterion.at_center(target, theta, fit.log_joint)
         whole = self.criterion.of(target, theta, fit.log_joint, fit.gaussian.covariance)
         self._add(log_precision, Candidate(theta, at_center, whole - at_center, True), None)
@@ -246,7 +246,7 @@ class Candidates:
         return fit
 
     def _add(self, log_precision: float, candidate: Candidate, hessian: dict[str, Tensor] | None) -> None:
-        """Takes a candidate in; of the Hessians only the newest and the best's are kept."""
+        """Add a candidate; only the newest and the best one's Hessians are kept."""
         if not math.isfinite(candidate.value):
             self._fail(log_precision)
             return
@@ -258,11 +258,11 @@ class Candidates:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether the structure is all of the Hessian: nothing whitens the next mode better."""
+        """Whether the structure is the whole Hessian, so that no whitening is better for the next mode."""
         return self.target.curvature(self.structure).is_exact
 
     def _keep(self, found: LocalCovariance | None) -> None:
-        """Keeps a covariance for the next where that saves work."""
+        """Keep a covariance for the next candidate if that saves work."""
         if found is not None and found.saves_work:
             self.before = found
 
@@ -271,11 +271,11 @@ class Candidates:
         self.failed.add(log_precision)
 
     def _target_at(self, log_precision: float) -> CurvedTarget:
-        """The target under one precision of the weights; a precision that the biases have of their own stays."""
+        """Return the target under one precision of the weights; a separate precision of the biases stays."""
         return self.target.with_prior(self.target.prior.with_weight_precision(math.exp(log_precision)))
 
     def _centered(self, target: CurvedTarget, log_precision: float) -> tuple[Tensor, float, dict[str, Tensor] | None]:
-        """The centre (P,), the log joint there, and the Hessian that led to it."""
+        """Return the centre (P,), the log joint there, and the Hessian that led to it."""
         if self.center == "checkpoint":
             theta = self.start.to(target.device).double()
             is_asked = self.criterion.held_out is None
@@ -288,16 +288,15 @@ class Candidates:
             hessian = found.hessian
         tolerance = _MODE_TOLERANCE if self.tolerance > 0 else _EXACT_MODE_TOLERANCE
         tolerance *= tolerance_factor(target.layout.num_params) * self.mode_slack
-        polish = self.mode_slack == 1  # steps that end at the tolerance as they are need not be solved so well
+        polish = self.mode_slack == 1  # modes at a looser tolerance need no polishing
         mode = mode_of(target, theta, hessian=hessian, before=self.before, tolerance=tolerance, polish=polish)
         self._keep(mode.before)
         return mode.theta, mode.log_joint, mode.hessian
 
     def _predicted_mode(self, target: CurvedTarget, log_precision: float) -> Tensor:
-        """Where to look for the mode: extrapolated from the nearest two, interpolated from up to four known ones.
+        """Return where to start looking for the mode: extrapolated or interpolated from up to four known ones.
 
-        Where there may be many modes, at the start: what neighbours lead to, under a strong prior say, may be another one, or
-        a saddle.
+        For nonconcave targets, the start: a neighbour may lead to another mode or a saddle.
         """
         start = self.start.to(target.device).double()
         if not target.is_concave:
@@ -311,7 +310,7 @@ class Candidates:
         return torch.stack([w * self.known[key].theta for w, key in zip(weights, near, strict=True)]).sum(dim=0)
 
     def _interpolated_spread(self, log_precision: float) -> tuple[float, float]:
-        """What the covariance adds, from exact candidates around; and its estimated error, inf without enough of them."""
+        """Return the interpolated spread from nearby exact candidates, and its estimated error (inf if there are too few)."""
         if self.criterion.is_plug_in:
             return 0.0, 0.0
         exact = [key for key, candidate in self.known.items() if candidate.is_exact]
@@ -325,18 +324,18 @@ class Candidates:
         return by_four, abs(by_four - by_three)
 
     def _nearest_hessian(self, log_precision: float) -> dict[str, Tensor] | None:
-        """A neighbour's to whiten with; None where its mode may be another, at which a weaker prior leaves H + Lambda indefinite."""
+        """Return a neighbour's Hessian to whiten with; None if its mode may differ, which may make H + Lambda indefinite."""
         if not self._hessians or not self.target.is_concave:
             return None
         return self._hessians[min(self._hessians, key=lambda key: abs(key - log_precision))]
 
     def _fixed_hessian(self) -> dict[str, Tensor] | None:
-        """The Hessian when it is the same for all candidates: at the checkpoint."""
+        """Return the Hessian if it is common to all candidates, at the checkpoint."""
         return next(iter(self._hessians.values()), None) if self.center == "checkpoint" else None
 
 
 def lagrange_weights(nodes: Sequence[float], at: float) -> list[float]:
-    """The weights of values at distinct nodes whose sum is their interpolating polynomial at one point."""
+    """Return the Lagrange weights of values at distinct nodes for interpolation at one point."""
     return [math.prod((at - other) / (node - other) for other in nodes if other != node) for node in nodes]
 
 
@@ -347,18 +346,18 @@ def _nearest(keys: Sequence[float], to: float, count: int) -> list[float]:
 CRITERIA = ("val", "loo", "marglik")
 SAMPLED, PLUG_IN = "mc", "plug-in"
 BOUNDS = (1e-2, 1e5)  # of the grid
-# Of the criterion where it is interpolated: nats per example, nats. The choice moves by a percent or so.
+# Tolerances of interpolated criteria: nats per example, nats. They move the choice by about a percent.
 TOLERANCES = {"val": 5e-5, "loo": 5e-5, "marglik": 0.1}
-# By how much the tolerance of a large head's modes is larger: of one val example's loss, 1e-4 nats or so.
+# Factor on the mode tolerance for large heads; changes the loss of one val example by about 1e-4 nats.
 LARGE_SLACK = 10.0
 Fit = TypeVar("Fit", covariant=True)
 _LIMIT = 100.0
 _HALVINGS = 3  # the last step is an eighth of a decade; the parabola does the rest
-_LARGE_HALVINGS = 1  # of large heads, whose candidates take half a minute each
+_LARGE_HALVINGS = 1  # for large heads, whose candidates take half a minute each
 
 
 class SearchedPrecisions(Protocol[Fit]):
-    """The precisions that a search has tried, by their logarithm, as Candidates are: of one target, or of several together."""
+    """The candidates of a search, by log precision: of one target, as Candidates, or of several together."""
 
     @property
     def target(self) -> CurvedTarget:
@@ -366,7 +365,7 @@ class SearchedPrecisions(Protocol[Fit]):
 
     @property
     def values(self) -> dict[float, float]:
-        """The criterion by log precision."""
+        """Criterion by log precision."""
 
     @property
     def own_log_precision(self) -> float:
@@ -374,27 +373,27 @@ class SearchedPrecisions(Protocol[Fit]):
 
     @property
     def best(self) -> float:
-        """The log precision of the lowest value."""
+        """Log precision of the lowest value."""
 
     def judge(self, log_precision: float) -> None:
-        """Finds the criterion under one precision, unless it is known."""
+        """Compute the criterion under one precision, unless known."""
 
     def judge_all(self, log_precisions: Sequence[float]) -> None:
-        """Judges several."""
+        """Judge several precisions."""
 
     def fit(self, log_precision: float) -> Fit | None:
-        """The exact fit of a known candidate, whose value becomes exact; None where there is none."""
+        """Fit a known candidate exactly and update its value; None if that is impossible."""
 
 
 @dataclass(frozen=True)
 class PlugInChoice:
-    """The prior precision whose mode predicts val best by itself: regularised maximum likelihood, without averaging.
+    """The prior precision whose mode alone predicts val best: regularised maximum likelihood, without averaging.
 
     Args:
         precision: of the weights.
-        curve: every (prior precision, mean validation nll of its mode in nats an example), in increasing order of precision.
+        curve: all (prior precision, mean validation NLL of its mode in nats per example), by increasing precision.
         theta: (P,) float64, the mode.
-        at_edge: as of PriorSearch.
+        at_edge: as in PriorSearch.
     """
 
     precision: float
@@ -405,22 +404,22 @@ class PlugInChoice:
 
 @dataclass(frozen=True)
 class PriorSearch:
-    """The outcome of a search.
+    """The result of a search.
 
     Args:
         best: the chosen prior precision.
-        curve: every (prior precision, criterion) that could be fitted, in increasing order of precision; lower is better: mean
-            validation nll in nats per example, or minus the log marginal likelihood in nats. Exact, but for those
-            precisions near the best whose criterion could be interpolated to the tolerance; exact at the best.
-        at_edge: whether the best lies at an end of the grid, where a wider one might do better: not at the strongest of
-            priors about a mean.
+        curve: all fitted (prior precision, criterion), by increasing precision; lower is better: mean validation NLL in
+            nats per example, or minus the log marginal likelihood in nats. Exact at the best; near it, some may be
+            interpolated within the tolerance.
+        at_edge: whether the best is at an end of the grid beyond which a better one may exist; the strongest prior
+            about a mean is not such an end.
         criterion: val, loo or marglik.
-        compared_at: the candidates' centres: mode, or checkpoint.
+        compared_at: centres of the candidates: mode, or checkpoint.
         structure: of the candidates.
         fit: the Gaussian at the best precision.
-        judge: the criterion as a function of Gaussians, to compare others with those of the search.
-        plug_in: the best precision for the centre alone, where it predicts better than the best Gaussian does.
-        integrator: of whose predictions the curve is, and for which the precision was chosen: SAMPLED or PLUG_IN.
+        judge: the criterion, to compare other Gaussians with those of the search.
+        plug_in: best precision for the centre alone, if it predicts better than the best Gaussian.
+        integrator: SAMPLED or PLUG_IN: which predictions the curve and the choice refer to.
     """
 
     best: float
@@ -450,31 +449,30 @@ def search(
     is_large: bool = False,
     progress: Progress = SILENT,
 ) -> PriorSearch:
-    """The prior precision within bounds that minimises the criterion, to about 5 %; of large heads by a coarser grid.
+    """Search for the prior precision within bounds that minimises the criterion, to about 5% (coarser for large heads).
 
     Args:
-        target: the log posterior; its own precision of the weights is ignored, and the biases' where that follows.
+        target: the log posterior; its own precision of the weights, and a dependent one of the biases, is ignored.
         start: (P,), the checkpoint's.
-        generator: of the draws of the predictive.
-        structure, center: of the Gaussians compared. The marginal likelihood of a concave target is its own, wherever a Gaussian
-            is centred: with marglik it is estimated at the modes, and the fit at the best precision has the centre. Of another
-            target it is that about the start (Immer et al. 2021, arXiv:2104.04975), where that is the centre: each prior has
-            other modes, and the network as trained is none of them. Where such a target has more parameters than
-            MAX_FULL_PRECONDITIONER, a mode for each candidate is too dear: they are compared about the start, and the fit at the
-            best precision moves to its mode.
+        generator: random generator of the predictive draws.
+        structure, center: of the compared Gaussians. For a concave target, marglik is estimated at the modes regardless
+            of center, which then applies to the final fit. For other targets each prior has other modes, and the
+            network as trained is none of them: with center checkpoint, marglik is estimated about the start (Immer et
+            al. 2021, arXiv:2104.04975). Above MAX_FULL_PRECONDITIONER parameters, a mode per candidate is too
+            expensive: candidates are compared about the start, and the final fit moves to its mode.
         criterion: val, loo or marglik.
-        held_out: the validation data, for val; a LeftOut of the target for loo.
-        bounds: lowest and highest precision of the grid; about a mean other than zero it goes on to where the posterior is that
-            mean, and no stronger prior is another.
-        tolerance: of the criterion, in its unit, where it is interpolated; TOLERANCES by default, 0 for none of that.
-        lift: to all of theta, where the target knows a part of it: validation data may ask for more.
-        is_large: of a head whose draws of theta would take long: draws are of val's logits, modes are found as
-            nearly as val tells, and of the grid only precisions about the checkpoint's own are tried, until the criterion rises.
-        progress: advanced once a candidate.
+        held_out: validation data, for val; a LeftOut of the target for loo.
+        bounds: lowest and highest precision of the grid. About a nonzero mean the grid extends to where the posterior
+            equals that mean and stronger priors make no difference.
+        tolerance: of an interpolated criterion, in its unit; TOLERANCES by default, 0 for no interpolation.
+        lift: to all of theta, if the target covers a part of it and validation data need the rest.
+        is_large: for a head whose draws of theta would take long: draw logits of val instead, find modes only as
+            accurately as val needs, and try precisions outwards from the checkpoint's own until the criterion rises.
+        progress: advances once per candidate.
 
     Raises:
-        UsageError: when val is asked for without validation data.
-        NumericError: when no candidate could be fitted.
+        UsageError: the criterion is val without validation data.
+        NumericError: no candidate could be fitted.
     """
     if criterion not in CRITERIA:
         raise ValueError(f"criterion: expected one of {', '.join(CRITERIA)}; got {criterion!r}")
@@ -516,10 +514,10 @@ def search(
 def _best_plug_in(
     candidates: Candidates, grid: list[float], *, is_brief: bool, progress: Progress
 ) -> PlugInChoice | None:
-    """The best precision for the centre alone; None where no centre that is known predicts better than the best Gaussian.
+    """Return the best precision for the centre alone; None if no known centre predicts better than the best Gaussian.
 
-    Where few rows leave a posterior that is far from Gaussian, draws of the Gaussian need a prior that is much too strong for its
-    mode: on 397 digits 10 in place of .3, and val NLL is .44 in place of .14.
+    If few rows leave the posterior far from Gaussian, draws of the Gaussian need a prior much too strong for its mode:
+    on 397 digits 10 instead of .3, with val NLL .44 instead of .14.
     """
     if candidates.center != "mode" or not candidates.target.is_concave:
         return None
@@ -538,26 +536,26 @@ def _curve(candidates: Candidates) -> list[tuple[float, float]]:
 
 
 def grid_of(target: CurvedTarget, bounds: tuple[float, float], generator: torch.Generator) -> list[float]:
-    """The log precisions to search first; of a prior about a mean up to where the posterior is that mean."""
+    """Return the log precisions to search first; for a prior about a mean, up to where the posterior equals that mean."""
     if target.prior.mean is not None:
         bounds = (bounds[0], max(bounds[1], _limit(target, generator)))
     return _grid(*bounds)
 
 
 def num_judged(grid: list[float]) -> int:
-    """How many precisions a search of a grid judges."""
+    """Return how many precisions a search of a grid judges."""
     return len(grid) + 2 * _HALVINGS + 2
 
 
 def is_at_edge(best: float, grid: list[float], target: CurvedTarget) -> bool:
-    """Whether the best log precision lies at an end of the grid beyond which there are others."""
+    """Return whether the best log precision is at an end of the grid beyond which there are others."""
     return best - grid[0] < 1e-9 or (grid[-1] - best < 1e-9 and target.prior.mean is None)
 
 
 def _limit(target: CurvedTarget, generator: torch.Generator) -> float:
-    """A precision under which the posterior is the prior's mean: a hundred times the largest curvature of the likelihood there.
+    """Return a precision at which the posterior is the prior's mean: 100 times the largest curvature of the likelihood.
 
-    The mode is a hundredth of a Newton step from it along the stiffest direction, and nearer along all others.
+    The mode is then within a hundredth of a Newton step of the mean, in every direction.
     """
     mean = target.prior.center(target.layout, device=target.device)
     return _LIMIT * largest_curvature(target.with_prior(replace(target.prior, weight_precision=1e-6)), mean, generator)
@@ -572,9 +570,10 @@ def criterion_of(
     *,
     by_logits: bool,
 ) -> Criterion:
-    """That of the validation data, or the marginal likelihood where there are none; its draws have the same noise for all.
+    """Return the criterion on the validation data, or the marginal likelihood without any; all candidates share the noise.
 
-    Normals of logits are Sobol points, which err less. Those of theta come with their negatives, so that their mean is exact.
+    Normals for logits are Sobol points, which have smaller errors. Normals for theta are antithetic, so their mean is
+    exact.
     """
     layout = target.layout if lift is None else lift.layout
     by_logits = by_logits and held_out is not None and lift is None
@@ -592,14 +591,14 @@ def criterion_of(
 
 
 def _compared_at(target: CurvedTarget, criterion: str, center: str) -> str:
-    """Where candidates are centred."""
+    """Return where candidates are centred."""
     if target.is_concave:
         return "mode" if criterion == "marglik" else center
     return center if target.layout.num_params <= MAX_FULL_PRECONDITIONER else "checkpoint"
 
 
 def descend(candidates: SearchedPrecisions[Fit], grid: list[float], *, is_brief: bool) -> Fit:
-    """The exact fit at the lowest point that `approach` finds."""
+    """Return the exact fit at the lowest point that `approach` finds."""
     approach(candidates, grid, is_brief=is_brief)
     while True:
         best = candidates.best
@@ -609,7 +608,7 @@ def descend(candidates: SearchedPrecisions[Fit], grid: list[float], *, is_brief:
 
 
 def approach(candidates: SearchedPrecisions[Any], grid: list[float], *, is_brief: bool) -> None:
-    """Judge precisions: the whole grid, then ever smaller steps around its lowest point."""
+    """Judge precisions: the whole grid, then successively smaller steps around its lowest point."""
     if is_brief:
         _bracket(candidates, grid)
         if candidates.target.prior.mean is not None:
@@ -626,11 +625,11 @@ def approach(candidates: SearchedPrecisions[Any], grid: list[float], *, is_brief
 
 
 def _bracket(candidates: SearchedPrecisions[Any], grid: list[float]) -> None:
-    """Judges points of the grid from the checkpoint's own on, stronger ones and weaker ones, until the criterion rises."""
+    """Judge grid points outwards from the checkpoint's own precision, in both directions, until the criterion rises."""
     own = candidates.own_log_precision
     first = min(range(len(grid)), key=lambda i: abs(grid[i] - own))
     candidates.judge(grid[first])
-    for step in (1, -1):  # a stronger prior's mode is found sooner
+    for step in (1, -1):  # modes of stronger priors are found sooner
         lowest = candidates.values.get(grid[first], math.inf)
         for key in grid[first + step :: step] if first + step >= 0 else []:
             candidates.judge(key)
@@ -643,7 +642,7 @@ def _bracket(candidates: SearchedPrecisions[Any], grid: list[float]) -> None:
 
 
 def _fit_at(candidates: Candidates, key: float, center: str, progress: Progress) -> LaplaceFit:
-    """The fit at a log precision with another centre than the candidates'."""
+    """Fit at a log precision with another centre than the candidates'."""
     target = candidates.target
     return fit_gaussian(
         target.with_prior(target.prior.with_weight_precision(math.exp(key))),
@@ -656,7 +655,7 @@ def _fit_at(candidates: Candidates, key: float, center: str, progress: Progress)
 
 
 def _grid(lowest: float, highest: float) -> list[float]:
-    """Log precisions from lowest to highest, about a decade apart."""
+    """Return log precisions from lowest to highest, about a decade apart."""
     if not 0 < lowest <= highest:
         raise ValueError(f"bounds: expected 0 < lowest <= highest, got {lowest}, {highest}")
     steps = max(1, round(math.log10(highest / lowest)))
@@ -666,7 +665,7 @@ def _grid(lowest: float, highest: float) -> list[float]:
 
 
 def _parabola_vertex(values: dict[float, float], best: float) -> float:
-    """The minimum of the parabola through the best point and its two neighbours; the best itself at an end."""
+    """Return the vertex of the parabola through the best point and its two neighbours; the best itself at an end."""
     keys = sorted(values)
     place = keys.index(best)
     if place in (0, len(keys) - 1):
@@ -682,11 +681,11 @@ def _parabola_vertex(values: dict[float, float], best: float) -> float:
 
 @dataclass(frozen=True)
 class StructureChoice:
-    """The structure to take.
+    """The structure to use.
 
     Args:
         structure: its name.
-        nll: mean validation nll by structure, nats an example, of all that were compared.
+        nll: mean validation NLL of each compared structure, nats per example.
     """
 
     structure: str
@@ -696,13 +695,15 @@ class StructureChoice:
 def choose_structure(
     target: CurvedTarget, fit: LaplaceFit, structures: Sequence[str], *, judge: Criterion
 ) -> StructureChoice:
-    """The structure of lowest validation nll at the fit's centre, or the first that is near it: see first_near_the_best.
+    """Choose the structure with the lowest validation NLL at the fit's centre, or the first close to it.
+
+    See first_near_the_best.
 
     Args:
         target: the log posterior of the fit, with its prior.
         fit: of the first structure.
-        structures: from the one that says most of the posterior to the least; those that cannot be fitted are left out.
-        judge: of the validation nll, as the search for the precision has it: the same draws for all.
+        structures: most to least expressive; those that cannot be fitted are skipped.
+        judge: the validation NLL of the precision search, with the same draws for all.
     """
     theta, losses = fit.gaussian.mean, {}
     for structure in structures:
@@ -718,10 +719,10 @@ def choose_structure(
 
 
 def first_near_the_best(losses: dict[str, Tensor]) -> str:
-    """The first of losses (M,) by name whose mean is above the lowest by no more than counts.
+    """Return the first name whose losses (M,) have a mean not significantly above the lowest.
 
-    That is one standard error of the paired differences, or WORSE_SHARE of the lowest where that is more. A single
-    example tells no error.
+    Significant means more than one standard error of the paired differences, or WORSE_SHARE of the lowest if larger. A
+    single example has no standard error.
     """
     best = min(losses, key=lambda name: float(losses[name].mean()))
     lowest = float(losses[best].mean())

@@ -1,4 +1,4 @@
-"""Further ways to choose prior precisions: cross-validation, one precision per layer, and a search under another posterior."""
+"""Other ways to choose prior precisions: cross-validation, one precision per layer, and a search under another posterior."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Fold(NamedTuple):
-    """A target without some rows, those rows, and how many they are."""
+    """A target without some rows, those rows, and their number."""
 
     target: CurvedTarget
     held_out: HeldOut
@@ -49,15 +49,15 @@ class Fold(NamedTuple):
 
 @dataclass(frozen=True)
 class FoldSearch:
-    """The outcome of a search.
+    """The result of a cross-validated search.
 
     Args:
         best: the chosen prior precision.
-        curve: every (prior precision, mean NLL of the rows left out in nats per example), in increasing order of precision.
-        at_edge: as of PriorSearch.
+        curve: all (prior precision, mean NLL of the left-out rows in nats per example), by increasing precision.
+        at_edge: as in PriorSearch.
         structure: of the candidates.
         fits: of each fold at the best.
-        integrator: as of PriorSearch.
+        integrator: as in PriorSearch.
     """
 
     best: float
@@ -69,11 +69,11 @@ class FoldSearch:
 
 
 def stratified_folds(labels: Tensor, num_folds: int, generator: torch.Generator) -> Tensor:
-    """The fold of each row, (N,) uint8: sizes differ by one at most, and so do those of each class within a fold.
+    """Return the fold of each row, (N,) uint8; fold sizes differ by at most one, also within each class.
 
     Args:
-        labels: (N,); of (N, L) indicators only sizes are even.
-        generator: of the permutation, on the CPU.
+        labels: (N,); for (N, L) indicators, only the sizes are balanced.
+        generator: CPU generator of the permutation.
     """
     order = torch.randperm(len(labels), generator=generator)
     if labels.ndim == 1:
@@ -92,10 +92,10 @@ def search_folds(
     is_large: bool = False,
     progress: Progress = SILENT,
 ) -> FoldSearch:
-    """Search for the prior precision that predicts the rows left out best, as prior_precision.search does by val.
+    """Search for the prior precision that predicts left-out rows best, as prior_search.search does with val.
 
     Args:
-        folds: whose priors differ in their means at most.
+        folds: their priors may differ only in their means.
     """
     target = folds[0].target
     grid = grid_of(target, BOUNDS, generator)
@@ -103,7 +103,7 @@ def search_folds(
     task, slack = progress.task("prior precision", num_judged(grid) * len(folds)), LARGE_SLACK if is_large else 1.0
     parts = []
     for fold in folds:
-        own = replace(criterion, held_out=fold.held_out)  # draws have the same noise in all
+        own = replace(criterion, held_out=fold.held_out)  # same noise for all folds
         parts.append(Candidates(fold.target, structure, "mode", own, start, TOLERANCES["val"], task, mode_slack=slack))
     candidates = _Folds(parts, [fold.num_held_out for fold in folds])
     fits = descend(candidates, grid, is_brief=is_large)
@@ -123,19 +123,19 @@ def search_folds(
 
 @dataclass(frozen=True)
 class _Folds:
-    """Candidates of all folds as those of one search: each is judged by the mean over all rows that are left out."""
+    """Candidates of all folds as one search, judged by the mean over all left-out rows."""
 
     parts: list[Candidates]
     sizes: list[int]
 
     @property
     def target(self) -> CurvedTarget:
-        """The first fold's."""
+        """The first fold's target."""
         return self.parts[0].target
 
     @property
     def values(self) -> dict[float, float]:
-        """The mean NLL by log precision, of those that could be fitted in every fold."""
+        """Mean NLL by log precision, for those fitted in every fold."""
         of_parts = [part.values for part in self.parts]
         known = set.intersection(*(set(values) for values in of_parts))
         total = sum(self.sizes)
@@ -146,23 +146,23 @@ class _Folds:
 
     @property
     def own_log_precision(self) -> float:
-        """The first fold's."""
+        """The first fold's own log precision."""
         return self.parts[0].own_log_precision
 
     @property
     def best(self) -> float:
-        """The log precision of the lowest mean."""
+        """Log precision of the lowest mean."""
         values = self.values
         if not values:
             raise NumericError("the criterion is not finite for any prior precision", hint="give \0prior_precision\0")
         return min(values, key=lambda key: values[key])
 
     def by_plug_in(self, task: Task) -> _Folds:
-        """The same precisions, judged by the centres alone."""
+        """Return the same candidates, judged by their centres only."""
         return _Folds([part.by_plug_in(task) for part in self.parts], self.sizes)
 
     def losses(self, fits: Sequence[LaplaceFit]) -> Tensor:
-        """The losses of all rows that are left out, (M,), each by the fit of its fold."""
+        """Return the losses of all left-out rows, (M,), each under the fit of its fold."""
         gaussians = [fit.gaussian for fit in fits]
         return torch.cat(
             [
@@ -172,40 +172,40 @@ class _Folds:
         )
 
     def plug_in_losses(self) -> Tensor:
-        """The losses of all rows that are left out, (M,), each by the best centre of its fold."""
+        """Return the losses of all left-out rows, (M,), each under the best centre of its fold."""
         return torch.cat([part.criterion.plug_in_losses(part.known[self.best].theta) for part in self.parts])
 
     def judge(self, log_precision: float) -> None:
-        """Judges one in every fold."""
+        """Judge one precision in every fold."""
         for part in self.parts:
             part.judge(log_precision)
 
     def judge_all(self, log_precisions: Sequence[float]) -> None:
-        """Judges several in every fold."""
+        """Judge several precisions in every fold."""
         for part in self.parts:
             part.judge_all(log_precisions)
 
     def fit(self, log_precision: float) -> list[LaplaceFit] | None:
-        """The exact fit of every fold; None where one has none."""
+        """Return the exact fit of every fold; None if any fails."""
         fits = [part.fit(log_precision) for part in self.parts]
         return None if any(fit is None for fit in fits) else [fit for fit in fits if fit is not None]
 
 
-LAYER_BOUNDS = (1e-4, 1e7)  # of a precision: a layer of zeros would have any, however large
+LAYER_BOUNDS = (1e-4, 1e7)  # of a precision; a layer of zeros would have any, however large
 _MOST_UPDATES = 200
 _TOLERANCE = 1e-3  # of a log precision
-_SLOWEST = 0.125  # of a step, which turns back where it is longer than twice the way
-_STEP = 1e-3  # of a log precision, for differences of the log determinant: central, so wrong by a millionth
+_SLOWEST = 0.125  # smallest factor on a step, which halves whenever the step changes sign
+_STEP = 1e-3  # of a log precision, for central differences of the log determinant: relative error of a millionth
 
 
 @dataclass(frozen=True)
 class LayerPrecisions:
-    """What was chosen.
+    """The chosen precisions.
 
     Args:
-        fit: the Gaussian under it.
-        precisions: by module, of those that vary.
-        gain: in log marginal likelihood over the fit that it started from, nats.
+        fit: the Gaussian under them.
+        precisions: by module, for those that vary.
+        gain: in log marginal likelihood over the starting fit, nats.
     """
 
     fit: LaplaceFit
@@ -214,7 +214,7 @@ class LayerPrecisions:
 
 
 def choose_layer_precisions(target: CurvedTarget, start: LaplaceFit, structure: str) -> LayerPrecisions:
-    """The Gaussian about the mean of `start`, of the same H, under the best precision of each layer.
+    """Maximise the marginal likelihood over one precision per layer, about the mean of `start` with the same H.
 
     Raises:
         NumericError: H plus the prior's precisions is not positive definite.
@@ -238,7 +238,7 @@ def choose_layer_precisions(target: CurvedTarget, start: LaplaceFit, structure: 
         return covariance.log_det_scale() + 0.5 * float((sizes * logs - logs.exp() * squares).sum())
 
     def shares(logs: Tensor, covariance: Covariance) -> Tensor:
-        """lambda_l t_l of each layer, (L,)."""
+        """Return lambda_l t_l of each layer, (L,)."""
         marginal = getattr(covariance, "marginal_variances", None)
         if marginal is not None:
             own = marginal()
@@ -280,12 +280,12 @@ def choose_layer_precisions(target: CurvedTarget, start: LaplaceFit, structure: 
 
 
 def quick_update(sizes: Tensor, squares: Tensor, shares: Tensor) -> Tensor:
-    """MacKay's, log precisions (L,), of P_l, |theta_l|^2 and lambda_l t_l, (L,) each."""
+    """Return MacKay's update, log precisions (L,), from P_l, |theta_l|^2 and lambda_l t_l, (L,) each."""
     return _within_bounds((sizes - shares).clamp_min(1e-12) / squares)
 
 
 def safe_update(sizes: Tensor, squares: Tensor, traces: Tensor) -> Tensor:
-    """The one that never lowers log Z, log precisions (L,), of P_l, |theta_l|^2 and t_l, (L,) each."""
+    """Return the update that never lowers log Z, log precisions (L,), from P_l, |theta_l|^2 and t_l, (L,) each."""
     return _within_bounds(sizes / (squares + traces))
 
 
@@ -295,7 +295,7 @@ def _within_bounds(precisions: Tensor) -> Tensor:
 
 
 def _varies(covariance: Covariance, theta: Tensor) -> Tensor:
-    """One for each parameter that varies, zero for one that a covariance fixes at theta (P,)."""
+    """Return one for each parameter that varies and zero for those that a covariance fixes, at theta (P,)."""
     places = varying_places(covariance)
     if places is None:
         return torch.ones_like(theta)
@@ -303,17 +303,15 @@ def _varies(covariance: Covariance, theta: Tensor) -> Tensor:
 
 
 def _prior(precisions: dict[str, float], otherwise: float, layout: ParamLayout) -> Prior:
-    """The prior of modules' precisions by name, a number for each part of theta; another one of modules that do not vary."""
+    """Return the prior with modules' precisions by name, and `otherwise` for modules that do not vary."""
     found = {module: precisions.get(module, otherwise) for module in module_places(layout)}
     return Prior.of_parts([found[part.name.rpartition(".")[0]] for part in layout.parts], layout)
 
 
 STEP = math.log(10) / 2  # of the log precision
-_LONGEST = (
-    2 * STEP
-)  # after a step that succeeds: towards stronger priors, whose trials are cheap, or where it gained much
+_LONGEST = 2 * STEP  # after a successful step: towards stronger priors, whose trials are cheap, or if it gained much
 _MUCH = 0.25  # of the NLL
-_SHOWN = 8  # trials that progress counts to
+_SHOWN = 8  # initial total of trials in the progress report
 _BOUNDS = (math.log(1e-4), math.log(1e6))
 
 
@@ -324,9 +322,9 @@ class PriorTrial:
     Args:
         precision: of the weights.
         losses: (M,), of the validation examples, nats.
-        cost: of it, in the unit of PriorClimb's limit.
-        limit: the cost that all trials may have while this is the best one.
-        found: what the next trial goes on from.
+        cost: of the trial, in the unit of PriorClimb's limit.
+        limit: cost allowed for all trials while this one is the best.
+        found: state that the next trial continues from.
     """
 
     precision: float
@@ -337,13 +335,13 @@ class PriorTrial:
 
     @property
     def nll(self) -> float:
-        """Mean loss, nats an example."""
+        """Mean loss, nats per example."""
         return float(self.losses.mean())
 
 
 @dataclass(frozen=True)
 class PriorClimb:
-    """The best, and all that was tried, from the first on, without what it left; is_cut: the limit of the cost ended it."""
+    """The best trial and all trials in order, without their states; is_cut: the cost limit ended the climb."""
 
     best: PriorTrial
     trials: list[PriorTrial]
@@ -351,26 +349,26 @@ class PriorClimb:
 
     @property
     def curve(self) -> list[list[float]]:
-        """Precision and mean loss of all trials, in increasing order of precision."""
+        """Precision and mean loss of all trials, by increasing precision."""
         return sorted([one.precision, one.nll] for one in self.trials)
 
 
 def climb_prior(
     try_at: Callable[[float, PriorTrial | None], PriorTrial], first: float, *, progress: Progress = SILENT
 ) -> PriorClimb:
-    """Climb from the precision `first` to larger and to smaller ones, as long as each predicts better than the last.
+    """Climb from the precision `first` to larger and then smaller ones, while each predicts better than the last.
 
     Args:
-        try_at: the trial under a precision, which may go on from another; a NumericError says that there is none.
-        progress: advanced once a trial.
+        try_at: runs the trial under a precision, possibly continuing from another; raises NumericError if impossible.
+        progress: advances once per trial.
 
     Raises:
-        NumericError: the first trial cannot be made.
+        NumericError: the first trial fails.
     """
     task = progress.task("prior precision", _SHOWN)
     best = try_at(first, None)
     trials, is_cut = [replace(best, found=None)], False
-    for sign in (1, -1):  # a stronger prior's trial takes less time
+    for sign in (1, -1):  # trials of stronger priors take less time
         step = STEP
         while not is_cut:
             task.advance(int(len(trials) < _SHOWN), note=f"{best.precision:.3g}")
@@ -398,7 +396,7 @@ def climb_prior(
 def _tried(
     try_at: Callable[[float, PriorTrial | None], PriorTrial], precision: float, before: PriorTrial
 ) -> PriorTrial | None:
-    """The trial, or None where it cannot be made, or its losses are not finite."""
+    """Return the trial, or None if it fails or its losses are not finite."""
     try:
         found = try_at(precision, before)
     except NumericError:

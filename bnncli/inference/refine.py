@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_MAX_FULL_CHUNK = 32  # steps on all data whose draws are laid out at once
+_MAX_FULL_CHUNK = 32  # full-data steps whose draws are prepared at once
 
 
 class TargetLearner:
-    """The batches of a target.
+    """Base of learners that train on minibatches of a target.
 
     Args:
         target: the log posterior, with all data.
-        optimizer: what holds the parameters.
-        generator: of the shuffles and the draws, on the device that the parameters are on or on the CPU.
-        batch_size: examples a step; the target's number or more takes all data.
-        num_draws: theta whose gradients are taken in a step.
+        optimizer: holds the parameters.
+        generator: random generator of shuffles and draws, on the parameters' device or the CPU.
+        batch_size: examples per step; the target's number or more for all data.
+        num_draws: thetas whose gradients a step takes.
     """
 
     shuffles = True
@@ -57,54 +57,54 @@ class TargetLearner:
             step_bytes = max(step_bytes, self.batch_size * one)
         most = _MAX_FULL_CHUNK if self.batch_size is None else num_batches(self)  # type: ignore[arg-type]
         self.steps_at_once = steps_at_once(step_bytes, target.device, most=most)
-        # A graph needs its data where they are: those that travel block by block cannot be captured.
+        # A graph needs data in place; data copied to the device in blocks cannot be captured.
         self.is_capturable = target.is_capturable and (self.batch_size is not None or target.is_resident)
         self._order = torch.empty(0, dtype=torch.int64)
 
     @property
     def device(self) -> torch.device:
-        """The target's."""
+        """The target's device."""
         return self.target.device
 
     @property
     def num_examples(self) -> int:
-        """Of the target."""
+        """Number of the target's examples."""
         return self.target.num_examples
 
     def note(self) -> str:
-        """Nothing: the bar says it all."""
+        """Return no note."""
         return ""
 
     def begin_epoch(self, order: Tensor | None) -> None:
-        """Batches are cut from this order."""
+        """Set the order from which batches are taken."""
         assert order is not None
         self._order = order.to(self.device)
 
     def gather(self, rows: slice, num_steps: int) -> tuple[Tensor, ...]:
-        """The target's examples, each (steps, B, ...)."""
+        """Return the target's examples, each (steps, B, ...)."""
         return tuple(part.unflatten(0, (num_steps, -1)) for part in self.target.examples(self._order[rows]))
 
     def normal(self, num_steps: int, *shape: int) -> Tensor:
-        """Standard normal draws (steps, ...) in the products' precision, on the device."""
+        """Draw standard normals (steps, ...) in the target's precision, on the device."""
         generator = self.generator
         noise = torch.randn((num_steps, *shape), generator=generator, device=generator.device, dtype=self.target.dtype)
         return noise.to(self.device)
 
     def joint(self, *examples: Tensor) -> LogJoint:
-        """The target as a step's batch tells it; all of it without one."""
+        """Return the target's estimate from a step's batch, or the target itself without one."""
         return self.target.minibatch(*examples) if examples else self.target
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The ELBO of a flow on base, less the base's entropy.
+    """The ELBO of a flow on a base, less the base's entropy.
 
     Args:
         target: the log posterior, with all data.
         mean: (P,), the base's, in the steps' precision.
-        base: on the target's device, its covariance in the steps' precision.
+        base: on the target's device, with its covariance in the steps' precision.
         space: whitened, theta = mean + L F(z), or weight, theta = F(mean + L z).
-        subspace: of whitened coordinates, where the layers act there alone.
+        subspace: of whitened coordinates, if the layers act only there.
     """
 
     target: Target
@@ -115,19 +115,19 @@ class Objective:
 
     @classmethod
     def of(cls, target: Target, base: Gaussian, space: str, subspace: Subspace | None = None) -> Objective:
-        """The objective in the target's precision and on its device."""
+        """Build the objective in the target's precision, on its device."""
         covariance = base.covariance.to(device=target.device, dtype=target.dtype)
         single = Gaussian(base.mean.to(target.device), covariance, base.layout, base.prior)
         inside = None if subspace is None else subspace.to(device=target.device, dtype=target.dtype)
         return cls(target, single.mean.to(target.dtype), single, space, inside)
 
     def estimate(self, layers: Sequence[FlowLayer], noise: Tensor, *examples: Tensor) -> Tensor:
-        """Each draw's estimate, (S,), nats.
+        """Return the estimate of each draw, (S,), nats.
 
         Args:
             layers: applied in order.
             noise: (S, P), standard normal.
-            examples: the target's `examples` of a minibatch; all data when not given.
+            examples: the target's `examples` of a minibatch; none for all data.
         """
         whitened = self.space == "whitened"
         first = noise if whitened else self.mean + self.base.covariance.unwhiten(noise)
@@ -151,7 +151,7 @@ class Objective:
 
 
 class StepSizes(NamedTuple):
-    """Of a step: examples (N or more: all data), theta drawn, and Adam's learning rate at first."""
+    """Per step: examples (N or more: all data) and thetas drawn; Adam's initial learning rate."""
 
     batch_size: int
     num_draws: int
@@ -159,13 +159,13 @@ class StepSizes(NamedTuple):
 
 
 class FlowLearner(TargetLearner):
-    """Layers that maximise an objective.
+    """Trains flow layers to maximise an objective.
 
     Args:
         objective: to maximise.
         layers: nn.Modules on the target's device.
         sizes: of a step.
-        generator: of the shuffles and the draws, on the device that the layers are on or on the CPU.
+        generator: random generator of shuffles and draws, on the layers' device or the CPU.
 
     Attributes:
         elbo: mean estimate of each epoch, less the base's entropy, nats.
@@ -187,19 +187,19 @@ class FlowLearner(TargetLearner):
 
     @property
     def objective(self) -> Sequence[float]:
-        """The ELBO of each."""
+        """ELBO of each epoch."""
         return self.elbo
 
     def rates(self, epoch: int) -> Sequence[float]:
-        """One for all layers."""
+        """Return one learning rate for all layers."""
         return (self.sizes.learning_rate,)
 
     def draw(self, num_steps: int) -> tuple[Tensor, ...]:
-        """Standard normal draws (steps, S, P)."""
+        """Draw standard normals (steps, S, P)."""
         return (self.normal(num_steps, self.sizes.num_draws, self.target.layout.num_params),)
 
     def update(self, *parts: Tensor) -> Tensor:
-        """The estimate of the ELBO before one update of the layers, float64."""
+        """Update the layers once; return the ELBO estimate before, float64."""
         estimate = self.estimate(self.layers, *parts).mean()
         self.optimizer.zero_grad()
         estimate.neg().backward()
@@ -207,7 +207,7 @@ class FlowLearner(TargetLearner):
         return estimate.detach().double()
 
     def end_round(self, seen: Tensor) -> None:
-        """The ELBO of each epoch is the mean of its steps'."""
+        """Record the mean ELBO estimate of each epoch."""
         values, first = seen.mean(dim=1), self.num_epochs
         self.elbo += values.tolist()
         bad = torch.isfinite(values).logical_not().nonzero()
@@ -218,17 +218,17 @@ class FlowLearner(TargetLearner):
             )
 
     def state(self) -> dict[str, Tensor]:
-        """The history."""
+        """Return the history."""
         return {"history.elbo": torch.tensor(self.elbo, dtype=torch.float64)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take up a history."""
+        """Load the history."""
         self.elbo = state["history.elbo"].tolist()
 
 
-MIN_ROUND_STEPS = 25  # after which the ELBO is looked at and a state may be saved
+MIN_ROUND_STEPS = 25  # steps between checks of the ELBO and saved states
 
-# Multiplications a step, below which one thread was as fast as two, and far faster beside other programs.
+# Multiplications per step below which one thread is as fast as two, and far faster beside other programs.
 _SMALL_STEP = 2**21
 
 
@@ -238,9 +238,9 @@ class RefineFit:
 
     Args:
         posterior: the flow.
-        history: (E,), the mean over each epoch of the steps' estimates of the ELBO, nats.
+        history: (E,), mean over each epoch of the steps' ELBO estimates, nats.
         seconds: wall-clock time of the fit.
-        is_early: whether it ended before the last epoch because the ELBO stood still.
+        is_early: whether it stopped early because the ELBO plateaued.
     """
 
     posterior: Flow
@@ -269,32 +269,32 @@ def fit_flow(
     save: Save | None = None,
     progress: Progress = SILENT,
 ) -> RefineFit:
-    """The flow of `length` layers on base that maximises the ELBO of target.
+    """Fit a flow of `length` layers on a base that maximises the ELBO of a target.
 
-    What is None is the flow's own choice, its `recipe`.
+    Options that are None take the flow's own default, its `recipe`.
 
     Args:
         target: the log posterior, with all data.
         base: the Gaussian to start from.
-        generator: of the initial layers, the shuffles and the draws.
+        generator: random generator of initial layers, shuffles and draws.
         flow: kind of layer.
-        length: layers.
-        epochs: passes over the data, at most.
-        batch_size: examples a step; N or more takes all data at once.
-        learning_rate: of Adam, falling to 0 as a cosine.
-        num_draws: theta drawn a step.
-        patience: rounds in which the ELBO may stand still before the training ends early; 0 never ends it.
-        space: where the layers act: whitened, theta = m + L F(z), or weight, theta = F(m + L z), as published; auto is
-            the kind's own choice.
-        settings: of the layers: rank, hidden, scale; those left out or None are the kind's own.
-        subspace: of whitened coordinates, where the layers are to act there alone.
-        go_on: a flow of the same kind on the same base, of a similar target, whose layers are the first ones.
-        state, save: to resume, as in bnncli.training.loop.train.
-        progress: advanced once a step.
+        length: number of layers.
+        epochs: limit on passes over the data.
+        batch_size: examples per step; N or more for all data at once.
+        learning_rate: initial rate of Adam, decaying to 0 along a cosine.
+        num_draws: thetas drawn per step.
+        patience: rounds without improvement of the ELBO before training stops early; 0 for never.
+        space: where the layers act: whitened, theta = m + L F(z), or weight, theta = F(m + L z), as published; auto for
+            the kind's default.
+        settings: of the layers: rank, hidden, scale; missing or None for the kind's defaults.
+        subspace: of whitened coordinates, to which the layers are restricted.
+        go_on: flow of the same kind on the same base for a similar target, whose layers are the initial ones.
+        state, save: for resuming, as in bnncli.training.loop.train.
+        progress: advances once per step.
 
     Raises:
-        NumericError: when the ELBO of an epoch is not finite.
-        UsageError: when there is no such flow, or it does not take a setting or the space.
+        NumericError: the ELBO of an epoch is not finite.
+        UsageError: there is no such flow, or it does not support a setting or the space.
     """
     started = time.perf_counter()
     choice = choose_recipe(
@@ -335,7 +335,7 @@ def _new_learner(
     generator: torch.Generator,
     settings: Mapping[str, Any],
 ) -> FlowLearner:
-    """Layers that act on what `layout` says, before their first step."""
+    """Return a learner with new layers for what `layout` describes."""
     target = objective.target
     layers = build_layers(flow, layout, generator, length=choice.length, **settings)
     layers = tuple(layer.to(device=target.device, dtype=target.dtype) for layer in layers)
@@ -344,6 +344,6 @@ def _new_learner(
 
 
 def _threads_for(target: Target, choice: Recipe) -> AbstractContextManager[None]:
-    """Where steps are small, one thread."""
+    """Use one thread if steps are small."""
     num_multiplications = min(choice.batch_size, target.num_examples) * target.layout.num_params * choice.num_draws
     return single_threaded() if num_multiplications < _SMALL_STEP else nullcontext()

@@ -1,4 +1,4 @@
-"""Stochastic-gradient Hamiltonian Monte Carlo, cyclical or not, with SGLD as its limit; all chains as one batch."""
+"""Stochastic-gradient Hamiltonian Monte Carlo, cyclical or not, with SGLD as a limit; all chains as one batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 ITERATIONS = 20
-MAX_ROWS = 2048  # examples of a network that stand for all
-_SQUARED_BATCHES = 32  # that RMSprop starts from
+MAX_ROWS = 2048  # sampled examples that represent the data of a network
+_SQUARED_BATCHES = 32  # minibatches that initialise RMSprop
 
 
 def largest_curvature(
@@ -36,14 +36,14 @@ def largest_curvature(
     *,
     whitening: WhiteCoordinates | None = None,
 ) -> float:
-    """The largest eigenvalue of G^1/2 H G^1/2 at theta (P,), H the Hessian of -log joint, or its Gauss-Newton part.
+    """Return the largest eigenvalue of G^1/2 H G^1/2 at theta (P,), H the Hessian of -log joint or its Gauss-Newton part.
 
-    From below, within a few percent: the Rayleigh quotient after 20 products.
+    A lower bound within a few percent: the Rayleigh quotient after 20 products.
 
     Args:
-        target: with all data; of a network a few thousand seeded examples stand for them.
+        target: with all data; for a network, a few thousand sampled examples represent them.
         scale: G, (P,); 1 by default.
-        whitening: in whose coordinates H is taken, where not in those of theta.
+        whitening: coordinates of H, if not theta.
     """
     product = sampled(target, generator).hessian_operator(theta)
     if whitening is not None:
@@ -59,13 +59,13 @@ def largest_curvature(
 
 
 def curvature_passes(target: CurvedTarget) -> float:
-    """Gradient passes over the data that largest_curvature takes: a product counts as two."""
+    """Return the gradient passes over the data that largest_curvature takes; a product counts as two."""
     rows = min(MAX_ROWS, target.num_examples) if isinstance(target, NetworkTarget) else target.num_examples
     return 2 * ITERATIONS * rows / target.num_examples
 
 
 def sampled(target: CurvedTarget, generator: torch.Generator) -> CurvedTarget:
-    """The target itself; of a network with many examples, as seeded ones of them tell it."""
+    """Return the target, or, for a network with many examples, its estimate from a random subset."""
     if not isinstance(target, NetworkTarget) or target.num_examples <= MAX_ROWS:
         return target
     rows = torch.randperm(target.num_examples, generator=generator)[:MAX_ROWS].sort().values
@@ -75,7 +75,7 @@ def sampled(target: CurvedTarget, generator: torch.Generator) -> CurvedTarget:
 def mean_square(
     target: CurvedTarget, theta: Tensor, batch_size: int, generator: torch.Generator
 ) -> tuple[Tensor, float]:
-    """Mean squares (P,) of the gradient of the mean loss of minibatches at theta (P,), and the passes that they took."""
+    """Return mean squares (P,) of minibatch gradients of the mean loss at theta (P,), and the passes taken."""
     order = torch.randperm(target.num_examples, generator=generator).to(target.device)
     batches = order.split(batch_size)[:_SQUARED_BATCHES]
     stacked = theta.to(target.device, target.dtype).unsqueeze(0)
@@ -86,27 +86,25 @@ def mean_square(
     return total / len(batches), sum(map(len, batches)) / target.num_examples
 
 
-SMOOTHING = 0.99  # of the mean square of gradients, Li et al.'s
-_EPSILON = (
-    1e-3  # of the largest root mean square: directions without gradients are moved no more than 1000 times as far
-)
-_LOOK_EVERY = 25  # epochs after which what was seen is looked at, which waits for the device
+SMOOTHING = 0.99  # decay of the mean squared gradients, as in Li et al. (2016)
+_EPSILON = 1e-3  # of the largest root mean square: directions without gradients move at most 1000 times as far
+_LOOK_EVERY = 25  # epochs between checks for divergence, each of which is a sync
 
 
 @dataclass(frozen=True)
 class SghmcPlan:
-    """How chains move, and which states are kept.
+    """Dynamics of the chains, and which states are kept.
 
     Args:
-        epochs: passes over the data, of all cycles together.
-        num_cycles: that the epochs are divided into.
-        num_draws: kept of each cycle, of each chain, evenly over its last part and at its end.
+        epochs: passes over the data, over all cycles.
+        num_cycles: number of cycles.
+        num_draws: draws per cycle and chain, evenly spaced over its last part including its end.
         num_exploring: epochs of each cycle before that part.
-        batch_size: examples a step.
-        learning_rate: l, the first of each cycle.
+        batch_size: examples per step.
+        learning_rate: l, initial rate of each cycle.
         momentum_decay: a, in (0, 1].
         temperature: T.
-        is_cyclical: whether the rate falls in each cycle, and the first part of it is without noise.
+        is_cyclical: whether the rate decays in each cycle, whose first part has no noise.
         is_preconditioned: whether G is RMSprop's.
     """
 
@@ -123,31 +121,31 @@ class SghmcPlan:
 
     @property
     def cycle_length(self) -> int:
-        """Epochs of a cycle."""
+        """Epochs per cycle."""
         return self.epochs // self.num_cycles
 
     @property
     def spacing(self) -> int:
-        """Epochs from one draw to the next; 0 where the last part of a cycle has fewer epochs than draws."""
+        """Epochs between draws; 0 if the last part of a cycle has fewer epochs than draws."""
         return (self.cycle_length - self.num_exploring) // self.num_draws
 
     def is_exploring(self, epoch: int) -> bool:
-        """Whether an epoch is of the first part of a cycle."""
+        """Return whether an epoch belongs to the first part of a cycle."""
         return epoch % self.cycle_length < self.num_exploring
 
     def is_kept(self, epoch: int) -> bool:
-        """Whether the state at the end of an epoch is a draw."""
+        """Return whether the state at the end of an epoch is a draw."""
         to_end = self.cycle_length - 1 - epoch % self.cycle_length
         return to_end % self.spacing == 0 and to_end // self.spacing < self.num_draws
 
 
 @dataclass(frozen=True)
 class SghmcRun:
-    """What the sampler returns.
+    """The result of the sampler.
 
     Args:
-        draws: (C, T, P), float32; may be mapped from a file.
-        history: (E, C), the mean over each epoch of the steps' estimates of the log joint, nats, float64.
+        draws: (C, T, P), float32; may be memory-mapped.
+        history: (E, C), mean over each epoch of the steps' log joint estimates, nats, float64.
     """
 
     draws: Tensor
@@ -167,17 +165,17 @@ def sample_sghmc(
     save: Save | None = None,
     progress: Progress = SILENT,
 ) -> SghmcRun:
-    """Draws (C, T, P) by chains that all see the same minibatches.
+    """Sample (C, T, P) by chains that all use the same minibatches.
 
     Args:
         target: the log posterior, with all data.
         start: (C, P).
-        generator: of shuffles and noise.
-        square: (P,), mean squares of the gradient of minibatches that RMSprop starts from.
+        generator: random generator of shuffles and noise.
+        square: (P,), mean squared minibatch gradients that initialise RMSprop.
         whitening: of the Gaussian whose covariance is G, on the target's device.
-        store: where draws are kept; in memory by default.
-        state, save: to resume, as in bnncli.training.loop.train; the store has the draws of the state.
-        progress: advanced once a step.
+        store: draw store; in memory by default.
+        state, save: for resuming, as in bnncli.training.loop.train; the store already has the draws of the state.
+        progress: advances once per step.
 
     Raises:
         NumericError: the log joint is not finite.
@@ -193,7 +191,7 @@ def sample_sghmc(
 
 
 class _Chains(TargetLearner):
-    """All chains: theta, or its coordinates by the whitening, and momentum (C, P) lie where an optimizer's parameters and state do."""
+    """All chains; theta (or whitened coordinates) and momentum (C, P) are parameters and state of an optimizer."""
 
     def __init__(
         self,
@@ -232,15 +230,15 @@ class _Chains(TargetLearner):
 
     @property
     def objective(self) -> Sequence[float]:
-        """Nothing: a sampler never ends early."""
+        """Empty: a sampler never stops early."""
         return ()
 
     def rates(self, epoch: int) -> Sequence[float]:
-        """The first of a cycle."""
+        """Return the initial rate of a cycle."""
         return (self.plan.learning_rate,)
 
     def draw(self, num_steps: int) -> tuple[Tensor, ...]:
-        """Standard normal noise (steps, C, P), or zeros, and whether RMSprop learns, (steps, 1)."""
+        """Draw normal noise (steps, C, P), or zeros, and whether RMSprop updates, (steps, 1)."""
         is_exploring = self.plan.is_exploring(self._num_done)
         is_silent = is_exploring and self.plan.is_cyclical
         shape = (num_steps, *self.theta.shape)
@@ -248,13 +246,13 @@ class _Chains(TargetLearner):
         return noise, self.theta.new_full((num_steps, 1), float(is_exploring))
 
     def joint(self, *examples: Tensor) -> LogJoint:
-        """As a step's batch tells it, in the coordinates that the chains move in."""
+        """Return the batch's log joint in the coordinates of the chains."""
         found = super().joint(*examples)
         return found if self.whitening is None else WhitenedLogJoint(found, self.whitening)
 
     @no_grad
     def update(self, *parts: Tensor) -> Tensor:
-        """The log joint (C,) before one move of all chains."""
+        """Move all chains once; return the log joint (C,) before."""
         noise, is_learning, *batch = parts
         plan, own = self.plan, self.optimizer.state[self.theta]
         log_joint, gradient = self.joint(*batch).log_joint_and_grad(self.theta)
@@ -272,7 +270,7 @@ class _Chains(TargetLearner):
         return log_joint.double()
 
     def end_round(self, seen: Tensor) -> None:
-        """Keep the draw that an epoch ends with; look at what was seen now and then."""
+        """Keep the draw at the end of an epoch, and check for divergence from time to time."""
         self.seen.append(seen.mean(dim=1))
         if self.plan.is_kept(self._num_done):
             self.look()
@@ -284,7 +282,7 @@ class _Chains(TargetLearner):
         self._num_done += 1
 
     def look(self) -> None:
-        """Pass where all that was seen, and theta, are finite. Raises NumericError otherwise."""
+        """Raise NumericError unless the log joint and theta are finite."""
         self._num_looked = self._num_done
         if self.seen and not bool(torch.isfinite(self.seen[-1]).all() & torch.isfinite(self.theta).all()):
             raise NumericError(
@@ -293,7 +291,7 @@ class _Chains(TargetLearner):
             )
 
     def state(self) -> dict[str, Tensor]:
-        """What was seen, and how much was kept, as ResumableDraws count it."""
+        """Return the history and the number of kept draws, as ResumableDraws counts them."""
         seen = torch.cat(self.seen) if self.seen else self.theta.new_zeros(0, len(self.theta), dtype=torch.float64)
         own = self.optimizer.state[self.theta]
         return {
@@ -303,24 +301,24 @@ class _Chains(TargetLearner):
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave; the store has the draws already."""
+        """Load a state; the store already has the draws."""
         seen = state["history.log_joint"].to(self.device)
         self.seen, self._num_done = [seen], len(seen)
         self.num_kept = len(state["num_steps"])
 
 
 def preconditioner(square: Tensor) -> Tensor:
-    """G (..., P) with mean 1: one over the root of mean squares of gradients (..., P)."""
+    """Return G (..., P) with mean 1: the inverse root of mean squared gradients (..., P)."""
     root = square.sqrt()
     inverse = 1 / (root + _EPSILON * root.amax(dim=-1, keepdim=True) + torch.finfo(root.dtype).tiny)
     return inverse / inverse.mean(dim=-1, keepdim=True)
 
 
 def inflation(plan: SghmcPlan, stiffness: float, num_examples: int, learning_rate: float) -> tuple[float, float]:
-    """By what the variance along the stiffest direction is too large: by the length of steps, and by minibatches at most; 0 is none.
+    """Return the relative excess variance along the stiffest direction, due to step length and, at most, to minibatches.
 
     Args:
-        stiffness: largest curvature of -log joint under G, h.
+        stiffness: h, largest curvature of -log joint under G.
         learning_rate: while draws are kept.
     """
     reach = learning_rate / num_examples * stiffness
@@ -331,22 +329,22 @@ def inflation(plan: SghmcPlan, stiffness: float, num_examples: int, learning_rat
     return by_length, by_batches
 
 
-ALLOWED = 0.05  # by which the length of steps may make the variance too large, where no learning rate is given
-_FORGOTTEN = math.log(10)  # of draws that are told to be apart a tenth of their deviation is still shared
+ALLOWED = 0.05  # excess variance due to step length that an automatic learning rate allows
+_FORGOTTEN = math.log(10)  # draws count as separate once a tenth of their deviation is shared
 
-PlanAt = Callable[[float], SghmcPlan]  # of a learning rate, the first of each cycle
+PlanAt = Callable[[float], SghmcPlan]  # maps a learning rate, the initial one of each cycle, to a plan
 
 
 @dataclass(frozen=True)
 class Planned:
-    """How chains move on a target.
+    """The plan for chains on a target.
 
     Args:
         plan: with its learning rate.
-        square: (P,), what RMSprop starts from, where it preconditions.
-        stiffness: the largest curvature of -log joint under G, of the places that were looked at.
-        excess: by what the variance along the stiffest direction is too large: by the length of steps, and by minibatches at most.
-        passes: gradient passes over the data that all that took.
+        square: (P,), initial state of RMSprop, if used.
+        stiffness: largest curvature of -log joint under G over the given places.
+        excess: relative excess variance along the stiffest direction: due to step length and, at most, to minibatches.
+        passes: gradient passes over the data for all this.
     """
 
     plan: SghmcPlan
@@ -366,17 +364,18 @@ def planned(
     squares: torch.Generator,
     generator: torch.Generator,
 ) -> Planned:
-    """How chains move on a target, at the learning rate given, or at the largest that its stiffness allows.
+    """Plan chains on a target, at the given learning rate or at the largest that its stiffness allows.
 
     Args:
         target: the log posterior, with all data.
-        places: theta (P,) each, on the target's device: where chains start, and where they go if that is known. The stiffest counts:
-            a network that is sure of its labels has little curvature where chains start, and more where they go.
-        learning_rate: for the mean loss, the first of each cycle; None chooses one.
-        whitening: of the coordinates that chains move in.
-        squares: of the minibatches that RMSprop starts from. generator: of the search for the largest curvature.
+        places: theta (P,) each, on the target's device: where chains start, and where they go if known. The stiffest
+            counts: a network that is sure of its labels has little curvature at the start and more further on.
+        learning_rate: for the mean loss, initial rate of each cycle; None chooses one.
+        whitening: coordinates of the chains.
+        squares: random generator of the minibatches that initialise RMSprop.
+        generator: random generator of the search for the largest curvature.
     """
-    any_rate = plan_at(1.0)  # all but the rate is known
+    any_rate = plan_at(1.0)  # everything but the rate is known
     passes, square = len(places) * curvature_passes(target), None
     if any_rate.is_preconditioned:
         batch_size = _squared_batch(any_rate.batch_size, target.num_examples)
@@ -394,12 +393,12 @@ def planned(
 
 
 def num_apart(plan: SghmcPlan, curvature: float, num_examples: int) -> tuple[int, int]:
-    """How many of the draws that a cycle keeps are nearly independent, one at least, and of how many cycles in turn those of one are.
+    """Return how many of a cycle's draws are nearly independent (at least one), and every how many cycles one is, if one.
 
-    Two draws are where the direction that forgets most slowly has a tenth left of where it was.
+    Two draws are nearly independent if the slowest direction retains at most a tenth of its deviation.
 
     Args:
-        curvature: the smallest of -log joint under G, or less.
+        curvature: lower bound on the curvature of -log joint under G.
     """
     num_batches = -(-num_examples // plan.batch_size)
     found = []
@@ -418,7 +417,7 @@ def num_apart(plan: SghmcPlan, curvature: float, num_examples: int) -> tuple[int
 
 
 def _forgetting(decay: float, reach: float) -> float:
-    """By how many e-foldings a step forgets: minus the logarithm of the spectral radius; 0 where it does not."""
+    """Return the e-foldings per step: minus the logarithm of the spectral radius; 0 if unstable."""
     trace, determinant = 2 - decay - reach, 1 - decay
     inside = trace**2 - 4 * determinant
     radius = math.sqrt(determinant) if inside < 0 else 0.5 * (abs(trace) + math.sqrt(inside))
@@ -426,21 +425,21 @@ def _forgetting(decay: float, reach: float) -> float:
 
 
 def _bearable_reach(plan: SghmcPlan, num_examples: int, *, is_whitened: bool) -> float:
-    """The learning rate of each cycle's start where none is given, in stiffest directions: eta times their curvature."""
+    """Return the automatic initial learning rate of a cycle, as eta times the largest curvature."""
     decay, last, num_batches = plan.momentum_decay, _share(plan, plan.num_exploring), num_examples / plan.batch_size
     reach = ALLOWED / (1 + ALLOWED) * 2 * (2 - decay) / last
     if not is_whitened:
-        return min(reach, 2 - decay)  # no more than half of what is stable, while exploring
-    if num_batches > 1 and plan.temperature > 0:  # all directions are the stiffest, with its noise of minibatches
+        return min(reach, 2 - decay)  # at most half the stable limit while exploring
+    if num_batches > 1 and plan.temperature > 0:  # all directions are the stiffest, and have its minibatch noise
         reach = min(reach, ALLOWED * 2 * decay * plan.temperature / (num_batches - 1) / last)
-    return min(reach, 0.25 * (2 - decay))  # they stiffen far from the base
+    return min(reach, 0.25 * (2 - decay))  # directions stiffen far from the base
 
 
 def _squared_batch(batch_size: int, num_examples: int) -> int:
-    """Examples of the batches that RMSprop starts from: a whole split has no gradient at its mode."""
+    """Return the batch size to initialise RMSprop: the gradient of a whole split vanishes at its mode."""
     return min(batch_size, max(1, num_examples // 32))
 
 
 def _share(plan: SghmcPlan, epoch: float) -> float:
-    """The learning rate at an epoch of a cycle, of that at its start."""
+    """Return the learning rate at an epoch of a cycle, relative to its initial value."""
     return 0.5 * (1 + math.cos(math.pi * epoch / plan.cycle_length)) if plan.is_cyclical else 1.0

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-NUM_CHAINS = 4  # of each target
-_THINNING = 3  # transitions for each draw that is kept: what is left of their correlation must not show in ranks
+NUM_CHAINS = 4  # per target
+_THINNING = 3  # transitions per kept draw, so that ranks show no autocorrelation
 _WARMUP = 60
 _ACCEPTANCE = 0.9
 
@@ -55,14 +55,14 @@ class GaussianRefit:
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Tensor:
-        """(M, L, P) float64 for M targets and L draws."""
+        """Return (M, L, P) float64 for M targets and L draws."""
         fitted = self.gaussians(targets, generator, progress)
         return torch.stack([one.sample(num_draws, generator).double() for one in fitted])
 
     def gaussians(
         self, targets: Sequence[LastLayerTarget], generator: torch.Generator, progress: Progress = SILENT
     ) -> list[Gaussian]:
-        """At the mode of each; nothing is drawn."""
+        """Return the Gaussian at the mode of each target, without drawing."""
         start = torch.zeros(targets[0].layout.num_params, dtype=torch.float64)
         task = progress.task("modes", len(targets))
         found = []
@@ -74,10 +74,10 @@ class GaussianRefit:
 
 @dataclass(frozen=True)
 class HmcRefit:
-    """Draws of each target by Hamiltonian Monte Carlo, the chains of all targets as one batch.
+    """Draws by Hamiltonian Monte Carlo, the chains of all targets as one batch.
 
     Args:
-        num_chains: of each target.
+        num_chains: per target.
         num_warmup: transitions before the first draw.
         dynamics: split or leapfrog.
     """
@@ -93,7 +93,7 @@ class HmcRefit:
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Tensor:
-        """(M, L, P) float64 for M targets and L draws, thinned."""
+        """Return (M, L, P) float64 for M targets and L thinned draws."""
         gaussians = GaussianRefit().gaussians(targets, generator, progress)
         num_params = targets[0].layout.num_params
         identity = torch.eye(num_params, dtype=torch.float64, device=targets[0].device)
@@ -117,11 +117,11 @@ class HmcRefit:
 
 @dataclass(frozen=True)
 class FlowRefit:
-    """Draws of a flow that starts at the Gaussian at each target's mode.
+    """Draws of a flow on the Gaussian at each target's mode.
 
     Args:
         structure: of the Gaussian.
-        options: of fit_flow, by their names there.
+        options: keyword arguments of fit_flow.
     """
 
     structure: str = "full"
@@ -134,7 +134,7 @@ class FlowRefit:
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Tensor:
-        """(M, L, P) float64 for M targets and L draws."""
+        """Return (M, L, P) float64 for M targets and L draws."""
         gaussians = GaussianRefit(self.structure).gaussians(targets, generator, progress)
         found = []
         for target, base in zip(targets, gaussians, strict=True):
@@ -145,10 +145,10 @@ class FlowRefit:
 
 @dataclass(frozen=True)
 class TrainedRefit:
-    """Draws of Gaussians that are trained from zero, one after the other.
+    """Draws of Gaussians trained from zero, one after the other.
 
     Args:
-        fit: makes one, of a target, a start (P,), a generator and what it reports to.
+        fit: returns a Gaussian, given a target, a start (P,), a generator and a progress report.
     """
 
     fit: Callable[[LastLayerTarget, Tensor, torch.Generator, Progress], Gaussian]
@@ -160,20 +160,20 @@ class TrainedRefit:
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Tensor:
-        """(M, L, P) float64 for M targets and L draws."""
+        """Return (M, L, P) float64 for M targets and L draws."""
         fitted = self._gaussians(targets, generator, progress)
         return torch.stack([one.sample(num_draws, generator).double() for one in fitted])
 
     def gaussians(
         self, targets: Sequence[LastLayerTarget], generator: torch.Generator, progress: Progress = SILENT
     ) -> list[Gaussian]:
-        """As trained on each."""
+        """Return the trained Gaussian of each target."""
         return list(self._gaussians(targets, generator, progress))
 
     def _gaussians(
         self, targets: Sequence[LastLayerTarget], generator: torch.Generator, progress: Progress
     ) -> Iterator[Gaussian]:
-        """One after the other: its draws may be made before the next is trained."""
+        """Yield one Gaussian at a time, so that its draws can be made before the next is trained."""
         start = torch.zeros(targets[0].layout.num_params, dtype=torch.float64, device=targets[0].device)
         for target in targets:
             yield self.fit(target, start, generator, progress)
@@ -181,12 +181,12 @@ class TrainedRefit:
 
 @dataclass(frozen=True)
 class LatentRefit:
-    """Draws of a latent binary network that is trained on each target's examples; their priors do not count.
+    """Draws of a latent binary network trained on each target's examples; the targets' priors are ignored.
 
     Args:
-        start: makes the networks that a fit of so many targets starts from, as many of each, on their device.
-        plan: how it goes on; its batches hold no more examples than a target.
-        scaling: of the features, None where they are taken as they are.
+        start: returns initial networks for a number of targets, equally many for each, on their device.
+        plan: of the training; batches hold at most the examples of a target.
+        scaling: of the features; None for unscaled.
     """
 
     start: Callable[[int, torch.Generator], LatentModel]
@@ -200,10 +200,12 @@ class LatentRefit:
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Tensor:
-        """(M, L, P) float64 for M targets and L draws, for features as they are; weights that are out are 0. The networks of a target take turns.
+        """Return (M, L, P) float64 for M targets and L draws, for unscaled features; excluded weights are 0.
+
+        The networks of a target take turns.
 
         Raises:
-            NumericError: when the bound of an epoch is not finite.
+            NumericError: the bound of an epoch is not finite.
         """
         count, labels = len(targets), torch.stack([one.labels for one in targets], dim=1)
         start = self.start(count, generator)
@@ -224,8 +226,9 @@ class LatentRefit:
 def prior_draws(
     layout: NetworkLayout, prior: SpikeAndSlab, num: int, generator: torch.Generator, scaling: Scaling | None = None
 ) -> Tensor:
-    """theta (S, P) float64 from the prior of scaled features, for features as they are; weights that are out are 0."""
-    exact = None if scaling is None else Scaling(*(part.double() for part in scaling))  # as the prior's factors are
+    """Draw theta (S, P) float64 from the prior over scaled features, for unscaled features; excluded weights are 0."""
+    # as exact as the prior's factors
+    exact = None if scaling is None else Scaling(*(part.double() for part in scaling))
     return _draws(LatentModel.of_prior(layout, prior), num, generator, exact)
 
 
@@ -239,18 +242,18 @@ _MAX_SEED = 2**31
 
 @dataclass(frozen=True)
 class SghmcRefit:
-    """Draws of each target by chains as long, as hot and with as many examples a step as a fit's.
+    """Draws by chains with the length, temperature and batch size of a fit.
 
-    Chains start at the target's mode, where a network that was trained on its labels is, or from initialisation. Of each chain no more
-    draws are kept than forget one another (num_apart), spread over those that the fit keeps; where the fit's number
-    of chains gives fewer than are asked for, there are more chains. Minibatches are the same for all of them.
+    Chains start at the target's mode, where a network trained on its labels is, or at an initialisation. Each chain
+    keeps only nearly independent draws (num_apart), spread over those the fit keeps; if the fit's number of chains
+    gives too few, there are more chains. All use the same minibatches.
 
     Args:
-        plan: the fit's; its learning rate counts only where that was given, its batches where the targets have more examples.
+        plan: the fit's; its learning rate applies only if given, its batch size only if targets have more examples.
         num_chains: the fit's.
-        is_given: whether the learning rate was given; else it is chosen anew for each target, as for the fit.
-        from_initialisation: where chains start.
-        base: makes the Gaussian of each target whose covariance preconditions; None where none does.
+        is_given: whether the learning rate was given; else it is chosen for each target, as for the fit.
+        from_initialisation: start chains at an initialisation.
+        base: returns the Gaussian of each target whose covariance preconditions, or None.
     """
 
     plan: SghmcPlan
@@ -266,7 +269,7 @@ class SghmcRefit:
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Tensor:
-        """(M, L, P) float64 for M targets and L draws. Raises NumericError where chains leave all bounds."""
+        """Return (M, L, P) float64 for M targets and L draws. Raises NumericError if chains diverge."""
         bases = None if self.base is None else self.base.gaussians(targets, generator, progress)
         most = max(self.num_chains, num_draws)
         starts = self._starts(targets, bases, most, generator)
@@ -291,7 +294,7 @@ class SghmcRefit:
     def _starts(
         self, targets: Sequence[LastLayerTarget], bases: list[Gaussian] | None, most: int, generator: torch.Generator
     ) -> Tensor:
-        """Where the chains of each target start, (M, C, P) float64, as many of them as there may be."""
+        """Return the starts of each target's chains, (M, C, P) float64, for as many as may be needed."""
         layout, device = targets[0].layout, targets[0].device
         if self.from_initialisation:
             seed = int(torch.randint(_MAX_SEED, (1,), generator=generator))
@@ -307,7 +310,7 @@ class SghmcRefit:
     def _planned(
         self, target: LastLayerTarget, start: Tensor, base: Gaussian | None, generator: torch.Generator
     ) -> Planned:
-        """How the chains of one target move."""
+        """Return the plan for one target."""
         batch_size = min(self.plan.batch_size, target.num_examples)
         return planned(
             target,
@@ -322,7 +325,7 @@ class SghmcRefit:
     def _enough(
         self, targets: Sequence[LastLayerTarget], chosen: Sequence[Planned], num_draws: int
     ) -> tuple[int, int, int]:
-        """The number of chains, of draws that are kept of a cycle, and of how many cycles in turn one is used."""
+        """Return the number of chains, of draws per cycle, and every how many cycles one is used."""
         apart = [
             num_apart(one.plan, self._softest(target, one), target.num_examples)
             for target, one in zip(targets, chosen, strict=True)
@@ -333,9 +336,9 @@ class SghmcRefit:
         return num_chains, -(-num_draws // (used * num_chains)), in_turn
 
     def _softest(self, target: LastLayerTarget, chosen: Planned) -> float:
-        """What no curvature of -log joint under G is below, near the mode: 0 where nothing better is known.
+        """Return a lower bound on the curvature of -log joint under G near the mode; 0 if nothing better is known.
 
-        1 in the coordinates of the Gaussian with the full curvature; the prior's in those of theta, which the likelihood only adds to.
+        It is 1 in the coordinates of a Gaussian with the full curvature, and the prior's precision in those of theta.
         """
         if self.base is not None:
             return float(isinstance(self.base, GaussianRefit) and self.base.structure == "full")
@@ -344,7 +347,7 @@ class SghmcRefit:
 
 
 def _roots(starts: Tensor, bases: list[Gaussian] | None) -> Tensor:
-    """L of each target's coordinates, (M, P, P) float64, or (1, P, P) where they are those of theta, for starts (M, C, P)."""
+    """Return L of each target's coordinates, (M, P, P) float64, or (1, P, P) for theta itself, for starts (M, C, P)."""
     identity = torch.eye(starts.shape[2], dtype=torch.float64, device=starts.device)
     return (
         identity.unsqueeze(0) if bases is None else torch.stack([one.covariance.unwhiten(identity).mT for one in bases])
@@ -352,9 +355,9 @@ def _roots(starts: Tensor, bases: list[Gaussian] | None) -> Tensor:
 
 
 def _kept_places(plan: SghmcPlan, num_chains: int, each: int, in_turn: int, generator: torch.Generator) -> Tensor:
-    """Which of the plan's draws are kept of each chain, (T', C): evenly many of every cycle that is used, from a start at random.
+    """Return which of the plan's draws each chain keeps, (T', C): evenly spaced per used cycle, from a random start.
 
-    So each is as any of the plan's draws is, which in cycles differ by where they come.
+    Each kept draw is then distributed as a random one of the plan's draws, which within cycles differ by position.
     """
     used = plan.num_cycles // in_turn
     start = torch.rand(used, 1, num_chains, generator=generator, dtype=torch.float64)
@@ -365,20 +368,21 @@ def _kept_places(plan: SghmcPlan, num_chains: int, each: int, in_turn: int, gene
 
 LOG_JOINT, LOG_LIKELIHOOD = "log joint", "log likelihood"
 _OF_LABELS = {LOG_JOINT: LastLayerTarget.log_joint, LOG_LIKELIHOOD: LastLayerTarget.log_likelihood}
-_DRAWN_BYTES = 2**27  # of draws, and of factors, of all that are fitted together
+_DRAWN_BYTES = 2**27  # for draws and factors of all simulations fitted together
 _FLOAT = 8
-_MOST_AT_ONCE = 100  # simulations: how often people are told how far it is
+_MOST_AT_ONCE = 100  # simulations; sets how often progress is reported
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What labels are simulated for, and what is known besides them.
+    """The problem for which labels are simulated.
 
     Args:
         features: (N, D) on the device.
         layout: of the head.
-        prior: of the target that is fitted; it does not count where the refit has a prior of its own and no log joint is ranked.
-        observed: features (M, D) and labels (M,) or (M, C) that every fit sees too; None where theta comes from the prior.
+        prior: of the fitted target; ignored if the refit has its own prior and no log joint is ranked.
+        observed: features (M, D) and labels (M,) or (M, C) included in every fit; None if theta is drawn from the
+            prior.
     """
 
     features: Tensor
@@ -388,11 +392,11 @@ class Problem:
 
     @cached_property
     def _every(self) -> Tensor:
-        """Features of all that a fit sees."""
+        """Features of all examples in a fit."""
         return self.features if self.observed is None else torch.cat([self.observed[0], self.features])
 
     def targets(self, theta: Tensor, generator: torch.Generator) -> list[LastLayerTarget]:
-        """Targets of labels simulated under each theta (M, P)."""
+        """Simulate labels under each theta (M, P) and return their targets."""
         found = []
         for one in theta:
             labels = simulated_labels(self.layout, self.features, one, generator)
@@ -404,11 +408,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class RankedNumber:
-    """What is ranked: a number of theta, or the log joint or the log likelihood of theta and the labels.
+    """A quantity to rank: a linear function of theta, or the log joint or log likelihood of theta and labels.
 
     Args:
         name: for people; LOG_JOINT or LOG_LIKELIHOOD without a direction.
-        direction: (P,), the number is theta . direction; None for what the labels have a part in.
+        direction: (P,), the quantity is theta . direction; None if it depends on the labels.
     """
 
     name: str
@@ -424,13 +428,13 @@ def quantities(
     num_params: int = 4,
     num_logits: int = 4,
 ) -> list[RankedNumber]:
-    """The log joint or the log likelihood, held-out logits, and a few weights and biases, chosen at random.
+    """Return the quantities: log joint or log likelihood, held-out logits, and a few random weights and biases.
 
     Args:
-        held_out: (R, D), inputs whose logits are ranked; of several classes those less their mean.
-        of_labels: LOG_JOINT, or LOG_LIKELIHOOD, which needs no density of the prior.
-        num_params: weights and biases.
-        num_logits: of inputs taken from held_out, each of one output.
+        held_out: (R, D), inputs whose logits are ranked; for several classes, relative to their mean.
+        of_labels: LOG_JOINT, or LOG_LIKELIHOOD, which needs no prior density.
+        num_params: number of weights and biases.
+        num_logits: number of logits, each of one output at one input from held_out.
     """
     found = [RankedNumber(of_labels)]
     order = torch.randperm(layout.num_params, generator=generator).tolist()
@@ -458,9 +462,9 @@ def ranks_of(
     generator: torch.Generator,
     progress: Progress = SILENT,
 ) -> Tensor:
-    """Ranks (Q, M), 0..L, of each quantity at theta (M, P), that labels are simulated by, among L draws of the fit to these.
+    """Return ranks (Q, M), 0..L, of each quantity at the simulating theta (M, P) among L draws of the fit.
 
-    Equal numbers are put in an order at random.
+    Ties are broken at random.
     """
     ranks = torch.empty(len(ranked), len(thetas), dtype=torch.int64)
     task = progress.task("simulations", len(thetas))
@@ -481,7 +485,7 @@ def ranks_of(
 
 @dataclass(frozen=True)
 class _Within:
-    """Where the fits of some simulations report: as what the task of all simulations is at."""
+    """Reports the progress of fits as the current step of the task over all simulations."""
 
     outer: Task
     progress: Progress
@@ -506,7 +510,7 @@ class _Step:
 
 
 def simulated_labels(layout: HeadLayout, features: Tensor, theta: Tensor, generator: torch.Generator) -> Tensor:
-    """Labels (N,) int64, or (N, C) uint8 where classes do not exclude each other, drawn given theta (P,) at features (N, D)."""
+    """Simulate labels (N,) int64, or (N, C) uint8 for multi-label, given theta (P,) at features (N, D)."""
     likelihood: Likelihood = layout.likelihood
     logits = layout.logits(features.double(), theta.double().unsqueeze(0))[0]
     probabilities = likelihood.class_probabilities(logits, dim=1)
@@ -519,7 +523,7 @@ def simulated_labels(layout: HeadLayout, features: Tensor, theta: Tensor, genera
 
 
 def _name_of(place: int, layout: HeadLayout) -> str:
-    """What people call a place of theta."""
+    """Return a readable name of an entry of theta."""
     size = layout.num_outputs * layout.num_features
     if place >= size:
         return f"bias {place - size}"
@@ -527,7 +531,7 @@ def _name_of(place: int, layout: HeadLayout) -> str:
 
 
 def _values(quantity: RankedNumber, theta: Tensor, targets: Sequence[LastLayerTarget]) -> Tensor:
-    """A quantity at theta (m, S, P) of each target, (m, S) float64."""
+    """Return a quantity at theta (m, S, P) of each target, (m, S) float64."""
     if quantity.direction is not None:
         return theta @ quantity.direction.to(theta)
     of_labels = _OF_LABELS[quantity.name]
@@ -535,7 +539,7 @@ def _values(quantity: RankedNumber, theta: Tensor, targets: Sequence[LastLayerTa
 
 
 def _logit(layout: HeadLayout, features: Tensor, output: int) -> Tensor:
-    """The direction (P,) of one output's logit at features (D,), less the mean over the outputs where only differences matter."""
+    """Return the direction (P,) of one output's logit at features (D,), less the mean over outputs if shift invariant."""
     likelihood = layout.likelihood
     weights = torch.zeros(layout.num_outputs, dtype=torch.float64)
     weights[output] = 1.0
@@ -546,7 +550,7 @@ def _logit(layout: HeadLayout, features: Tensor, output: int) -> Tensor:
 
 
 def _blocks(num: int, num_params: int, num_draws: int) -> Iterator[slice]:
-    """Simulations that are fitted together: their draws and their factors have room."""
+    """Yield blocks of simulations to fit together, limited by the memory of their draws and factors."""
     each = _FLOAT * num_params * (num_params + 4 * num_draws)
     size = max(1, min(_MOST_AT_ONCE, _DRAWN_BYTES // each))
     for start in range(0, num, size):

@@ -1,12 +1,14 @@
-"""SWAG: a Gaussian made of the iterates of SGD at a constant learning rate.
+"""SWAG: a Gaussian from the iterates of SGD at a constant learning rate.
 
-Maddox et al. (2019), arXiv:1902.02476: after a warm-up the iterate at the end of every epoch goes into a running mean and variance, and its
-deviation from the running mean into the last R columns. Steps go down the mean loss, the prior's part of it included.
+Maddox et al. (2019), arXiv:1902.02476: after a warm-up, the iterate at the end of every epoch enters a running mean and
+variance, and its deviation from the running mean the last R columns. Steps descend the mean loss, including the prior's
+part.
 
-Its spread is whatever the learning rate makes it. The default rate is that at which the stationary distribution of SGD is nearest to
-the posterior in Kullback-Leibler divergence, where curvature and gradient noise are alike (Mandt, Hoffman and Blei 2017, arXiv:1704.04289,
-section 4.1): l / (1 - momentum) = 2 B P / (N tr C), C the covariance of one example's gradient. That takes noise for fresh in every
-step; that of shuffled batches cancels over an epoch, at whose end iterates are taken, so that the spread comes out smaller. `tamed` halves it where steps run away.
+The learning rate sets the spread. The default is the rate at which the stationary distribution of SGD is closest to the
+posterior in Kullback-Leibler divergence if curvature and gradient noise are proportional (Mandt, Hoffman and Blei 2017,
+arXiv:1704.04289, section 4.1): l / (1 - momentum) = 2 B P / (N tr C), with C the covariance of one example's gradient.
+This assumes independent noise in every step. The noise of shuffled batches cancels over an epoch, at whose end iterates
+are taken, so the actual spread is smaller. `tamed` halves the rate if SGD diverges.
 """
 
 from __future__ import annotations
@@ -30,24 +32,25 @@ from bnncli.training.optimizers import Adam
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PILOT_EPOCHS = 5  # that a learning rate is tried for
+_PILOT_EPOCHS = 5  # epochs of a trial of a learning rate
 _MOST_HALVINGS = 20
-_NOISE_BATCHES = 64  # whose gradients tell tr C
-LEAST_SHARE = 1e-10  # of the prior's variance: what a parameter that does not move gets, for it must have some
+_NOISE_BATCHES = 64  # minibatches to estimate tr C
+# share of the prior's variance given to a parameter that does not move, since every variance must be positive
+LEAST_SHARE = 1e-10
 
 
 @dataclass(frozen=True)
 class SwagPlan:
-    """How iterates are made, and which are taken.
+    """How iterates are computed, and which are used.
 
     Args:
-        warmup: epochs before any is taken.
-        epochs: after it, an iterate each.
-        rank: deviations kept, R, the last ones.
-        batch_size: examples a step.
+        warmup: epochs before the first used iterate.
+        epochs: epochs after that, one iterate each.
+        rank: R, number of last deviations kept.
+        batch_size: examples per step.
         learning_rate: for the mean loss.
-        momentum: share of it that a step keeps.
-        scale: s, on the whole covariance.
+        momentum: share of the momentum that a step keeps.
+        scale: s, factor on the whole covariance.
     """
 
     warmup: int
@@ -61,12 +64,12 @@ class SwagPlan:
 
 @dataclass(frozen=True)
 class SwagFit:
-    """What it returns.
+    """The result of a SWAG fit.
 
     Args:
         gaussian: over theta.
-        history: (E,), mean estimate of the log joint in each epoch, nats.
-        num_still: parameters that did not move, whose variance is LEAST_SHARE of the prior's.
+        history: (E,), mean log joint estimate of each epoch, nats.
+        num_still: number of parameters that did not move, whose variance is LEAST_SHARE of the prior's.
     """
 
     gaussian: Gaussian
@@ -84,12 +87,12 @@ def fit_swag(
     save: Save | None = None,
     progress: Progress = SILENT,
 ) -> SwagFit:
-    """The Gaussian of SGD's iterates from start (P,).
+    """Fit the Gaussian of SGD's iterates from start (P,).
 
     Args:
-        generator: of the shuffles.
-        state, save: to resume, as in bnncli.training.loop.train.
-        progress: advanced once a step.
+        generator: random generator of the shuffles.
+        state, save: for resuming, as in bnncli.training.loop.train.
+        progress: advances once per step.
 
     Raises:
         NumericError: the log joint is not finite.
@@ -105,7 +108,7 @@ def fit_swag(
 
 
 class _Iterates(TargetLearner):
-    """theta (1, P) as it goes, and what is kept of it."""
+    """The current theta (1, P), and the running moments of its iterates."""
 
     def __init__(self, target: CurvedTarget, plan: SwagPlan, start: Tensor, generator: torch.Generator) -> None:
         self.theta = start.to(target.device, target.dtype, copy=True).unsqueeze(0)
@@ -119,7 +122,7 @@ class _Iterates(TargetLearner):
         }
         size = target.layout.num_params
         self.mean = torch.zeros(size, dtype=torch.float64, device=target.device)
-        self.squares = torch.zeros_like(self.mean)  # sum of squared distances from the mean (Welford)
+        self.squares = torch.zeros_like(self.mean)  # sum of squared deviations from the mean (Welford)
         self.deviations = self.theta.new_zeros(0, size)
         self.num_taken = 0
         self.seen: list[float] = []
@@ -131,20 +134,20 @@ class _Iterates(TargetLearner):
 
     @property
     def objective(self) -> Sequence[float]:
-        """The estimate of the log joint in each."""
+        """Log joint estimate of each epoch."""
         return self.seen
 
     def rates(self, epoch: int) -> Sequence[float]:
-        """One for all."""
+        """Return one learning rate for all parameters."""
         return (self.plan.learning_rate,)
 
     def draw(self, num_steps: int) -> tuple[Tensor, ...]:
-        """Nothing is drawn but batches."""
+        """Return no draws; steps only need batches."""
         return ()
 
     @no_grad
     def update(self, *batch: Tensor) -> Tensor:
-        """The log joint before one step."""
+        """Take one step; return the log joint before."""
         own, rate = self.optimizer.state[self.theta], self.optimizer.param_groups[0]["lr"]
         log_joint, gradient = self.joint(*batch).log_joint_and_grad(self.theta)
         own["momentum"].mul_(self.plan.momentum).add_(gradient.to(self.theta.dtype) / self.num_examples)
@@ -153,7 +156,7 @@ class _Iterates(TargetLearner):
         return log_joint[0].double()
 
     def end_round(self, seen: Tensor) -> None:
-        """Take the iterate that the epoch ends with, after the warm-up."""
+        """Add the iterate at the end of the epoch, after the warm-up."""
         first = self.num_epochs
         self.seen += seen.mean(dim=1).tolist()
         if not bool(torch.isfinite(self.theta).all() & torch.isfinite(seen).all()):
@@ -172,7 +175,7 @@ class _Iterates(TargetLearner):
         self.deviations = torch.cat([self.deviations, after.to(self.theta.dtype).unsqueeze(0)])[-self.plan.rank :]
 
     def state(self) -> dict[str, Tensor]:
-        """What was taken, and what was seen."""
+        """Return moments and history."""
         return {
             "swag.mean": self.mean.clone(),
             "swag.squares": self.squares.clone(),
@@ -181,7 +184,7 @@ class _Iterates(TargetLearner):
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state` gave."""
+        """Load a state."""
         self.mean, self.squares, self.deviations = (
             state[f"swag.{name}"].to(self.device).clone() for name in ("mean", "squares", "deviations")
         )
@@ -197,15 +200,16 @@ def tamed(
     generator: torch.Generator,
     progress: Progress = SILENT,
 ) -> tuple[SwagPlan, int]:
-    """The plan with its learning rate halved as long as that ends a few epochs P / 2 nats higher; and the epochs that took.
+    """Halve the plan's learning rate while it ends a few epochs P / 2 nats higher; also return the epochs taken.
 
-    Noise and curvature are those at the start, where a network is sure of its labels and both are small: further on the same rate
-    may be far too high. Around a mode draws of the posterior lie P / 2 nats below it, and iterates by the more the higher the rate.
+    Noise and curvature are measured at the start, where a network is sure of its labels and both are small; later the
+    same rate may be far too high. Near a mode, draws of the posterior are P / 2 nats below it, and iterates lower the
+    higher the rate.
     """
     done = 0
 
     def height(rate: float) -> float:
-        """Of the last epoch's log joint."""
+        """Return the log joint of the last epoch."""
         nonlocal done
         done += _PILOT_EPOCHS
         pilot = replace(plan, warmup=0, epochs=_PILOT_EPOCHS, rank=2, learning_rate=rate)
@@ -226,9 +230,9 @@ def tamed(
 def noise_trace(
     target: CurvedTarget, theta: Tensor, batch_size: int, generator: torch.Generator
 ) -> tuple[float, float]:
-    """tr C, of the covariance of one example's gradient of the mean loss at theta (P,), and the passes over the data that finding it took.
+    """Return tr C, C the covariance of one example's gradient of the mean loss at theta (P,), and the passes taken.
 
-    From the gradients of minibatches, B Var(g_B) / (1 - B / N), drawn without replacement.
+    Estimated from minibatch gradients, B Var(g_B) / (1 - B / N), drawn without replacement.
     """
     order = torch.randperm(target.num_examples, generator=generator).to(target.device)
     batches = [rows for rows in order.split(batch_size) if len(rows) == batch_size][:_NOISE_BATCHES]

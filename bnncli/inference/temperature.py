@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-SMALLEST, LARGEST = 1e-3, 1e3  # beyond them a temperature is no scale of logits but a sign that there is no minimum
+SMALLEST, LARGEST = 1e-3, 1e3  # a temperature outside is no scale of logits but a sign that there is no minimum
 MAX_STEPS = 100
 _RELATIVE_STEP = 1e-12
 _BLOCK_LOGITS = 2**22  # float64 logits held at once
-SHARED_RANGE = (0.05, 20.0)  # of temperatures of several networks
-_GRID = 27  # of them that are tried first, so that each is 1.26 times the last
+SHARED_RANGE = (0.05, 20.0)  # of the temperature of several networks
+_GRID = 27  # grid points in it, a factor of 1.26 apart
 _TOLERANCE = 1e-6  # of log T
-_DIFFERENCE = 1e-4  # of T, for the slope and the curvature of each example's loss
+_DIFFERENCE = 1e-4  # of T, for slope and curvature of each example's loss
 
 
 @dataclass(frozen=True)
 class TemperatureFit:
-    """The temperature of lowest NLL.
+    """The temperature with the lowest NLL.
 
     Attributes:
         temperature: in [SMALLEST, LARGEST].
-        unbounded: why there is no minimum inside, and the temperature is at the bound: separable (no class has a
-            larger logit than the label, and a lower temperature is always better) or hopeless (a higher one is); None otherwise.
-        nll_before, nll_after: (N,) float64, nats, of each example at temperature 1 and at this one.
+        unbounded: why there is no minimum inside and the temperature is at a bound: separable (no class has a larger
+            logit than the label, so lower is always better) or hopeless (higher is always better); else None.
+        nll_before, nll_after: (N,) float64, nats per example at temperature 1 and at this one.
     """
 
     temperature: float
@@ -48,11 +48,11 @@ class TemperatureFit:
 
 @dataclass(frozen=True)
 class LabelledLogits:
-    """Logits that are to be divided by a temperature, and what judges them.
+    """Logits to scale by a temperature, and their labels.
 
     Args:
         logits: (N, K), N at least 1.
-        labels: (N,) int64 in 0..C-1; (N, C) zeros and ones where classes do not exclude each other.
+        labels: (N,) int64 in 0..C-1; (N, C) zeros and ones for multi-label.
         likelihood: of the labels, given the K logits.
     """
 
@@ -65,13 +65,13 @@ class LabelledLogits:
         check_shapes(logits=(self.logits, f"N {self.likelihood.num_outputs}"), labels=(self.labels, rows))
 
     def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows, their logits and their labels, as many as are made float64 at once."""
+        """Yield rows, logits and labels in blocks to convert to float64."""
         for rows in slices(0, len(self.labels), max(1, _BLOCK_LOGITS // self.likelihood.num_classes)):
             yield rows, self.logits[rows], self.labels[rows]
 
 
 def fit_temperature(data: LabelledLogits, *, progress: Progress = SILENT) -> TemperatureFit:
-    """The temperature of lowest mean NLL of the logits / T."""
+    """Fit the temperature with the lowest mean NLL of logits / T."""
     beta, unbounded = 1.0, None
     low, high = 1 / LARGEST, 1 / SMALLEST
     if _is_separable(data):
@@ -87,16 +87,16 @@ def fit_temperature(data: LabelledLogits, *, progress: Progress = SILENT) -> Tem
 
 
 def held_out_losses(data: LabelledLogits, fit: TemperatureFit) -> Tensor:
-    """Negative log probability (N,) float64 of each label at the temperature that the other examples would have given.
+    """Return leave-one-out losses (N,) float64: -log p of each label at the temperature fitted to the other examples.
 
-    In nats. The NLL at a temperature fitted to the same labels is too low by as much as it is too high on others, about one
-    part in N each: leaving out each example in turn takes that away. beta without example i is beta + g_i / (H - h_i), one
-    Newton step from the minimum, with g_i and h_i its slope and curvature and H the sum of all curvatures. At a bound of
-    the range, where the slope is not zero, the temperature stays.
+    In nats. The NLL at a temperature fitted to the same labels is biased downwards by about one part in N. Without
+    example i, beta = 1 / T is beta + g_i / (H - h_i), one Newton step from the minimum, with g_i and h_i its slope and
+    curvature and H the sum of all curvatures. At a bound of the range, where the slope is not zero, the temperature
+    does not change.
 
     Args:
         data: what was fitted.
-        fit: what fit_temperature gave for it.
+        fit: result of fit_temperature.
     """
     if fit.temperature in (SMALLEST, LARGEST):
         return fit.nll_after
@@ -110,16 +110,16 @@ def held_out_losses(data: LabelledLogits, fit: TemperatureFit) -> Tensor:
 
 
 def fit_shared_temperature(logits: Tensor, labels: Tensor, likelihood: Likelihood) -> tuple[float, Tensor] | None:
-    """The temperature of lowest NLL of the mean of several networks' probabilities at their logits / T, and the losses (N,) held out.
+    """Fit the temperature with the lowest NLL of the mean of several networks' probabilities; also return losses (N,).
 
-    The losses are nats, each at the temperature that the other examples would have given, as those of `held_out_losses`.
+    The losses are leave-one-out, in nats, as in `held_out_losses`.
 
     Args:
         logits: (M, N, K).
         labels: (N,), or (N, C).
 
     Returns:
-        None where there is no minimum between the ends of SHARED_RANGE.
+        None if there is no minimum within SHARED_RANGE.
     """
 
     def mean_loss(log_beta: float) -> float:
@@ -141,7 +141,7 @@ def fit_shared_temperature(logits: Tensor, labels: Tensor, likelihood: Likelihoo
 
 
 def _mixture_losses(logits: Tensor, labels: Tensor, likelihood: Likelihood, beta: float | Tensor) -> Tensor:
-    """Negative log of the mean over M of the probabilities of each label, (N,) float64, at logits (M, N, K) times beta, or beta (N,)."""
+    """Return -log of the mean over M of each label's probability, (N,) float64, at logits (M, N, K) times beta or beta (N,)."""
     found = []
     for rows in slices(0, len(labels), max(1, _BLOCK_LOGITS // (len(logits) * likelihood.num_classes))):
         scale = beta[rows].unsqueeze(1) if isinstance(beta, torch.Tensor) else beta
@@ -151,7 +151,7 @@ def _mixture_losses(logits: Tensor, labels: Tensor, likelihood: Likelihood, beta
 
 
 def _golden(value: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one minimum between low and high has it, by golden section."""
+    """Return the minimiser of a unimodal function between low and high, by golden section."""
     ratio = (math.sqrt(5) - 1) / 2
     inner = [high - ratio * (high - low), low + ratio * (high - low)]
     values = [value(at) for at in inner]
@@ -166,7 +166,7 @@ def _golden(value: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _newton(data: LabelledLogits, *, low: float, high: float, progress: Progress) -> float:
-    """The zero of the slope between low and high: Newton's step where it stays inside, else the geometric middle."""
+    """Return the zero of the slope between low and high: Newton steps that stay inside, else the geometric mean."""
     beta, task = 1.0, progress.task("fit-temperature", MAX_STEPS)
     for _ in range(MAX_STEPS):
         slope, curvature = _derivatives(data, beta)
@@ -184,9 +184,9 @@ def _newton(data: LabelledLogits, *, low: float, high: float, progress: Progress
 
 
 def _is_separable(data: LabelledLogits) -> bool:
-    """Whether no class has a larger logit than the label of any example: the NLL then falls all the way as T does.
+    """Return whether no class has a larger logit than any example's label, so that the NLL decreases with T throughout.
 
-    False where all logits of every example are equal, and all temperatures with them.
+    False if all logits of every example are equal, and with them all temperatures.
     """
     parts = [torch.stack(torch.aminmax(data.likelihood.margins(logits, labels))) for _, logits, labels in data.blocks()]
     ends = torch.stack(parts)
@@ -194,7 +194,7 @@ def _is_separable(data: LabelledLogits) -> bool:
 
 
 def _derivatives(data: LabelledLogits, beta: float) -> tuple[float, float]:
-    """Slope and curvature in beta of the mean NLL at beta."""
+    """Return slope and curvature in beta of the mean NLL at beta."""
     total = data.logits.new_zeros(2, dtype=torch.float64)
     for _, logits, labels in data.blocks():
         total += torch.stack([part.sum() for part in data.likelihood.loss_derivatives(logits, labels, beta)])
@@ -203,26 +203,26 @@ def _derivatives(data: LabelledLogits, beta: float) -> tuple[float, float]:
 
 
 def _losses(data: LabelledLogits, beta: float) -> Tensor:
-    """Negative log probability (N,) float64 of each label."""
+    """Return -log p (N,) float64 of each label."""
     return torch.cat([data.likelihood.losses(logits, labels, beta) for _, logits, labels in data.blocks()])
 
 
-_DECADES = (5, 4, 3, 2, 1, 0, -1, -2)  # of precisions, strongest first: each mode starts from the one before
-_FALLS = 2  # the walk ends where the score has fallen so often in a row
-# Tolerances of modes that are compared and of the chosen ones, in posterior standard deviations of all parameters together.
+_DECADES = (5, 4, 3, 2, 1, 0, -1, -2)  # of precisions, strongest first: each mode starts from the previous one
+_FALLS = 2  # the walk ends after the score has fallen this often in a row
+# Tolerances of modes that are compared and of chosen ones, in posterior standard deviations over all parameters.
 _ROUGH, _CLOSE = 0.3, 0.02
-_GAP = 1e-6  # nats a row between the weights found and the best
+_GAP = 1e-6  # nats per row between the weights found and the best
 _MOST_STEPS = 20_000
-_SMOOTHING = 0.5  # rows that are added for each member, and speak for it alone
+_SMOOTHING = 0.5  # rows added for each member, which only it predicts
 
 
 @dataclass(frozen=True)
 class RefittedHead:
-    """One last layer, and what it is in each fold.
+    """A refitted last layer, and its versions for each fold.
 
     Args:
         name: how it was fitted, for people.
-        theta: (P,) float64, of all rows.
+        theta: (P,) float64, from all rows.
         folds: (K, P) float64, each without the rows of one fold.
         precision: of its prior; None without one.
     """
@@ -241,15 +241,17 @@ def refit_head(
     task: Task,
     precisions: Sequence[float] | None = None,
 ) -> RefittedHead:
-    """Return the head of the prior precision whose folds predict the rows left out best.
+    """Return the head of the prior precision whose folds predict the left-out rows best.
 
     Args:
         name: for people.
-        targets: the log posterior of all rows, then those without the rows of each fold, under a prior of any precision; one alone
-            where no fold has rows of it.
-        scores: returns log probabilities of the validation labels, each under the theta (K, P) of its fold, or all under one (1, P).
-        task: advances once a mode.
-        precisions: to try; by default decades from strong to weak priors until the score falls, then half decades around the best.
+        targets: log posterior of all rows, then those without the rows of each fold, under priors of any precision; a
+            single one if no fold has rows of it.
+        scores: returns log probabilities of the validation labels, each under the theta (K, P) of its fold, or all
+            under one (1, P).
+        task: advances once per mode.
+        precisions: to try; by default decades from strong to weak priors until the score falls, then half decades
+            around the best.
 
     Raises:
         NumericError: no mode was found.
@@ -291,19 +293,19 @@ def refit_head(
 
 
 def stacking_weights(log_scores: Tensor, *, smoothing: float = _SMOOTHING) -> Tensor:
-    """Return weights (M,) float64, on the CPU, of the mixture with the largest mean log score, within 1e-6 nats a row.
+    """Return the weights (M,) float64, on the CPU, of the mixture with the largest mean log score, within 1e-6 nats per row.
 
     Args:
         log_scores: (N, M), log probability of each row's label under each member.
-        smoothing: rows to add for each member, which only that member predicts, so that no weight is zero.
+        smoothing: rows added for each member, which only that member predicts, so that no weight is zero.
     """
-    scores = log_scores.double().cpu()  # each of many small steps looks at the result
+    scores = log_scores.double().cpu()  # each of many small steps reads the result
     shares = (scores - scores.amax(dim=1, keepdim=True)).exp()
     count, members = shares.shape
     weights = torch.full((members,), 1 / members, dtype=torch.float64)
     for _ in range(_MOST_STEPS):
         ratios = (shares / (shares @ weights).unsqueeze(1)).sum(dim=0) + smoothing / weights
-        # At the best weights no ratio is above the number of rows; the excess bounds what is missing.
+        # At the optimum no ratio exceeds the number of rows; the excess bounds the gap.
         if float(ratios.max()) - (count + members * smoothing) <= _GAP * count:
             break
         weights = weights * ratios

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 LOCAL, FLIPOUT = "local", "flipout"
 _LEAST_VARIANCE = 1e-24  # under a root, whose slope at zero is infinite
-# The logits (B, K) of examples' features or inputs (B, ...), for mean (P,) and standard deviations (P,) of theta; by autograd.
+# Maps mean (P,) and standard deviations (P,) of theta and inputs (B, ...) to sampled logits (B, K), differentiably.
 LogitDraws: TypeAlias = "Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]"
 
 
 def logit_draws(layout: LogitLayout, estimator: str) -> LogitDraws:
-    """What draws logits so.
+    """Return the function that samples logits with an estimator.
 
     Args:
-        layout: of a head, or of a network's parameters, all of linear layers and, for flipout, convolutions.
+        layout: of a head, or of network parameters that all belong to linear layers or, for flipout, convolutions.
         estimator: local or flipout.
 
     Raises:
-        UsageError: a chosen parameter is of another kind of layer.
+        UsageError: a chosen parameter belongs to another kind of layer.
     """
     if layout.head is not None:
         return _of_head(layout.head, estimator)
@@ -64,13 +64,13 @@ def _noise(
     estimator: str,
     generator: torch.Generator,
 ) -> Tensor:
-    """What is added to the outputs at the mean weights: of a product of inputs (B, in, ...) with weights (out, in, ...)."""
+    """Return the noise to add to the product of inputs (B, in, ...) with mean weights (out, in, ...)."""
     if estimator == LOCAL:
         variance = product(inputs.square(), sd.square()).clamp_min(_LEAST_VARIANCE)
         return variance.sqrt() * _normal(variance.shape, inputs, generator)
     places = (1,) * (sd.ndim - 2)
     draw = sd * _normal(sd.shape, inputs, generator)
-    # Of groups of channels a weight has those of one: all inputs get signs.
+    # A weight of a grouped convolution sees one group's channels; all inputs get signs.
     turned = product(inputs * _signs((len(inputs), inputs.shape[1], *places), inputs, generator), draw)
     return turned * _signs((len(inputs), len(sd), *places), inputs, generator)
 
@@ -109,7 +109,7 @@ def _of_network(layout: ModuleLayout, estimator: str) -> LogitDraws:
 def _perturbed(
     modules: Mapping[str, nn.Module], sds: Mapping[str, Tensor], estimator: str, generator: torch.Generator
 ) -> Iterator[None]:
-    """Within, the outputs of these modules have the noise of their weights added to them; each may be used once."""
+    """Add the weight noise to the outputs of these modules within this context; each may be used once."""
     used: set[str] = set()
 
     def hook_of(name: str) -> Callable[..., Tensor]:
@@ -125,7 +125,7 @@ def _perturbed(
             used.add(name)
             if weight is not None:
                 output = output + _noise(_product_of(module), inputs, weight, estimator, generator)
-            if bias is not None:  # a draw for each example, for all its places
+            if bias is not None:  # one draw per example, shared by all its positions
                 places = (1,) * (output.ndim - 2)
                 draw = bias * _normal((len(output), len(bias)), output, generator)
                 output = output + draw.view(*draw.shape, *places)
@@ -142,7 +142,7 @@ def _perturbed(
 
 
 def _product_of(module: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """The module's product of inputs and weights, without its bias."""
+    """Return the module's product of inputs and weights, without bias."""
     if isinstance(module, torch.nn.Linear):
         return torch.nn.functional.linear
     convolution = cast(torch.nn.Conv2d, module)
@@ -159,31 +159,31 @@ def _signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> 
     return made.to(like).mul_(2).sub_(1)
 
 
-LEAST_GAIN = 0.5  # nats that the objective may be short of its maximum: a mean that is off by one standard deviation, in one direction
-LEAST_GAIN_EACH = 1e-3  # the same for each parameter, where they are many
-_PAIRS = 16  # of draws in each of two independent estimates of the gradient
-_NUMBERS_AT_ONCE = 2**20  # of theta, in the draws of a pair of blocks
-_SOLVED_TO = 0.05  # of the system with the Hessian
-START_SHARE = 0.1  # of the prior's standard deviations: the first s
+LEAST_GAIN = 0.5  # nats of the objective below its maximum: a mean off by one standard deviation in one direction
+LEAST_GAIN_EACH = 1e-3  # the same per parameter, if there are many
+_PAIRS = 16  # draws in each of two independent estimates of the gradient
+_NUMBERS_AT_ONCE = 2**20  # values of theta in the draws of a pair of blocks
+_SOLVED_TO = 0.05  # relative accuracy of the system with the Hessian
+START_SHARE = 0.1  # of the prior's standard deviations: the initial s
 MOMENTUM = 0.9  # IVON's beta_1
-MIN_ROUND_STEPS = 25  # after which the ELBO is looked at and a state may be saved
+MIN_ROUND_STEPS = 25  # steps between checks of the ELBO and saved states
 
 
 @dataclass(frozen=True)
 class ViPlan:
-    """How q is learnt.
+    """Training settings of q.
 
     Args:
-        epochs: passes over the data, at most.
-        batch_size: examples a step.
-        learning_rate: first one, which falls to 0 along a cosine.
-        num_draws: theta drawn a step, of the estimator reparam.
+        epochs: limit on passes over the data.
+        batch_size: examples per step.
+        learning_rate: initial rate, decaying to 0 along a cosine.
+        num_draws: thetas drawn per step, for the estimator reparam.
         estimator: reparam, local or flipout.
-        optimizer: adam or ivon; ivon takes reparam alone.
+        optimizer: adam or ivon; ivon supports only reparam.
         kl_weight: w.
-        patience: rounds in which the objective may stand still before the training ends early; 0 never ends it.
+        patience: rounds without improvement before training stops early; 0 for never.
         hessian_decay: beta_2 of IVON.
-        stiffness: the largest curvature of the target at the start, with which IVON's first steps are stable; 0 where it is not known.
+        stiffness: largest curvature of the target at the start, which keeps IVON's first steps stable; 0 if unknown.
     """
 
     epochs: int
@@ -200,13 +200,13 @@ class ViPlan:
 
 @dataclass(frozen=True)
 class ViFit:
-    """What it returns.
+    """The result of a fit.
 
     Args:
-        gaussian: q, of diagonal covariance.
-        history: (E,), mean estimate of the objective in each epoch, nats.
-        is_early: whether it ended before the last epoch because the objective stood still.
-        doubt: why more epochs may help, as Course.doubt, which a `shortfall` knows better; None where nothing says so.
+        gaussian: q, with diagonal covariance.
+        history: (E,), mean objective estimate of each epoch, nats.
+        is_early: whether it stopped early because the objective plateaued.
+        doubt: why more epochs may help, as in Course.doubt (a `shortfall` is more reliable); else None.
     """
 
     gaussian: Gaussian
@@ -225,16 +225,16 @@ def fit_vi(
     save: Save | None = None,
     progress: Progress = SILENT,
 ) -> ViFit:
-    """q, whose mean starts at start (P,) and whose standard deviations at a tenth of the prior's.
+    """Fit q, with mean initialised at start (P,) and standard deviations at a tenth of the prior's.
 
     Args:
-        generator: of shuffles and draws.
-        state, save: to resume, as in bnncli.training.loop.train.
-        progress: advanced once a step.
+        generator: random generator of shuffles and draws.
+        state, save: for resuming, as in bnncli.training.loop.train.
+        progress: advances once per step.
 
     Raises:
         NumericError: the objective of an epoch is not finite.
-        UsageError: the estimator does not do the layers.
+        UsageError: the estimator does not support the layers.
     """
     learner = _MeanField(target, plan, start, on_device(generator, target.device))
     course = Course(plan.epochs, num_batches(learner), patience=plan.patience, round_steps=MIN_ROUND_STEPS)
@@ -249,29 +249,29 @@ class Shortfall:
     """How far an objective is below its maximum.
 
     Args:
-        value: nats, by the quadratic model at the end; without bias but for that, so that it may be below zero.
-        standard_error: nats, of the draws.
+        value: nats, by a quadratic model at the end; unbiased under the model, so possibly negative.
+        standard_error: nats, due to the draws.
     """
 
     value: float
     standard_error: float
 
     def is_large(self, num_params: int) -> bool:
-        """Whether it is surely more than may be left of so many parameters."""
+        """Return whether it is significantly more than acceptable for num_params parameters."""
         return self.value - 2 * self.standard_error > max(LEAST_GAIN, LEAST_GAIN_EACH * num_params)
 
 
 def shortfall(
     target: CurvedTarget, gaussian: Gaussian, *, kl_weight: float = 1.0, generator: torch.Generator
 ) -> Shortfall:
-    """What the objective of independent Gaussians would rise by, from its gradient on all data: g^T H^{-1} g / 2.
+    """Estimate by how much the objective of independent Gaussians can rise, from its full gradient: g^T H^{-1} g / 2.
 
-    Of the means H is the target's Hessian at them, by conjugate gradients; of log standard deviations it is 2 w for each, as at
-    the maximum. The gradient is estimated twice, by antithetic draws, and one estimate multiplied by the other: no noise is squared.
+    For means, H is the target's Hessian, by conjugate gradients; for log standard deviations, 2 w each, as at the
+    maximum. The product of two independent antithetic gradient estimates avoids squared noise.
 
     Args:
-        target: of a concave log posterior.
-        gaussian: of diagonal covariance.
+        target: concave log posterior.
+        gaussian: with diagonal covariance.
         kl_weight: w.
     """
     mean, sd = gaussian.mean, gaussian.covariance.variances.sqrt()  # type: ignore[attr-defined]
@@ -279,11 +279,11 @@ def shortfall(
     size = _NUMBERS_AT_ONCE // len(mean)
 
     def likelihood_gradient(theta: Tensor) -> Tensor:
-        """Of draws (S, P), (S, P)."""
+        """Return gradients of draws (S, P), (S, P)."""
         return target.log_joint_and_grad(theta)[1].double() - prior.gradient(theta, target.layout)
 
     def estimate() -> tuple[Tensor, Tensor]:
-        """Means over the pairs, and their variances, of the gradients with respect to m / s and log s, (2, P) each."""
+        """Return means over pairs, and their variances, of the gradients with respect to m / s and log s, (2, P) each."""
         total, squares = mean.new_zeros(2, len(mean)), mean.new_zeros(2, len(mean))
         for count in [1] * _PAIRS if size < _PAIRS else [_PAIRS]:
             noise = torch.randn(count, len(mean), generator=generator, dtype=torch.float64).to(mean.device)
@@ -302,14 +302,14 @@ def shortfall(
         lambda v: sd * (multiply(sd * v) + beside * sd * v), other[0].unsqueeze(0), _SOLVED_TO
     )
     value = 0.5 * float(one[0] @ white[0]) + float(one[1] @ other[1]) / (4 * kl_weight)
-    # Of a product of two independent estimates; those of the means as if H were diagonal.
+    # Variance of a product of two independent estimates; for the means as if H were diagonal.
     noise = variance * its_variance + variance * other.square() + its_variance * one.square()
     of_means, of_spreads = noise.sum(dim=1).tolist()
     return Shortfall(value, math.sqrt(0.5**2 * of_means + (0.25 / kl_weight) ** 2 * of_spreads))
 
 
 class _MeanField(TargetLearner):
-    """m and log s, (P,) each; with IVON log s follows from its curvatures, which lie beside m in the optimizer's state."""
+    """m and log s, (P,) each; with IVON log s follows from the curvatures, in the optimizer's state beside m."""
 
     def __init__(self, target: CurvedTarget, plan: ViPlan, start: Tensor, generator: torch.Generator) -> None:
         prior = target.prior.to(target.device)
@@ -322,9 +322,10 @@ class _MeanField(TargetLearner):
         super().__init__(target, optimizer, generator, batch_size=plan.batch_size, num_draws=plan.num_draws)
         self.plan, self.curved, self.seen = plan, target, list[float]()
         self.precisions = self.precisions.to(target.dtype)
-        self.scale = plan.kl_weight / target.num_examples  # of the divergence beside the mean loss
+        self.scale = plan.kl_weight / target.num_examples  # weight of the divergence relative to the mean loss
         if plan.optimizer == "ivon":
-            # A step divides by these: under a weak prior, whose spread they come of, the first ones would run away.
+            # A step divides by these; under a weak prior, from whose spread they are initialised, the first steps would
+            # diverge.
             least = plan.learning_rate * plan.stiffness / target.num_examples
             curvature = (self.scale * (torch.exp(-2 * self.log_sd.detach()) - self.precisions)).clamp(min=least)
             for part, own in (
@@ -335,7 +336,7 @@ class _MeanField(TargetLearner):
         self._every: tuple[Tensor, ...] = ()
         if self.draws_in_steps:
             self._logits = logit_draws(target.layout, plan.estimator)  # type: ignore[arg-type]
-            if self.batch_size is None:  # each example has draws of its own: all are one batch
+            if self.batch_size is None:  # each example has its own draws, so all form one batch
                 self._every = target.examples(torch.arange(target.num_examples, device=target.device))
 
     @property
@@ -345,22 +346,22 @@ class _MeanField(TargetLearner):
 
     @property
     def objective(self) -> Sequence[float]:
-        """The estimate of the objective in each."""
+        """Objective estimate of each epoch."""
         return self.seen
 
     def rates(self, epoch: int) -> Sequence[float]:
-        """One for all."""
+        """Return one learning rate for all parameters."""
         return (self.plan.learning_rate,)
 
     def draw(self, num_steps: int) -> tuple[Tensor, ...]:
-        """Standard normal draws (steps, S, P); nothing where steps draw by themselves."""
+        """Draw standard normals (steps, S, P); none if steps draw themselves."""
         if self.draws_in_steps:
             return ()
         return (self.normal(num_steps, self.plan.num_draws, self.target.layout.num_params),)
 
     @no_grad
     def update(self, *parts: Tensor) -> Tensor:
-        """The estimate of the objective before one step, float64."""
+        """Take one step; return the objective estimate before, float64."""
         if self.plan.optimizer == "ivon":
             return self._ivon(*parts)
         likelihood, to_mean, to_sd = self._drawn_logits(*parts) if self.draws_in_steps else self._drawn(*parts)
@@ -372,13 +373,13 @@ class _MeanField(TargetLearner):
         return objective
 
     def _drawn(self, noise: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The log likelihood, averaged over draws, and its gradients with respect to m and s, by noise (S, P)."""
+        """Return the log likelihood averaged over draws from noise (S, P), and its gradients with respect to m and s."""
         theta = self.mean + self.log_sd.exp() * noise
         value, gradient = self._log_likelihood(theta, *batch)
         return value.mean(), gradient.mean(dim=0), (gradient * noise).mean(dim=0)
 
     def _log_likelihood(self, theta: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Of all data as the batch tells it, (S,), and its gradient (S, P), for theta (S, P)."""
+        """Return the batch's estimate of the full log likelihood, (S,), and its gradient (S, P), for theta (S, P)."""
         target = self.curved
         value, gradient = self.joint(*batch).log_joint_and_grad(theta)
         prior = target.prior
@@ -386,7 +387,7 @@ class _MeanField(TargetLearner):
         return value.double() - prior.log_density(theta, target.layout), own
 
     def _drawn_logits(self, *batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by logits that are drawn for each example."""
+        """Return the same, with logits sampled per example."""
         inputs, labels = batch or self._every
         likelihood = self.target.layout.likelihood  # type: ignore[attr-defined]
         with torch.enable_grad():
@@ -407,7 +408,7 @@ class _MeanField(TargetLearner):
         return value * scale, to_mean, to_sd
 
     def _ivon(self, noise: Tensor, *batch: Tensor) -> Tensor:
-        """One step of IVON, algorithm 1: w / N times the prior's precisions are its weight decay, N / w its sample size."""
+        """Take one step of IVON, algorithm 1: w / N times the prior's precisions is the weight decay, N / w the sample size."""
         own, rate = self.optimizer.state[self.mean], self.optimizer.param_groups[0]["lr"]
         decay, step = self.scale * self.precisions, own["step"]
         curvature, beta = own["curvature"], self.plan.hessian_decay
@@ -428,17 +429,17 @@ class _MeanField(TargetLearner):
         return objective
 
     def _away(self) -> Tensor:
-        """m less the prior's mean, (P,)."""
+        """Return m minus the prior's mean, (P,)."""
         return self.mean if self.prior_mean is None else self.mean - self.prior_mean
 
     def _divergence(self, sd: Tensor) -> Tensor:
-        """KL(q || prior), float64."""
+        """Return KL(q || prior), float64."""
         precise = self.precisions.double()
         spread = precise * (sd.double().square() + self._away().double().square())
         return 0.5 * (spread - 1 - precise.log()).sum() - sd.double().log().sum()
 
     def end_round(self, seen: Tensor) -> None:
-        """The objective of each epoch is the mean of its steps'."""
+        """Record the mean objective estimate of each epoch."""
         values, first = seen.mean(dim=1), self.num_epochs
         self.seen += values.tolist()
         bad = torch.isfinite(values).logical_not().nonzero()
@@ -449,9 +450,9 @@ class _MeanField(TargetLearner):
             )
 
     def state(self) -> dict[str, Tensor]:
-        """The history."""
+        """Return the history."""
         return {"history.elbo": torch.tensor(self.seen, dtype=torch.float64)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take up a history."""
+        """Load the history."""
         self.seen = state["history.elbo"].tolist()

@@ -1,8 +1,9 @@
 """Integrators turn a posterior and features into class probabilities; the files here are the choices.
 
-Each is a frozen dataclass derived from Integrator, or from SamplingIntegrator where it draws; these two and Ready have every
-hook, with what holds where one is left out. Its fields are its settings, options of the same names, which its file declares
-in SETTINGS; a setting that is not the default becomes part of the name of what it predicts (`variant`).
+Each is a frozen dataclass derived from Integrator, or from SamplingIntegrator where it draws; these two and Ready
+declare every hook with its default. Its fields are its settings, options of the same names, which its file declares in
+SETTINGS;
+settings other than the default become part of the prediction's name (`variant`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from bnncli.shapes import check_shapes
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Logits held at once. On a CPU a chunk that stays in the cache decides the speed (2 MB of float32 measured
-# best); on a GPU a chunk must be large enough to fill the device.
+# Logits held at once. On a CPU a chunk that stays in the cache is fastest (2 MB of float32 measured best); on a GPU a
+# chunk must be large enough to fill the device.
 _CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
-_FEWEST_EXAMPLES = 64  # texts one by one take three times as long (a BERT of six layers, one core)
+_FEWEST_EXAMPLES = 64  # one by one, texts take three times as long (a BERT of six layers, one core)
 
 
 class HasLayout(Protocol):
@@ -34,11 +35,11 @@ class HasLayout(Protocol):
 
     @property
     def layout(self) -> ClassifierLayout:
-        """Sizes of what theta parametrises."""
+        """Return the layout of theta."""
 
 
 _SHAPES = {"probs": "N C", "entropy": "N", "mutual_info": "N", "interval": "N 2", "log_concentration": "N C"}
-_SHAPES["group_probs"] = "G R C"  # the one whose rows are its second axis
+_SHAPES["group_probs"] = "G R C"  # the only one whose rows are its second axis
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,20 @@ class Prediction:
     """Class probabilities of a split.
 
     Args:
-        probs: (N, C) float32, rows sum to one, unless each class is a label by itself; with a single logit C = 2 and the
-            columns are [1 - p, p].
-        entropy: (N,) float32, nats, of the mean probabilities; the sum over the labels where there are several.
+        probs: (N, C) float32, rows sum to one, unless each class is a label by itself; with a single logit C = 2 and
+            the
+          columns are [1 - p, p].
+        entropy: (N,) float32, nats, of the mean probabilities; summed over the labels in multi-label data.
         mutual_info: (N,) float32, nats: entropy of the mean minus mean entropy of the draws, at least 0; None
-            where the integrator has no draws.
-        interval: (N, 2) float32, the central 95 % of the posterior of the predicted class's probability, or less where
-            the draws are too few (`level_of`); (N, C, 2), of each, where there are several labels; None where the
-            integrator has no such posterior.
-        log_concentration: (N, C) float32, logarithms of the parameters of a Dirichlet over the probabilities; (N, C, 2),
-            of each label's Beta, its absence first, where there are several; None where the integrator has none.
+          where the integrator has no draws.
+        interval: (N, 2) float32, the central 95 % interval of the predicted class's probability, or a narrower one with
+          few draws (`interval_level`); (N, C, 2), of each label, in multi-label data; None where the integrator has no
+          distribution of probabilities.
+        log_concentration: (N, C) float32, logarithms of the parameters of a Dirichlet over the probabilities; (N, C,
+            2),
+          of each label's Beta, its absence first, in multi-label data; None where the integrator has none.
         group_probs: (G, R, C) float32, mean probabilities of each of G groups of the draws at R of the N examples; None
-            where they were not asked for, or there are no draws to group.
+          where they were not asked for, or there are no draws to group.
 
     Raises:
         NumericError: the probabilities are not finite.
@@ -85,12 +88,12 @@ class Prediction:
 
     @classmethod
     def from_probs(cls, probs: Tensor, *, is_exclusive: bool = True) -> Prediction:
-        """The prediction of an integrator without draws, from probs (N, C) of classes that exclude each other, or do not."""
+        """Return the prediction of an integrator without draws from probs (N, C)."""
         return cls(probs=probs.float(), entropy=entropy(probs, is_exclusive=is_exclusive).float())
 
 
 def join(parts: Sequence[Prediction]) -> Prediction:
-    """The prediction of consecutive blocks of examples, as one; on the CPU."""
+    """Concatenate the predictions of consecutive blocks of examples, on the CPU."""
     joined: dict[str, Tensor] = {}
     for name in _SHAPES:
         tensors = [tensor.cpu() for part in parts if (tensor := getattr(part, name)) is not None]
@@ -100,23 +103,23 @@ def join(parts: Sequence[Prediction]) -> Prediction:
 
 
 class Ready(Protocol):
-    """What predicts, block by block: everything that is the same for all features is done."""
+    """A prepared integrator, which predicts block by block."""
 
     groups: DrawPartition | None = None
-    """Of the draws; their means at some rows, asked for as `group_rows`, tell the Monte Carlo error. None without one."""
+    """Groups of the draws; their means at `group_rows` give the Monte Carlo error. None without draws."""
 
     @property
     def num_draws(self) -> int | None:
-        """S; None without draws."""
+        """Return S; None without draws."""
         return None
 
     @property
     def interval_level(self) -> float | None:
-        """What the intervals hold: 0.95, less with few draws; None with a single one."""
+        """Return the level of the intervals: 0.95, less with few draws; None with a single one."""
         return LEVEL
 
     def notes(self) -> dict[str, Any]:
-        """What it says of itself beside the predictions: `warning` (a line, or None) and `pareto_k`, where it has them."""
+        """Return facts beside the predictions: `warning` (a line, or None) and `pareto_k`, where they exist."""
         return {}
 
     def predict(
@@ -128,10 +131,10 @@ class Ready(Protocol):
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities of features (N, D) under the posterior."""
+        """Return class probabilities of features (N, D) under the posterior."""
 
     def probs_of_draws(self, posterior: Any, features: Tensor) -> Tensor:
-        """Class probabilities of each draw, (S, N, C) float16 on the CPU, whose mean over S is what `predict` gives.
+        """Return class probabilities of each draw, (S, N, C) float16 on the CPU, whose mean over S is what `predict` gives.
 
         Raises:
             UsageError: there are no draws, or they are weighted, so that their mean is not the prediction.
@@ -144,30 +147,30 @@ class Ready(Protocol):
 
 
 class Integrator(Ready, Protocol):
-    """One way of turning a posterior into class probabilities; without draws it is ready as it is."""
+    """A way of turning a posterior into class probabilities; without draws it needs no preparation."""
 
     is_sampling: ClassVar[bool] = False
-    """Whether it draws, so that a number of draws and a seed are for it."""
+    """Whether it draws, and so takes a number of draws and a seed."""
     needs_target: ClassVar[bool] = False
     """Whether `prepare` takes the log posterior on the training split."""
     gives_dirichlet: ClassVar[bool] = False
-    """Whether its predictions have a log concentration, which classes are ranked by."""
+    """Whether its predictions have a log concentration, which ranks the classes."""
     max_classes: ClassVar[float] = math.inf
-    """The most classes that it can do, where they exclude each other."""
+    """The most mutually exclusive classes that it supports."""
     takes_labels: ClassVar[bool] = True
-    """Whether it can do classes that do not: several labels an example."""
+    """Whether it supports multi-label data."""
 
     @property
     def needs(self) -> str:
-        """The capability of a posterior that it uses.
+        """Return the capability of a posterior that it uses.
 
         `center` (a representative theta), `sample` or `quasi_noise` (draws of theta), `log_density` (of theta),
-        `logit_marginals` (exact mean and variance of each logit), `logit_moments` (mean and covariance of the logits) or
-        `logit_root` (mean and a root of the covariance).
+        `logit_marginals` (exact mean and variance of each logit), `logit_moments` (mean and covariance of the logits)
+        or `logit_root` (mean and a root of the covariance).
         """
 
     def default_for(self, num_params: int, *, is_last_layer: bool = True) -> int | None:
-        """How many draws when nobody says, of a posterior over theta (P,), of a last layer or of a network; None without draws."""
+        """Return the default number of draws for theta (P,) of a last layer or of a network; None without draws."""
         return None
 
     def prepare(
@@ -179,29 +182,29 @@ class Integrator(Ready, Protocol):
         target: Any = None,
         progress: Progress = SILENT,
     ) -> Ready:
-        """What predicts many blocks of features: what is the same for all of them is computed here, once.
+        """Do once what is the same for all blocks of features.
 
         Args:
-            posterior: one that has what it needs.
-            num_samples: S; None for its default, or for all draws of a posterior that is draws.
+            posterior: one with the capability it needs.
+            num_samples: S; None for its default, or for all draws of a posterior with stored draws.
             generator: makes the draws.
             target: log posterior on the training split, where `needs_target`.
-            progress: of what takes long.
+            progress: of slow preparations.
         """
         return self
 
 
 class SamplingIntegrator(Integrator, Protocol):
-    """One that draws: `prepare` makes the draws, and what it returns predicts."""
+    """An integrator that draws: `prepare` makes the draws, and what it returns predicts."""
 
     is_sampling: ClassVar[bool] = True
 
     @property
     def default_samples(self) -> int:
-        """How many draws when nobody says."""
+        """Return the default number of draws."""
 
     def default_for(self, num_params: int, *, is_last_layer: bool = True) -> int:
-        """The same, or fewer where draws of so large a theta, or so many passes of a network, would be too much."""
+        """Return the default number of draws, reduced where theta is large or each draw is a pass of a network."""
         return self.default_samples
 
     def predict(
@@ -213,25 +216,25 @@ class SamplingIntegrator(Integrator, Protocol):
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities of features (N, D): those of `prepare`, for a single block."""
+        """Return class probabilities of features (N, D): those of `prepare`, for a single block."""
         ready = self.prepare(posterior, num_samples=num_samples, generator=generator)
         return ready.predict(posterior, features, num_samples=num_samples, generator=generator, progress=progress)
 
 
 def load_integrator(name: str, **settings: Any) -> Integrator:
-    """The integrator called `name` with settings of its own. Raises UsageError with the choices when there is none."""
+    """Return the integrator called `name` with these settings. Raises UsageError with the choices when there is none."""
     check_name("integrators", name, option="\0integrator\0")
     integrator: Integrator = load_class("integrators", name)(**settings)
     return integrator
 
 
 def settings_of(integrator: Integrator) -> dict[str, Any]:
-    """The settings of an integrator by name, as JSON takes them."""
+    """Return the settings of an integrator by name, for JSON."""
     return {spec.name: getattr(integrator, spec.name) for spec in fields(integrator) if spec.init}  # type: ignore[arg-type]
 
 
 def variant(name: str, settings: dict[str, Any]) -> str:
-    """What predictions with these settings are called: the integrator's name, then each setting that is not the default."""
+    """Return the name of predictions with these settings: the integrator's name, then each setting that is not the default."""
     parts = [name]
     for setting, default in settings_of(load_integrator(name)).items():
         value = settings.get(setting, default)
@@ -243,7 +246,7 @@ def variant(name: str, settings: dict[str, Any]) -> str:
 
 
 def supports(name: str, posterior: HasLayout) -> bool:
-    """Whether the posterior has what the integrator called `name` needs, and not too many classes for it."""
+    """Return whether the posterior has what the integrator called `name` needs, and not too many classes for it."""
     integrator = load_integrator(name)
     likelihood = posterior.layout.likelihood
     has_capability = getattr(posterior, integrator.needs, None) is not None
@@ -251,7 +254,7 @@ def supports(name: str, posterior: HasLayout) -> bool:
 
 
 def does_classes(integrator: Integrator, num_classes: int, *, is_exclusive: bool) -> bool:
-    """Whether it can do so many classes, that exclude each other or not."""
+    """Return whether the integrator supports this many classes, exclusive or not."""
     return num_classes <= integrator.max_classes if is_exclusive else integrator.takes_labels
 
 
@@ -259,7 +262,7 @@ NO_LABELS = "needs mutually exclusive classes, but the data are multi-label"
 
 
 def require_support(name: str, posterior: HasLayout) -> None:
-    """Pass when the integrator called `name` works for this posterior.
+    """Check that the integrator called `name` works for this posterior.
 
     Raises:
         UsageError: naming what the posterior lacks, or has too many of, and the integrators that do work for it.
@@ -286,10 +289,11 @@ def require_support(name: str, posterior: HasLayout) -> None:
 
 
 def entropy(probs: Tensor, *, is_exclusive: bool = True) -> Tensor:
-    """Entropy (N,) float64 in nats of probs (N, C); 0 log 0 counts as 0.
+    """Return the entropy (N,) float64 in nats of probs (N, C); 0 log 0 counts as 0.
 
     Args:
-        is_exclusive: whether the classes exclude each other; else each is there or not, and their entropies are added.
+        is_exclusive: whether the classes exclude each other; else each is a binary variable, and their entropies are
+            added.
     """
     result = probs.new_empty(probs.shape[0], dtype=torch.float64)
     for rows in slices(probs.shape[0], max(1, chunk_budget(probs) // probs.shape[1])):
@@ -301,20 +305,20 @@ def entropy(probs: Tensor, *, is_exclusive: bool = True) -> Tensor:
 
 
 def chunk_budget(tensor: Tensor) -> int:
-    """How many logits to hold at once on the device of the tensor."""
+    """Return how many logits to hold at once on the tensor's device."""
     return _CHUNK_LOGITS.get(tensor.device.type, _CHUNK_LOGITS["cuda"])
 
 
 def examples_at_once(tensor: Tensor, width: int) -> int:
-    """How many examples of so many numbers each go through at once: enough for quick products, however many numbers a network has."""
+    """Return how many examples of `width` numbers go through at once: enough for fast products, however large the network is."""
     return max(_FEWEST_EXAMPLES, chunk_budget(tensor) // width)
 
 
 def slices(total: int, size: int) -> Iterator[slice]:
-    """Consecutive slices of at most `size`, covering range(total)."""
+    """Yield consecutive slices of at most `size`, covering range(total)."""
     return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
 
 
 def check_features(layout: ClassifierLayout, features: Tensor) -> None:
-    """Pass when features are (N, D) with the layout's D, or any where it takes texts. Raises ValueError otherwise."""
+    """Check that features are (N, D) with the layout's D, or any D for texts. Raises ValueError otherwise."""
     check_shapes(features=(features, "N D" if layout.takes_any_length else f"N {layout.num_features}"))

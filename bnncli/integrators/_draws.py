@@ -28,9 +28,9 @@ class BlockDraws:
     """Draws of the logits at a block of n examples.
 
     Args:
-        center: (K, n), logits near the middle of the draws: their largest is guessed to be the predicted class.
-        logits: the draws of a slice of them, (s, K, n). Classes stand before examples: a softmax over a strided axis
-            vectorises over the examples.
+        center: (K, n), logits near the middle of the draws: their largest is the guess of the predicted class.
+        logits: returns a slice of the draws, (s, K, n). Classes stand before examples: a softmax over a strided axis
+          vectorises over the examples.
     """
 
     center: Tensor
@@ -42,18 +42,18 @@ class LogitDraws(Protocol):
 
     @property
     def layout(self) -> ClassifierLayout:
-        """Sizes of what theta parametrises."""
+        """Return the layout of theta."""
 
     @property
     def num_draws(self) -> int:
-        """S."""
+        """Return S."""
 
     @property
     def width(self) -> int:
-        """Numbers that a draw of an example's logits takes while it is made."""
+        """Return how many numbers a draw of an example's logits takes while it is made."""
 
     def at(self, features: Tensor) -> BlockDraws:
-        """The draws at features (n, D)."""
+        """Return the draws at features (n, D)."""
 
 
 def average(
@@ -65,19 +65,19 @@ def average(
     group_rows: Tensor | None = None,
     progress: Progress = SILENT,
 ) -> Prediction:
-    """Mean probabilities over the draws with mutual information, and from two draws on the predicted class's interval.
+    """Average probabilities over the draws, with mutual information and, from two draws on, the predicted class's interval.
 
-    Of several labels an example, all have theirs.
-
-    Sums over chunks of draws are float64. The interval needs the probabilities of the predicted class, which is known
-    only when all draws are summed: those of a guess are kept, and the few examples that it fails are gone through again.
+    In multi-label data every label has an interval.
+    Sums over chunks of draws are float64. The interval needs all draws' probabilities of the predicted class, which is
+    known only when all are summed: those of a guessed class are kept, and the few examples with a wrong guess are
+    computed again.
 
     Args:
         draws: S draws of the logits.
         features: (N, D).
         weights: (S,) of the draws, float64, summing to one; None for equal ones.
-        groups: of the draws; their means are kept where there are at least two and rows are asked for.
-        group_rows: (R,) int64 ascending, on the CPU: the examples at which they are.
+        groups: of the draws; their means are kept where there are at least two groups and rows are asked for.
+        group_rows: (R,) int64 ascending, on the CPU: the examples of the group means.
         progress: advances once per chunk.
     """
     check_features(draws.layout, features)
@@ -124,7 +124,7 @@ def average(
 
 
 def probs_of_draws(draws: LogitDraws, features: Tensor) -> Tensor:
-    """Class probabilities of each draw, (S, N, C) float16 on the CPU."""
+    """Return class probabilities of each draw, (S, N, C) float16 on the CPU."""
     check_features(draws.layout, features)
     kept = torch.empty(draws.num_draws, features.shape[0], draws.layout.num_classes, dtype=torch.float16)
     example_slices, draw_slices = chunks(features, draws)
@@ -137,7 +137,7 @@ def probs_of_draws(draws: LogitDraws, features: Tensor) -> Tensor:
 
 
 def chunks(features: Tensor, draws: LogitDraws) -> tuple[list[slice], list[slice]]:
-    """Slices of examples, wide enough for fast products, and of draws; logits of a pair fit the budget."""
+    """Return slices of examples, wide enough for fast products, and of draws; the logits of a pair fit the budget."""
     examples, num_draws = chunk_sizes(features, draws.layout, draws.num_draws, width=draws.width)
     return list(slices(features.shape[0], examples)), list(slices(draws.num_draws, num_draws))
 
@@ -145,10 +145,10 @@ def chunks(features: Tensor, draws: LogitDraws) -> tuple[list[slice], list[slice
 def chunk_sizes(
     features: Tensor, layout: ClassifierLayout, num_draws: int, *, width: int | None = None
 ) -> tuple[int, int]:
-    """Of features (N, ...), how many examples, and of S draws of logits how many, are taken at once.
+    """Return how many examples of features (N, ...), and how many of S draws, are taken at once.
 
     Args:
-        width: numbers that a draw of an example takes; by default those of a pass.
+        width: numbers that a draw of an example takes; by default those of a forward pass.
     """
     budget = chunk_budget(features) // (width or layout.widest)
     examples = min(max(1, features.shape[0]), max(_CHUNK_EXAMPLES, budget // _CHUNK_EXAMPLES))
@@ -164,7 +164,7 @@ class _Sums:
         by_group: (G, C, n) float64, probabilities of each group's draws so far over S, or weighted.
         entropy: (n,) float64, nats, of all draws likewise.
         guess: (n,), the class whose probabilities are kept.
-        kept: (S, n), of every draw so far; (S, C, n), of all classes, where they do not exclude each other.
+        kept: (S, n), its probability under every draw so far; (S, C, n), of all classes, in multi-label data.
     """
 
     def __init__(self, center: Tensor, likelihood: Likelihood, num_draws: int, groups: DrawPartition) -> None:
@@ -177,11 +177,11 @@ class _Sums:
 
     @property
     def probs(self) -> Tensor:
-        """(C, n) float64, of all draws so far."""
+        """Return the mean probabilities (C, n) float64 of the draws so far."""
         return self.by_group.sum(dim=0)
 
     def add(self, logits: Tensor, some: slice, weights: Tensor | None, *, is_all: bool) -> None:
-        """Count the logits (s, K, n) of some draws in; when they are all there are, the guess is no guess."""
+        """Add the logits (s, K, n) of some draws; when these are all draws, the guess becomes exact."""
         probs, weighted = self.likelihood.entropy_terms(logits, dim=1)
         num_draws = len(self.kept)
         own = None if weights is None else weights[some].to(probs)
@@ -203,17 +203,17 @@ class _Sums:
 
 
 class _GroupMeans:
-    """Means (G, R, C) float32 of each group at the rows that are kept, filled block by block; None where none are."""
+    """Means (G, R, C) float32 of each group at the requested rows, filled block by block; None where there are no rows."""
 
     def __init__(self, groups: DrawPartition, group_rows: Tensor | None, probs: Tensor) -> None:
         self.rows = group_rows
         self.found = None if group_rows is None else probs.new_empty(len(groups), len(group_rows), probs.shape[1])
-        # A group that has no weight has no mean; zero in its place adds nothing.
+        # A group without weight has no mean; any finite divisor gives 0.
         shares = groups.weights.clamp_min(torch.finfo(torch.float64).tiny).to(probs.device)
         self.shares = shares.view(-1, 1, 1)
 
     def keep(self, block: slice, by_group: Tensor) -> None:
-        """Keep the sums by_group (G, C, n) of a block of examples, as means."""
+        """Store the sums by_group (G, C, n) of a block of examples as means."""
         if self.rows is None or self.found is None:
             return
         first, last = torch.searchsorted(self.rows, torch.tensor([block.start, block.stop])).tolist()
@@ -223,7 +223,7 @@ class _GroupMeans:
 
 
 def _probs_of_class(draws: LogitDraws, features: Tensor, classes: Tensor, draw_slices: list[slice]) -> Tensor:
-    """Probabilities (S, n) under every draw of one class (n,) of each example."""
+    """Return the probabilities (S, n) under every draw of one class (n,) of each example."""
     block = draws.at(features)
     kept = features.new_empty(draws.num_draws, features.shape[0], dtype=torch.float32)
     for some in draw_slices:
@@ -234,12 +234,12 @@ def _probs_of_class(draws: LogitDraws, features: Tensor, classes: Tensor, draw_s
 
 @dataclass(frozen=True)
 class ThetaDraws:
-    """S draws of the logits.
+    """S draws of the logits from draws of theta.
 
     Args:
         layout: of theta.
         num_draws: S.
-        made: by the layout.
+        made: the layout's maker of logits.
     """
 
     layout: ClassifierLayout
@@ -248,14 +248,14 @@ class ThetaDraws:
 
     @classmethod
     def of(cls, layout: ClassifierLayout, theta: Tensor, weights: Tensor | None) -> ThetaDraws:
-        """By draws theta (S, P); weights (S,) of them, None for equal ones."""
+        """Return the logits of draws theta (S, P) with weights (S,), None for equal ones."""
         return cls(layout, theta.shape[0], layout.logit_draws(theta, weights))
 
     @property
     def width(self) -> int:
-        """Those of a pass."""
+        """Return the numbers of a forward pass."""
         return self.layout.widest
 
     def at(self, features: Tensor) -> BlockDraws:
-        """The draws at features (n, D)."""
+        """Return the draws at features (n, D)."""
         return BlockDraws(*self.made(features))

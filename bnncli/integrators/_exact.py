@@ -1,9 +1,9 @@
-"""E softmax(f) for one Gaussian f, as exactly as it can be had: what integrators are measured against.
+"""E softmax(f) for one Gaussian f to near machine precision: the reference that integrators are compared with.
 
-softmax depends on the logits minus their mean alone, so that the integral runs over the range of P S P, P = I - 11^T / K, in
+softmax depends only on the logits minus their mean, so the integral runs over the range of P S P, P = I - 11^T / K, in
 at most K - 1 dimensions: by the trapezoid rule on a product grid (Trefethen and Weideman 2014, "The exponentially
-convergent trapezoidal rule", SIAM Review 56(3)) where that has few enough nodes, which K <= 3 always has in the range people
-use; else by scrambled Sobol points (Owen 1995), whose independent scramblings give the standard error.
+convergent trapezoidal rule", SIAM Review 56(3)) where that has few enough nodes, as K <= 3 always has in practice;
+else by scrambled Sobol points (Owen 1995), whose independent scramblings give the standard error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOBOL_LOGITS = 2**26  # of all points together
 
 
 class Exact(NamedTuple):
-    """Probabilities (C,) float64, how far they can be off (quadrature) or their standard error (Sobol), and by which method."""
+    """Probabilities (C,) float64, their error bound (quadrature) or standard error (Sobol), and the method."""
 
     probs: Tensor
     error: float
@@ -36,7 +36,7 @@ class Exact(NamedTuple):
 
 
 def exact_probs(mean: Tensor, covariance: Tensor, *, seed: int = 0, sobol_logits: int = SOBOL_LOGITS) -> Exact:
-    """E softmax(f), f ~ N(mean (K,), covariance (K, K)); with a single logit, [1 - p, p].
+    """Compute E softmax(f), f ~ N(mean (K,), covariance (K, K)); with a single logit, [1 - p, p].
 
     Args:
         seed: of the scramblings.
@@ -58,7 +58,7 @@ def exact_probs(mean: Tensor, covariance: Tensor, *, seed: int = 0, sobol_logits
 
 
 def _sum_zero_root(covariance: Tensor) -> Tensor:
-    """L (K, r) with L L^T = P S P and r its rank."""
+    """Return L (K, r) with L L^T = P S P and r its rank."""
     centred = covariance - covariance.mean(dim=0)
     centred = centred - centred.mean(dim=1, keepdim=True)
     values, vectors = torch.linalg.eigh((centred + centred.T) / 2)
@@ -67,17 +67,17 @@ def _sum_zero_root(covariance: Tensor) -> Tensor:
 
 
 def _grid_counts(root: Tensor) -> list[int]:
-    """Nodes of each axis that leave an error near 1e-14.
+    """Return the nodes of each axis that leave an error near 1e-14.
 
-    sum_k e^f_k has no zero where the imaginary parts of the logits lie within pi of each other: in axis j a strip of half
-    width pi / (largest difference of column j). A Gaussian alone would do with a step of 0.7.
+    sum_k e^f_k has no zero where the imaginary parts of the logits lie within pi of each other: in axis j a strip of
+    half width pi / (largest difference of column j). A Gaussian alone would do with a step of 0.7.
     """
     spreads = (root.amax(dim=0) - root.amin(dim=0)).tolist()
     return [math.ceil(2 * _WINDOW / min(0.4, 0.55 / spread)) for spread in spreads]
 
 
 def _product_rule(mean: Tensor, root: Tensor, counts: list[int]) -> Exact:
-    """Two grids, the second shifted by half a step along every axis: their errors have opposite signs, and cancel."""
+    """Integrate on two grids, the second shifted by half a step along every axis: their errors have opposite signs, and cancel."""
     axes = [torch.arange(count, dtype=torch.float64) * (2 * _WINDOW / count) - _WINDOW for count in counts]
     sums = []
     for shift in (0.0, 0.5):
@@ -94,7 +94,7 @@ def _product_rule(mean: Tensor, root: Tensor, counts: list[int]) -> Exact:
 
 
 def _product(axes: list[Tensor], size: int) -> Iterator[Tensor]:
-    """Nodes (n, r) of the product grid, at most `size` at a time."""
+    """Yield nodes (n, r) of the product grid, at most `size` at a time."""
     counts = [len(axis) for axis in axes]
     for begin in range(0, math.prod(counts), size):
         places = torch.unravel_index(torch.arange(begin, min(begin + size, math.prod(counts))), counts)
@@ -102,7 +102,7 @@ def _product(axes: list[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def _sobol(mean: Tensor, root: Tensor, seed: int, logits: int) -> Exact:
-    """The mean over independently scrambled Sobol sequences, 2^20 points in all where K is at most 64."""
+    """Average over independently scrambled Sobol sequences, 2^20 points in all where K is at most 64."""
     size = 2 ** (min(20, int(math.log2(logits / len(mean)))) - int(math.log2(NUM_SCRAMBLES)))
     means = torch.zeros(NUM_SCRAMBLES, len(mean), dtype=torch.float64)
     for scramble in range(NUM_SCRAMBLES):
@@ -111,7 +111,7 @@ def _sobol(mean: Tensor, root: Tensor, seed: int, logits: int) -> Exact:
             count = min(_CHUNK_LOGITS // len(mean), size - begin)
             uniform = (
                 engine.draw(count, dtype=torch.float64) + 2.0**-31
-            )  # its points are multiples of 2^-30, 0 among them
+            )  # Sobol points are multiples of 2^-30, 0 among them
             means[scramble] += torch.softmax(mean + torch.special.ndtri(uniform) @ root.T, dim=1).sum(dim=0) / size
     error = float((means.std(dim=0) / math.sqrt(NUM_SCRAMBLES)).max())
     return Exact(means.mean(dim=0), error, f"{NUM_SCRAMBLES} scrambles of {size} Sobol points")

@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 
 _MOST_EXAMPLES = 4096  # posteriors need further memory per example for the variances
-_ARRAYS = 8  # of a chunk's size measured best for what is only added and multiplied
+_ARRAYS = 8  # arrays of a chunk's size; measured best for additions and multiplications
 
 
 class HasLogitMarginals(HasLayout, Protocol):
     """A posterior under which each logit has a known mean and variance."""
 
     def logit_marginals(self, features: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean (n, K) and variance (n, K) of the logits of features (n, D); minus the logits' mean if projected."""
+        """Return mean (n, K) and variance (n, K) of the logits of features (n, D); minus the logits' mean if projected."""
 
 
 class HasLogitMoments(HasLogitMarginals, Protocol):
     """A posterior under which the logits have a known mean and covariance."""
 
     def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (n, K) and covariance (n, K, K) of the logits of features (n, D)."""
+        """Return mean (n, K) and covariance (n, K, K) of the logits of features (n, D)."""
 
 
 def example_blocks(features: Tensor, progress: Progress, *, elements: int) -> Iterator[slice]:
-    """Slices of examples whose largest intermediate, so many `elements` an example, fits; progress advances with them."""
+    """Yield slices of examples whose largest intermediate, of `elements` numbers an example, fits; advance the progress."""
     task = progress.task("predict", features.shape[0])
     for rows in slices(features.shape[0], min(_MOST_EXAMPLES, max(1, _ARRAYS * chunk_budget(features) // elements))):
         yield rows
@@ -43,18 +43,18 @@ def example_blocks(features: Tensor, progress: Progress, *, elements: int) -> It
 
 
 def check_choice(integrator: str, setting: str, value: object, choices: tuple[object, ...]) -> None:
-    """Pass when a setting has one of its values. Raises UsageError with the choices otherwise."""
+    """Check that a setting has one of its values. Raises UsageError with the choices otherwise."""
     if value not in choices:
         raise not_one_of(f"{integrator}, {setting}", value, choices)
 
 
-MEAN_DRAWS = 256  # for the mean of a posterior without a center: it is then a sixteenth of a standard deviation off
-NETWORK_MEAN_DRAWS = 64  # the same of a network, each a pass of all its layers: an eighth
-_DRAWN_ELEMENTS = 2**24  # of theta that are drawn at once
+MEAN_DRAWS = 256  # for the mean of a posterior without a center, which then errs by a sixteenth of a standard deviation
+NETWORK_MEAN_DRAWS = 64  # for a network, each draw a pass of all its layers: an eighth
+_DRAWN_ELEMENTS = 2**24  # of theta drawn at once
 
 
 def mean_theta(posterior: Any, generator: torch.Generator) -> Tensor:
-    """theta (P,) that stands for the posterior: its mean or center, or the mean of MEAN_DRAWS draws where it has none."""
+    """Return theta (P,) that represents the posterior: its mean or center, or the mean of MEAN_DRAWS draws where it has none."""
     center: Tensor | None = getattr(posterior, "mean_theta", getattr(posterior, "center", None))
     if center is not None:
         return center
@@ -67,9 +67,9 @@ def mean_theta(posterior: Any, generator: torch.Generator) -> Tensor:
 
 
 def drawn_theta(posterior: Any, generator: torch.Generator) -> Tensor:
-    """Draws of a network's theta (S, P) whose mean logits stand for the posterior: NETWORK_MEAN_DRAWS, or fewer of many parameters.
+    """Return draws of a network's theta (S, P) whose mean logits represent the posterior: NETWORK_MEAN_DRAWS, or fewer of many parameters.
 
-    In their place the centers of a posterior that has several.
+    A posterior with several centers returns these.
     """
     if hasattr(posterior, "centers"):
         centers: Tensor = posterior.centers
@@ -79,10 +79,10 @@ def drawn_theta(posterior: Any, generator: torch.Generator) -> Tensor:
 
 
 def energy_and_max_logit(features: Tensor, theta: Tensor, layout: ClassifierLayout) -> tuple[Tensor, Tensor]:
-    """-log sum exp of the mean logits (N,) and the largest of them (N,), float32.
+    """Return -log sum exp of the mean logits (N,) and the largest of them (N,), float32.
 
-    Of balanced logits of the classes: with a single logit f both scores then grow with |f|. Of several labels the energy is
-    the joint one, the sum of -log(1 + exp f) over them (Wang et al. 2021, arXiv 2109.14162).
+    Uses the classes' balanced logits: with a single logit f both scores then grow with |f|. In multi-label data the
+    energy is the joint one, the sum of -log(1 + exp f) over the labels (Wang et al. 2021, arXiv 2109.14162).
 
     Args:
         features: (N, D).

@@ -1,11 +1,12 @@
 """The Laplace bridge: a Dirichlet over the class probabilities from the mean and variance of the logits, without draws.
 
-Hobbhahn (2020), arXiv 2003.01227, eq. (2.7); the formula is `bnncli.numerics.dirichlet.from_gaussian`. Its mean does not depend on
-the scale of the variances (all of them times c divide every alpha by c): it neither tends to the softmax for small
-variances nor to equal probabilities for large ones. What the scale decides is how concentrated the Dirichlet is.
+Hobbhahn (2020), arXiv 2003.01227, eq. (2.7); the formula is `bnncli.numerics.dirichlet.from_gaussian`. Its mean does
+not depend on the scale of the variances (all of them times c divide every alpha by c): it neither tends to the softmax
+for small variances nor to equal probabilities for large ones. The scale determines only how concentrated the Dirichlet
+is.
 
-Each of several labels has a Beta of its own, that of two classes: of a logit f with mean m and variance v the label has
-(1 + e^m) / v and its absence (1 + e^-m) / v, and the mean is sigma(m).
+Each label of multi-label data has a Beta of its own, that of two classes: for a logit with mean m and variance v the
+label has (1 + e^m) / v and its absence (1 + e^-m) / v, and the mean is sigma(m).
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ class Bridge(Integrator):
 
     Args:
         projection: how the Gaussian is brought to logits that sum to zero, where the bridge is defined.
-            marginal: logits minus their mean, P m and diag(P S P): the same distribution of the probabilities.
-            none: variances as they are, as published; too large by what all logits have in common.
-            conditional: the Gaussian given that the sum is zero, as laplace-torch has it; another distribution unless
-            all rows of the covariance have the same sum. Needs the covariances, K^3 an example.
-            A single logit f is taken as (-f/2, f/2), which sums to zero, whatever is chosen; so is each of several labels.
+          marginal: logits minus their mean, P m and diag(P S P): the same distribution of the probabilities.
+          none: variances as they are, as published; too large by what all logits have in common.
+          conditional: the Gaussian given that the sum is zero, as laplace-torch has it; another distribution unless
+          all rows of the covariance have the same sum. Needs the covariances, K^3 an example.
+          A single logit f is always taken as (-f/2, f/2), which sums to zero; so is each label of multi-label data.
         normalize: shrink the Gaussian where c = mean variance / sqrt(K / 2) is above 1 (means by sqrt(c), variances by
-            c), where the bridge is far from its Gaussian: probabilities then tend to equal ones as variances grow. The
-            published form divides by c below 1, too, which makes small variances sure of one class; this does not.
+          c), where the bridge is far from its Gaussian: probabilities then tend to equal ones as variances grow. The
+          published form divides by c below 1, too, which makes small variances sure of one class; this does not.
     """
 
     needs: ClassVar[str] = "logit_moments"
@@ -67,11 +68,11 @@ class Bridge(Integrator):
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Mean, mutual information and log concentration of the Dirichlet, and an interval for the predicted class, or each label.
+        """Return the Dirichlet's mean, mutual information and log concentration, and an interval for the predicted class or each label.
 
         Args:
             posterior: one with logit moments (gaussian, point). Without any variance the probabilities are the limit of
-                the bridge for small equal variances, which is not the softmax.
+              the bridge for small equal variances, which is not the softmax.
             features: (N, D).
             num_samples: not used, there are no draws.
             generator: not used.
@@ -108,7 +109,7 @@ class Bridge(Integrator):
         )
 
     def _of_labels(self, mean: Tensor, variance: Tensor) -> Prediction:
-        """The prediction of labels by logits of mean (n, L) and variance (n, L): a Beta each, sums of what they have."""
+        """Return the prediction of labels with logits of mean (n, L) and variance (n, L): a Beta for each label."""
         half = mean.double().flatten() / 2
         moments = torch.stack([-half, half], dim=1), (variance.double() / 4).reshape(-1, 1).expand(-1, 2)
         betas = dirichlet.from_gaussian(*(shrink(*moments) if self.normalize else moments))
@@ -122,7 +123,7 @@ class Bridge(Integrator):
         )
 
     def _logits(self, posterior: HasLogitMoments, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance (n, C) float64 of the logits that the bridge starts from."""
+        """Return mean and variance (n, C) float64 of the logits that the bridge starts from."""
         likelihood = posterior.layout.likelihood
         if not likelihood.is_shift_invariant:
             mean, variance = posterior.logit_marginals(features)
@@ -136,7 +137,7 @@ class Bridge(Integrator):
 
 
 def condition_on_zero_sum(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean (n, K) and variance (n, K) of logits given that they sum to zero, from mean (n, K) and covariance (n, K, K).
+    """Return mean (n, K) and variance (n, K) of logits given that they sum to zero, from mean (n, K) and covariance (n, K, K).
 
     m - S 1 (1^T m) / (1^T S 1) and the diagonal of S - S 1 1^T S / (1^T S 1). Where the sum has no variance there is
     nothing to condition on, and only the mean is shifted.
@@ -150,6 +151,6 @@ def condition_on_zero_sum(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Ten
 
 
 def shrink(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Means / sqrt(c) and variances / c, both (n, K), with c = mean variance / sqrt(K / 2) where that is above 1."""
+    """Return means / sqrt(c) and variances / c, both (n, K), with c = mean variance / sqrt(K / 2) where that is above 1."""
     excess = (variance.mean(dim=1, keepdim=True) / math.sqrt(mean.shape[1] / 2)).clamp_min(1)
     return mean / excess.sqrt(), variance / excess

@@ -1,7 +1,7 @@
 """Importance-weighted prediction: draws of an approximation, weighted towards the exact posterior.
 
-Weights log p(D, theta) - log q(theta), Pareto-smoothed and self-normalised: Vehtari, Simpson, Gelman, Yao and Gabry (2024),
-arXiv:1507.02646. Where Pareto k is above its threshold the weights do not tell their mean, and the same draws are
+Weights log p(D, theta) - log q(theta), Pareto-smoothed and self-normalised: Vehtari, Simpson, Gelman, Yao and Gabry
+(2024), arXiv:1507.02646. Where Pareto k is above its threshold the weights are unreliable, and the same draws are
 averaged unweighted, with a warning.
 """
 
@@ -29,13 +29,13 @@ class HasDensity(HasLayout, Protocol):
     """A posterior whose draws come with their density (gaussian, flow)."""
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Standard normal draws (S, P)."""
+        """Return standard normal draws (S, P)."""
 
     def from_noise(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """theta (S, P) and its log density (S,) for standard normal noise (S, P)."""
+        """Return theta (S, P) and its log density (S,) for standard normal noise (S, P)."""
 
     def log_density(self, theta: Tensor) -> Tensor:
-        """Log density (S,) of any theta (S, P)."""
+        """Return the log density (S,) of any theta (S, P)."""
 
 
 DRAWS = Draws(1000)  # a tail of 200 weights, and a threshold of k of 0.67
@@ -43,7 +43,7 @@ DRAWS = Draws(1000)  # a tail of 200 weights, and a threshold of k of 0.67
 
 @dataclass(frozen=True)
 class Importance(SamplingIntegrator):
-    """Weighted mean over S draws of theta of the softmax; right for the exact posterior where the weights can be trusted."""
+    """Weighted mean of the softmax over S draws of theta; exact in the limit where the weights are reliable."""
 
     needs: ClassVar[str] = "log_density"
     needs_target: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class Importance(SamplingIntegrator):
         target: Any = None,
         progress: Progress = SILENT,
     ) -> WeightedMc:
-        """The draws and their weights, for any number of blocks of features.
+        """Draw theta and weigh the draws, for any number of blocks of features.
 
         Args:
             posterior: one with a density (gaussian, flow).
@@ -92,7 +92,7 @@ class WeightedMc(Ready):
     """Weighted draws of theta, ready to predict any features.
 
     Args:
-        drawn: the draws, without weights where these cannot be trusted.
+        drawn: the draws, without weights where these are unreliable.
         pareto_k: of the weights; NaN where it is undefined, because all weights are equal or there are too few.
         warning: why there are no weights; None where there are.
     """
@@ -103,21 +103,21 @@ class WeightedMc(Ready):
 
     @property
     def groups(self) -> DrawPartition:  # type: ignore[override]
-        """Of the draws, with their weights."""
+        """Return the groups of the draws, with their weights."""
         return self.drawn.groups
 
     @property
     def num_draws(self) -> int:
-        """S."""
+        """Return S."""
         return self.drawn.num_draws
 
     @property
     def interval_level(self) -> float | None:
-        """Level of the interval, by the effective number of draws; None with a single draw."""
+        """Return the level of the interval, by the effective number of draws; None with a single draw."""
         return self.drawn.interval_level
 
     def notes(self) -> dict[str, Any]:
-        """Pareto k, None where it is undefined, and the warning."""
+        """Return Pareto k, None where it is undefined, and the warning."""
         return {"pareto_k": self.pareto_k if math.isfinite(self.pareto_k) else None, "warning": self.warning}
 
     def predict(
@@ -130,7 +130,7 @@ class WeightedMc(Ready):
         group_rows: Tensor | None = None,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities of features (N, D), weighted mutual information and interval, groups at the rows asked for.
+        """Return class probabilities of features (N, D), weighted mutual information and interval, and group means at the requested rows.
 
         num_samples and generator are not used.
         """
@@ -138,7 +138,7 @@ class WeightedMc(Ready):
 
 
 def importance_weights(log_weights: Tensor) -> tuple[Tensor | None, float, str | None]:
-    """Weights (S,) float64 that sum to one, Pareto k, and a warning; None for weights when all are equal or useless.
+    """Return weights (S,) float64 that sum to one, Pareto k, and a warning; None for weights when all are equal or unreliable.
 
     Args:
         log_weights: (S,), on the CPU.

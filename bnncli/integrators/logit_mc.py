@@ -1,16 +1,17 @@
 """Monte Carlo prediction in logit space: K numbers per draw instead of P, from the same distribution.
 
-Under a Gaussian over the last layer the logits of an example are exactly N(m, J Sigma J^T), so the integral of the softmax
-is over K dimensions: draws are m_n + R_n z_n with R_n a root of the covariance and z_n standard normal, made of points that
-all examples share and a shift of the example's own (`numerics.row_noise`). Each example's draws have their exact
-distribution, and the errors of different examples are independent, so that a mean over examples, such as a score, has next
-to no Monte Carlo error; no statement about several examples at once can be made from the draws. The K dimensions make
-scrambled Sobol points worth their while. A draw costs an example K D numbers with theta, K^2 here (K where the logits are independent): with far more
-classes than features, draws of theta are cheaper.
+Under a Gaussian over the last layer the logits of an example are exactly N(m, J Sigma J^T), so the integral of the
+softmax is over K dimensions: draws are m_n + R_n z_n with R_n a root of the covariance and z_n standard normal, made of
+points that all examples share and a shift of the example's own (`numerics.row_noise`). Each example's draws have their
+exact distribution, and the errors of different examples are independent, so a mean over examples, such as a score, has
+almost no Monte Carlo error; the draws say nothing about several examples jointly. K dimensions are few enough for
+scrambled Sobol points to pay off. A draw takes K D operations an example with theta, K^2 here (K where the logits are
+independent): with far more classes than features, draws of theta are cheaper.
 
-A whole network is linearised at the mean m of theta. Its logits' covariance J Sigma J^T takes K products with J^T an example; with
-more classes than draws, draws theta_s and their products J (theta_s - m), in forward mode, are cheaper, and the logits
-f + J (theta_s - m) have the same distribution at each example, and across examples that of the linearised network.
+A whole network is linearised at the mean m of theta. Its logits' covariance J Sigma J^T takes K products with J^T an
+example; with more classes than draws, draws theta_s and their products J (theta_s - m), in forward mode, are cheaper,
+and the logits f + J (theta_s - m) have the same distribution at each example, and across examples that of the
+linearised network.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ class HasLogitRoot(HasLayout, Protocol):
     """A posterior under which the logits are normal with a known mean and root of the covariance."""
 
     def logit_root(self, features: Tensor) -> tuple[Tensor, LogitRoot]:
-        """Mean (n, K) of the logits of features (n, D), and roots of their covariances."""
+        """Return the mean (n, K) of the logits of features (n, D), and roots of their covariances."""
 
     @property
     def logits(self) -> LogitGaussian:
-        """The same as functions of inputs."""
+        """Return mean and roots as functions of inputs."""
 
     def pushes(self, num_draws: int) -> bool:
-        """Whether so many draws of the logits are better made of draws of theta, by `logits.push`."""
+        """Return whether this many draws of the logits are cheaper from draws of theta, by `logits.push`."""
 
 
 SETTINGS = {"qmc": QMC}
-# Eight scrambles of 32 Sobol points. Of the sampling error of 10,000 examples the Monte Carlo error is then, on
-# ResNet-20 with a full covariance, below a tenth for all scores but ECE, which is at about a third (benchmarks/draws.py).
+# Eight scrambles of 32 Sobol points. The Monte Carlo error is then, on ResNet-20 with a full covariance, below a tenth
+# of the sampling error of 10,000 examples for all scores but ECE, for which it is about a third (benchmarks/draws.py).
 DRAWS = Draws(256)
 
 
 @dataclass(frozen=True)
 class LogitMc(SamplingIntegrator):
-    """Mean over S draws of each example's logits of the softmax.
+    """Mean of the softmax over S draws of each example's logits.
 
     Args:
         qmc: draw the normals from scrambled Sobol points.
@@ -79,7 +80,7 @@ class LogitMc(SamplingIntegrator):
         target: Any = None,
         progress: Progress = SILENT,
     ) -> DrawnLogitMc:
-        """The normals, or draws of theta, for any number of blocks of features.
+        """Draw the normals, or theta, for any number of blocks of features.
 
         Args:
             posterior: one whose logits are normal (gaussian, point, linear-draws).
@@ -106,7 +107,7 @@ class LogitMc(SamplingIntegrator):
         return DrawnLogitMc(noise, DrawPartition.of(ends))
 
     def _of_theta(self, posterior: Any, ends: Sequence[int], generator: torch.Generator) -> DrawnLogitMc:
-        """By draws of theta, as many as the last of the ends of their groups."""
+        """Draw theta, as many draws as the last of the groups' ends."""
         size = ends[-1]
         require(4 * size * posterior.layout.num_params, "cpu", what=f"{size} draws", hint="lower \0samples\0")
         theta = quasi_sample(posterior, size, generator) if self.qmc else posterior.sample(size, generator)
@@ -117,14 +118,14 @@ class LogitMc(SamplingIntegrator):
 
 @dataclass(frozen=True)
 class DrawnLogitMc(Ready):
-    """Standard normals, ready to predict any features.
+    """Draws, ready to predict any features.
 
     Args:
-        noise: (S, K), float64; or deviations of theta from its mean, (S, P) float32.
+        noise: standard normals (S, K), float64; or deviations of theta from its mean, (S, P) float32.
         groups: of the draws.
-        warning: what the user should know of the draws.
-        is_of_theta: whether they are such.
-        is_shared: whether all examples have the very same normals, as in an exported file, which cannot hash its inputs.
+        warning: for the user, about the draws.
+        is_of_theta: whether `noise` holds deviations of theta.
+        is_shared: whether all examples have the same normals, as in an exported file, which cannot hash its inputs.
     """
 
     noise: Tensor
@@ -135,16 +136,16 @@ class DrawnLogitMc(Ready):
 
     @property
     def num_draws(self) -> int:
-        """S."""
+        """Return S."""
         return self.noise.shape[0]
 
     @property
     def interval_level(self) -> float | None:
-        """Level of the interval; None with a single draw."""
+        """Return the level of the interval; None with a single draw."""
         return interval_level(self.num_draws)
 
     def notes(self) -> dict[str, Any]:
-        """The warning."""
+        """Return the warning."""
         return {"warning": self.warning}
 
     def predict(
@@ -157,7 +158,7 @@ class DrawnLogitMc(Ready):
         group_rows: Tensor | None = None,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities of features (N, D), and means of the groups at the rows (R,) that are asked for.
+        """Return class probabilities of features (N, D), and group means at the requested rows (R,).
 
         num_samples and generator are not used.
         """
@@ -165,7 +166,7 @@ class DrawnLogitMc(Ready):
         return average(draws, features, groups=self.groups, group_rows=group_rows, progress=progress)
 
     def probs_of_draws(self, posterior: HasLogitRoot, features: Tensor) -> Tensor:
-        """Class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `predict` gives."""
+        """Return class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `predict` gives."""
         return _averages.probs_of_draws(self._draws(posterior, features), features)
 
     def _draws(self, posterior: HasLogitRoot, features: Tensor) -> LogitDraws:
@@ -179,38 +180,38 @@ class DrawnLogitMc(Ready):
 
 @dataclass(frozen=True)
 class _NormalLogits:
-    """Draws of the logits by normals (S, K) that all examples share."""
+    """Draws of the logits from normals (S, K) that all examples share."""
 
     posterior: HasLogitRoot
     noise: Tensor
 
     @property
     def layout(self) -> ClassifierLayout:
-        """Sizes of what theta parametrises."""
+        """Return the layout of theta."""
         return self.posterior.layout
 
     @property
     def num_draws(self) -> int:
-        """S."""
+        """Return S."""
         return self.noise.shape[0]
 
     @property
     def width(self) -> int:
-        """Those of the classes: no draw is a pass of a network."""
+        """Return the number of classes: no draw is a pass of a network."""
         return self.layout.num_classes
 
     def at(self, features: Tensor) -> BlockDraws:
-        """The draws at features (n, D)."""
+        """Return the draws at features (n, D)."""
         mean, root = self.posterior.logit_root(features)
         center = mean.T.contiguous()
         return BlockDraws(center, lambda some: root.apply(self.noise[some]).add_(center))
 
 
 class _ShiftedLogits(_NormalLogits):
-    """Draws of the logits by uniform points (S, K) that each example shifts."""
+    """Draws of the logits from uniform points (S, K) that each example shifts."""
 
     def at(self, features: Tensor) -> BlockDraws:
-        """The draws at features (n, D)."""
+        """Return the draws at features (n, D)."""
         mean, root = self.posterior.logit_root(features)
         center, shifts = mean.T.contiguous(), row_shifts(features, mean.shape[1])
         return BlockDraws(
@@ -219,15 +220,15 @@ class _ShiftedLogits(_NormalLogits):
 
 
 class _PushedLogits(_NormalLogits):
-    """Draws of the logits by deviations of theta (S, P), of a linearised network."""
+    """Draws of a linearised network's logits from deviations of theta (S, P)."""
 
     @property
     def width(self) -> int:
-        """Those of a pass."""
+        """Return the numbers of a forward pass."""
         return self.layout.widest
 
     def at(self, features: Tensor) -> BlockDraws:
-        """The draws at features (n, D)."""
+        """Return the draws at features (n, D)."""
         gaussian = self.posterior.logits
         center = gaussian.mean(features).T.contiguous()
 

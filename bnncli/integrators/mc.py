@@ -25,14 +25,14 @@ from bnncli.progress import SILENT, Progress
 if TYPE_CHECKING:
     from torch import Tensor
 
-FEWEST_DRAWS = 32  # of a default, however large the head
-_NETWORK_DRAWS, _NETWORK_QUASI = 200, 128  # of more layers than the last, by default
-_KEPT_NUMBERS = 2**24  # of draws whose copy as a matrix is kept from one prediction to the next
-_MOST_ELEMENTS = 2**26  # of all draws by default: 256 MiB, and 15 seconds for 10,000 examples on two cores
+FEWEST_DRAWS = 32  # by default, however large the head
+_NETWORK_DRAWS, _NETWORK_QUASI = 200, 128  # defaults where theta covers more layers than the last
+_KEPT_NUMBERS = 2**24  # of draws whose copy as a matrix is kept between predictions
+_MOST_ELEMENTS = 2**26  # of all default draws: 256 MiB, and 15 seconds for 10,000 examples on two cores
 
 
 def affordable_draws(wanted: int, num_params: int) -> int:
-    """How many draws of theta (P,) to take by default: `wanted`, halved until they fit, but FEWEST_DRAWS at least."""
+    """Return a default number of draws of theta (P,): `wanted`, halved until they fit, but at least FEWEST_DRAWS."""
     while wanted > FEWEST_DRAWS and wanted * num_params > _MOST_ELEMENTS:
         wanted //= 2
     return max(wanted, FEWEST_DRAWS)
@@ -42,7 +42,7 @@ class CanSample(HasLayout, Protocol):
     """A posterior that draws theta."""
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """Draws of theta (S, P)."""
+        """Return draws of theta (S, P)."""
 
 
 SETTINGS = {"qmc": QMC}
@@ -51,7 +51,7 @@ DRAWS = Draws(1000, quasi=256)
 
 @dataclass(frozen=True)
 class Mc(SamplingIntegrator):
-    """Mean over S draws of theta of the softmax; the draws are made once and shared by all examples.
+    """Mean of the softmax over S draws of theta, made once and shared by all examples.
 
     Args:
         qmc: draw theta from scrambled Sobol points; for a posterior made from standard normals (gaussian, flow).
@@ -61,27 +61,29 @@ class Mc(SamplingIntegrator):
 
     @property
     def needs(self) -> str:
-        """The capability it uses."""
+        """Return the capability of the posterior that it uses."""
         return "quasi_noise" if self.qmc else "sample"
 
     @property
     def default_samples(self) -> int:
-        """1,000; of Sobol points 256, eight scrambles of a power of two.
+        """Return 1,000; for Sobol points 256, eight scrambles of a power of two.
 
-        With so many the Monte Carlo error of NLL, Brier score, accuracy and AUROC (largest probability) is below a tenth of
-        the sampling error of 10,000 examples: at most 0.09, the accuracy of ResNet-20 with a diagonal (benchmarks/draws.py:
-        LeNet-5 on Fashion-MNIST, prior precision 510, full, kron, diag and a radial flow; ResNet-20 on CIFAR-10, 30, full and
-        diag). The paper's 20 draws leave up to 0.48. ECE falls far more slowly, as examples change bins: 0.11 to 0.30 of
-        its sampling error with 1,000 draws, 0.10 with 256 Sobol points of the full ResNet-20. Weak priors on wide heads and
-        few examples would need 20,000 draws: with 1,000, accuracy is at 0.25 to 0.29 and NLL at 0.11 to 0.19 (1,280
-        features, 1,200 examples).
+        With these the Monte Carlo error of NLL, Brier score, accuracy and AUROC (largest probability) is below a tenth
+        of the sampling error of 10,000 examples: at most 0.09, the accuracy of ResNet-20 with a diagonal
+        (benchmarks/draws.py:
+        LeNet-5 on Fashion-MNIST, prior precision 510, full, kron, diag and a radial flow; ResNet-20 on CIFAR-10, 30,
+        full and diag). The paper's 20 draws leave up to 0.48. ECE falls far more slowly, as examples change bins: 0.11
+        to 0.30 of its sampling error with 1,000 draws, 0.10 with 256 Sobol points of the full ResNet-20. Weak priors on
+        wide heads and few examples would need 20,000 draws: with 1,000, accuracy is at 0.25 to 0.29 and NLL at 0.11 to
+        0.19 (1,280 features, 1,200 examples).
         """
         return (DRAWS.quasi if self.qmc else DRAWS.default) or DRAWS.default
 
     def default_for(self, num_params: int, *, is_last_layer: bool = True) -> int:
-        """The default with theta of P numbers: fewer where so many draws take much memory and time.
+        """Return the default for theta of P numbers: fewer where all draws would take much memory and time.
 
-        Each draw of a network is a pass of all its layers over all examples. 200 of them leave sqrt(5) times the error of 1,000.
+        Each draw of a network is a pass of all its layers over all examples. 200 of them leave sqrt(5) times the error
+        of 1,000.
         """
         of_network = _NETWORK_QUASI if self.qmc else _NETWORK_DRAWS
         return affordable_draws(self.default_samples if is_last_layer else of_network, num_params)
@@ -95,7 +97,7 @@ class Mc(SamplingIntegrator):
         target: Any = None,
         progress: Progress = SILENT,
     ) -> DrawnMc:
-        """The draws of theta, for any number of blocks of features.
+        """Draw theta, for any number of blocks of features.
 
         Args:
             posterior: one that can sample.
@@ -115,11 +117,12 @@ class Mc(SamplingIntegrator):
             return DrawnMc(posterior.layout, theta, DrawPartition.of(ends), warning=balance_warning(size, len(ends)))
         stack: Any = posterior if hasattr(posterior, "weights") else None
         if stack is not None and (num_samples is None or num_samples >= stack.num_stored):
-            whole = DrawPartition.of([stack.num_stored])  # the members are all there is: no error to tell
+            whole = DrawPartition.of([stack.num_stored])  # all members are used: there is no Monte Carlo error
             return DrawnMc(stack.layout, stack.members.float(), whole, stack.weights)
         theta, starts = sample_in_runs(posterior, num_samples, generator)
         if hasattr(posterior, "sample_whole") and posterior.sample_whole(num_samples):
-            return DrawnMc(posterior.layout, theta, DrawPartition.of([len(theta)]))  # of all there is no error to tell
+            # all draws are used: there is no Monte Carlo error
+            return DrawnMc(posterior.layout, theta, DrawPartition.of([len(theta)]))
         return DrawnMc(posterior.layout, theta, DrawPartition.of(group_ends(len(theta), starts=starts)))
 
 
@@ -132,7 +135,7 @@ class DrawnMc(Ready):
         theta: (S, P).
         groups: of the draws.
         weights: (S,) float64, summing to one; None for equal ones.
-        warning: what the user should know of the draws.
+        warning: for the user, about the draws.
     """
 
     layout: ClassifierLayout
@@ -143,16 +146,16 @@ class DrawnMc(Ready):
 
     @property
     def num_draws(self) -> int:
-        """S."""
+        """Return S."""
         return self.theta.shape[0]
 
     @property
     def interval_level(self) -> float | None:
-        """Level of the interval; None with a single draw."""
+        """Return the level of the interval; None with a single draw."""
         return interval_level(self.num_draws, self.weights)
 
     def notes(self) -> dict[str, Any]:
-        """The warning."""
+        """Return the warning."""
         return {"warning": self.warning}
 
     def predict(
@@ -165,7 +168,7 @@ class DrawnMc(Ready):
         group_rows: Tensor | None = None,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities of features (N, D), and means of the groups at the rows (R,) that are asked for.
+        """Return class probabilities of features (N, D), and group means at the requested rows (R,).
 
         num_samples and generator are not used.
         """
@@ -174,7 +177,7 @@ class DrawnMc(Ready):
         return average(self._draws(features), features, weights=weights, progress=progress, **rows)  # type: ignore[arg-type]
 
     def probs_of_draws(self, posterior: CanSample, features: Tensor) -> Tensor:
-        """Class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `predict` gives."""
+        """Return class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `predict` gives."""
         return _averages.probs_of_draws(self._draws(features), features)
 
     @cached_property
@@ -190,13 +193,13 @@ class DrawnMc(Ready):
 
 
 def check_num_samples(num_samples: int | None) -> None:
-    """Pass when a number of draws makes sense. Raises UsageError otherwise."""
+    """Check that a number of draws is at least one. Raises UsageError otherwise."""
     if num_samples is not None and num_samples < 1:
         raise UsageError(f"Monte Carlo prediction needs at least one draw, got {num_samples}")
 
 
 def sample_in_runs(posterior: Any, num_samples: int | None, generator: torch.Generator) -> tuple[Tensor, Sequence[int]]:
-    """Draws of theta (S, P), and where among them runs begin that are independent of those before; none where all are."""
+    """Return draws of theta (S, P), and the starts of independent runs (chains) among them; no starts where all are independent."""
     if hasattr(posterior, "sample_in_runs"):
         found: tuple[Tensor, Sequence[int]] = posterior.sample_in_runs(num_samples, generator)
         return found
@@ -204,7 +207,7 @@ def sample_in_runs(posterior: Any, num_samples: int | None, generator: torch.Gen
 
 
 def quasi_sample(posterior: Any, num_samples: int, generator: torch.Generator) -> Tensor:
-    """Draws of theta (S, P) float32 from Sobol points, scrambled anew in each group of `scramble_ends`.
+    """Return draws of theta (S, P) float32 from Sobol points, scrambled anew in each group of `scramble_ends`.
 
     Raises:
         UsageError: the posterior is not made from standard normals.

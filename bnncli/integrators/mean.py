@@ -22,7 +22,7 @@ class HasMean(HasLayout, Protocol):
 
     @property
     def mean_theta(self) -> Tensor:
-        """E[theta], (P,)."""
+        """Return E[theta], (P,)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Mean(Integrator):
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities at the posterior's mean.
+        """Return class probabilities at the posterior's mean.
 
         Args:
             posterior: latent-binary.

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LAMBDA = math.pi / 8
-_PASSES = 8  # over arrays of all pairs, which had better stay in the cache
-
-
+_PASSES = 8  # over arrays of all pairs, which should stay in the cache
 SETTINGS = {
     "order": Setting(
         "Order of the approximation: {default} (the default), 1 or 2; higher orders use more of the covariances",
@@ -45,20 +43,20 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class MeanField(Integrator):
-    """Mean sigmoids of all pairs of logits, joined and normalised.
+    """Mean sigmoids of all pairs of logits, combined and normalised.
 
-    A single logit is the binary probit, whatever is chosen, and so is each of several labels.
+    A single logit, and each label of multi-label data, is always the binary probit.
 
     Args:
         order: how much of the variance v_ki of a difference is used. 0: S_kk. 1: S_kk + S_ii. 2: S_kk + S_ii - 2 S_ki,
-            all of it, at the cost of the covariances: K^3 an example from a Kronecker-factored posterior, where the
-            others cost K^2. More of the variance is not nearer to the integral, because the mean of a quotient is not
-            the quotient of means: on twelve pairs of a Laplace posterior (full, kron, diag; Fashion-MNIST, CIFAR-10) and
-            familiar or unfamiliar data 0 had the least error, a quarter to 85 % of that of 2. Of three classes with
-            random covariances 1 and 2 had about half the error of 0.
+          all of it, at the cost of the covariances: K^3 an example from a Kronecker-factored posterior, where the
+          others cost K^2. More of the variance is not nearer to the integral, because the mean of a quotient is not
+          the quotient of means: on twelve pairs of a Laplace posterior (full, kron, diag; Fashion-MNIST, CIFAR-10) and
+          familiar or unfamiliar data 0 had the least error, a quarter to 85 % of that of 2. For three classes with
+          random covariances 1 and 2 had about half the error of 0.
         projection: sum-zero, logits minus their mean, P m and P S P; two logits are then one difference, the binary
-            probit. none, as published: orders 0 and 1 then change when an uncertain constant is added to all logits,
-            which the softmax and order 2 do not. On the posteriors above it had up to four times the error.
+          probit. none, as published: orders 0 and 1 then change when an uncertain constant is added to all logits,
+          which the softmax and order 2 do not. On the posteriors above it had up to four times the error.
     """
 
     needs: ClassVar[str] = "logit_moments"
@@ -78,7 +76,7 @@ class MeanField(Integrator):
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities from the posterior's logit means, variances and, of order 2, covariances.
+        """Return class probabilities from the posterior's logit means, variances and, for order 2, covariances.
 
         Args:
             posterior: one with logit moments (gaussian, point).
@@ -99,7 +97,7 @@ class MeanField(Integrator):
         return Prediction.from_probs(probs, is_exclusive=layout.likelihood.is_exclusive)
 
     def _probs(self, posterior: HasLogitMoments, features: Tensor) -> Tensor:
-        """Class probabilities (n, C) of a block of features (n, D)."""
+        """Return class probabilities (n, C) of a block of features (n, D)."""
         likelihood, is_projected = posterior.layout.likelihood, self.projection == "sum-zero"
         if not likelihood.is_exclusive:
             return label_probit_probs(*posterior.logit_marginals(features))
@@ -118,7 +116,7 @@ class MeanField(Integrator):
 
 
 def own_variance_probs(mean: Tensor, variance: Tensor) -> Tensor:
-    """Class probabilities (n, K) of order 0, where v_ki = S_kk for all i: one largest exponent serves every k.
+    """Return class probabilities (n, K) of order 0, where v_ki = S_kk for all i: one largest exponent serves every k.
 
     Args:
         mean, variance: (n, K).
@@ -130,14 +128,14 @@ def own_variance_probs(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def mean_field_probs(mean: Tensor, pair_variance: Tensor) -> Tensor:
-    """Class probabilities (n, K) for logits of the given mean (n, K), from the variance v_ki of differences (n, K, K)."""
+    """Return class probabilities (n, K) for logits of mean (n, K), from the variance v_ki of their differences (n, K, K)."""
     scale = pair_variance.mul(_LAMBDA).add_(1).rsqrt_()
     log_probs = -((mean.unsqueeze(1) - mean.unsqueeze(2)) * scale).logsumexp(dim=2)
     return torch.softmax(log_probs, dim=1)
 
 
 def pair_variance(covariance: Tensor) -> Tensor:
-    """Variance of each difference of two logits, S_kk + S_ii - 2 S_ki, (n, K, K), of the covariance (n, K, K)."""
+    """Return the variance of each difference of two logits, S_kk + S_ii - 2 S_ki, (n, K, K), from the covariance (n, K, K)."""
     variance = covariance.diagonal(dim1=1, dim2=2)
-    # Of nearly equal logits what is left is rounding, below zero perhaps.
+    # For nearly equal logits only rounding is left, perhaps below zero.
     return torch.sub(variance.unsqueeze(2) + variance.unsqueeze(1), covariance, alpha=2).clamp_min_(0)

@@ -27,7 +27,7 @@ class HasCenter(HasLayout, Protocol):
 
     @property
     def center(self) -> Tensor | None:
-        """theta (P,), or None where there is no such point."""
+        """Return theta (P,), or None where there is no such point."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class PlugIn(Integrator):
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities at the posterior's center.
+        """Return class probabilities at the posterior's center.
 
         Args:
-            posterior: with a center; of a samples posterior that is the mean of the draws.
+            posterior: with a center; for a samples posterior, the mean of the draws.
             features: (N, D).
             num_samples: not used, there are no draws.
             generator: not used.
@@ -64,7 +64,7 @@ class PlugIn(Integrator):
 
 
 def predict_at(layout: ClassifierLayout, theta: Tensor, features: Tensor, progress: Progress) -> Prediction:
-    """Class probabilities of features (N, D) under one theta (P,)."""
+    """Return class probabilities of features (N, D) under one theta (P,)."""
     check_features(layout, features)
     stacked = theta.to(features).unsqueeze(0)
     probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)

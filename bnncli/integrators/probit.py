@@ -32,16 +32,18 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Probit(Integrator):
-    """Softmax of the logit means, each divided by sqrt(1 + pi/8 * its variance); see `probit_probs`. Of a single logit, `binary_probit_probs`; of several labels each by itself.
+    """Softmax of the logit means, each divided by sqrt(1 + pi/8 * its variance); see `probit_probs`.
+
+    A single logit uses `binary_probit_probs`, multi-label data `label_probit_probs`.
 
     Args:
         projection: what the logits are reduced to first, where there are two or more; a single logit needs none.
-            none: nothing, the published formula. It changes when an uncertain constant is added to all logits,
-            which the softmax does not.
-            sum-zero: logits minus their mean, mean P m and variance diag(P S P). Does not change with such a constant.
-            For two classes it gives sigma(d / sqrt(1 + pi v / 32)), d and v the mean and variance of the logits'
-            difference: too sure, the right one has pi v / 8.
-            difference: of two classes alone, the difference of the logits, sigma(d / sqrt(1 + pi v / 8)).
+          none: nothing, the published formula. It changes when an uncertain constant is added to all logits,
+          which the softmax does not.
+          sum-zero: logits minus their mean, mean P m and variance diag(P S P). Does not change with such a constant.
+          For two classes it gives sigma(d / sqrt(1 + pi v / 32)), d and v the mean and variance of the logits'
+          difference: overconfident, the right one has pi v / 8.
+          difference: for two classes only, the difference of the logits, sigma(d / sqrt(1 + pi v / 8)).
     """
 
     needs: ClassVar[str] = "logit_marginals"
@@ -59,7 +61,7 @@ class Probit(Integrator):
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities from the posterior's logit means and variances.
+        """Return class probabilities from the posterior's logit means and variances.
 
         Args:
             posterior: one with logit marginals (gaussian, point).
@@ -96,7 +98,7 @@ class Probit(Integrator):
 
 
 def probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
-    """Class probabilities (n, K) for logits of the given mean (n, K) and variance (n, K): softmax(f_k / sqrt(1 + pi/8 S_kk)).
+    """Return class probabilities (n, K) for logits of mean (n, K) and variance (n, K): softmax(f_k / sqrt(1 + pi/8 S_kk)).
 
     This is the raw multi-class formula: for K = 2 it is not the binary one on the logit difference (it
     equals it only for f = (m, 0), S = diag(s^2, 0)), it ignores covariances between logits, and unless all
@@ -106,13 +108,13 @@ def probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def binary_probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
-    """Probabilities [1 - p, p] (n, 2) for a logit of mean (n, 1) and variance (n, 1): p = sigma(m / sqrt(1 + pi s^2 / 8))."""
+    """Return probabilities [1 - p, p] (n, 2) for a logit of mean (n, 1) and variance (n, 1): p = sigma(m / sqrt(1 + pi s^2 / 8))."""
     scaled = _scaled(mean, variance)
     return torch.cat([torch.sigmoid(-scaled), torch.sigmoid(scaled)], dim=1)
 
 
 def label_probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
-    """Probabilities (n, L) of labels by logits of mean (n, L) and variance (n, L), each by itself: sigma(m / sqrt(1 + pi s^2 / 8))."""
+    """Return probabilities (n, L) of labels with logits of mean (n, L) and variance (n, L): sigma(m / sqrt(1 + pi s^2 / 8))."""
     return torch.sigmoid(_scaled(mean, variance))
 
 
@@ -121,7 +123,7 @@ def _scaled(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def difference_of_projected(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance (n, 1) of z_1 - z_0, from the mean and variance (n, 2) of two logits minus their mean.
+    """Return mean and variance (n, 1) of z_1 - z_0, from the mean and variance (n, 2) of two logits minus their mean.
 
     P S P = (S_00 + S_11 - 2 S_01) / 4 [[1, -1], [-1, 1]].
     """

@@ -3,13 +3,13 @@
 I(m, s) = E sigma(f), f ~ N(m, s^2), is the integral that the others approximate: of one logit, or of the difference of
 two. The trapezoid rule converges exponentially for functions that are analytic around the real line (Trefethen and
 Weideman 2014, "The exponentially convergent trapezoidal rule", SIAM Review 56(3), theorem 5.1). sigma has poles at
-+-i pi, so that two forms of the integral share the work, each where its strip is wide:
++-i pi, so two forms of the integral share the work, each where its strip is wide:
 
     s <= 1.5:   I = integral of sigma(m + s z) phi(z) dz, the Gaussian's variable;
     s >  1.5:   I = integral of sigma'(u) Phi((m - u) / s) du, the logistic's, by parts.
 
-Small probabilities keep their digits: sigma(f) = e^f sigma(-f) gives I(m, s) = e^{m + s^2/2} I(-m - s^2, s), which takes
-any m < -s^2/2 to one where the integral is not small, and the larger probability is one minus the smaller.
+Small probabilities keep their digits: sigma(f) = e^f sigma(-f) gives I(m, s) = e^{m + s^2/2} I(-m - s^2, s), which
+takes any m < -s^2/2 to one where the integral is not small, and the larger probability is one minus the smaller.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ _SWITCH = 1.5  # standard deviation of the logit at which both forms need equall
 _GAUSSIAN_WINDOW = (-9.0, 9.0)  # beyond it lies 2e-19 of the mass
 _LOGISTIC_WINDOW = (-75.0, 38.0)  # outside, integrands are below 1e-16 of their sum for every m >= -s^2 / 2
 _NORMAL_97_5 = 1.959963984540054  # quantile of the standard normal
-
-
 SETTINGS = {
     "rule": Setting(
         "Quadrature rule: {default} (the default) or gauss-hermite",
@@ -63,13 +61,15 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Quadrature(Integrator):
-    """Exact probabilities of two classes, or of each of several labels, by a sum over fixed nodes.
+    """Exact probabilities of two classes, or of each label of multi-label data, by a sum over fixed nodes.
 
     Args:
-        rule: trapezoid; or gauss-hermite, whose error grows with the logit's standard deviation s: with 250 points 1e-15
-            at s = 1, 1e-10 at 4, 1e-5 at 10 and 0.02 at 100, where its nodes are too far apart for the sigmoid's step.
+        rule: trapezoid; or gauss-hermite, whose error grows with the logit's standard deviation s: with 250 points
+            1e-15
+          at s = 1, 1e-10 at 4, 1e-5 at 10 and 0.02 at 100, where its nodes are too far apart for the sigmoid's step.
         points: nodes. With 250 the trapezoid rule's error is below 1e-13 for every mean and variance, relative to the
-            smaller probability; with 150 it is 1e-9, with 100 1e-5. Of its two forms the one in z takes a quarter of them.
+          smaller probability; with 150 it is 1e-9, with 100 1e-5. Of its two forms the one in z takes a quarter of
+          them.
     """
 
     rule: str = SETTINGS["rule"].default
@@ -92,7 +92,7 @@ class Quadrature(Integrator):
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities with mutual information and the interval of the predicted class's probability, or each label's.
+        """Return class probabilities with mutual information and the interval of the predicted class's probability, or each label's.
 
         Args:
             posterior: one with logit moments (gaussian, point) and two classes, of one logit or two, or labels.
@@ -125,14 +125,14 @@ class Quadrature(Integrator):
 
 
 class BinaryIntegral(NamedTuple):
-    """What the nodes give: the smaller class probability and the expected entropy in nats, (n,) float64."""
+    """Result of a quadrature: the smaller class probability and the expected entropy in nats, (n,) float64."""
 
     smaller: Tensor
     expected_entropy: Tensor
 
 
 def binary_moments(mean: Tensor, covariance: Tensor, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
-    """Mean (n,) and variance (n,), float64, of the logit of class 1 against class 0.
+    """Return mean (n,) and variance (n,), float64, of the logit of class 1 against class 0.
 
     Args:
         mean: (n, K) of one logit, or of two, whose difference counts.
@@ -147,7 +147,7 @@ def binary_moments(mean: Tensor, covariance: Tensor, likelihood: Likelihood) -> 
 
 
 def binary_prediction(mean: Tensor, variance: Tensor, *, rule: str = "trapezoid", points: int = 250) -> Prediction:
-    """The prediction for logits of the given mean (n,) and variance (n,), columns [1 - p, p]."""
+    """Return the prediction for logits of mean (n,) and variance (n,), columns [1 - p, p]."""
     probs, expected_entropy = binary_probs(mean, variance, rule=rule, points=points)
     total = entropy(probs)
     size, spread = mean.double().abs(), _NORMAL_97_5 * variance.double().sqrt()
@@ -162,7 +162,7 @@ def binary_prediction(mean: Tensor, variance: Tensor, *, rule: str = "trapezoid"
 
 
 def label_prediction(mean: Tensor, variance: Tensor, *, rule: str = "trapezoid", points: int = 250) -> Prediction:
-    """The prediction for labels whose logits have means (n, L) and variances (n, L), each by itself; intervals (n, L, 2)."""
+    """Return the prediction for labels whose logits have means (n, L) and variances (n, L), with intervals (n, L, 2)."""
     pairs, expected_entropy = binary_probs(mean.flatten(), variance.flatten(), rule=rule, points=points)
     total = entropy(pairs).view_as(mean).sum(dim=1)
     spread = _NORMAL_97_5 * variance.double().sqrt()
@@ -178,7 +178,7 @@ def label_prediction(mean: Tensor, variance: Tensor, *, rule: str = "trapezoid",
 def binary_probs(
     mean: Tensor, variance: Tensor, *, rule: str = "trapezoid", points: int = 250
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities [1 - p, p] (n, 2) and expected entropy (n,), nats, for logits of mean (n,) and variance (n,); float64."""
+    """Return probabilities [1 - p, p] (n, 2) and expected entropy (n,), nats, for logits of mean (n,) and variance (n,); float64."""
     integrate = _trapezoid if rule == "trapezoid" else _gauss_hermite
     mean, scale = mean.double(), variance.double().sqrt()
     smaller, expected_entropy = torch.empty_like(mean), torch.empty_like(mean)
@@ -190,7 +190,7 @@ def binary_probs(
 
 
 def _trapezoid(size: Tensor, scale: Tensor, points: int) -> BinaryIntegral:
-    """For logits of mean -size (n,) <= 0; both forms for all rows, so that nothing waits for a GPU."""
+    """Integrate for logits of mean -size (n,) <= 0; both forms for all rows, so that nothing waits for a GPU."""
     tilted = torch.maximum(-size, size - scale.square()).unsqueeze(1)
     factor = torch.exp((scale.square() / 2 - size).clamp_max(0))
     size, column = size.unsqueeze(1), scale.unsqueeze(1)
@@ -214,21 +214,21 @@ def _trapezoid(size: Tensor, scale: Tensor, points: int) -> BinaryIntegral:
 
 
 def _gauss_hermite(size: Tensor, scale: Tensor, points: int) -> BinaryIntegral:
-    """For logits of mean -size (n,) <= 0."""
+    """Integrate for logits of mean -size (n,) <= 0."""
     nodes, weights = (part.to(size.device) for part in hermite_nodes(points))
     logits = scale.unsqueeze(1) * nodes - size.unsqueeze(1)
     return BinaryIntegral(torch.sigmoid(logits) @ weights, _binary_entropy(logits) @ weights)
 
 
 def _grid(window: tuple[float, float], points: int, like: Tensor) -> tuple[Tensor, float]:
-    """Equidistant nodes (points,) over a window, and their step."""
+    """Return equidistant nodes (points,) over a window, and their step."""
     nodes = torch.linspace(*window, points, dtype=torch.float64, device=like.device)
     return nodes, (window[1] - window[0]) / (points - 1)
 
 
 @lru_cache(maxsize=8)
 def hermite_nodes(points: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights (points,) of the standard normal, float64 on the CPU."""
+    """Return nodes and weights (points,) of the standard normal, float64 on the CPU."""
     from scipy.special import roots_hermitenorm
 
     nodes, weights = roots_hermitenorm(points)
@@ -236,11 +236,11 @@ def hermite_nodes(points: int) -> tuple[Tensor, Tensor]:
 
 
 def _normal_cdf(x: Tensor) -> Tensor:
-    """Phi, with all digits where it is small: torch.special.ndtr loses them from -5 on."""
+    """Return Phi with all digits where it is small: torch.special.ndtr loses them from -5 on."""
     return 0.5 * torch.erfc(-x / math.sqrt(2))
 
 
 def _binary_entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of the Bernoulli with these logits f: log(1 + e^-|f|) + |f| sigma(-|f|)."""
+    """Return the entropy in nats of the Bernoulli with these logits f: log(1 + e^-|f|) + |f| sigma(-|f|)."""
     size = logits.abs()
     return torch.nn.functional.softplus(-size) + size * torch.sigmoid(-size)

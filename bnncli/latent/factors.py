@@ -1,4 +1,4 @@
-"""Variational factors of the weights of latent binary networks, their moments, and multiplicative normalizing flows."""
+"""Variational factors of a latent binary network's weights, their moments, and multiplicative normalizing flows."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 
 def product(inputs: Tensor, weight: Tensor, start: Tensor, gradient: Tensor | None = None) -> Tensor:
-    """start + inputs weight^T, (R, n, out).
+    """Return start + inputs weight^T, (R, n, out).
 
     Args:
-        inputs: (R, n, in). weight: (R, out, in).
+        inputs: (R, n, in).
+        weight: (R, out, in).
         start: (R, 1 or n, out).
-        gradient: (R, out, in), to which the gradient of the weight is added in the backward pass, which must reach
-            start or inputs; without it autograd has the weight's gradient.
+        gradient: (R, out, in); backward adds the gradient of the weight to it, provided that start or inputs require a
+          gradient. Without it autograd computes the weight's gradient.
     """
     if gradient is None or not torch.is_grad_enabled():
         return torch.baddbmm(start, inputs, weight.transpose(1, 2))
@@ -57,15 +58,16 @@ def _product_function() -> Any:
 
 
 def small_network(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], slope: float) -> Tensor:
-    """Outputs (R, n, out) of linear layers with leaky ReLU between them; one node for autograd, not five a layer.
+    """Return the outputs (R, n, out) of linear layers with leaky ReLU between them, as a single autograd node.
 
     Args:
         inputs: (R, n, in).
-        weights: (R, out, in) of each layer. biases: (R, out).
+        weights: (R, out, in) of each layer.
+        biases: (R, out) of each layer.
         slope: of the leaky ReLU below 0.
 
-    A weight that has a `.grad` gets its gradient written there (not added) and none from autograd: a network is used once a
-    step, and its memory is used again.
+    A weight that has a `.grad` gets its gradient written there (not added) and none from autograd: a network is used
+    once a step, and its memory is reused.
     """
     result: Tensor = _small_network_function().apply(inputs, slope, *weights, *biases)
     return result
@@ -101,7 +103,7 @@ def _small_network_function() -> Any:
                 to_biases.insert(0, gradient.sum(dim=1))
                 gradient = torch.bmm(gradient, weights[index])
                 if index > 0:
-                    # A leaky ReLU keeps the sign, so that its output says where its input was below 0.
+                    # A leaky ReLU keeps the sign, so the sign of its output is that of its input.
                     gradient = torch.ops.aten.leaky_relu_backward(gradient, hidden[index], ctx.slope, True)
             return gradient, None, *to_weights, *to_biases
 
@@ -109,7 +111,7 @@ def _small_network_function() -> Any:
 
 
 def _weight_gradient(gradient: Tensor, inputs: Tensor, memory: Tensor | None) -> Tensor | None:
-    """Of a linear layer; None when it was written to memory that is there."""
+    """Return the gradient of a linear layer's weight, or None when it was written to `memory`."""
     if memory is None:
         return torch.bmm(gradient.transpose(1, 2), inputs)
     torch.bmm(gradient.transpose(1, 2), inputs, out=memory)
@@ -117,17 +119,19 @@ def _weight_gradient(gradient: Tensor, inputs: Tensor, memory: Tensor | None) ->
 
 
 LEAST_SD = 1e-30
-LEAST_VARIANCE = 1e-20  # added, so that the derivative of the square root is finite where nothing varies
+LEAST_VARIANCE = 1e-20  # added, so that the derivative of the square root is finite where the variance is 0
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Parameters of q, every repeat and layer, weights and biases flat.
+    """Parameters of q for every repeat and layer, weights and biases flattened.
 
     Args:
-        mean: (R, W), of the slab. rho: (R, W), its standard deviation is softplus(rho).
+        mean: (R, W), slab means.
+        rho: (R, W); the slab's standard deviation is softplus(rho).
         logit: (R, W), log odds of inclusion.
-        bias_mean: (R, B). bias_rho: (R, B).
+        bias_mean: (R, B).
+        bias_rho: (R, B).
     """
 
     mean: Tensor
@@ -138,30 +142,30 @@ class Factors:
 
     @property
     def inclusion(self) -> Tensor:
-        """alpha, (R, W)."""
+        """Return alpha, (R, W)."""
         return torch.sigmoid(self.logit)
 
     @property
     def sd(self) -> Tensor:
-        """sigma, (R, W)."""
+        """Return sigma, (R, W)."""
         return torch.nn.functional.softplus(self.rho)
 
     @property
     def bias_sd(self) -> Tensor:
-        """(R, B)."""
+        """Return the standard deviations of the biases, (R, B)."""
         return torch.nn.functional.softplus(self.bias_rho)
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name."""
+        """Return the parameters by name."""
         return {spec.name: getattr(self, spec.name) for spec in fields(self)}
 
     def to(self, device: torch.device | str) -> Factors:
-        """A copy on another device."""
+        """Return a copy on another device."""
         return Factors(**{name: tensor.detach().to(device) for name, tensor in self.tensors().items()})
 
 
 def rho_of(sd: Tensor) -> Tensor:
-    """rho of a standard deviation: the inverse of softplus."""
+    """Return the rho of a standard deviation (inverse softplus)."""
     return sd + torch.log(-torch.expm1(-sd))
 
 
@@ -174,7 +178,7 @@ def initial_factors(
     logit_range: tuple[float, float] = (0.0, 1.0),
     device: torch.device | str = "cpu",
 ) -> Factors:
-    """Where training starts, uniform: means in +- mean_range, rho in (-5, -4), inclusion logits in logit_range."""
+    """Draw starting values uniformly: means in +- mean_range, rho in (-5, -4), inclusion logits in logit_range."""
 
     def uniform(size: int, low: float, high: float) -> Tensor:
         drawn = torch.rand(num_repeats, size, generator=generator, device=generator.device)
@@ -191,7 +195,7 @@ def initial_factors(
 
 
 class Moments(NamedTuple):
-    """Moments of the weights (R, W), given a multiplier z of each input (z = 1 where there is none).
+    """Moments of the weights (R, W), given a multiplier z of each input (z = 1 without multipliers).
 
     The mean is z times `mean`, the variance `noise` + z^2 times `switching`.
 
@@ -206,13 +210,14 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class Workspace:
-    """Memory that every step uses again: fresh pages would cost more than the arithmetic on them.
+    """Memory that every step reuses: allocating new pages would cost more than the arithmetic.
 
     Args:
-        inclusion, exclusion, sd: alpha, 1 - alpha and sigma of the step, (R, W), which moments() leaves for the chain rule.
+        inclusion, exclusion, sd: alpha, 1 - alpha and sigma of the step, (R, W), which moments() keeps for the chain
+            rule.
         moments, gradient: of the weights, and of the loss with respect to them.
         to_mean, to_rho, to_logit: gradients of the factors, (R, W).
-        scratch: two blocks that stay in a CPU's cache.
+        scratch: two blocks that fit a CPU's cache.
     """
 
     inclusion: Tensor
@@ -227,7 +232,7 @@ class Workspace:
 
     @classmethod
     def of(cls, factors: Factors, layout: NetworkLayout, *, has_switching: bool = True) -> Workspace:
-        """One for these factors.
+        """Allocate a workspace for these factors.
 
         Args:
             has_switching: whether the moments keep the two variances apart.
@@ -243,7 +248,7 @@ class Workspace:
         return cls(new(), new(), new(), new_moments(), new_moments(), new(), new(), new(), scratch)
 
     def blocks_like(self, block: Tensor) -> tuple[Tensor, ...]:
-        """The scratch in the shape of a block (R, rows, in)."""
+        """Return the scratch blocks in the shape of a block (R, rows, in)."""
         return self.scratch[:, : block.numel()].view(-1, *block.shape).unbind(0)
 
 
@@ -256,12 +261,12 @@ def moments(
     is_merged: bool = False,
     workspace: Workspace | None = None,
 ) -> Moments:
-    """The moments of every weight: exact, or `published`, Skaaret-Lund (2022), section 4.1, with Var = alpha^2 sigma^2.
+    """Compute the moments of every weight: exact, or `published`, Skaaret-Lund (2022), section 4.1, with Var = alpha^2 sigma^2.
 
     Args:
-        is_merged: put the whole variance into `noise`, which is all that is needed without multipliers.
-        workspace: of training, to write them to, all layers together. Without one layer by layer: numbers at the end of a
-            block may round otherwise, and predictions shall stay what they were.
+        is_merged: put the whole variance into `noise`, which is enough without multipliers.
+        workspace: memory for the moments of all layers. Without one they are computed layer by layer: rounding at block
+          ends may differ, and predictions must not change.
     """
     is_split = variance == "exact" and not is_merged
     space = workspace or Workspace.of(factors, layout, has_switching=is_split)
@@ -288,7 +293,7 @@ def moments(
 
 
 def layer_moments(weight: Moments, layout: NetworkLayout) -> list[Moments]:
-    """The moments of each layer's weights, (R, out, in), views."""
+    """Return views of the moments of each layer's weights, (R, out, in)."""
     means, noises = layout.weights(weight.mean), layout.weights(weight.noise)
     if weight.switching is None:
         return [Moments(mean, noise, None) for mean, noise in zip(means, noises, strict=True)]
@@ -296,7 +301,7 @@ def layer_moments(weight: Moments, layout: NetworkLayout) -> list[Moments]:
 
 
 def log_sd(sd: Tensor) -> Tensor:
-    """log sigma, finite for any; 1e-30 and less count as 1e-30."""
+    """Return log sigma, clamped from below at log 1e-30."""
     return sd.clamp(min=LEAST_SD).log_()
 
 
@@ -304,7 +309,7 @@ _LOG_TURN = math.log(2 * math.pi)
 _SLOPE = 0.1
 _LARGEST_SHIFT = 10.0
 _LARGEST_LOG_VAR = 10.0
-_GATE_START = 2.0  # a new layer keeps nine tenths of what it gets
+_GATE_START = 2.0  # a new layer keeps nine tenths of its input
 
 
 class Coupling(NamedTuple):
@@ -312,8 +317,8 @@ class Coupling(NamedTuple):
 
     Args:
         mask: (in,) of zeros and ones; ones condition, zeros move.
-        weights: (R, out, in) of each linear layer of the network; the last gives mu and the gate, 2 in.
-        biases: (R, out).
+        weights: (R, out, in) of each linear layer of the network; the last one outputs mu and the gate, 2 in.
+        biases: (R, out) of each layer.
     """
 
     mask: Tensor
@@ -321,7 +326,7 @@ class Coupling(NamedTuple):
     biases: tuple[Tensor, ...]
 
     def __call__(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer at z (R, M, in), and its log |det| (R, M)."""
+        """Return the layer at z (R, M, in), and its log |det| (R, M)."""
         kept = z * self.mask
         shift, gate = self._network(kept)
         moves = 1 - self.mask
@@ -330,13 +335,13 @@ class Coupling(NamedTuple):
         return kept + moves * moved, (moves * torch.nn.functional.logsigmoid(gate)).sum(dim=2)
 
     def inverse(self, z: Tensor) -> Tensor:
-        """What the layer takes to z (R, M, in)."""
+        """Return the preimage of z (R, M, in)."""
         kept = z * self.mask
         shift, gate = self._network(kept)
         return kept + (1 - self.mask) * (shift + (z - shift) / torch.sigmoid(gate))
 
     def _network(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Shift and gate (R, M, in)."""
+        """Return shift and gate (R, M, in)."""
         hidden = small_network(hidden, self.weights, self.biases, _SLOPE)
         shift, gate = hidden.chunk(2, dim=2)
         return _LARGEST_SHIFT * torch.tanh(shift / _LARGEST_SHIFT), gate + _GATE_START
@@ -348,7 +353,8 @@ class MultiplierModel(NamedTuple):
     Args:
         start_mean, start_log_var: (R, in), of z_0.
         flow: from z_0 to z.
-        readout: e, (R, in). location, log_scale: d_1 and d_2, (R, in).
+        readout: e, (R, in).
+        location, log_scale: d_1 and d_2, (R, in).
         inverse_flow: from z to z_b.
     """
 
@@ -361,7 +367,7 @@ class MultiplierModel(NamedTuple):
     inverse_flow: tuple[Coupling, ...]
 
     def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """z (R, M, in) of standard normal noise (R, M, in), and log q(z) (R, M); equation (3.3)."""
+        """Return z (R, M, in) of standard normal noise (R, M, in), and log q(z) (R, M); equation (3.3)."""
         z = torch.addcmul(self.start_mean.unsqueeze(1), (0.5 * self.start_log_var).exp().unsqueeze(1), noise)
         log_density = -0.5 * (noise.square() + self.start_log_var.unsqueeze(1) + _LOG_TURN).sum(dim=2)
         for layer in self.flow:
@@ -370,14 +376,14 @@ class MultiplierModel(NamedTuple):
         return z, log_density
 
     def log_density(self, z: Tensor) -> Tensor:
-        """log q(z) (R, M) of any z (R, M, in)."""
+        """Return log q(z) (R, M) of any z (R, M, in)."""
         for layer in reversed(self.flow):
             z = layer.inverse(z)
         noise = (z - self.start_mean.unsqueeze(1)) * (-0.5 * self.start_log_var).exp().unsqueeze(1)
         return self.draw(noise)[1]
 
     def log_auxiliary(self, z: Tensor, weight: Moments, noise: Tensor, gradient: Moments | None = None) -> Tensor:
-        """log r(z | w) (R, M), w drawn through the activations e^T w, taken to be Gaussian.
+        """Return log r(z | w) (R, M), w drawn through the activations e^T w, which are taken to be Gaussian.
 
         Args:
             z: (R, M, in).
@@ -395,7 +401,7 @@ class MultiplierModel(NamedTuple):
         return self.log_auxiliary_at(z, torch.addcmul(mean, (variance + LEAST_VARIANCE).sqrt(), noise))
 
     def log_auxiliary_at(self, z: Tensor, activations: Tensor) -> Tensor:
-        """log r(z | w) (R, M) of z (R, M, in), activations e^T w (R, M, out); equations (4.8), (4.12) and (4.13)."""
+        """Return log r(z | w) (R, M) for z (R, M, in), activations e^T w (R, M, out); equations (4.8), (4.12) and (4.13)."""
         # (d (x) tanh(b)) averaged over the outputs is d times the mean of tanh(b).
         level = torch.tanh(activations).mean(dim=2, keepdim=True)
         location = self.location.unsqueeze(1) * level
@@ -407,15 +413,15 @@ class MultiplierModel(NamedTuple):
         return total - 0.5 * ((z - location).square() * (-log_var).exp() + log_var + _LOG_TURN).sum(dim=2)
 
     def at(self, repeat: int) -> MultiplierModel:
-        """That of one repeat, R = 1; views."""
+        """Return views of one repeat, R = 1."""
         return self.of_repeats(slice(repeat, repeat + 1))
 
     def of_repeats(self, rows: slice) -> MultiplierModel:
-        """That of some repeats; views."""
+        """Return views of some repeats."""
         return self.from_tensors({name: part if name.endswith("mask") else part[rows] for name, part in self.tensors()})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by name, masks included."""
+        """Yield every tensor with its name, masks included."""
         for name in ("start_mean", "start_log_var", "readout", "location", "log_scale"):
             yield name, getattr(self, name)
         for name in ("flow", "inverse_flow"):
@@ -426,12 +432,12 @@ class MultiplierModel(NamedTuple):
                     yield f"{name}.{index}.bias.{part}", bias
 
     def parameters(self) -> list[Tensor]:
-        """What is learnt: all tensors but the masks."""
+        """Return the learnt tensors: all but the masks."""
         return [tensor for name, tensor in self.tensors() if not name.endswith("mask")]
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> MultiplierModel:
-        """The inverse of tensors()."""
+        """Invert tensors()."""
 
         def couplings(name: str) -> tuple[Coupling, ...]:
             layers: list[Coupling] = []
@@ -447,7 +453,7 @@ class MultiplierModel(NamedTuple):
 
 
 def num_params(num_inputs: int, *, length: int = 2, hidden: tuple[int, ...] = (75, 75, 75, 75)) -> int:
-    """Numbers that the model of one layer learns."""
+    """Return how many numbers the model of one layer learns."""
     sizes = (num_inputs, *hidden, 2 * num_inputs)
     coupling = sum(after * (before + 1) for before, after in pairwise(sizes))
     return 5 * num_inputs + 2 * length * coupling
@@ -462,7 +468,7 @@ def initial_model(
     hidden: tuple[int, ...] = (75, 75, 75, 75),
     device: torch.device | str = "cpu",
 ) -> MultiplierModel:
-    """A model that starts with z near 1, and flows near the identity."""
+    """Return a model that starts with z near 1 and flows near the identity."""
 
     def normal(*shape: int, scale: float) -> Tensor:
         return (scale * torch.randn(*shape, generator=generator, device=generator.device)).to(device)

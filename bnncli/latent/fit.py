@@ -1,4 +1,8 @@
-"""Fit latent binary networks: batches, gradients of the bound, the search for the slab's standard deviation, repeats apart."""
+"""Fit latent binary networks by their evidence lower bound.
+
+The local reparameterisation trick (with or without multipliers) and the concrete relaxation give the gradients; a
+search chooses the slab's standard deviation; groups of repeats are fitted on different workers.
+"""
 
 from __future__ import annotations
 
@@ -48,36 +52,36 @@ _PARTS = ("log_likelihood", "weight_divergence", "bias_divergence", "flow_diverg
 
 @dataclass
 class History:
-    """What each epoch gave, CPU float64: the expected log likelihood (R,), divergences and density by layer (R, L)."""
+    """Parts of the bound after each epoch, CPU float64: expected log likelihood (R,), divergences and density by layer (R, L)."""
 
     parts: dict[str, list[Tensor]] = field(default_factory=lambda: {name: [] for name in _PARTS})
 
     @property
     def num_epochs(self) -> int:
-        """Epochs done."""
+        """Return the number of finished epochs."""
         return len(self.parts["density"])
 
     def add(self, **parts: Tensor) -> None:
-        """One more epoch."""
+        """Append an epoch."""
         for name, value in parts.items():
             self.parts[name].append(value.double().cpu())
 
     def tensors(self) -> dict[str, Tensor]:
-        """(E, R) and (E, R, L), for a file."""
+        """Return the parts as tensors (E, R) and (E, R, L), for a file."""
         return {f"history.{name}": torch.stack(values) for name, values in self.parts.items() if values}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> History:
-        """The inverse of tensors()."""
+        """Invert tensors()."""
         found = {name: tensors.get(f"history.{name}") for name in _PARTS}
         return cls({name: [] if value is None else list(value.cpu().unbind(0)) for name, value in found.items()})
 
     def bound(self) -> Tensor:
-        """The evidence lower bound of each epoch and repeat, (E, R), nats; the likelihood's part is the epoch's average."""
+        """Return the evidence lower bound of each epoch and repeat, (E, R), nats; its likelihood is the epoch's average."""
         return _bound({name: torch.stack(values) for name, values in self.parts.items()})
 
     def last_bound(self) -> Tensor:
-        """That of the last epoch, (R,), nats."""
+        """Return the bound of the last epoch, (R,), nats."""
         return _bound({name: values[-1] for name, values in self.parts.items()})
 
 
@@ -97,14 +101,15 @@ class Scaling(NamedTuple):
     scale: Tensor
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Features (n, D), standardised."""
+        """Standardise features (n, D)."""
         return (features - self.shift) / self.scale
 
     @classmethod
     def of(cls, features: Tensor, device: torch.device) -> Scaling:
-        """Mean and standard deviation of each column of features (N, D); 1 for one that never varies.
+        """Compute mean and standard deviation of each column of features (N, D); the deviation of a constant column is 1.
 
-        Two passes in blocks, sums in float64: of float32 values that are all equal they are exact, and the deviation is 0.
+        Two passes in blocks with float64 sums: for float32 values that are all equal they are exact, and the deviation
+        is 0.
         """
         rows = max(1, _BLOCK_BYTES // (8 * features.shape[1]))
         blocks, double = FeatureBlocks(features, device), torch.float64
@@ -112,23 +117,23 @@ class Scaling(NamedTuple):
         mean = torch.stack(sums).sum(dim=0) / len(features)
         squares = [(block - mean).square_().sum(dim=0) for _, block in blocks.read(rows, double)]
         sd = (torch.stack(squares).sum(dim=0) / len(features)).sqrt().float()
-        # Less than float32's normal numbers counts as none: its reciprocal may be infinite.
+        # Subnormal deviations count as 0: their reciprocal may be infinite.
         sd = torch.where(sd > torch.finfo(sd.dtype).tiny, sd, 1.0)
         return cls(mean.float(), sd)
 
 
 class Inputs(NamedTuple):
-    """The inputs of all examples: features wherever they lie, and how they are scaled on their way; not at all by default."""
+    """The inputs of all examples: features on any device, and an optional scaling applied as they are read."""
 
     features: FeatureBlocks
     scaling: Scaling | None = None
 
     def gather(self, rows: slice | Tensor) -> Tensor:
-        """Those of some rows, (n, D) float32 on the device; an index (n,) int64 is best where the features are."""
+        """Return the inputs of some rows, (n, D) float32 on the device; an index (n,) int64 should lie where the features are."""
         return self._scaled(self.features.gather(rows, torch.float32))
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """All rows in order, and their inputs (n, D), to be used without gradients: few at a time stay in a CPU's cache."""
+        """Yield all rows in order with their inputs (n, D), without gradients, in blocks that fit a CPU's cache."""
         size = _ROWS["cpu" if self.features.device.type == "cpu" else "cuda"]
         for rows, block in self.features.read(size, torch.float32):
             yield rows, self._scaled(block)
@@ -147,7 +152,7 @@ def draw_activations(
     *,
     gradient: Moments | None = None,
 ) -> Tensor:
-    """Gaussian draws (R, n, out) of x w^T + b with their exact mean and variance.
+    """Draw activations (R, n, out): Gaussians with the exact mean and variance of x w^T + b.
 
     Args:
         inputs: (R, n, in).
@@ -172,8 +177,9 @@ class Minibatch(NamedTuple):
     """Examples of a step.
 
     Args:
-        features: (n, D). labels: (n,) int64 or (n, C), those of each repeat before them, (R, n) or (R, n, C), where they differ.
-        share: of the whole data, n / N: what weighs the divergence.
+        features: (n, D).
+        labels: (n,) int64 or (n, C); (R, n) or (R, n, C) where the repeats have labels of their own.
+        share: n / N, the weight of the divergence.
     """
 
     features: Tensor
@@ -182,7 +188,7 @@ class Minibatch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step saw, detached.
+    """Parts of the bound from one step, detached.
 
     Args:
         log_likelihood: of the batch, (R,).
@@ -194,12 +200,13 @@ class Step(NamedTuple):
 
 
 class EstimatorSettings(NamedTuple):
-    """What the estimators can be told.
+    """Settings of the gradient estimators.
 
     Args:
-        estimator: lrt, mnf or concrete. variance: exact or published, of lrt and mnf.
-        temperature: of the relaxed inclusions (concrete). Low ones are nearer to zeros and ones, but their gradient is zero in
-            nearly all draws: at 0.001, the thesis's, in all but about one of a thousand.
+        estimator: lrt, mnf or concrete.
+        variance: exact or published, for lrt and mnf.
+        temperature: of the relaxed inclusions (concrete). Low temperatures are closer to zeros and ones, but nearly all
+          draws then have a zero gradient: at 0.001, the thesis's, all but about one in a thousand.
         multiplier_draws: z drawn a step, each for as many examples (mnf).
     """
 
@@ -216,10 +223,10 @@ def differentiate(
     generator: torch.Generator,
     workspace: Workspace | None = None,
 ) -> Step:
-    """Set the gradient of minus the bound's share on everything that the model learns.
+    """Set the gradient of minus the batch's share of the bound on every learnt parameter.
 
     Args:
-        workspace: `workspace_of` this model; with one the gradients of the weights' factors lie in it.
+        workspace: `workspace_of` this model; the gradients of the weights' factors then lie in it.
     """
     space = workspace or workspace_of(model)
     if settings.estimator == "concrete":
@@ -228,7 +235,7 @@ def differentiate(
 
 
 def workspace_of(model: LatentModel) -> Workspace:
-    """What the steps on a model write to."""
+    """Allocate the memory that training steps on a model write to."""
     return Workspace.of(model.factors, model.layout, has_switching=bool(model.multipliers))
 
 
@@ -240,7 +247,7 @@ class Biases(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """Logits (R, n, K), and of every layer with a multiplier its draws z (R, M, in) and log q(z) - log r(z | w) (R, M)."""
+    """Logits (R, n, K), and for every layer with a multiplier its draws z (R, M, in) and log q(z) - log r(z | w) (R, M)."""
 
     logits: Tensor
     draws: list[Tensor]
@@ -250,7 +257,7 @@ class _Forward(NamedTuple):
 def draw_logits(
     model: LatentModel, features: Tensor, weight: Moments, generator: torch.Generator, *, multiplier_draws: int = 10
 ) -> Tensor:
-    """Logits (R, n, K) of features (n, D), the activations of every layer drawn from their mean and variance."""
+    """Draw logits (R, n, K) of features (n, D), each layer's activations from their mean and variance."""
     return _forward(model, features, weight, generator, multiplier_draws).logits
 
 
@@ -282,7 +289,8 @@ def _forward(
             drawn, log_density = multiplier.draw(normal(count, inputs))
             flows.append(log_density - multiplier.log_auxiliary(drawn, own, normal(count, outputs), to_layers[index]))
             draws.append(drawn)
-            # Example i has draw i modulo their number. Indexing would be the same; its gradient is slow, and on a GPU a sort.
+            # Example i has draw i modulo their number. Indexing gives the same, but its gradient is slow (a sort on a
+            # GPU).
             z = drawn if count == num_examples else drawn.repeat(1, -(-num_examples // count), 1)[:, :num_examples]
         hidden = draw_activations(
             hidden if index == 0 else hidden.relu(),
@@ -292,13 +300,13 @@ def _forward(
 
 
 def leaves(model: LatentModel, variance: str, workspace: Workspace | None = None) -> Moments:
-    """The moments of the weights, apart from the graph; without multipliers both variances as one."""
+    """Return the moments of the weights, detached from the graph; without multipliers both variances are merged."""
     return moments(model.factors, model.layout, variance=variance, is_merged=not model.multipliers, workspace=workspace)
 
 
 @no_grad
 def bias_leaves(factors: Factors) -> Biases:
-    """The moments of the biases, apart from the graph."""
+    """Return the moments of the biases, detached from the graph."""
     return Biases(factors.bias_mean.detach(), factors.bias_sd.square_().add_(LEAST_VARIANCE))
 
 
@@ -321,7 +329,7 @@ def _differentiate_moments(
         divergence = torch.stack(forward.flows).mean(dim=2).sum()
         pulls = multiplier_pull(weight, factors, model.prior, model.layout, space)
         for z, (first, second) in zip(forward.draws, pulls, strict=True):
-            # The weights' divergence as far as z goes: linear in its two moments.
+            # The part of the weights' divergence that depends on z: linear in its two moments.
             divergence = divergence + (z.mean(dim=1) * first + z.square().mean(dim=1) * second).sum()
         loss = loss + divergence * batch.share
         multipliers = [Multiplier(z.detach().mean(dim=1), z.detach().square().mean(dim=1)) for z in forward.draws]
@@ -338,7 +346,7 @@ def _differentiate_moments(
         scale=batch.share, variance=settings.variance, multipliers=multipliers, workspace=space,
     )  # fmt: skip
     for tensor, gradient in zip(rest, gradients, strict=True):
-        if gradient is None:  # it has been written already, by small_network
+        if gradient is None:  # small_network has already written it
             continue
         if tensor.grad is None:
             tensor.grad = gradient
@@ -351,7 +359,7 @@ def _differentiate_moments(
 def _differentiate_weights(
     model: LatentModel, batch: Minibatch, settings: EstimatorSettings, generator: torch.Generator, space: Workspace
 ) -> Step:
-    """Weights drawn with relaxed inclusions, the same for all examples; Maddison et al. (2017), arXiv 1611.00712."""
+    """Differentiate with relaxed inclusions drawn once for all examples; Maddison et al. (2017), arXiv 1611.00712."""
     factors, layout = model.factors, model.layout
     draw = _draw_relaxed(model, settings.temperature, generator, space)
     noise = _normal_like(factors.bias_mean, generator)
@@ -408,7 +416,7 @@ def _draw_relaxed(model: LatentModel, temperature: float, generator: torch.Gener
 def _relaxed_gradient(
     model: LatentModel, draw: _Relaxed, d_weight: Tensor, temperature: float, space: Workspace
 ) -> None:
-    """Adds what comes through the drawn weights to the factors' gradients."""
+    """Add the gradient through the drawn weights to the factors' gradients."""
     factors = model.factors
     flats = (factors.rho, *draw, d_weight, space.to_mean, space.to_rho, space.to_logit)
     for _, (rho, weight, z, noise, d_own, to_mean, to_rho, to_logit) in model.layout.chunks(*flats):
@@ -422,7 +430,7 @@ def _relaxed_gradient(
 
 
 def _fill(draw: Callable[..., Tensor], to: Tensor, generator: torch.Generator) -> None:
-    """Draws into memory that is there, float32 whatever the precision: the numbers do not depend on it."""
+    """Draw into existing memory, always as float32, so that the numbers do not depend on its precision."""
     if to.dtype == torch.float32 and to.device.type == generator.device.type:
         draw(to.shape, generator=generator, out=to)
     else:
@@ -438,12 +446,15 @@ class Plan:
     """How to fit.
 
     Args:
-        epochs: passes over the data. batch_size: examples a step.
-        learning_rate: of Adam. schedule: constant, or falling to 0 along a cosine.
+        epochs: passes over the data.
+        batch_size: examples a step.
+        learning_rate: of Adam.
+        schedule: constant, or falling to 0 along a cosine.
         inclusion_rate: learning rate of the inclusion logits, for the first `early_epochs`; learning_rate after them.
-        flow_rate: learning rate of the multipliers; learning_rate where there is none.
+        flow_rate: learning rate of the multipliers; learning_rate by default.
         early_epochs: epochs after which the prior's hyper-parameters are frozen as well.
-        hyper_prior: whether those are learnt. prior_weight: of the model's own prior against the weights', see learnt_prior.
+        hyper_prior: whether the hyper-parameters are learnt.
+        prior_weight: weight of the model's own prior, see learnt_prior.
         settings: of the estimator.
         shuffles: whether batches are drawn anew each epoch; else they are blocks of consecutive examples.
     """
@@ -474,18 +485,19 @@ def fit_latent(
     progress: Progress = SILENT,
     what: str = "fit",
 ) -> tuple[LatentModel, History]:
-    """Fit a model in place; returns it, with its prior as learnt, and what each epoch gave.
+    """Fit a model in place; return it with its learnt prior, and the history of its bound.
 
     Args:
         model: where to start.
         features: (N, D), on the model's device, or on the CPU and sent there batch by batch.
-        labels: (N,) int64, or (N, C) where classes do not exclude each other; where each repeat has labels of its own they are
-            (N, R) or (N, R, C), and batches have the same examples.
+        labels: (N,) int64, or (N, C) where classes do not exclude each other; (N, R) or (N, R, C) where each repeat has
+          labels of its own. Batches have the same examples for all repeats.
         plan: how.
-        generator: of shuffles and noise; on a GPU one on the CPU seeds another there.
+        generator: of shuffles and noise; for a GPU, a CPU generator seeds another there.
         state, save: to resume, as in bnncli.training.loop.train; there is a state after each epoch.
         scaling: of the features, none by default.
-        progress: advanced once a step, with the epoch and the bound of the one before as a note. what: its name there.
+        progress: advanced once a step, noting the epoch and the previous epoch's bound.
+        what: the task's name in `progress`.
 
     Raises:
         NumericError: when the bound of an epoch is not finite.
@@ -504,13 +516,14 @@ class LatentLearner:
 
     Args:
         model: to fit in place.
-        inputs: of the network, (N, D). labels: see fit_latent.
+        inputs: of the network, (N, D).
+        labels: see fit_latent.
         plan: how.
         generator: of shuffles and noise, on the model's device.
 
     Attributes:
-        model: with its prior as learnt.
-        history: what each epoch gave.
+        model: with its learnt prior.
+        history: the bound's parts after each epoch.
     """
 
     steps_at_once = 1
@@ -521,54 +534,54 @@ class LatentLearner:
         self, model: LatentModel, inputs: Inputs, labels: Tensor, plan: Plan, generator: torch.Generator
     ) -> None:
         self.model, self.plan, self.generator, self.inputs = model, plan, generator, inputs
-        self.expected = model.prior  # before anything of it is learnt
+        self.expected = model.prior  # the prior before any of it is learnt
         self.labels = labels.to(model.device)
-        self.labels_differ = labels.ndim > (1 if model.layout.likelihood.is_exclusive else 2)  # from repeat to repeat
+        self.labels_differ = labels.ndim > (1 if model.layout.likelihood.is_exclusive else 2)  # between repeats
         self.batch_size: int | None = plan.batch_size
         self.shuffles = plan.shuffles
         factors, flows = model.factors, model.multiplier_parameters()
-        # Each group is an update of its own: as few as there are learning rates.
+        # Each group is an update of its own: use as few as there are learning rates.
         groups = [[factors.logit], [factors.mean, factors.rho, factors.bias_mean, factors.bias_rho]]
         if plan.inclusion_rate is None:
             groups = [groups[0] + groups[1]]
         if flows:
-            groups.append([join_memory(flows)])  # Adam would spend more on a hundred small ones
+            groups.append([join_memory(flows)])  # Adam is slower on a hundred small tensors
         for tensor in flows:
             tensor.requires_grad_()
         self.optimizer = Adam(groups, model.device)
         self.seen_shape: tuple[int, ...] = (model.num_repeats, 1 + model.layout.num_layers)
         self.history = History()
         self.workspace = workspace_of(model)
-        self._order: Tensor | None = None  # of labels, and of features, which may lie elsewhere
+        self._order: Tensor | None = None  # of labels, and of features, which may lie on another device
         self._order_of_features: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
-        """The model's."""
+        """Return the model's device."""
         return self.model.device
 
     @property
     def num_examples(self) -> int:
-        """N."""
+        """Return N."""
         return len(self.labels)
 
     @property
     def num_epochs(self) -> int:
-        """Epochs done."""
+        """Return the number of finished epochs."""
         return self.history.num_epochs
 
     @property
     def objective(self) -> Sequence[float]:
-        """The bound of each, the mean of the repeats."""
+        """Return the bound of each epoch, averaged over the repeats."""
         return list(self.history.bound().mean(dim=1).tolist())
 
     @property
     def constants(self) -> object:
-        """The prior, whose numbers are in the steps."""
+        """Return the prior, whose numbers a captured step contains."""
         return self.model.prior
 
     def rates(self, epoch: int) -> Sequence[float]:
-        """Those of the inclusion logits, where they have their own, of the other factors, and of the multipliers."""
+        """Return the learning rates of the inclusion logits (if separate), of the other factors, and of the multipliers."""
         plan = self.plan
         rates = [plan.learning_rate]
         if plan.inclusion_rate is not None:
@@ -576,32 +589,32 @@ class LatentLearner:
         return [*rates, plan.flow_rate or plan.learning_rate] if self.model.multipliers else rates
 
     def note(self) -> str:
-        """The epoch, and the bound of the one before, nats."""
+        """Describe the epoch and the previous epoch's bound, nats."""
         note = f"epoch {self.num_epochs + 1}/{self.plan.epochs}"
-        if self.num_epochs:  # of all data; the mean of the repeats
+        if self.num_epochs:  # averaged over the repeats
             note += f", bound {float(self.history.last_bound().mean()):.4g}"
         return note
 
     def begin_epoch(self, order: Tensor | None) -> None:
-        """Batches are cut from this order, or are blocks of consecutive examples."""
+        """Cut the batches from this order; without one they are blocks of consecutive examples."""
         if order is not None:
             self._order, self._order_of_features = (
                 order.to(part.device) for part in (self.labels, self.inputs.features.features)
             )
 
     def draw(self, num_steps: int) -> tuple[Tensor, ...]:
-        """Nothing: steps draw what they need."""
+        """Return nothing: steps draw what they need."""
         return ()
 
     def gather(self, rows: slice, num_steps: int) -> tuple[Tensor, ...]:
-        """Inputs (steps, n, D) and labels (steps, n, ...)."""
+        """Return inputs (steps, n, D) and labels (steps, n, ...)."""
         wanted = rows if self._order_of_features is None else self._order_of_features[rows]
         labels = self.labels[rows if self._order is None else self._order[rows]]
         sizes = (num_steps, -1)
         return self.inputs.gather(wanted).unflatten(0, sizes), labels.unflatten(0, sizes)
 
     def update(self, *parts: Tensor) -> Tensor:
-        """What the step saw: log likelihood of the batch, then the flows' part by layer, weighed as they are in it."""
+        """Take a step; return the batch's log likelihood and the flows' part by layer, weighted as in the epoch."""
         inputs, labels = parts
         share = len(labels) / self.num_examples
         batch = Minibatch(inputs, labels.movedim(1, 0) if self.labels_differ else labels, share)
@@ -611,7 +624,7 @@ class LatentLearner:
 
     @no_grad
     def end_round(self, seen: Tensor) -> None:
-        """Learn the prior where it is early, then take note of the parts of the bound and of the density."""
+        """Record the epoch's parts of the bound and the density, after learning the prior in early epochs."""
         for steps in seen:
             total = torch.zeros_like(steps[0])
             for step in steps:
@@ -640,12 +653,12 @@ class LatentLearner:
             )
 
     def state(self) -> dict[str, Tensor]:
-        """The history and the prior."""
+        """Return the history and the prior."""
         prior = {f"prior.{name}": part.clone() for name, part in self.model.prior.tensors().items()}
         return self.history.tensors() | prior
 
     def load(self, state: State) -> None:
-        """Take up both."""
+        """Restore the history and the prior."""
         self.history = History.from_tensors(state)
         prior = self.model.prior
         parts = {name: state[f"prior.{name}"].to(self.device) for name in prior.tensors()}
@@ -654,7 +667,7 @@ class LatentLearner:
 
 @no_grad
 def averaged_divergence(model: LatentModel, generator: torch.Generator, num_draws: int = 256) -> Tensor:
-    """The weights' KL (R, L) float64, averaged over draws of the multipliers where there are any."""
+    """Return the weights' KL (R, L) float64, averaged over draws of the multipliers."""
     multipliers = []
     for part in model.multipliers:
         noise = torch.randn(
@@ -665,15 +678,15 @@ def averaged_divergence(model: LatentModel, generator: torch.Generator, num_draw
     return weight_divergence(model.factors, model.prior, model.layout, multipliers or None)
 
 
-# Geometric: neighbours differ by 1.9, which a posterior hardly notices.
+# Geometric: neighbours differ by 1.9, which hardly changes a posterior.
 CANDIDATES = tuple(0.01 * 300 ** (i / 9) for i in range(10))
 NUM_NETWORKS = 10  # of a prediction
-EPOCHS_SHARE = 0.1  # of the fit's epochs that each candidate gets, and at least MIN_EPOCHS
+EPOCHS_SHARE = 0.1  # of the fit's epochs for each candidate, and at least MIN_EPOCHS
 MIN_EPOCHS = 5
 
 
 def search_epochs(epochs: int) -> int:
-    """How many epochs the search takes, for a fit of so many."""
+    """Return how many epochs each candidate of the search gets."""
     return min(epochs, max(MIN_EPOCHS, round(EPOCHS_SHARE * epochs)))
 
 
@@ -686,10 +699,11 @@ def nll_of_repeats(
     *,
     scaling: Scaling | None = None,
 ) -> Tensor:
-    """Mean NLL (R,) float64 of labels (N,) or (N, C) under the mean probability of NUM_NETWORKS networks of each repeat.
+    """Return the mean NLL (R,) float64 of labels (N,) or (N, C) under the mean probability of NUM_NETWORKS networks of each repeat.
 
     Args:
-        features: (N, D), on the model's device or the CPU. labels: on the model's device.
+        features: (N, D), on the model's device or the CPU.
+        labels: on the model's device.
         scaling: of the features, none by default.
     """
     layout, found = model.layout, []
@@ -711,20 +725,21 @@ def nll_of_repeats(
     return torch.stack(found)
 
 
-# Weights of a group's networks together, at most, where it has several. Measured on a core, ten networks one by one against a
-# batch of them: with 840 weights 6 times as long, with 5,120 three times, with 20,480 1.5 times, with 40,400 1.3, with 128,000
-# as long. On a GPU steps of less than some millions of weights wait for the launches of their kernels.
+# The most weights of a group's networks together, where a group has several. On one core, ten networks one by one take,
+# compared with a batch of them, 6 times as long with 840 weights, three times with 5,120, 1.5 times with 20,480, 1.3
+# times with 40,400 and as long with 128,000. On a GPU, steps of fewer than some millions of weights wait for kernel
+# launches.
 GROUP_WEIGHTS = {"cpu": 2**16, "cuda": 2**22}
 
 
 def groups_of(layout: NetworkLayout, num_repeats: int, device: torch.device) -> list[slice]:
-    """The repeats of each group, as even as can be."""
+    """Return the repeats of each group, split as evenly as possible."""
     count = -(-num_repeats // largest_group(layout, num_repeats, device))
     return [slice(part.start, part.stop) for part in shares(num_repeats, count)]
 
 
 def largest_group(layout: NetworkLayout, num_repeats: int, device: torch.device) -> int:
-    """How many of so many repeats are in a group at most."""
+    """Return how many repeats a group has at most."""
     weights = GROUP_WEIGHTS.get(device.type, GROUP_WEIGHTS["cpu"])
     return min(num_repeats, max(1, weights // layout.num_weights))
 
@@ -739,12 +754,12 @@ def fit_apart(
     progress: Progress,
     stored: Stored | None = None,
 ) -> list[dict[str, Tensor]]:
-    """What the fit of each group gave, on every worker.
+    """Fit each group of repeats on one of the workers; return all results on every worker.
 
     Args:
-        start: of all repeats; each group goes on from its own part.
-        fit: of a group, from its start, the first of its repeats, and its place among the others.
-        what, num_steps, progress, stored: as share_out has them.
+        start: of all repeats; each group continues from its own part.
+        fit: fits a group, given its start, the number of its first repeat, and its seat among the workers.
+        what, num_steps, progress, stored: see share_out.
 
     Raises:
         BnnError: as share_out.
@@ -759,13 +774,13 @@ def fit_apart(
 
 
 def fit_tensors(model: LatentModel, history: History) -> dict[str, Tensor]:
-    """What became of a group."""
+    """Return the tensors of a fitted group."""
     prior = {name: part.expand(model.num_repeats, -1) for name, part in model.prior.tensors().items()}
     return dict(model.tensors()) | {f"prior.{name}": part for name, part in prior.items()} | history.tensors()
 
 
 def joined(start: LatentModel, groups: Sequence[Mapping[str, Tensor]], *, has_learnt_prior: bool) -> LatentModel:
-    """The model of all repeats, on the device of their start; groups: their fit_tensors."""
+    """Join the groups (their fit_tensors) into the model of all repeats, on the device of their start."""
 
     def of_all(name: str) -> Tensor:
         parts = [one[name] for one in groups]
@@ -783,12 +798,12 @@ def joined(start: LatentModel, groups: Sequence[Mapping[str, Tensor]], *, has_le
 
 
 def joined_history(groups: Sequence[Mapping[str, Tensor]]) -> History:
-    """That of all repeats."""
+    """Join the groups' histories into that of all repeats."""
     names = [name for name in groups[0] if name.startswith("history.")]
     return History.from_tensors({name: torch.cat([one[name] for one in groups], dim=1) for name in names})
 
 
 def _label(rows: slice, num_repeats: int) -> str:
-    """A group, for people."""
+    """Name a group in messages."""
     first, last = rows.start + 1, rows.stop
     return f"network {first} of {num_repeats}" if first == last else f"networks {first} to {last} of {num_repeats}"

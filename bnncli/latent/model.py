@@ -29,7 +29,7 @@ class LayerPrior(NamedTuple):
 
     @property
     def flat(self) -> LayerPrior:
-        """The same for weights that lie in one row, (R or 1, 1)."""
+        """Return the prior for weights in one row, (R or 1, 1)."""
         return LayerPrior(*(part[..., 0] for part in self))
 
 
@@ -38,15 +38,15 @@ class SpikeAndSlab:
     """Prior of every weight of a network; slabs may differ by layer and repeat.
 
     Args:
-        inclusion: (R or 1, L) float64, prior probability that a weight of the layer is there, between 0 and 1.
-        slab_mean: (R or 1, L), mean of a weight that is there.
+        inclusion: (R or 1, L) float64, prior inclusion probability of a weight, between 0 and 1.
+        slab_mean: (R or 1, L), mean of an included weight.
         slab_sd: (R or 1, L), its standard deviation.
         bias_sd: standard deviation of the biases, whose mean is zero.
 
-    `is_uniform` says whether it is the same in all layers.
+    `is_uniform` says whether the prior is the same in all layers.
     """
 
-    is_uniform: ClassVar[bool]  # of each instance, but no field: it follows from them
+    is_uniform: ClassVar[bool]  # set on each instance; not a field, since it follows from the fields
     _layers: ClassVar[dict[tuple[torch.dtype, torch.device], tuple[LayerPrior, ...]]]
 
     inclusion: Tensor
@@ -60,7 +60,7 @@ class SpikeAndSlab:
         if not bool((self.slab_sd > 0).all()) or not self.bias_sd > 0:
             raise ValueError("expected positive prior standard deviations")
         alike = [bool((part == part[:, :1]).all()) for part in self.tensors().values()]
-        object.__setattr__(self, "is_uniform", all(alike))  # asked for once: on a GPU it is a wait
+        object.__setattr__(self, "is_uniform", all(alike))  # computed once: on a GPU it synchronises
         object.__setattr__(self, "_layers", {})
 
     @classmethod
@@ -73,17 +73,17 @@ class SpikeAndSlab:
         slab_sd: float = 1.0,
         bias_sd: float = 1.0,
     ) -> SpikeAndSlab:
-        """The same prior for all layers; the defaults are the thesis's."""
+        """Return the same prior for all layers; the defaults are the thesis's."""
         parts = [torch.full((1, num_layers), value, dtype=torch.float64) for value in (inclusion, slab_mean, slab_sd)]
         return cls(parts[0], parts[1], parts[2], bias_sd)
 
     @property
     def bias_log_sd(self) -> float:
-        """Logarithm of the biases' standard deviation."""
+        """Return the logarithm of the biases' standard deviation."""
         return math.log(self.bias_sd)
 
     def layers(self, like: Tensor) -> tuple[LayerPrior, ...]:
-        """That of each layer, in the precision and on the device of a tensor; made once."""
+        """Return the prior of each layer in the precision and on the device of a tensor, cached."""
         key = like.dtype, like.device
         if key not in self._layers:
             self._layers[key] = tuple(self._layer(index, like) for index in range(self.inclusion.shape[1]))
@@ -97,22 +97,22 @@ class SpikeAndSlab:
         return LayerPrior(mean, log_sd, precision, log_odds, log_inclusion, log_exclusion, balance)
 
     def to(self, device: torch.device | str) -> SpikeAndSlab:
-        """A copy on another device."""
+        """Return a copy on another device."""
         return self.from_tensors({name: part.to(device) for name, part in self.tensors().items()}, self.bias_sd)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Inclusion, mean and standard deviation of the slab, by name."""
+        """Return inclusion, mean and standard deviation of the slab, by name."""
         return {"inclusion": self.inclusion, "slab_mean": self.slab_mean, "slab_sd": self.slab_sd}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], bias_sd: float) -> SpikeAndSlab:
-        """The inverse of tensors()."""
+        """Invert tensors()."""
         return cls(tensors["inclusion"], tensors["slab_mean"], tensors["slab_sd"], bias_sd)
 
 
 @dataclass(frozen=True)
 class LatentModel:
-    """Factors of q, prior, and where the estimator is mnf a multiplier of each layer's inputs.
+    """Factors of q, the prior, and for the mnf estimator a multiplier of each layer's inputs.
 
     Args:
         multipliers: one a layer, or none at all.
@@ -125,7 +125,7 @@ class LatentModel:
 
     @classmethod
     def of_prior(cls, layout: NetworkLayout, prior: SpikeAndSlab) -> LatentModel:
-        """One whose q is the prior of its first repeat: its draws are the prior's. On the prior's device."""
+        """Return a model whose q is the prior of the first repeat, on the prior's device: its draws are the prior's."""
         like = prior.inclusion.new_ones(1, layout.num_biases, dtype=torch.float64)
         inclusion, mean, sd = (
             torch.cat(
@@ -138,35 +138,35 @@ class LatentModel:
 
     @property
     def num_repeats(self) -> int:
-        """R."""
+        """Return R."""
         return self.factors.mean.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Return the device of the parameters."""
         return self.factors.mean.device
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What is learnt, masks included, by name."""
+        """Yield every learnt tensor with its name, masks included."""
         yield from self.factors.tensors().items()
         for index, model in enumerate(self.multipliers):
             for name, tensor in model.tensors():
                 yield f"multiplier.{index}.{name}", tensor
 
     def multiplier_parameters(self) -> list[Tensor]:
-        """What is learnt of the multipliers."""
+        """Return the learnt tensors of the multipliers."""
         return [tensor for model in self.multipliers for tensor in model.parameters()]
 
     @no_grad
     def draw_weights(
         self, repeats: Tensor, generator: torch.Generator, multipliers: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Exact draws of weights (S, W) and biases (S, B) from q, one of each repeat named in (S,).
+        """Draw weights (S, W) and biases (S, B) exactly from q, one of each repeat named in (S,).
 
-        Inclusions are drawn as zeros and ones, so that weights which are out are exactly 0.
+        Inclusions are drawn as zeros and ones, so that excluded weights are exactly 0.
 
         Args:
-            multipliers: z of each layer's inputs, (S, in), where they are given; else they are drawn as well.
+            multipliers: z of each layer's inputs, (S, in); drawn when absent.
         """
         factors, count = self.factors, len(repeats)
         generator = source_of(generator, self.layout.num_weights, self.device)
@@ -195,7 +195,7 @@ class LatentModel:
 
     @no_grad
     def multiplier_means(self, generator: torch.Generator, num_draws: int = 4096) -> list[Tensor]:
-        """E[z] of each layer's inputs, (R, in), by draws; nothing without multipliers."""
+        """Estimate E[z] of each layer's inputs, (R, in), from draws; empty without multipliers."""
         means = []
         for model in self.multipliers:
             shape = (self.num_repeats, num_draws, model.start_mean.shape[1])
@@ -204,7 +204,7 @@ class LatentModel:
         return means
 
     def of_repeats(self, rows: slice) -> LatentModel:
-        """That of some repeats, to be fitted apart from the others: nothing but masks is shared with them."""
+        """Copy some repeats, to be fitted apart from the others: only the masks are shared."""
         factors = Factors(**{name: part[rows].clone() for name, part in self.factors.tensors().items()})
         prior = {name: part[rows] if len(part) > 1 else part for name, part in self.prior.tensors().items()}
         multipliers = [
@@ -219,19 +219,22 @@ class LatentModel:
         )
 
     def with_prior(self, prior: SpikeAndSlab) -> LatentModel:
-        """The same under another prior."""
+        """Return the model under another prior."""
         return replace(self, prior=prior)
 
 
 def learnt_prior(model: LatentModel, expected: SpikeAndSlab, weight: float) -> SpikeAndSlab:
-    """The prior that maximises the bound and its hyper-prior's density: each layer's inclusion and slab variance.
+    """Return the prior that maximises the bound and its hyper-prior's density: each layer's inclusion and slab variance.
 
-    In closed form. The hyper-prior is Beta(1, 1) on the inclusion and an inverse gamma(1, 1) on the variance, as if beside the
-    layer's n weights s = weight n more inclusions of probability a, and as many slabs N(m, t^2), had been seen, those `expected`:
+    The solution is in closed form. The hyper-prior is Beta(1, 1) on the inclusion and an inverse gamma(1, 1) on the
+    variance, plus s = weight n pseudo-observations (n the layer's weights) from `expected`: s inclusions of probability
+    a and s slabs N(m, t^2):
 
-        inclusion = (sum alpha + s a) / (n + s), variance = (1 + s t^2 / 2 + sum alpha (sigma^2 + (mu - m)^2) / 2) / (2 + s / 2 + sum alpha / 2).
+        inclusion = (sum alpha + s a) / (n + s),
+        variance = (1 + s t^2 / 2 + sum alpha (sigma^2 + (mu - m)^2) / 2) / (2 + s / 2 + sum alpha / 2).
 
-    Without them (weight 0, the thesis's) the inclusions of early epochs, where they start, become the prior, which then keeps them.
+    Without them (weight 0, the thesis's) the inclusions of the first epochs, close to where they start, become the
+    prior and stay there.
     """
     factors = model.factors
     inclusion, variance = [], []
@@ -263,10 +266,10 @@ Multipliers = Sequence[Multiplier | None]
 def weight_divergence(
     factors: Factors, prior: SpikeAndSlab, layout: NetworkLayout, multipliers: Multipliers | None = None
 ) -> Tensor:
-    """KL of all weights of a layer, (R, L) float64, nats.
+    """Return the KL of all weights of a layer, (R, L) float64, nats.
 
     Args:
-        multipliers: of each layer; None where there is none.
+        multipliers: of each layer; None for a layer without one.
     """
     num_repeats = factors.mean.shape[0]
     sums = [factors.mean.new_zeros(num_repeats, dtype=torch.float64) for _ in range(layout.num_layers)]
@@ -282,7 +285,7 @@ def weight_divergence(
 
 
 def bias_divergence(mean: Tensor, rho: Tensor, prior: SpikeAndSlab, layout: NetworkLayout) -> Tensor:
-    """KL of the biases of each layer, (R, L), nats, of mean (R, B) and rho (R, B)."""
+    """Return the KL of the biases of each layer, (R, L), nats, for mean (R, B) and rho (R, B)."""
     sd = torch.nn.functional.softplus(rho)
     each = prior.bias_log_sd - log_sd(sd) - 0.5 + (sd.square() + mean.square()) / (2 * prior.bias_sd**2)
     return torch.stack([part.sum(dim=1) for part in layout.biases(each)], dim=1)
@@ -292,10 +295,10 @@ def bias_divergence(mean: Tensor, rho: Tensor, prior: SpikeAndSlab, layout: Netw
 def bias_gradients(
     factors: Factors, to_mean: Tensor, to_sd: Tensor, prior: SpikeAndSlab, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a loss plus `scale` times the biases' KL with respect to bias_mean and bias_rho, (R, B).
+    """Return the gradients of a loss plus `scale` times the biases' KL with respect to bias_mean and bias_rho, (R, B).
 
     Args:
-        to_mean, to_sd: of the loss with respect to the biases' means and standard deviations, (R, B).
+        to_mean, to_sd: gradients of the loss with respect to the biases' means and standard deviations, (R, B).
     """
     sd, weight = factors.bias_sd, scale / prior.bias_sd**2
     to_rho = torch.add(to_sd, sd, alpha=weight)
@@ -315,14 +318,14 @@ def factor_gradients(
     multipliers: Multipliers | None = None,
     workspace: Workspace | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a loss plus `scale` times the weights' KL with respect to mean, rho and logit, each (R, W).
+    """Return the gradients of a loss plus `scale` times the weights' KL with respect to mean, rho and logit, each (R, W).
 
     Args:
         gradient: of the loss with respect to the moments of the weights, (R, W) each; None for the divergence alone.
         scale: of the divergence, such as 1 / batches.
-        variance: as in `moments`, which made them.
+        variance: as given to `moments`.
         multipliers: as in weight_divergence.
-        workspace: that `moments` has just filled for these factors; the result lies in it.
+        workspace: just filled by `moments` for these factors; the result lies in it.
     """
     space = workspace
     if space is None:
@@ -332,7 +335,7 @@ def factor_gradients(
     given = [part for part in gradient or () if part is not None]
     flats = [factors.mean, factors.rho, factors.logit, space.inclusion, space.exclusion, space.sd, *result]
     own = prior.layers(factors.mean)
-    is_flat = multipliers is None and prior.is_uniform  # layers make no difference then
+    is_flat = multipliers is None and prior.is_uniform  # all layers can then be treated as one
     if is_flat:
         own = (own[0].flat,)
     for index, blocks in (layout.chunks if is_flat else layout.blocks)(*flats, *given):
@@ -357,7 +360,7 @@ def _divergence_gradient(
     scale: float | Tensor,
     scratch: Sequence[Tensor],
 ) -> None:
-    """Sets the derivatives of a block's divergence by alpha mean, sd (both over alpha) and alpha."""
+    """Set the derivatives of a block's divergence by alpha mean, sd (both over alpha) and alpha."""
     mean, _, logit, _, _, sd, to_mean, to_sd, to_alpha = blocks
     distance, log = scratch
     precision = prior.precision * scale
@@ -378,7 +381,7 @@ def _divergence_gradient(
 
 
 def _moment_gradient(blocks: Sequence[Tensor], variance: str, scratch: Sequence[Tensor]) -> None:
-    """Adds what comes through the moments of the weights."""
+    """Add the derivatives through the moments of the weights."""
     mean, _, _, alpha, beta, sd, to_mean, to_sd, to_alpha, d_mean, d_noise, *switching = blocks
     one, other = scratch
     to_mean.add_(d_mean)
@@ -399,7 +402,7 @@ def _moment_gradient(blocks: Sequence[Tensor], variance: str, scratch: Sequence[
 def multiplier_pull(
     weight: Moments, factors: Factors, prior: SpikeAndSlab, layout: NetworkLayout, workspace: Workspace
 ) -> list[tuple[Tensor, Tensor]]:
-    """Derivatives of each layer's KL by the first and the second moment of its multiplier, (R, in) both.
+    """Return the derivatives of each layer's KL by the first and the second moment of its multiplier, (R, in) both.
 
     Args:
         weight: moments of these factors' weights.
@@ -418,7 +421,7 @@ def multiplier_pull(
 
 
 def _slab_divergence(mean: Tensor, sd: Tensor, prior: LayerPrior, multiplier: Multiplier | None) -> Tensor:
-    """KL between the Gaussians of weights (R, out, in) that are there."""
+    """Return the KL between the slabs of weights (R, out, in)."""
     if multiplier is None:
         distance = (mean - prior.mean).square_()
     else:

@@ -1,8 +1,8 @@
-"""Models that bring their own definition, `--model KIND:PLACE`: one file in this folder for each kind.
+"""Models that bring their own definition, `--model KIND:PLACE`; models/kinds has one file for each kind.
 
-A kind's file declares, at its left margin, `FORM = Form("hf:DIR", place=10)` (how it is named), `EXTRA = "hf"` (the extra of the
-package with its library; None where it needs none), `TAKES = ("base_model",)` (the options among those of `Asked` that it
-takes; absent where it takes none), and has `open_model(place, asked) -> SavedModel`.
+A kind's file declares at module level `FORM = Form("hf:DIR", place=10)` (its spelling), `EXTRA = "hf"` (the package
+extra that installs its library, or None), optionally `TAKES = ("base_model",)` (the options in `Asked` that it
+supports), and `open_model(place, asked) -> SavedModel`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _FAMILY = "models"
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user says of a model beside its place.
+    """What the user specifies about a model besides its place.
 
     Attributes:
         arguments: as typed, by name.
-        base_model: the folder of the model that an adapter is for.
-        feature_node: name of the node of a graph whose output the features are.
-        allow_download: whether the network may be used.
+        base_model: folder of the model that an adapter belongs to.
+        feature_node: name of the graph node whose output are the features.
+        allow_download: whether network access is allowed.
     """
 
     arguments: Mapping[str, str] = field(default_factory=dict)
@@ -44,29 +44,29 @@ class Asked:
 
 
 class SavedModel(Protocol):
-    """A model that was opened without importing torch or its library: only small files were read."""
+    """A model opened without importing torch or its library; only small files were read."""
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the outputs, index = output; None where the files tell none."""
+        """Class name of each output; None if the files have none."""
 
     @property
     def transform(self) -> Transform | None:
-        """What makes its inputs out of images or texts; None where inputs are arrays."""
+        """Prepares its inputs from images or texts; None if inputs are arrays."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All files that it is made of, whose names and bytes are its identity; none where its weights are the checkpoint's."""
+        """All files of the model, whose names and bytes identify it; empty if the checkpoint has its weights."""
 
     @property
     def task(self) -> str | None:
-        """multiclass, binary or multilabel; None where the files do not tell."""
+        """multiclass, binary or multilabel; None if the files do not say."""
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
-        """The network in evaluation mode, float32, on the CPU.
+        """Return the network in evaluation mode, float32, on the CPU.
 
         Args:
-            state: tensors that fill it, strictly; None for its own weights, of `files`.
+            state: tensors to load strictly; None for its own weights from `files`.
 
         Raises:
             DataError: names or shapes of the weights do not fit the network.
@@ -76,36 +76,36 @@ class SavedModel(Protocol):
 
 @runtime_checkable
 class Published(Protocol):
-    """A saved model whose library knows what the outputs of published weights are called."""
+    """A saved model whose library knows the class names of published weights."""
 
     def published_classes(self, num_classes: int) -> tuple[str, ...] | None:
-        """Names of so many outputs, index = output; None where the published weights have another number.
+        """Return the class names of num_classes outputs; None if the published weights have another number.
 
-        The checkpoint may be of other weights: names that the data have go before these. The library is imported.
+        The checkpoint may hold other weights, so names in the data take precedence. Imports the library.
         """
 
 
 @runtime_checkable
 class Composed(Protocol):
-    """A saved model of a base and an adapter, whose parameters `build` merges into those of the base."""
+    """A saved model of a base and an adapter, whose parameters `build` merges into the base's."""
 
     def build_apart(self) -> nn.Module:
-        """The same network with the adapter's parameters beside those of the base."""
+        """Return the same network with separate adapter parameters."""
 
 
 def is_kind(spec: str) -> bool:
-    """Whether `--model` names a model of this family: what stands before the first colon is the name of a kind."""
+    """Return whether `--model` names a model of this family: the text before the first colon is a kind."""
     kind, colon, _ = spec.partition(":")
     return bool(colon) and registry.has_name(_FAMILY, kind)
 
 
 def open_model(spec: str, asked: Asked) -> SavedModel:
-    """The model that `KIND:PLACE` names; neither torch nor its library is imported.
+    """Open the model that `KIND:PLACE` names, without importing torch or its library.
 
     Raises:
-        UsageError: there is no place, or an option was given that this kind does not take.
+        UsageError: the place is missing, or the kind does not support an option.
         MissingInput: a file is missing.
-        DataError: a file is damaged, or the model is no classifier.
+        DataError: a file is damaged, or the model is not a classifier.
     """
     kind, _, place = spec.partition(":")
     module = registry.load_module(_FAMILY, kind)

@@ -1,4 +1,4 @@
-"""Build a network from its name and fill it with a checkpoint's tensors: every name and shape must fit."""
+"""Build a network from its name and load a checkpoint's tensors strictly: every name and shape must fit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-COUNTER = ".num_batches_tracked"  # of batch norm; absent before torch 0.4.1, and prediction needs none
+COUNTER = ".num_batches_tracked"  # of batch norm; absent before torch 0.4.1 and not needed for prediction
 
 
 class StatePlace(NamedTuple):
-    """Where a network's names are: `own` of the network, in the place of which the state has `theirs`."""
+    """Corresponding prefixes of names: `theirs` in the state, `own` in the network."""
 
     theirs: str = ""
     own: str = ""
@@ -32,13 +32,13 @@ class StatePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class FilledState:
-    """A state by the network's names.
+    """A state with the network's names.
 
     Attributes:
-        state: what lies in the network's place, the network's own tensors and perhaps others.
-        place: in which the names were found.
-        outside: names that lie elsewhere.
-        copies: other prefixes under which all names of the network are there too.
+        state: tensors within the network's prefix: its own and possibly others.
+        place: the prefixes where the names match.
+        outside: names outside that prefix.
+        copies: other prefixes under which all names of the network exist as well.
     """
 
     state: dict[str, Tensor]
@@ -48,7 +48,7 @@ class FilledState:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader should be told."""
+        """Notes for the user."""
         found = []
         if self.place.theirs:
             found.append(f"using the checkpoint's tensors under {quoted(self.place.theirs)} for the network")
@@ -64,18 +64,18 @@ class FilledState:
 
 
 def fitted(state: Mapping[str, Tensor], expected: Collection[str]) -> FilledState:
-    """The state by the names that the network expects; as it is where no prefix makes them fit.
+    """Map the state to the names that the network expects; unchanged if no prefix makes them fit.
 
     Args:
         expected: names of the network's state dict.
 
     Raises:
-        DataError: they fit under several prefixes, and nothing tells which is meant.
+        DataError: they fit under several prefixes, and the choice is ambiguous.
     """
     needed = [name for name in expected if not name.endswith(COUNTER)]
     if not needed:
         return FilledState(dict(state), StatePlace())
-    near: tuple[float, StatePlace] = (0.5, StatePlace())  # below half of the names another network is meant
+    near: tuple[float, StatePlace] = (0.5, StatePlace())  # with fewer than half of the names it is another network
     for own in _common_prefixes(needed):
         counts = prefixes_before(state, {name.removeprefix(own) for name in needed})
         full = [prefix for prefix, count in counts.items() if count == len(needed)]
@@ -90,12 +90,12 @@ def fitted(state: Mapping[str, Tensor], expected: Collection[str]) -> FilledStat
 
 
 def notes_on_names(state: Mapping[str, Tensor], network: nn.Module) -> list[str]:
-    """What a reader should be told of how a state's names became those of the network that it has filled."""
+    """Return notes on how a state's names were mapped to those of the network that it filled."""
     return fitted(state, network.state_dict()).notes if state else []
 
 
 def prefixes_before(names: Iterable[str], wanted: Collection[str]) -> Counter[str]:
-    """How many of the wanted names are there behind each prefix, which is empty or ends with a dot."""
+    """Count the wanted names after each prefix; a prefix is empty or ends with a dot."""
     found: Counter[str] = Counter()
     for name in names:
         place = 0
@@ -113,7 +113,7 @@ def _rank(near: tuple[float, StatePlace]) -> tuple[float, int]:
 
 
 def _chosen(prefixes: list[str]) -> str:
-    """The one of several prefixes that is the network's: the one that is no average; the empty one whatever others there are."""
+    """Choose among several prefixes: the empty one, or the only one that is not an average."""
     raw = [prefix for prefix in prefixes if not is_averaged(prefix)] or prefixes
     if "" in prefixes or len(raw) == 1:
         return "" if "" in prefixes else raw[0]
@@ -125,7 +125,7 @@ def _chosen(prefixes: list[str]) -> str:
 
 
 def _common_prefixes(names: list[str]) -> Iterator[str]:
-    """The prefixes that all names have, the empty one first."""
+    """Yield the prefixes common to all names, the empty one first."""
     yield ""
     if names:
         parts = names[0].split(".")
@@ -137,7 +137,7 @@ def _common_prefixes(names: list[str]) -> Iterator[str]:
 
 
 def _placed(state: Mapping[str, Tensor], place: StatePlace, copies: tuple[str, ...]) -> FilledState:
-    """The state with the network's own names for those in this place."""
+    """Rename the state within this place to the network's own names."""
     length = len(place.theirs)
     inside = {place.own + name[length:]: tensor for name, tensor in state.items() if name.startswith(place.theirs)}
     outside = tuple(name for name in state if not name.startswith(place.theirs))
@@ -148,16 +148,16 @@ _FAMILY = "networks"
 
 
 def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, Tensor] | None) -> nn.Module:
-    """The network that `spec` names, with the weights of `state`, in evaluation mode, float32, on the CPU.
+    """Build the network that `spec` names, with the weights of `state`, in evaluation mode, float32, on the CPU.
 
     Args:
         spec: a built-in name, `package.module:factory` or `file.py:factory`; the last two run the user's code.
-        model_args: arguments of the factory, as typed; what is absent is inferred from the shapes in `state`
-            (built-in networks) or left to the factory's defaults.
+        model_args: arguments of the factory, as typed; missing ones are inferred from the shapes in `state` (built-in
+            networks) or left to the factory's defaults.
         state: tensors by name, after prefix clean-up; None for a network without weights.
 
     Raises:
-        UsageError: unknown name, argument or value.
+        UsageError: name, argument or value is unknown.
         MissingInput: the Python file does not exist.
         DataError: names or shapes of `state` do not fit the network.
     """
@@ -176,12 +176,12 @@ def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, T
 
 
 def takes_argument(spec: str, name: str) -> bool:
-    """Whether a built-in network has an argument of this name; no code of others is run to tell."""
+    """Return whether a built-in network has an argument of this name, without running user code."""
     return registry.has_name(_FAMILY, spec) and name in signature(registry.load_module(_FAMILY, spec).build).parameters
 
 
 def _factory(spec: str, state: Mapping[str, Tensor]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The factory and the arguments that the checkpoint's shapes imply."""
+    """Return the factory and the arguments that the checkpoint's shapes imply."""
     if ":" in spec:
         return user_code.load_factory(spec, option="\0model\0"), {}
     if not registry.has_name(_FAMILY, spec):
@@ -193,21 +193,21 @@ def _factory(spec: str, state: Mapping[str, Tensor]) -> tuple[Callable[..., Any]
 
 
 def _inferred(infer: Callable[[Mapping[str, Tensor]], dict[str, Any]], state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the shapes tell of the arguments; where the names have a prefix that tells more, below that."""
+    """Infer arguments from the shapes, below a prefix of the names if that allows more."""
     found = infer(state)
     if not found:
         below = (
             {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
             for prefix in prefixes_of(state)
         )
-        found = max(map(infer, below), key=len, default={})  # the first of those that tell as much
+        found = max(map(infer, below), key=len, default={})  # the first among equals
     return found
 
 
 def recognised(state: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
-    """The built-in networks whose names and shapes these are, each with the arguments that the shapes imply.
+    """Return the built-in networks that match these names and shapes, each with the inferred arguments.
 
-    Nothing is computed: networks are built without numbers.
+    Networks are built without allocating weights.
     """
     found = []
     for name in registry.own_names(_FAMILY):
@@ -226,13 +226,13 @@ def recognised(state: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> None:
-    """Copy the tensors into the network, whose names and shapes must all fit; prefixes that the two do not share go.
+    """Copy tensors into the network; all names and shapes must fit, after removing prefixes that the two do not share.
 
     Args:
-        spec: what the network is called in messages.
+        spec: name of the network in messages.
 
     Raises:
-        DataError: names or shapes do not fit; with their names.
+        DataError: names or shapes do not fit; lists them.
     """
     expected, given = network.state_dict(), state
     state = _with_counters(fitted(state, expected).state, expected)
@@ -259,12 +259,12 @@ def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> 
                 f"{quoted(name)} is {kind} in the checkpoint, but floating-point in the network {spec!r}", code="quantised",
                 hint="save the network before quantisation",
             )  # fmt: skip
-    expected.update(state)  # as it has the versions of the modules, without which some refuse
+    expected.update(state)  # keeps the modules' version metadata, which some require
     network.load_state_dict(expected, strict=True)
 
 
 def _with_counters(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """The state with batch-norm counters where a checkpoint from before torch 0.4.1 has none; prediction needs none."""
+    """Add the batch-norm counters that checkpoints from before torch 0.4.1 lack; prediction does not need them."""
     return {**{name: value for name, value in expected.items() if name.endswith(COUNTER)}, **state}
 
 
@@ -280,7 +280,7 @@ def _mismatch(spec: str, missing: list[str], unexpected: list[str]) -> str:
 def _rename(
     missing: list[str], unexpected: list[str], expected: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> str | None:
-    """The likeliest rename: the first missing name that has a similar unexpected one of the same shape."""
+    """Suggest a rename: the first missing name with a similar unexpected one of the same shape."""
     for name in missing:
         same_shape = [other for other in unexpected if state[other].shape == getattr(expected[name], "shape", None)]
         nearest = difflib.get_close_matches(name, same_shape, n=1)

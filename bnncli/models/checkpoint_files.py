@@ -1,4 +1,4 @@
-"""What kind of file a checkpoint is, by its first bytes, and its pickles loaded without running code."""
+"""Detect the kind of a checkpoint file by its first bytes, and load its pickles without running code."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ UNCHECKED = "its members have no checksums (written after set_crc32_options(Fals
 
 
 def check_checksums(stream: IO[bytes], progress: Progress = SILENT) -> bool:
-    """True when every member of an open archive gives its checksum, False when the archive was written without any.
+    """Return True if every member of an open archive matches its checksum, False if it was written without checksums.
 
     Raises:
-        DataError: naming the first member that does not, or that cannot be read.
+        DataError: names the first member that is damaged or unreadable.
     """
     stream.seek(0)
     name = ""
@@ -58,7 +58,7 @@ def check_checksums(stream: IO[bytes], progress: Progress = SILENT) -> bool:
     return True
 
 
-# The integer 0x1950a86a20f9469cfc6c, pickled: what torch wrote at the start of every file before version 1.6.
+# The pickled integer 0x1950a86a20f9469cfc6c, with which files by torch before version 1.6 begin.
 LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LOCAL_HEADER_SIZE = 30
 _HEAD_SIZE = 512
@@ -72,7 +72,7 @@ _MAGIC = {
 
 
 def sniff(stream: IO[bytes]) -> str:
-    """The kind of an open file, by its first bytes.
+    """Return the kind of an open file by its first bytes.
 
     One of empty, zip, torch-legacy, safetensors, pickle, git-lfs, html, hdf5, npy, gzip, onnx, tar, unknown.
     """
@@ -91,7 +91,7 @@ def sniff(stream: IO[bytes]) -> str:
         return "html"
     if head[:1] == b"\x80" and LEGACY_MAGIC in head[:32]:
         return "torch-legacy"
-    # Before safetensors: "\x80\x04" is also a small header length, but no pickle has "{" as its ninth byte.
+    # Before pickle: "\x80\x04" is also a small header length, but no pickle has "{" as its ninth byte.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_SAFETENSORS_HEADER:
         return "safetensors"
     if head[:1] == b"\x80" and head[1:2] in (b"\x01", b"\x02", b"\x03", b"\x04", b"\x05"):
@@ -102,23 +102,24 @@ def sniff(stream: IO[bytes]) -> str:
 
 
 def _is_onnx(head: bytes) -> bool:
-    """Whether a file begins as an ONNX model does: with its version, and a field of those that come next."""
-    # Of onnx.ModelProto: ir_version is field 1; producer_name, producer_version, graph, opset_import are 2, 3, 7, 8.
+    """Return whether a file begins like an ONNX model: with its version and one of the next fields."""
+    # In onnx.ModelProto, ir_version is field 1; producer_name, producer_version, graph, opset_import are 2, 3, 7, 8.
     return head[:1] == b"\x08" and head[1:2] <= b"\x40" and head[2:3] in (b"\x12", b"\x1a", b"\x3a", b"\x42")
 
 
 def sniff_zip(stream: IO[bytes]) -> str:
-    """The kind of a zip file by its members: torch-zip, torchscript, pt2, torch-package, skops, npz or zip.
+    """Return the kind of a zip file by its members: torch-zip, torchscript, pt2, torch-package, skops, npz or zip.
 
     Raises:
-        DataError: truncated, or a member is compressed, encrypted, duplicated, overlapping or outside the archive.
+        DataError: the file is truncated, or a member is compressed, encrypted, duplicated, overlapping or outside the
+            archive.
     """
     size = stream.seek(0, os.SEEK_END)
     stream.seek(0)
     try:
         archive = zipfile.ZipFile(stream)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
-        if is_failure(error):  # of the disk: nothing is known of the archive
+        if is_failure(error):  # disk failure: says nothing about the archive
             raise
         raise DataError(
             f"the file is a truncated or damaged zip archive ({error})",
@@ -150,10 +151,10 @@ def _zip_kind(inner: set[str], names: list[str]) -> str:
 
 
 def check_members(members: list[zipfile.ZipInfo], *, start_dir: int, size: int) -> None:
-    """Nothing, when every member is stored as it is, once, inside the archive, and the sizes add up.
+    """Check that every member is stored uncompressed, once, inside the archive, and that the sizes add up.
 
     Raises:
-        DataError: naming the first member that is not.
+        DataError: names the first member that violates this.
     """
     seen: set[str] = set()
     end = 0
@@ -179,7 +180,7 @@ def check_members(members: list[zipfile.ZipInfo], *, start_dir: int, size: int) 
 
 
 def describe_wrong_kind(kind: str, members: list[str] | None = None) -> str:
-    """What a file that is no checkpoint is, in words."""
+    """Describe a file that is not a checkpoint."""
     text = {
         "empty": "the file is empty",
         "git-lfs": "the file is a git-LFS pointer, not the checkpoint itself",
@@ -211,7 +212,7 @@ _NUMBER = re.compile(r"[iuf][1248]|b1")
 
 
 class NumberType:
-    """In the place of numpy.dtype: a name such as f8, and the order of bytes."""
+    """Stand-in for numpy.dtype: a name such as f8, and the byte order."""
 
     def __init__(self, name: str, *others: object) -> None:
         self.name, self.order = name, "="
@@ -221,14 +222,14 @@ class NumberType:
 
 
 class Array:
-    """In the place of numpy.ndarray: there, and not read; no weight is kept so."""
+    """Stand-in for numpy.ndarray, which is not read; no weights are stored this way."""
 
     def __setstate__(self, state: object) -> None:
         pass
 
 
 def number(kind: NumberType, content: bytes) -> bool | int | float:
-    """The number that these bytes are; not a number for a kind that is no plain one."""
+    """Decode a number from bytes; NaN for unsupported types."""
     name = f"{kind.order}{kind.name}".lstrip("=|")
     if not isinstance(content, bytes) or not _NUMBER.fullmatch(name.lstrip("<>")):
         return math.nan
@@ -237,18 +238,18 @@ def number(kind: NumberType, content: bytes) -> bool | int | float:
 
 
 def array(*arguments: object) -> Array:
-    """An array before its content comes."""
+    """Create an array stand-in before its content is set."""
     return Array()
 
 
 def path(*parts: str) -> str:
-    """The path of these parts, as text."""
+    """Join path parts as text."""
     return "/".join(str(part).rstrip("/") for part in parts)
 
 
 _OF_NUMPY = {"scalar": number, "_reconstruct": array}
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-# By the full names that pickles have for them, of every release of NumPy and Python.
+# By full name in pickles, for every release of NumPy and Python.
 STAND_INS: dict[str, Any] = {
     "argparse.Namespace": argparse.Namespace,
     "numpy.dtype": NumberType,
@@ -258,7 +259,7 @@ STAND_INS: dict[str, Any] = {
 }
 
 
-# Everything that a damaged pickle or archive has been seen to raise; a bug of ours is still a bug.
+# Everything that damaged pickles or archives have been seen to raise; other errors are bugs of ours.
 _DAMAGE = (
     pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError,
     AssertionError, OverflowError, struct.error, zipfile.BadZipFile, MemoryError, OSError,
@@ -267,26 +268,26 @@ _HARMLESS = re.compile(
     r"collections\.OrderedDict|torch\._utils\._rebuild_\w+|torch\.(\w+Storage|Size|device|dtype)"
     r"|torch\.storage\.(Untyped|Typed)Storage|torch\.serialization\._get_layout|torch\.nn\.parameter\.Parameter|_codecs\.encode"
 )
-_OF_RANKS = "torch.distributed.tensor."  # which ask for the processes that saved them
+_OF_RANKS = "torch.distributed.tensor."  # needs the processes that saved it
 _MAX_PICKLES = 5
 _MAX_OPCODES = 1_000_000
 
 
 def trust_hint(source: str = "IN", target: str = "OUT") -> str:
-    """What to do with a file that would run code."""
+    """Return what to do with a file that would run code."""
     return f"if you trust this file, run: {pasted('convert', source, target, trust_pickle=True)}"
 
 
 def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
-    """What a torch file holds, loaded on the CPU without running any code of the file.
+    """Load the contents of a torch file on the CPU without running any code in it.
 
     Args:
         stream: an open torch-zip or torch-legacy file.
 
     Raises:
-        Untrusted: loading it would need code; the message lists which.
-        DataError: truncated or damaged, or one rank's part of a network.
-        OSError, MemoryError, RuntimeError: the disk or the machine failed, as is_failure and is_short_of_memory tell.
+        Untrusted: loading would need code; the message lists it.
+        DataError: the file is truncated or damaged, or one rank's part of a network.
+        OSError, MemoryError, RuntimeError: disk or machine failed; see is_failure and is_short_of_memory.
     """
     _refuse_parts(stream, kind)
     with torch.serialization.safe_globals([(made, name) for name, made in STAND_INS.items()]):
@@ -295,7 +296,7 @@ def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
         stream.seek(0)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of odd pickles; what cannot be read is an error anyway
+                warnings.simplefilter("ignore")  # torch warns of unusual pickles; unreadable ones raise anyway
                 return torch.load(stream, map_location="cpu", weights_only=True)
         except _DAMAGE as error:
             if is_failure(error) or (kind == "torch-zip" and is_short_of_memory(error)):
@@ -309,12 +310,12 @@ def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
 
 
 def load_trusted(stream: IO[bytes]) -> Any:
-    """What a pickle or torch file holds, loaded with all its code: the file can do whatever the user can."""
+    """Load a pickle or torch file with all its code: the file can do whatever the user can."""
     kind = sniff(stream)
     if kind != "pickle":
         _refuse_parts(stream, "torch-zip" if kind == "zip" else kind)
     stream.seek(0)
-    if (folder := str(Path.cwd())) not in sys.path:  # where the user's own classes most likely are, as for python -m
+    if (folder := str(Path.cwd())) not in sys.path:  # the likely location of the user's classes, as for python -m
         sys.path.insert(0, folder)
     try:
         if kind == "pickle":
@@ -328,7 +329,7 @@ def load_trusted(stream: IO[bytes]) -> Any:
 
 
 def _refuse_parts(stream: IO[bytes], kind: str) -> None:
-    """Nothing, unless a torch file holds one rank's part of a network: then DataError."""
+    """Raise DataError if a torch file holds one rank's part of a network."""
     if any(name.startswith(_OF_RANKS) for name in list_globals(stream, kind)):
         raise DataError(
             "the file holds one rank's shards of a distributed network (DTensor)", code="sharded",
@@ -338,7 +339,7 @@ def _refuse_parts(stream: IO[bytes], kind: str) -> None:
 
 
 def needs_trust(names: list[str]) -> Untrusted:
-    """The error that says which functions and classes a pickle asks for, and what to do."""
+    """Return the error that lists the functions and classes a pickle needs, and what to do."""
     return Untrusted(
         f"loading this file would run code: {listed(names, limit=10)}; nothing was run",
         code="needs_code", hint=trust_hint(),
@@ -346,7 +347,7 @@ def needs_trust(names: list[str]) -> Untrusted:
 
 
 def list_globals(stream: IO[bytes], kind: str) -> list[str]:
-    """Names of the functions and classes that the pickles in a file refer to, sorted; nothing is loaded."""
+    """Return the sorted names of functions and classes that a file's pickles refer to, without loading them."""
     stream.seek(0)
     if kind == "torch-zip":
         try:
@@ -361,12 +362,12 @@ def list_globals(stream: IO[bytes], kind: str) -> list[str]:
 
 
 def harmful(names: list[str]) -> list[str]:
-    """Those names that are not the plain building blocks of tensors and dictionaries."""
+    """Return the names that are not basic building blocks of tensors and dictionaries."""
     return [name for name in names if name not in STAND_INS and not _HARMLESS.fullmatch(name)]
 
 
 def _unsafe_globals(stream: IO[bytes], kind: str) -> list[str]:
-    """Torch's own list for a zip file; torch has none for the old format, where the loader itself refuses."""
+    """Return torch's own list for a zip file; for the old format there is none, and the loader itself refuses."""
     if kind != "torch-zip":
         return []
     stream.seek(0)
@@ -379,7 +380,7 @@ def _unsafe_globals(stream: IO[bytes], kind: str) -> list[str]:
 
 
 def _scan(stream: IO[bytes]) -> set[str]:
-    """Names in the first pickles of a stream, as far as it can be parsed."""
+    """Return names in the first pickles of a stream, as far as it can be parsed."""
     found: set[str] = set()
     for _ in range(_MAX_PICKLES):
         texts: list[str] = []
@@ -397,7 +398,7 @@ def _scan(stream: IO[bytes]) -> set[str]:
 
 
 def _step(name: str, argument: Any, texts: list[str], memo: dict[int, str], found: set[str]) -> None:
-    """Follows the strings that a pickle pushes, so that a global named from the stack is known too."""
+    """Track the strings that a pickle pushes, so that globals named from the stack are found too."""
     if name in ("GLOBAL", "INST"):
         found.add(str(argument).replace(" ", "."))
     elif name == "STACK_GLOBAL":
@@ -420,5 +421,5 @@ def _has_more(stream: IO[bytes]) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Foreign text without colour codes, in one line, cut short."""
+    """Return foreign text in one line, truncated and without colour codes."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text).split())[:300]

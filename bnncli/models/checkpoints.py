@@ -1,4 +1,4 @@
-"""Checkpoints of any origin, read as a plain dictionary of named tensors without running any of their code."""
+"""Read checkpoints of any origin as a plain dictionary of named tensors, without running any of their code."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ _FOREIGN = {
 
 
 def dequantised(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
-    """The state with float32 weights and biases for layers that are quantised, and what a reader should be told of it.
+    """Return the state with quantised layers as float32 weights and biases, and notes for the user.
 
     Raises:
-        DataError: a layer is quantised in a way that is not read.
+        DataError: a layer uses an unsupported quantisation.
     """
     names = [name for name in state if isinstance(name, str)]
     for name in names:
@@ -68,7 +68,7 @@ def dequantised(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], tuple[str,
     gone = {layer + suffix for layer in packed for suffix in (_PACKED, *_BESIDE_PACKED)}
     gone |= {layer + suffix for layer in rows for suffix in (_ROWS, ".weight_format")}
     found: dict[Any, Any] = {}
-    for name, value in state.items():  # in the order of the network
+    for name, value in state.items():  # in the network's order
         layer = name.removesuffix(_PACKED) if isinstance(name, str) else name
         if layer in packed and layer != name:
             found |= _unpacked(layer, value)
@@ -83,7 +83,7 @@ def dequantised(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], tuple[str,
 
 
 def _unpacked(layer: str, value: Any) -> dict[str, Tensor]:
-    """Weight and bias of a dynamically quantised linear layer of torch's."""
+    """Return weight and bias of a torch dynamically quantised linear layer."""
     weight, bias = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
     if not isinstance(weight, torch.Tensor) or not weight.is_quantized or weight.ndim != 2:
         raise DataError(
@@ -94,7 +94,7 @@ def _unpacked(layer: str, value: Any) -> dict[str, Tensor]:
 
 
 def _of_rows(layer: str, state: Mapping[Any, Any]) -> Tensor:
-    """The weight of an int8 layer of bitsandbytes', whose rows are scaled."""
+    """Return the weight of a bitsandbytes int8 layer, which has row-wise scales."""
     weight, scale, weight_format = (state.get(layer + suffix) for suffix in (".weight", _ROWS, ".weight_format"))
     is_plain = (isinstance(weight_format, torch.Tensor) and not bool(weight_format.any())) or weight_format is None
     if (
@@ -109,13 +109,14 @@ def _of_rows(layer: str, state: Mapping[Any, Any]) -> Tensor:
     return weight.float() * scale.float().reshape(-1, 1) / _LARGEST
 
 
-# Averaged weights first: they are what their owner evaluates. Then the usual words, most explicit first.
+# Averaged weights first, since their owner evaluates them; then the usual keys, most explicit first.
 KEYS = (
     "state_dict_ema", "model_ema", "ema_state_dict", "state_dict", "model", "model_state_dict", "model_state", "net",
     "net_state_dict", "network", "module", "weights", "params", "ema",
 )  # fmt: skip
 _AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
-# Of data parallel training, torch.compile, FSDP, activation checkpointing and Fabric; the second to fourth also inside names.
+# Of data parallel training, torch.compile, FSDP, activation checkpointing and Fabric; the second to fourth also occur
+# inside names.
 _INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _WRAPPERS = ("module.", *_INNER, "_forward_module.")
 _ATTRIBUTES = ("model.", "net.")
@@ -123,7 +124,7 @@ _MAX_DEPTH = 5
 _MAX_PREFIX = 3
 _MAX_CHOICES = 5
 _OPTIMIZER = re.compile(r"optim|lr_sched", re.IGNORECASE)
-# torch.optim.swa_utils.AveragedModel keeps its count beside the network.
+# torch.optim.swa_utils.AveragedModel stores its count beside the network.
 _COUNTER = "n_averaged"
 _LIGHTNINGS_RAW = "current_model_state"
 
@@ -134,14 +135,14 @@ _QUANTISED = (
 
 
 def select_state(saved: Any, wanted: str | None = None) -> tuple[dict[str, Tensor], str | None, tuple[str, ...]]:
-    """The state dict in a loaded checkpoint, the dotted key it was under (None: at the top), and notes.
+    """Return the state dict in a loaded checkpoint, its dotted key (None at the top level), and notes.
 
     Args:
-        wanted: the state of this key, of this prefix of names, or the averaged one (ema); None for the usual one.
+        wanted: selects the state with this key or name prefix, or the averaged one (ema); None for the usual one.
 
     Raises:
-        DataError: there is none, or the choice is not clear.
-        UsageError: there is none that is called `wanted`.
+        DataError: there is none, or the choice is ambiguous.
+        UsageError: there is no state `wanted`.
     """
     if wanted is not None:
         return _wanted_state(saved, wanted)
@@ -153,7 +154,7 @@ def select_state(saved: Any, wanted: str | None = None) -> tuple[dict[str, Tenso
 
 
 def _other_weights(saved: Mapping[str, Any], key: str, state: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """What a reader should be told of other weights for the same names, where those of `key` are taken: raw or averaged ones."""
+    """Return a note if raw or averaged weights exist for the same names as those chosen under `key`."""
     if _is_lightnings_average(saved, key):
         return (f"using the averaged weights {quoted(key)}, not the raw ones in {quoted(_LIGHTNINGS_RAW)}",)
     own = _by_plain_names(state)
@@ -168,17 +169,17 @@ def _other_weights(saved: Mapping[str, Any], key: str, state: Mapping[str, Tenso
 
 
 def _by_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by their names without the `module.` of data parallel training and of averages."""
+    """Return tensors by name without the `module.` of data parallel training and averages."""
     return {name.removeprefix("module."): value for name, value in state.items()}
 
 
 def _is_lightnings_average(saved: Any, key: str) -> bool:
-    """Whether Lightning's callback WeightAveraging has exchanged the weights: the averaged ones stand where the raw ones do else."""
+    """Return whether Lightning's WeightAveraging callback has put averaged weights in the place of the raw ones."""
     return isinstance(saved, Mapping) and key == "state_dict" and {_LIGHTNINGS_RAW, "averaging_state"} <= saved.keys()
 
 
 class StateInside(NamedTuple):
-    """One of the states in a checkpoint: its dotted key, empty at the top; a copy within a state has its prefix at the end."""
+    """A state in a checkpoint: its dotted key, empty at the top level; for a copy within a state, ending with its prefix."""
 
     key: str
     num_tensors: int
@@ -186,7 +187,7 @@ class StateInside(NamedTuple):
 
 
 def states_in(saved: Any) -> list[StateInside]:
-    """Every state dict in a loaded checkpoint but those of optimizers, and the averaged copies within them."""
+    """Return all state dicts in a loaded checkpoint except those of optimizers, and averaged copies within them."""
     found = []
     for path, state in _dictionaries(saved):
         key = ".".join(path)
@@ -198,7 +199,7 @@ def states_in(saved: Any) -> list[StateInside]:
 
 
 def _wanted_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | None, tuple[str, ...]]:
-    """The state that is called so, its dotted key, and notes."""
+    """Return the state with this name, its dotted key, and notes."""
     states = states_in(saved)
     keys = [wanted]
     if wanted == "ema" and not any(one.key == wanted for one in states):
@@ -223,7 +224,7 @@ def _wanted_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | Non
 
 
 def _dictionaries(saved: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    """Every dictionary of tensors with its path, outermost first; what optimizers keep is not looked at."""
+    """Yield every dictionary of tensors with its path, outermost first, skipping optimizers."""
     if not isinstance(saved, Mapping) or not saved or len(path) > _MAX_DEPTH:
         return
     if not all(isinstance(key, str) for key in saved) or (path and _OPTIMIZER.match(path[-1])):
@@ -232,7 +233,7 @@ def _dictionaries(saved: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tupl
     if values and all(isinstance(value, (torch.Tensor, tuple, torch.dtype)) for value in values):
         if any(
             isinstance(value, torch.Tensor) and value.ndim for value in values
-        ):  # else counters, or the scores of earlier epochs
+        ):  # otherwise counters, or scores of earlier epochs
             yield path, saved
         return
     for key, value in saved.items():
@@ -240,7 +241,7 @@ def _dictionaries(saved: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tupl
 
 
 def _averaged_copies(state: Mapping[str, Tensor]) -> list[str]:
-    """Prefixes that say that they are averages, with the same names behind them as behind another."""
+    """Return prefixes that mark averages and have the same names as another prefix."""
     near = [prefix for prefix in prefixes_of(state) if 1 <= prefix.count(".") <= _MAX_PREFIX]
     averaged = [prefix for prefix in near if is_averaged(prefix[:-1])]
     if not averaged:
@@ -257,7 +258,7 @@ def _averaged_copies(state: Mapping[str, Tensor]) -> list[str]:
 
 
 def _usual_path(saved: Any) -> tuple[str, ...]:
-    """The keys to the state dict that is meant where nobody says which."""
+    """Return the keys to the default state dict."""
     path: tuple[str, ...] = ()
     for _ in range(_MAX_DEPTH):
         if not isinstance(saved, Mapping):
@@ -282,13 +283,13 @@ def _below(saved: Any, path: tuple[str, ...]) -> Any:
 
 
 def clean_names(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...], tuple[str, ...]]:
-    """The state with wrapper prefixes gone from its names, the prefixes in the order they went, and notes.
+    """Remove wrapper prefixes from the names; return the state, the removed prefixes in order, and notes.
 
-    Those of wrappers, as `module.` (data parallel) and `_orig_mod.` (compile), go as often as all names have them, some also
-    from inside names; a leading `model.` or `net.` goes only if every name has it.
+    Wrapper prefixes such as `module.` (data parallel) and `_orig_mod.` (compile) are removed as long as all names have
+    them, some also inside names; a leading `model.` or `net.` only if every name has it.
 
     Raises:
-        DataError: two names become one.
+        DataError: two names become equal.
     """
     notes: tuple[str, ...] = ()
     if _COUNTER in state and all(name == _COUNTER or name.startswith("module.") for name in state):
@@ -309,7 +310,7 @@ def clean_names(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[s
 
 
 def _next_key(saved: Mapping[Any, Any]) -> str | None:
-    """The key to go into; None when this dictionary is the state dict."""
+    """Return the key to descend into; None if this dictionary is the state dict."""
     for key in KEYS:
         if isinstance(saved.get(key), Mapping) and saved[key]:
             return key
@@ -331,7 +332,7 @@ def _next_key(saved: Mapping[Any, Any]) -> str | None:
 
 
 def _checked(saved: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """The dictionary, when all names are text and all values are ordinary tensors; extra state is left out."""
+    """Check that all names are text and all values ordinary tensors; skip extra state."""
     state = {}
     for name, value in saved.items():
         if not isinstance(name, str):
@@ -353,7 +354,7 @@ def _checked(saved: Mapping[Any, Any]) -> dict[str, Tensor]:
 
 
 def _common_prefix(names: Any) -> str | None:
-    """A prefix that all names have and may lose: a wrapper's, or else an attribute's."""
+    """Return a removable prefix common to all names: a wrapper's, or else an attribute's."""
     every = list(names)
     for prefix in (*_WRAPPERS, *_ATTRIBUTES):
         if every and all(name.startswith(prefix) and name != prefix for name in every):
@@ -363,7 +364,7 @@ def _common_prefix(names: Any) -> str | None:
 
 _SHARED, _SMALL = 16, 1 << 24
 _SAVE_TENSORS = "save the network's state_dict() on a machine where you trust the program, and use that file"
-# What it is, and the way out; FILE stands for the file.
+# Description, and advice; FILE stands for the file.
 _CODE_KINDS = {
     "torchscript": ("a TorchScript program", f"run its graph: \0model\0 jit:FILE; or {_SAVE_TENSORS}"),
     "pt2": ("an exported program (.pt2)", f"run its graph: \0model\0 export:FILE; or {_SAVE_TENSORS}"),
@@ -373,17 +374,17 @@ _CODE_KINDS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state dict and where it came from.
+    """A state dict and its origin.
 
     Attributes:
-        state: tensors by name, on the CPU, in the type they were saved in, names without wrapper prefixes.
-        format: torch-zip, torch-legacy or safetensors; with -shards where there are several files.
-        selected_key: dotted path of the state dict inside the file, None where the file is the state dict.
-        stripped_prefixes: prefixes removed from the names, in the order they were removed.
-        file_sha256: hexadecimal digest of the file's bytes; of several, of their names and bytes.
+        state: tensors by name, on the CPU, in their stored type, without wrapper prefixes.
+        format: torch-zip, torch-legacy or safetensors; with -shards for several files.
+        selected_key: dotted path of the state dict inside the file; None if the file is the state dict.
+        stripped_prefixes: removed prefixes, in order.
+        file_sha256: hexadecimal digest of the file's bytes; for several files, of their names and bytes.
         weights_digest: digest of the state, the same for every file format.
         size: bytes.
-        notes: what a reader should be told, such as that averaged weights were picked.
+        notes: for the user, such as that averaged weights were chosen.
     """
 
     state: dict[str, Tensor]
@@ -401,23 +402,23 @@ class Checkpoint:
 
 
 def load_checkpoint(path: Path | str, *, wanted: str | None = None, progress: Progress = SILENT) -> Checkpoint:
-    """The state dict in a checkpoint file, read without running any code of the file.
+    """Load the state dict in a checkpoint file without running any code in it.
 
     Args:
-        wanted: which state of several, as select_state takes it; None for the usual one.
+        wanted: which of several states, as in select_state; None for the usual one.
 
     Raises:
-        MissingInput: no such file, not readable, not a regular file.
-        DataError: empty, truncated, damaged, another kind of file, no state dict in it, NaN or infinite weights. Of a
-            torch file since version 1.6 every changed byte of the content shows by its checksums; a safetensors file or
-            an older torch file has none, and only sizes, types and places can be checked.
-        Untrusted: the file is a program, or loading it would call code that it names.
+        MissingInput: there is no such file, or it is not readable or not regular.
+        DataError: the file is empty, truncated, damaged, of another kind, has no state dict, or has NaN or infinite
+            weights. Checksums reveal any changed content of torch files since version 1.6; safetensors and older torch
+            files have none, so only sizes, types and positions can be checked.
+        Untrusted: the file is a program, or loading it would call code.
     """
     return load_whole(path, wanted=wanted, progress=progress)[0]
 
 
 def load_whole(path: Path | str, *, wanted: str | None = None, progress: Progress = SILENT) -> tuple[Checkpoint, Any]:
-    """The state dict in a checkpoint file, and all that the file holds. Raises what load_checkpoint raises."""
+    """Return the state dict in a checkpoint file, and everything in the file. Raises as load_checkpoint does."""
     path = Path(path)
     shards = shards_of(path)
     if shards is None:
@@ -447,13 +448,13 @@ def load_whole(path: Path | str, *, wanted: str | None = None, progress: Progres
 
 
 def _check_whole(path: Path) -> None:
-    """Nothing, unless a file is a part of a checkpoint in several files: then DataError, with what to give instead."""
+    """Raise DataError, with what to give instead, if a file is part of a checkpoint in several files."""
     if (sharded := sharded_file(path)) is not None and path.is_file():
         raise DataError(f"{quoted(path, limit=300)}: {sharded.what}", code="sharded", hint=sharded.hint, path=path)
 
 
 class _Part(NamedTuple):
-    """What one file of a checkpoint holds."""
+    """The contents of one file of a checkpoint."""
 
     saved: Any
     kind: str
@@ -463,7 +464,7 @@ class _Part(NamedTuple):
 
 
 def _read_file(path: Path, progress: Progress) -> _Part:
-    """One file, read without running any code of it."""
+    """Read one file without running any code in it."""
     with open_regular(path) as stream:
         try:
             kind = _checkpoint_kind(stream)
@@ -475,10 +476,10 @@ def _read_file(path: Path, progress: Progress) -> _Part:
 
 
 def _joined(shards: Shards, parts: Sequence[_Part]) -> dict[str, Any]:
-    """The tensors of all shards, each there once, and where the index says.
+    """Return the tensors of all shards; each must occur once, in the file that the index states.
 
     Raises:
-        DataError: it is not.
+        DataError: this does not hold.
     """
     found: dict[str, Any] = {}
     places: dict[str, str] = {}
@@ -514,15 +515,15 @@ def convert_checkpoint(
     wanted: str | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, names cleaned up; with trust_pickle, of any pickle, whose code is then run.
+    """Return the tensors of a checkpoint with clean names; with trust_pickle, of any pickle, running its code.
 
     Args:
         path: a file, or the folder of a checkpoint in several.
-        wanted: which state of several, as select_state takes it; None for the usual one.
-        say: told what a reader should know of the weights.
+        wanted: which of several states, as in select_state; None for the usual one.
+        say: called with notes on the weights.
 
     Raises:
-        What load_checkpoint raises; with trust_pickle, DataError when the pickle cannot be loaded.
+        As load_checkpoint does; with trust_pickle, DataError if the pickle cannot be loaded.
     """
     path = Path(path)
     if path.is_dir() and (sharded := sharded_folder(path)) is not None:
@@ -550,7 +551,7 @@ def convert_checkpoint(
 
 
 def _distributed(sharded: Sharded, wanted: str | None, say: Callable[[str], object]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint of a cluster."""
+    """Return the tensors of a distributed checkpoint."""
     from bnncli.models.sharded import read_deepspeed, read_distributed
 
     if sharded.kind == "deepspeed":
@@ -567,7 +568,7 @@ def _distributed(sharded: Sharded, wanted: str | None, say: Callable[[str], obje
 
 
 def check_finite(state: Mapping[str, Tensor]) -> None:
-    """Nothing, when all weights are finite. Raises DataError with the first tensor that is not, and how many are."""
+    """Raise DataError if weights are not finite, with the first such tensor and their number."""
     bad = {}
     for name, tensor in state.items():
         if tensor.is_floating_point() or tensor.is_complex():
@@ -584,9 +585,9 @@ def check_finite(state: Mapping[str, Tensor]) -> None:
 
 
 def check_sizes(state: Mapping[str, Tensor], size: int) -> None:
-    """Raise DataError when the tensors claim far more bytes than the file has: one number may stand for very many.
+    """Raise DataError if the tensors claim far more bytes than the file has, as zero-stride tensors can.
 
-    Tensors may share their numbers (tied weights), so that more is claimed than is there; hardly sixteen times as much.
+    Tensors may share storage (tied weights) and so claim more than is stored, but hardly sixteen times as much.
     """
     claimed = sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
     if claimed > _SHARED * size + _SMALL:
@@ -597,7 +598,7 @@ def check_sizes(state: Mapping[str, Tensor], size: int) -> None:
 
 
 def _checkpoint_kind(stream: IO[bytes]) -> str:
-    """torch-zip, torch-legacy or safetensors; raises for everything else."""
+    """Return torch-zip, torch-legacy or safetensors; raise for anything else."""
     kind = sniff(stream)
     if kind == "zip":
         kind = sniff_zip(stream)
@@ -613,7 +614,7 @@ def _checkpoint_kind(stream: IO[bytes]) -> str:
 
 
 def _check_content(stream: IO[bytes], kind: str, progress: Progress) -> tuple[str, ...]:
-    """What a reader should be told of the file's checksums. Raises DataError when they say that it is damaged."""
+    """Return notes on the file's checksums. Raises DataError if they show damage."""
     is_checked = kind != "torch-zip" or check_checksums(stream, progress)
     stream.seek(0)
     return () if is_checked else (UNCHECKED,)
@@ -626,9 +627,9 @@ def _raw_pickle(stream: IO[bytes]) -> str:
 
 
 def _load_safetensors(stream: IO[bytes]) -> dict[str, Tensor]:
-    """Tensors of a safetensors file whose header names everything once.
+    """Load the tensors of a safetensors file whose header has no duplicate names.
 
-    Of tensors that share their numbers safetensors.torch.save_model stores one; its header's metadata say the others' names.
+    Of tensors that share storage, safetensors.torch.save_model stores one; its header's metadata has the other names.
     """
     import safetensors
     import safetensors.torch
@@ -641,7 +642,7 @@ def _load_safetensors(stream: IO[bytes]) -> dict[str, Tensor]:
         )
     try:
         header = json.loads(data[8 : 8 + length], object_pairs_hook=_unique)
-        stored = safetensors.torch.load(data)  # which refuses headers of other types
+        stored = safetensors.torch.load(data)  # refuses headers of other types
         shared = header.get("__metadata__") or {}
         return stored | {name: stored[kept] for name, kept in shared.items() if name not in stored and kept in stored}
     except (safetensors.SafetensorError, ValueError, RecursionError, KeyError) as error:
@@ -650,7 +651,7 @@ def _load_safetensors(stream: IO[bytes]) -> dict[str, Tensor]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without repeated keys; the library itself would keep the last one."""
+    """Return a JSON object without duplicate keys; the library would keep the last one."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -660,10 +661,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _about(error: DataError | Untrusted, path: Path) -> DataError | Untrusted:
-    """The same error, naming the file."""
+    """Return the same error with the name of the file."""
     message = f"{quoted(path, limit=300)}: {error.message}"
     is_pickle = error.code == "needs_code"
-    suffix = ".npz" if "'sklearn." in error.message else ".safetensors"  # of a linear classifier, its arrays
+    suffix = ".npz" if "'sklearn." in error.message else ".safetensors"  # the arrays of a linear classifier
     hint = trust_hint(str(path), str(path.with_suffix(suffix))) if is_pickle else error.hint
     if hint is not None and error.code in ("program", "is_onnx", "is_skops"):
         hint = hint.replace("FILE", str(path))

@@ -1,4 +1,4 @@
-"""Features and logits of a network over a split: what goes into its last layer, and what comes out."""
+"""Extract the features and logits of a network over a split: the input and output of its last layer."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}  # names of dtypes of torch
 
 
 class PrecisionLoss(NamedTuple):
-    """What lower precision changes in the logits of some examples, against float32.
+    """How lower precision changes the logits of some examples, relative to float32.
 
     Attributes:
-        num_rows: examples compared.
-        largest: greatest difference of a logit.
-        spread: standard deviation of float32's logits about their mean over the classes; with one logit about zero.
-        num_same: examples whose predicted class is the same.
+        num_rows: number of examples compared.
+        largest: largest difference of a logit.
+        spread: standard deviation of the float32 logits about their mean over classes; for a single logit about zero.
+        num_same: number of examples with the same predicted class.
     """
 
     num_rows: int
@@ -58,7 +58,7 @@ class PrecisionLoss(NamedTuple):
 
     @classmethod
     def between(cls, logits: Tensor, exact: Tensor) -> PrecisionLoss:
-        """Of logits (n, K) and float32's (n, K)."""
+        """Compare logits (n, K) with those of float32 (n, K)."""
         is_single = exact.shape[1] == 1
         centered = exact if is_single else exact - exact.mean(dim=1, keepdim=True)
         classes = [one[:, 0] > 0 if is_single else one.argmax(dim=1) for one in (logits, exact)]
@@ -78,17 +78,17 @@ class PrecisionLoss(NamedTuple):
 
 
 Read: TypeAlias = "Callable[[Inputs], tuple[Tensor, Tensor]]"
-_CPU_BYTES = 2**29  # of activations at once: more gains a CPU nothing
-_SHARE = 2  # one part in so many of a GPU's memory that is free
+_CPU_BYTES = 2**29  # of activations at once; more does not speed up a CPU
+_SHARE = 2  # one part in this many of a GPU's free memory
 _FEW = 2  # examples to measure on
 
 
 class InParts:
-    """Gives the features (n, D) and the output of a batch as `read` does, of as many examples at once as have room.
+    """Computes features (n, D) and output of a batch like `read`, in parts that fit into memory.
 
     Args:
-        read: one pass; its outputs have a row for each example.
-        device: that it computes on.
+        read: one forward pass; its outputs have one row per example.
+        device: device of the computation.
     """
 
     def __init__(self, read: Read, device: torch.device) -> None:
@@ -96,7 +96,7 @@ class InParts:
         self._bytes: dict[tuple[torch.Size, ...], int] = {}
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Of inputs (n, ...), or a dictionary of them."""
+        """Return features and output for inputs (n, ...), or a dictionary of them."""
         count = len(next(iter(_tensors(inputs))))
         size = self._at_once(inputs, count)
         if count <= size:
@@ -107,7 +107,7 @@ class InParts:
         return features, output
 
     def _at_once(self, inputs: Inputs, count: int) -> int:
-        """How many examples of this shape have room."""
+        """Return how many examples of this shape fit into memory."""
         room = _CPU_BYTES if self.device.type == "cpu" else budget(self.device) // _SHARE
         if count <= _FEW or count * sum(one[0].numel() * _much_of(one) for one in _tensors(inputs)) <= room:
             return count
@@ -117,7 +117,7 @@ class InParts:
         return max(_FEW, room // max(1, self._bytes[shapes]))
 
     def _measured(self, inputs: Inputs) -> int:
-        """Bytes that an example takes at the peak; 0 where the network takes no few examples, and so no part of a batch."""
+        """Return the peak bytes per example; 0 if the network does not accept a few examples, and so no part of a batch."""
         try:
             from bnncli.parameters.tensor_bytes import peak_bytes  # it imports torch
 
@@ -127,7 +127,7 @@ class InParts:
 
 
 def _much_of(values: Tensor) -> int:
-    """Bytes of activations that a network hardly exceeds for each of its values: of a picture's, or of tokens."""
+    """Return bytes of activations per input value that a network rarely exceeds: for pixels, or for tokens."""
     return 64 if values.is_floating_point() else 2**15
 
 
@@ -141,18 +141,19 @@ def _part_rows(inputs: Inputs, start: int, stop: int) -> Inputs:
     return inputs[start:stop]
 
 
-MASK = "attention_mask"  # what networks call the input that says which positions are a text's own
-MUCH = 1e-3  # of the largest feature: rounding is less
-AT_ONCE = 1 << 20  # values of clips in one pass, a minute at 16 kHz: the first layers make hundreds of channels of them
+MASK = "attention_mask"  # the usual name of the input that marks a text's own positions
+MUCH = 1e-3  # of the largest feature; rounding is smaller
+# values of clips in one pass, a minute at 16 kHz: the first layers expand them to hundreds of channels
+AT_ONCE = 1 << 20
 
 
 def padding_effect(read: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs, features: Tensor) -> float | None:
-    """How far the features of the most padded text are from those that it has alone, in units of the largest of them.
+    """Return how far the most padded text's features are from those without padding, relative to the largest feature.
 
     Args:
-        read: gives features (n, D) and the output for inputs.
-        inputs: of a batch, by name, with an attention mask (n, L) of zeros and ones; for others the answer is None.
-        features: that the batch gave, (n, D).
+        read: computes features (n, D) and output.
+        inputs: of a batch, by name, with an attention mask (n, L) of zeros and ones; None is returned for others.
+        features: of the batch, (n, D).
     """
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not isinstance(inputs, Mapping):
@@ -173,7 +174,7 @@ def padding_effect(read: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inpu
 
 
 def padding_warning(split: str, effect: float | None) -> str | None:
-    """Return what is to be said of a `padding_effect`; None where it is rounding, or there was no padding."""
+    """Return a warning for a `padding_effect`; None if it is rounding, or nothing was padded."""
     if effect is None or effect <= MUCH:
         return None
     return (
@@ -185,12 +186,12 @@ def padding_warning(split: str, effect: float | None) -> str | None:
 def unpadded(
     read: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs, lengths: Sequence[int] | None
 ) -> tuple[Tensor, Tensor]:
-    """What `read` gives for a batch whose examples are padded, each seen by the network as if it were alone: (n, D) and (n, K).
+    """Compute features (n, D) and output (n, K) of padded examples as if each were alone.
 
-    Examples of one length go through together, as many as have `AT_ONCE` values: clips are long.
+    Examples of equal length form one pass, up to `AT_ONCE` values since clips are long.
 
     Args:
-        lengths: of each example along the second axis of its inputs; None where the network takes the batch as it is.
+        lengths: of each example along the second axis; None if the network takes the batch as it is.
     """
     if lengths is None:
         return read(inputs)
@@ -204,7 +205,7 @@ def unpadded(
             own = {name: _cut(value[rows], length, longest) for name, value in named.items()}
             parts.append(read(own if isinstance(inputs, Mapping) else own[""]))
             order += rows
-    if parts[0][0].ndim != 2:  # no features: whoever checks them says so
+    if parts[0][0].ndim != 2:  # no features: the caller's check reports it
         return parts[0]
     back = torch.tensor(order).argsort()
     with torch.inference_mode():
@@ -213,7 +214,7 @@ def unpadded(
 
 
 def _passes(rows: list[int], num_values: int) -> list[list[int]]:
-    """Rows of so many values each, divided into passes through the network."""
+    """Divide rows of num_values values each into passes through the network."""
     size = max(1, AT_ONCE // num_values)
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
@@ -222,8 +223,8 @@ def _cut(value: Tensor, length: int, longest: int) -> Tensor:
     return value[:, :length] if value.ndim > 1 and value.shape[1] == longest else value
 
 
-_ROWS_SUMMED, _VALUES = 64, 1 << 18  # of a batch that are looked at, at most
-_NUM_TOKENS = 256  # the commonest that are recorded
+_ROWS_SUMMED, _VALUES = 64, 1 << 18  # rows and values of a batch that are read, at most
+_NUM_TOKENS = 256  # number of most frequent tokens to record
 _MOST_CHANNELS = 16
 _SUM, _SQUARES, _ABSOLUTE, _NEGATIVE, _ZERO, _COUNT, _MIN, _MAX = range(8)
 
@@ -232,9 +233,9 @@ class InputSums(NamedTuple):
     """Sums over some examples, on the CPU.
 
     Attributes:
-        shape: of one example, int64; without its length where the inputs are token ids.
-        table: (8, C) float64: by channel, or of all values where there are no channels; C = 0 without real numbers.
-        tokens: (2, U) int64, token ids and how often each is there; U = 0 without token ids.
+        shape: of one example, int64; without the length for token ids.
+        table: (8, C) float64: per channel, or over all values without channels; C = 0 without real numbers.
+        tokens: (2, U) int64, token ids and their counts; U = 0 without token ids.
     """
 
     num_rows: int
@@ -244,7 +245,7 @@ class InputSums(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs) -> InputSums:
-        """Of a batch; of several inputs those of real numbers come first, then token ids."""
+        """Compute the sums of a batch; of several inputs, prefer real numbers to token ids."""
         named: Mapping[str, Tensor] = inputs if isinstance(inputs, dict) else {"": inputs}
         num_rows = len(next(iter(named.values())))
         real = next((one for one in named.values() if one.is_floating_point()), None)
@@ -259,7 +260,7 @@ class InputSums(NamedTuple):
             return cls(num_rows, torch.zeros(0, dtype=torch.int64), torch.zeros(8, 0, dtype=torch.float64), found)
 
     def plus(self, other: InputSums | None) -> InputSums:
-        """The sums over the examples of both; of the first where they are of other kinds."""
+        """Return the sums over the examples of both; of the first if they differ in kind."""
         if other is None or self.table.shape != other.table.shape:
             return self
         table = self.table + other.table
@@ -271,7 +272,7 @@ class InputSums(NamedTuple):
         return InputSums(self.num_rows + other.num_rows, self.shape, table, torch.stack([ids, counts]))
 
     def statistics(self) -> dict[str, Any]:
-        """As they are recorded: mean and std by channel, shares of values; the commonest token ids and how often each is there."""
+        """Return the recorded statistics: mean and std per channel, shares of values; the most frequent token ids."""
         found: dict[str, Any] = {"num_rows": self.num_rows}
         if self.table.shape[1]:
             count = self.table[_COUNT]
@@ -290,7 +291,7 @@ class InputSums(NamedTuple):
             }
         if self.tokens.shape[1]:
             ids, counts = self.tokens
-            order = torch.argsort(counts, descending=True, stable=True)[:_NUM_TOKENS]  # ids ascend
+            order = torch.argsort(counts, descending=True, stable=True)[:_NUM_TOKENS]  # ties by ascending id
             found["tokens"] = {
                 "num": int(counts.sum()),
                 "commonest": ids[order].tolist(),
@@ -300,7 +301,7 @@ class InputSums(NamedTuple):
 
 
 def _table(inputs: Tensor) -> Tensor:
-    """(8, C) of images (n, C, H, W), or (8, 1) of other real inputs (n, ...)."""
+    """Return (8, C) for images (n, C, H, W), or (8, 1) for other real inputs (n, ...)."""
     size = max(1, min(_ROWS_SUMMED, _VALUES // max(1, inputs[0].numel())))
     some = inputs[:: -(-len(inputs) // size)]
     has_channels = some.ndim == 4 and some.shape[1] <= _MOST_CHANNELS
@@ -319,26 +320,26 @@ def _short(value: float) -> float:
 
 
 _ROWS_REPEATED = 8
-_MUCH_OF_EPS = 8  # of the network's lowest precision, where that is more than MUCH
+_MUCH_OF_EPS = 8  # in the network's lowest precision, if larger than MUCH
 _MUCH_OF_8_BITS = 0.1  # quantised networks may scale by the largest value of a batch
 
 
 class _Cause(NamedTuple):
-    """What makes features random or dependent on the batch, and what to do about it."""
+    """Why features are random or depend on the batch, and what to do."""
 
     text: str
     hint: str
 
 
 def check_repeats(model: nn.Module, read: Read, batch: Batch, features: Tensor) -> None:
-    """Pass when some rows of a batch have the same features in a smaller batch, twice.
+    """Check that some rows of a batch get the same features in a smaller batch, twice.
 
     Args:
-        read: gives features (n, D) and the output for inputs.
-        batch: that gave `features` (N, D).
+        read: computes features (n, D) and output.
+        batch: the batch of `features` (N, D).
 
     Raises:
-        DataError: they differ by more than rounding; names the module where it can be found.
+        DataError: they differ by more than rounding; names the module if it can be found.
     """
     rows = _some_rows(batch, len(features))
     few = _repeated_rows(batch, rows)
@@ -352,7 +353,7 @@ def check_repeats(model: nn.Module, read: Read, batch: Batch, features: Tensor) 
     if is_same and len(features) > 1:
         return
     calls = _calls(model, partial(unpadded, read, few.inputs, few.lengths), few.inputs)
-    if is_same:  # one example has no batch to differ from
+    if is_same:  # a single example cannot depend on the batch
         if any(_uses_batch_statistics(call) for call in calls):
             raise _batch_error("", _batch_cause(model, calls))
         return
@@ -367,13 +368,13 @@ def check_repeats(model: nn.Module, read: Read, batch: Batch, features: Tensor) 
 
 
 def explain_refusal(model: nn.Module, first: Callable[[int], Inputs], error: DataError) -> DataError:
-    """Return the error of a network that takes no single example, with the module that needs several where there is one.
+    """Return the error for a network that does not accept a single example, naming the module responsible if known.
 
     Args:
-        first: gives the inputs (n, ...) of the first n examples.
+        first: returns the inputs (n, ...) of the first n examples.
     """
     calls: list[Call] = []
-    with suppress(BnnError):  # the first error is the one to tell
+    with suppress(BnnError):  # report the first error
         several = first(2)
         calls = _calls(model, lambda: run_network(model, several), several)
     found = next((call for call in calls if _uses_batch_statistics(call)), None)
@@ -386,7 +387,7 @@ def _batch_error(differ: str, cause: _Cause) -> DataError:
 
 
 def _some_rows(batch: Batch, count: int) -> list[int]:
-    """Rows spread over the batch, half of them at most; of clips that go through by their lengths, those of one length."""
+    """Return rows spread over the batch, at most half of them; for clips processed by length, of a single length."""
     among = list(range(count))
     if batch.lengths is not None:
         commonest = max(batch.lengths, key=batch.lengths.count)
@@ -396,7 +397,7 @@ def _some_rows(batch: Batch, count: int) -> list[int]:
 
 
 def _repeated_rows(batch: Batch, rows: list[int]) -> Batch:
-    """Some examples, as they are in the batch; of one length where there are lengths."""
+    """Return some examples of the batch unchanged; with lengths, of equal length."""
     lengths = batch.lengths
     named: Mapping[str, Tensor] = batch.inputs if isinstance(batch.inputs, dict) else {"": batch.inputs}
     chosen = {name: value[rows] for name, value in named.items()}
@@ -411,23 +412,23 @@ def _repeated_rows(batch: Batch, rows: list[int]) -> Batch:
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """The largest difference in units of the largest feature; infinite where a feature is not finite."""
+    """Return the largest difference relative to the largest feature; infinite if a feature is not finite."""
     scale = one.abs().max().double().clamp(min=1e-30)
     found = (one.double() - other.double()).abs().max() / scale
     return float(found.nan_to_num(nan=float("inf")))
 
 
 def _tolerance(model: nn.Module, features: Tensor) -> float:
-    """What rounding explains, in the lowest precision of the network's weights."""
+    """Return the tolerance for rounding in the lowest precision of the network's weights."""
     dtypes = {features.dtype, *(one.dtype for one in model.parameters() if one.is_floating_point())}
     return max(MUCH, _MUCH_OF_EPS * max(torch.finfo(dtype).eps for dtype in dtypes))
 
 
 def _calls(model: nn.Module, run: Callable[[], Any], inputs: Inputs) -> list[Call]:
-    """The operations of one pass; none where they cannot be recorded."""
+    """Return the operations of one pass; none if they cannot be recorded."""
     from bnncli.models.tape import Tape
 
-    with suppress(Exception), Tape(model, inputs) as tape:  # it names a cause, and no more
+    with suppress(Exception), Tape(model, inputs) as tape:  # only used to name a cause
         run()
         return tape.calls
     return []
@@ -456,7 +457,7 @@ def _batch_cause(model: nn.Module, calls: list[Call]) -> _Cause:
 
 
 def _is_random(call: Call) -> bool:
-    """Whether an operation draws random numbers: dropout that is off does not."""
+    """Return whether an operation draws random numbers; dropout with probability 0 does not."""
     if torch.Tag.nondeterministic_seeded not in call.function.tags:
         return False
     given = _arguments(call)
@@ -475,7 +476,7 @@ def _arguments(call: Call) -> dict[str, Any]:
 
 
 def _module(model: nn.Module, call: Call) -> str:
-    """The module that called an operation, with what is special about it."""
+    """Describe the module that called an operation."""
     name = call.modules[-1] if call.modules else ""
     module = dict(model.named_modules()).get(name)
     if module is None or name == "":
@@ -495,10 +496,10 @@ class Extracted(NamedTuple):
     features: Tensor
     logits: Tensor | None
     labels: Tensor | None
-    num_truncated: int = 0  # of the texts or clips
-    loss: PrecisionLoss | None = None  # of the first batch, where the network runs in lower precision
-    padding: float | None = None  # of the first batch, where texts are padded: see padding_effect
-    num_converted: int = 0  # of the clips: see bnncli.data.Transformed
+    num_truncated: int = 0  # number of truncated texts or clips
+    loss: PrecisionLoss | None = None  # of the first batch, if the network runs in lower precision
+    padding: float | None = None  # of the first batch, if texts are padded: see padding_effect
+    num_converted: int = 0  # number of converted clips: see bnncli.data.Transformed
     inputs: InputSums | None = None
     images: ImageCounts = ImageCounts()
 
@@ -518,28 +519,29 @@ def extract(
     turns: slice = slice(None),
     num_checked: int = 0,
 ) -> Iterator[Extracted]:
-    """Features, logits and labels of a split, batch by batch in the split's order, on the CPU.
+    """Yield features, logits and labels of a split on the CPU, batch by batch in order.
 
-    The first two batches also prove the head, as `prove_head` does; some rows of the first go through again, as `check_repeats` does.
+    The first two batches also prove the head (see `prove_head`); some rows of the first are repeated (see
+    `check_repeats`).
 
     Args:
-        model: the network; it is moved to the device and put in evaluation mode.
-        head: its last layer; None when the model's output are the features.
-        batch_size: examples a forward pass.
-        dtype: what features are returned in, float32 (the default) or float16.
-        first_row: rows before it are left out.
-        num_logits: of how many of the split's first rows the logits (n, K) are wanted; None for all. Those of the others are
-            neither made where the network returns something else, nor copied.
-        autocast: of AUTOCAST, what the network may compute in; the head is proved in float32, and logits are features
+        model: the network; moved to the device and put in evaluation mode.
+        head: its last layer; None if the model's output are the features.
+        batch_size: examples per forward pass.
+        dtype: type of the returned features, float32 (the default) or float16.
+        first_row: skip rows before it.
+        num_logits: number of first rows whose logits (n, K) to return; None for all. Other logits are not copied, nor
+            computed if the network returns something else.
+        autocast: one of AUTOCAST, precision of the network; the head is proved in float32, and logits are features
             times head. None for float32.
-        turns: which of the batches from first_row on, by their place; no other is read. Each is what it is among all.
-        num_checked: examples of a batch by which the network is known to repeat itself: 0, 1, or 2 for several.
+        turns: which batches from first_row on to read, by index; their contents do not depend on this.
+        num_checked: size of the batches that the network is known to repeat: 0, 1, or 2 for several.
 
     Raises:
-        DataError: features that are not finite or not (n, D), a head that is not the last step, labels that are not
-            classes of the head, a network that is random or depends on the batch.
-        NumericError: features beyond the range of float16.
-        DeviceError: not enough memory for a batch.
+        DataError: features are not finite or not (n, D), the head is not the last step, labels are not classes of the
+            head, or the network is random or depends on the batch.
+        NumericError: features exceed the range of float16.
+        DeviceError: there is not enough memory for a batch.
     """
     model = _placed(model, torch.device(device)).eval()
     where = f"split {split.name or split.spec}"
@@ -565,7 +567,7 @@ def extract(
 def counted(
     batches: Iterable[Extracted], split: InputSplit, *, first_row: int = 0, progress: Progress = SILENT
 ) -> Iterator[Extracted]:
-    """The batches of a split from first_row on; tells progress of each when the next is asked for."""
+    """Yield the batches of a split from first_row on, reporting progress."""
     task = progress.task(f"extract {split.name or split.spec}".strip(), len(split))
     if first_row:
         task.advance(first_row)
@@ -575,7 +577,7 @@ def counted(
 
 
 class _Passed(NamedTuple):
-    """Of one batch: features (n, D), logits (n, K) where they are wanted, and what is found out on the first."""
+    """One batch: features (n, D), logits (n, K) if wanted, and findings of the first batch."""
 
     features: Tensor
     logits: Tensor | None
@@ -587,8 +589,8 @@ class _Passes(NamedTuple):
     """Forward passes over the batches of one split.
 
     Args:
-        read: gives the features and the network's output for inputs.
-        autocast: of AUTOCAST, or None for float32.
+        read: computes features and output.
+        autocast: one of AUTOCAST, or None for float32.
         where: names the split.
         num_checked: see `extract`.
     """
@@ -602,7 +604,7 @@ class _Passes(NamedTuple):
     num_checked: int = 0
 
     def over(self, batch: Batch, *, number: int, first_row: int, wants_logits: bool) -> _Passed:
-        """One batch, the `number`th; the first two prove the head in float32, whatever the network computes in."""
+        """Process the `number`th batch; the first two prove the head in float32, regardless of autocast."""
         is_compared = self.autocast is not None and first_row == 0
         has_logits = wants_logits or is_compared
         exact: _Passed | None = None
@@ -619,7 +621,7 @@ class _Passes(NamedTuple):
         return _Passed(features, logits, PrecisionLoss.between(logits, exact.logits), padding)
 
     def _exact(self, batch: Batch, *, number: int, first_row: int, has_logits: bool) -> _Passed:
-        """The pass in float32; the proof of the head with the first two, the effect of padding with the first."""
+        """Process a batch in float32; the first two prove the head, the first measures the effect of padding."""
         features, output = unpadded(self.read, batch.inputs, batch.lengths)
         _check_features(features, where=self.where, first_row=first_row)
         padding, logits = None, None
@@ -634,7 +636,7 @@ class _Passes(NamedTuple):
         return _Passed(features, logits, None, padding)
 
     def _lowered_features(self, batch: Batch, autocast: str, *, first_row: int) -> Tensor:
-        """Features (n, D), float32, that the network computes in lower precision."""
+        """Return features (n, D), float32, computed in lower precision."""
         with torch.autocast(self.device.type, dtype=getattr(torch, AUTOCAST[autocast])):
             features = unpadded(self.read, batch.inputs, batch.lengths)[0].float()
         _check_features(features, where=self.where, first_row=first_row)
@@ -642,7 +644,7 @@ class _Passes(NamedTuple):
 
 
 def collect(batches: Iterable[Extracted], num_rows: int) -> Extracted:
-    """All batches as one, each array allocated once; logits as far as there are."""
+    """Concatenate all batches, allocating each array once; logits as far as there are any."""
     whole: dict[str, Tensor] = {}
     num_logits = 0
     start, num_truncated, num_converted, loss, padding, inputs = 0, 0, 0, None, None, None
@@ -666,13 +668,13 @@ def collect(batches: Iterable[Extracted], num_rows: int) -> Extracted:
 
 
 def _placed(model: nn.Module, device: torch.device) -> nn.Module:
-    """The network on the device; not gone through by torch where it is there, which takes a fifth of one input's pass."""
+    """Move the network to the device, unless it is there: torch's traversal takes a fifth of one input's pass."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return model if all(tensor.device == device for tensor in tensors) else model.to(device)
 
 
 def _reader(model: nn.Module, head: Head | None) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
-    """What gives the features (n, D) and the network's output for inputs, of one forward pass."""
+    """Return a function that computes features (n, D) and output in one forward pass."""
     if head is None:
         return lambda inputs: (forward(model, inputs),) * 2
     form = head.form
@@ -686,7 +688,7 @@ def _reader(model: nn.Module, head: Head | None) -> Callable[[Inputs], tuple[Ten
 
 
 def pass_to_head(head: Head, model: nn.Module, call: Callable[[], Any], weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What the head takes, (n, D), in a forward pass that `call` makes; weight and bias are the head's in that pass."""
+    """Return the input of the head, (n, D), during a forward pass by `call`, given the head's weight and bias in that pass."""
     if head.form is None:
         return _of_layer(linear_layers(model)[head.name], call)[0]
     return _of_form(model, head.form, weight, bias, call)[0]
@@ -722,7 +724,7 @@ def _of_layer(layer: nn.Linear, call: Callable[[], Any]) -> tuple[Tensor, Any]:
 
 
 def _prove_head(model: nn.Module, head: Head, features: Tensor, output: Tensor) -> None:
-    """Nothing, when the head is what it should be; names the layers that could be it."""
+    """Prove the head, or raise an error that names the layers that could be it."""
     try:
         prove_head(head, features, output)
     except DataError as error:
@@ -731,7 +733,7 @@ def _prove_head(model: nn.Module, head: Head, features: Tensor, output: Tensor) 
 
 
 def _logits(output: Tensor, head: Head, features: Tensor) -> Tensor:
-    """The output as (n, K); a network with one logit may return (n,). Where it is not the logits, features times head."""
+    """Return the output as (n, K), also for a single logit (n,); if the output is not the logits, features times head."""
     if head.form is not None and head.form.changes_logits:
         return head.logits(features)
     return output.unsqueeze(1) if output.ndim == 1 and head.weight.shape[0] == 1 else output
@@ -785,7 +787,7 @@ def _check_labels(batch: Batch, head: Head, *, where: str, first_row: int) -> No
 
 
 def _store(features: Tensor, dtype: torch.dtype, where: str) -> Tensor:
-    """Features on the CPU in the storage type. Raises NumericError where float16 would overflow."""
+    """Return features on the CPU in the storage type. Raises NumericError if float16 would overflow."""
     largest = torch.finfo(dtype).max
     if dtype != torch.float32 and float(features.abs().max()) > largest:
         raise NumericError(

@@ -1,4 +1,4 @@
-"""Saved graphs as networks: the last linear step of a graph, and the features that go into it."""
+"""Saved graphs as networks: find the last linear step of a graph, and the features it takes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _WEIGHTS = ("torch-zip", "torch-legacy", "safetensors")
 
 @dataclass(frozen=True)
 class GraphFile:
-    """What the graphs of every format have in common.
+    """Common base of graph files of every format.
 
     Attributes:
         files: the graph's own first.
-        feature_node: the node whose output the head takes; None for the last linear step.
+        feature_node: node whose output the head takes; None for the last linear step.
     """
 
     files: tuple[Path, ...]
@@ -36,7 +36,7 @@ class GraphFile:
     task: str | None = None
 
     def refuse(self, state: Mapping[str, Any] | None) -> None:
-        """Nothing, when no tensors of a checkpoint are to fill the graph. Raises UsageError otherwise."""
+        """Raise UsageError if checkpoint tensors are to be loaded into the graph."""
         if state is not None:
             raise UsageError(
                 f"{self.files[0]} has its own weights, but CKPT is a different weights file",
@@ -45,11 +45,11 @@ class GraphFile:
 
 
 def not_a_program(expected: str, kind: str) -> DataError:
-    """The error of a file of another kind, with the way there is for it.
+    """Return the error for a file of another kind, with advice.
 
     Args:
         expected: pt2 or torchscript.
-        kind: as sniff and sniff_zip tell it.
+        kind: from sniff and sniff_zip.
     """
     wanted, hint = _PROGRAMS[expected][0], None
     if kind in _PROGRAMS:
@@ -63,7 +63,7 @@ def not_a_program(expected: str, kind: str) -> DataError:
     return DataError(f"expected {wanted}, got {what.removeprefix('the file is ')}", code=f"is_{kind}", hint=hint)
 
 
-# What a step may do; of any other step nothing is known.
+# Known kinds of steps; other steps are opaque.
 LINEAR, CONV, ADD, POOL, SHAPE, AFTER = "linear", "conv", "add", "pool", "shape", "after"
 _MOST_LISTED = 20
 
@@ -72,11 +72,11 @@ class GraphStep(NamedTuple):
     """One node of a graph.
 
     Attributes:
-        does: one of the words above, or "".
-        output: name of the first value that it gives.
-        inputs: names of the values it takes; of LINEAR and CONV features, weight and bias; None for one that is no tensor.
-        name: what the graph calls the node.
-        is_transposed: whether a LINEAR's weight is (D, K) in place of (K, D).
+        does: one of the kinds above, or "".
+        output: name of its first output value.
+        inputs: names of its input values; for LINEAR and CONV features, weight and bias; None for a non-tensor.
+        name: of the node in the graph.
+        is_transposed: whether a LINEAR's weight is (D, K) instead of (K, D).
     """
 
     does: str
@@ -90,12 +90,12 @@ class GraphHead(NamedTuple):
     """A linear step of a graph.
 
     Attributes:
-        features: name of the value that goes into it.
+        features: name of its input value.
         weight, bias: (K, D) and (K,) or None, float32.
-        is_pooled: whether its outputs at all positions are averaged behind it.
-        is_channels_first: whether the features are (n, D, ...) in place of (n, ..., D).
-        tail: the values from the head's step on to an output of the graph, without its own; empty where none is known.
-        missing: why there is no such step; the features are an output of the graph then, and the weight is empty.
+        is_pooled: whether its outputs at all positions are averaged.
+        is_channels_first: whether the features are (n, D, ...) instead of (n, ..., D).
+        tail: values from the head's step to an output of the graph, excluding its own; empty if unknown.
+        missing: why there is no such step; the features are then an output of the graph, and the weight is empty.
     """
 
     features: str
@@ -108,11 +108,11 @@ class GraphHead(NamedTuple):
 
 
 class HeadSearch:
-    """The linear steps of a graph whose weights are known without its inputs.
+    """Finds the linear steps of a graph whose weights do not depend on its inputs.
 
     Args:
         what: the graph, for messages.
-        constant: the value of that name as an array; None where it depends on the inputs.
+        constant: returns a value by name as an array; None if it depends on the inputs.
     """
 
     def __init__(self, what: str, steps: Sequence[GraphStep], constant: Callable[[str], np.ndarray | None]) -> None:
@@ -120,10 +120,10 @@ class HeadSearch:
         self._maker = {step.output: step for step in steps}
 
     def find(self, outputs: Sequence[str], feature_node: str | None) -> GraphHead:
-        """The head before the first of the outputs that has one, or after the node of that name; what is missing lists the linear steps.
+        """Return the head before the first output that has one, or after the named node; `missing` lists the linear steps.
 
         Raises:
-            UsageError: no linear step takes what the named node gives.
+            UsageError: no linear step takes the output of the named node.
         """
         ends = [head for output in outputs if (head := self._before(output)) is not None]
         if feature_node is not None:
@@ -138,7 +138,7 @@ class HeadSearch:
         return GraphHead(outputs[0], np.empty((0, 0), np.float32), None, is_pooled=False, missing=missing)
 
     def _before(self, output: str) -> GraphHead | None:
-        """The linear step that the value comes from, through what may stand behind a head."""
+        """Return the linear step that the value comes from, through steps that may follow a head."""
         is_pooled, tail = False, list[str]()
         value: str | None = output
         while value is not None and (step := self._maker.get(value)) is not None:
@@ -152,7 +152,7 @@ class HeadSearch:
         return None
 
     def _after(self, name: str) -> GraphHead:
-        """The last linear step that takes the output of a node, through what changes the shape alone."""
+        """Return the last linear step that takes a node's output, through changes of shape only."""
         named = {step.output for step in self._steps if name in (step.name, step.output)} or {name}
         for step in reversed(self._steps):
             if (head := self._head(step, is_pooled=False)) is not None and named & {*self._way_back(head.features)}:
@@ -163,20 +163,20 @@ class HeadSearch:
         )
 
     def _way_back(self, value: str | None) -> Iterator[str]:
-        """The value, and those that it has come from by a change of shape or pooling."""
+        """Yield the value and its predecessors through changes of shape or pooling."""
         while value is not None:
             yield value
             step = self._maker.get(value)
             value = self._only_input(step) if step is not None and step.does in (SHAPE, POOL) else None
 
     def _only_input(self, step: GraphStep) -> str | None:
-        """The input that is not known without the graph's inputs; None where there are several."""
+        """Return the only input that depends on the graph's inputs; None if there are several."""
         taken = step.inputs[:1] if step.does in (SHAPE, POOL) else step.inputs  # the others are sizes
         free = [name for name in taken if name is not None and self._constant(name) is None]
         return free[0] if len(free) == 1 else None
 
     def _head(self, step: GraphStep, is_pooled: bool) -> GraphHead | None:
-        """The step as a head; None where it is none."""
+        """Return the step as a head; None if it is none."""
         if step.does == ADD:
             return self._sum(step, is_pooled)
         if step.does not in (LINEAR, CONV) or step.inputs[0] is None or len(step.inputs) < 2:
@@ -188,7 +188,7 @@ class HeadSearch:
         return GraphHead(features, weight, bias, is_pooled, step.does == CONV)
 
     def _sum(self, step: GraphStep, is_pooled: bool) -> GraphHead | None:
-        """A product of features and weights plus a bias, of two steps."""
+        """Return the head of two steps: a product of features and weights, plus a bias."""
         terms = [name for name in step.inputs[:2] if name is not None]
         for product, bias in (terms, terms[::-1]) if len(terms) == 2 else ():
             maker = self._maker.get(product)
@@ -199,7 +199,7 @@ class HeadSearch:
         return None
 
     def _matrix(self, step: GraphStep) -> np.ndarray | None:
-        """The weight of a linear step or of a convolution of single positions, (K, D); None where it is none of these."""
+        """Return the weight (K, D) of a linear step or 1 x 1 convolution; None for other steps."""
         value = None if step.inputs[1] is None else self._constant(step.inputs[1])
         if value is None or value.dtype.kind != "f":
             return None
@@ -214,7 +214,7 @@ class HeadSearch:
         return value.reshape(-1).astype(np.float32) if value is not None and value.size == size else None
 
     def _candidates(self) -> str:
-        """The linear steps that there are, by what the user would name."""
+        """Return the existing linear steps, by the names the user would type."""
         found: Mapping[str, GraphHead] = {
             self._name(head.features): head
             for step in self._steps
@@ -227,24 +227,24 @@ class HeadSearch:
         return f"nodes before linear layers, with weights (K, D): {', '.join(shown[-_MOST_LISTED:])}{more}"
 
     def _name(self, value: str) -> str:
-        """What the graph calls the node that gives a value; the value itself where that has no name."""
+        """Return the graph's name of the node that outputs a value; the value itself if unnamed."""
         step = self._maker.get(value)
         return step.name if step is not None and step.name else value
 
 
 def names_of(names: Sequence[str]) -> str:
-    """Names of a graph's inputs or outputs, for messages."""
+    """Return names of a graph's inputs or outputs, for messages."""
     return listed(names, limit=_MOST_LISTED) or "none"
 
 
 def outputs_in_order(outputs: Sequence[str], keys: Sequence[str] | None) -> list[str]:
-    """The outputs of a graph, those first that may be the logits; keys: of the mapping that it returns, if it does."""
+    """Return the outputs of a graph, possible logits first; keys: of the mapping it returns, if any."""
     first = [name for name, key in zip(outputs, keys or (), strict=False) if key == "logits"]
     return [*first, *(name for name in outputs if name not in first)]
 
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", "_convolution")
-# Where features, weight and bias stand among the arguments, and whether the weight is (D, K).
+# Positions of features, weight and bias among the arguments, and whether the weight is (D, K).
 _LINEAR = {"linear": ((0, 1, 2), False), "addmm": ((1, 2, 0), True), "mm": ((0, 1), True), "matmul": ((0, 1), True)}
 _WORDS = {
     ADD: ("add", "add_"),
@@ -266,7 +266,7 @@ _DOES = {name: does for does, names in _WORDS.items() for name in names}
 
 
 def aten_step(operator: str, output: str, inputs: Sequence[str | None], *, name: str = "") -> GraphStep:
-    """The step that an operator such as `addmm` makes of its arguments; None among these for one that is no tensor."""
+    """Return the step for an operator such as `addmm` and its arguments, with None for non-tensors."""
     if operator in _LINEAR:
         places, is_transposed = _LINEAR[operator]
         picked = tuple(inputs[place] if place < len(inputs) else None for place in places)
@@ -277,7 +277,7 @@ def aten_step(operator: str, output: str, inputs: Sequence[str | None], *, name:
 
 
 class GraphInput(NamedTuple):
-    """What a graph takes: a type, and a shape with None where any size will do; None where it does not tell."""
+    """An input of a graph: type, and shape with None for any size; None if unspecified."""
 
     dtype: torch.dtype | None
     shape: tuple[int | None, ...] | None
@@ -298,13 +298,13 @@ class GraphNetwork(nn.Module):
 
     Args:
         program: called with the inputs by name; returns the graph's outputs, and the features.
-        inputs: what the graph takes, by name, in its order.
-        outputs: names of the entries where the graph returns a mapping; None where it returns a tensor or a tuple.
-        tail: makes an output of the head's logits again, or gives back the one that the graph has made.
-        tail_at: which output that is.
+        inputs: inputs of the graph by name, in order.
+        outputs: names of the entries if the graph returns a mapping; None for a tensor or tuple.
+        tail: recomputes an output from the head's logits, or returns the one that the graph computed.
+        tail_at: index of that output.
 
     Attributes:
-        no_head: why it has none, which is raised where one is looked for; None where it has.
+        no_head: why it has no head, raised when one is looked for; None if it has one.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class GraphNetwork(nn.Module):
         check_finite(self.state_dict())
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        """What the graph returns for inputs (n, ...)."""
+        """Return the graph's output for inputs (n, ...)."""
         given = self._checked(self._named(args, kwargs))
         outputs, features = self._in_batches(given)
         logits = None if self.head is None else self.head(self._rows(features))
@@ -337,7 +337,7 @@ class GraphNetwork(nn.Module):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _named(self, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs by name. Raises DataError where they are not those that the graph takes."""
+        """Return the inputs by name. Raises DataError if they are not those of the graph."""
         free = [name for name in self._inputs if name not in kwargs]
         given = {**dict(zip(free, args, strict=False)), **kwargs}
         if len(args) > len(free) or given.keys() != self._inputs.keys():
@@ -352,7 +352,7 @@ class GraphNetwork(nn.Module):
         return {name: given[name] for name in self._inputs}
 
     def _checked(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs in the types of the graph. Raises DataError where type or shape do not fit."""
+        """Convert the inputs to the graph's types. Raises DataError if type or shape do not fit."""
         for name, tensor in given.items():
             wanted = self._inputs[name]
             is_kind = wanted.dtype is None or wanted.dtype.is_floating_point == tensor.is_floating_point()
@@ -369,7 +369,7 @@ class GraphNetwork(nn.Module):
         return {name: tensor.to(self._inputs[name].dtype or tensor.dtype) for name, tensor in given.items()}
 
     def _in_batches(self, given: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Outputs and features for all rows; where the graph fixes the size of a batch, of as many batches as it takes."""
+        """Return outputs and features for all rows, in batches of the size that the graph fixes, if any."""
         sizes = {one.shape[0] for one in self._inputs.values() if one.shape} - {None}
         num_rows = len(next(iter(given.values())))
         if not sizes or sizes == {num_rows}:
@@ -385,7 +385,7 @@ class GraphNetwork(nn.Module):
         return whole[:-1], whole[-1]
 
     def _rows(self, features: Tensor) -> Tensor:
-        """Features (n, D), of those at all positions where the head's outputs are averaged over these."""
+        """Return features (n, D), averaged over positions if the head's outputs are."""
         if self._is_channels_first:
             features = features.movedim(1, -1)
         if features.ndim > 2 and (self._is_pooled or {*features.shape[1:-1]} == {1}):
@@ -394,7 +394,7 @@ class GraphNetwork(nn.Module):
 
 
 def _linear(head: GraphHead) -> nn.Linear:
-    """The head's step as a layer."""
+    """Return the head's step as a layer."""
     num_classes, num_features = head.weight.shape
     layer = nn.Linear(num_features, num_classes, bias=head.bias is not None)
     with torch.no_grad():
@@ -405,5 +405,5 @@ def _linear(head: GraphHead) -> nn.Linear:
 
 
 def _filled(rows: Tensor, size: int) -> Tensor:
-    """As many rows as asked for, the last one repeated."""
+    """Pad rows to `size` by repeating the last one."""
     return rows if len(rows) == size else torch.cat([rows, rows[-1:].expand(size - len(rows), *rows.shape[1:])])

@@ -1,4 +1,4 @@
-"""The last linear layer of a network: which one it is, its weights, and a proof that nothing unknown follows it."""
+"""The last linear layer of a network: find it by name, read its weights, and prove that nothing unknown follows it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ _LINKS = {
     "special_softmax",
     "special_log_softmax",
 }
-
-
-# What may come after, as the search for heads allows it: the same is done to the logits. A logarithm of a softmax has its logits.
+# Steps that may follow, as the search for heads allows; they apply equally to logits. The log of a softmax has the
+# softmax's logits.
 _VIEWS = {
     *("view", "reshape", "flatten", "squeeze", "unsqueeze"),
     *("contiguous", "clone", "detach", "to", "float", "double"),
@@ -42,9 +41,7 @@ _VIEWS = {
 
 
 _LOGARITHMS = {"log", "log_"}
-
-
-# From outside, where the probabilities come another way; as far as floating-point numbers go.
+# Inverse links, within floating-point precision, for probabilities computed in another way.
 _UNDONE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "log_softmax": lambda output: output,
     "softmax": lambda output: output.clamp(min=torch.finfo(output.dtype).tiny).log(),
@@ -52,7 +49,7 @@ _UNDONE: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-_NOTE = "_before_link"  # attribute of a result: it lives as long as that, and no longer
+_NOTE = "_before_link"  # attribute of a result, with the lifetime of that result
 
 
 @cache
@@ -87,12 +84,12 @@ def before_links() -> AbstractContextManager[object]:
 
 
 def logits_before(output: Tensor, link: str) -> Tensor:
-    """What went into the softmax or sigmoid that an output (n, ...) was, of its shape."""
+    """Return the input of the softmax or sigmoid that gave an output (n, ...), with the same shape."""
     found: Tensor | None = getattr(output, _NOTE, None)
     return _UNDONE[link](output) if found is None else found
 
 
-SMALLEST_PROBABILITY = 1e-4  # below, and as near to one, float32 has too few digits for a logit
+SMALLEST_PROBABILITY = 1e-4  # below it, and as close to one, float32 has too few digits for a logit
 
 
 def _log(probabilities: Tensor) -> Tensor:
@@ -105,7 +102,7 @@ def _log_odds(probabilities: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Link:
-    """What a network does to logits (..., K), and the scale on which its output is compared with ours."""
+    """What a network applies to logits (..., K), and the scale on which its output is compared with ours."""
 
     returns: str
     apply: Callable[[Tensor], Tensor]
@@ -122,7 +119,7 @@ LINKS: Mapping[str, Link] = {
 
 @dataclass(frozen=True)
 class Tap:
-    """Where features pass: a place at a module, or the number of an operation (`tap_number`) where none has them."""
+    """Where features pass: a place at a module, or an operation number (`tap_number`) if no module has them."""
 
     at: Place | int
     axis: int  # of the features
@@ -130,16 +127,16 @@ class Tap:
 
 @dataclass(frozen=True)
 class HeadForm:
-    """How features and logits are found.
+    """How to obtain features and logits.
 
     Attributes:
-        taps: their features lie side by side; without any the features are the output itself.
-        positions: row: features are (n, D) as they are; all: everything of an example; mean: over its positions; one: the
-            position that the network takes.
-        output: which of the network's outputs the logits are, "" for its only one.
-        link: of LINKS.
-        reduce_range: where the head's product rounds its inputs to 8 bits, whether to 7 of them; else None.
-        notes: what is to be said of it, a sentence each.
+        taps: their features are concatenated; without any, the features are the output itself.
+        positions: row: features are already (n, D); all: all values of an example; mean: mean over positions; one: the
+            position that the network uses.
+        output: which network output are the logits, "" for the only one.
+        link: one of LINKS.
+        reduce_range: whether the head's product rounds its inputs to 7 instead of 8 bits; None if it does not round.
+        notes: for the user, one sentence each.
     """
 
     taps: tuple[Tap, ...]
@@ -151,16 +148,16 @@ class HeadForm:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the network's output is not features times head, but what it makes of these."""
+        """Whether the network's output is a function of features times head rather than equal to it."""
         return self.link != "none" or self.reduce_range is not None
 
     def on_link_scale(self, logits: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """What logits (..., K) would give and the network's output, to be compared."""
+        """Return the outputs that logits (..., K) imply and the network's output, on the same scale."""
         link = LINKS[self.link]
         return link.scale(link.apply(logits)), link.scale(output)
 
     def run(self, model: nn.Module, call: Callable[[], Any]) -> tuple[list[Tensor], Any]:
-        """What passes at each tap, and what the network returns, of one forward pass that `call` makes."""
+        """Run one forward pass by `call`; return the tensor at each tap, and the network's output."""
         passed: dict[Tap, list[Tensor]] = {tap: [] for tap in self.taps}
         modules = dict(model.named_modules())
         hooks = [_hook(modules[tap.at.module], tap.at, passed[tap]) for tap in self.taps if isinstance(tap.at, Place)]
@@ -177,7 +174,7 @@ class HeadForm:
         return [_taken(tap, passed[tap], operations.found) for tap in self.taps], output
 
     def features(self, passed: list[Tensor], output: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Features (n, D), from what passed and the network's output (n, K).
+        """Return features (n, D) from the tapped tensors and the network's output (n, K).
 
         Args:
             weight, bias: of the head, (K, D) and (K,), on the device.
@@ -192,23 +189,21 @@ class HeadForm:
             nearest = (ours - theirs).abs().amax(-1).argmin(1)
             places = nearest[:, None, None].expand(
                 -1, -1, vectors.shape[2]
-            )  # by no count of rows, which a graph would keep
+            )  # without a fixed number of rows, which a graph would keep
             return vectors.gather(1, places)[:, 0]
         return every[0] if len(every) == 1 else torch.cat(every, 1)
 
     def _vectors(self, tensor: Tensor, axis: int) -> Tensor:
-        """(n, D); (n, positions, D) where one of them is taken."""
+        """Return (n, D); (n, positions, D) if one position is to be chosen."""
         if self.positions == "row":
             return tensor
         if self.positions == "all":
-            return tensor.reshape(
-                tensor.shape[0], -1
-            )  # len would fix the size of the batch where the network is exported
+            return tensor.reshape(tensor.shape[0], -1)  # len would fix the batch size on export
         vectors = tensor.movedim(axis, -1).flatten(1, -2)
         return vectors.mean(1) if self.positions == "mean" else vectors
 
     def rounded(self, features: Tensor) -> Tensor:
-        """Features as the head's own product sees them: rounded as one batch where it works with 8 bits."""
+        """Return features as the head's own product sees them: rounded batch-wise if it uses 8 bits."""
         if self.reduce_range is None:
             return features
         scale, zero = torch._choose_qparams_per_tensor(features, self.reduce_range)
@@ -226,7 +221,7 @@ def _hook(module: nn.Module, place: Place, passed: list[Tensor]) -> Any:
 
 
 def _taken(tap: Tap, passed: list[Tensor], operations: Mapping[int, Tensor]) -> Tensor:
-    """The tensor at a tap. Raises DataError where the network did not come there."""
+    """Return the tensor at a tap. Raises DataError if the network did not reach it."""
     if isinstance(tap.at, int) and tap.at in operations:
         return operations[tap.at]
     if isinstance(tap.at, Place) and tap.at.call < len(passed):
@@ -238,11 +233,7 @@ def _taken(tap: Tap, passed: list[Tensor], operations: Mapping[int, Tensor]) -> 
 
 
 IDENTITY_HINT = f"\0last_layer\0 {IDENTITY} puts an identity layer on top of the logits"
-
-
-_SHOWN = 8  # linear layers that a message names; heads come last
-
-
+_SHOWN = 8  # linear layers named in a message; heads come last
 # Largest |features @ W.T + b - logits| that rounding explains, in units of 1 + max |logits|.
 HEAD_TOLERANCE = 1e-3
 
@@ -252,7 +243,7 @@ class Head:
     """The last layer: its name in the network, weight (K, D) and bias (K,) or None, float32 on the CPU.
 
     Attributes:
-        form: how features and logits are found; None for a linear layer that gives the network's output as it is.
+        form: how to obtain features and logits; None for a linear layer whose result is the network's output.
     """
 
     name: str
@@ -262,22 +253,22 @@ class Head:
 
     @property
     def layout(self) -> HeadLayout:
-        """How weight and bias lie in theta."""
+        """Layout of weight and bias in theta."""
         return HeadLayout(self.weight.shape[0], self.weight.shape[1], self.bias is not None)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be said of how it was taken from the network, a sentence each."""
+        """Notes on how the head was extracted, one sentence each."""
         return () if self.form is None else self.form.notes
 
     def logits(self, features: Tensor) -> Tensor:
-        """Features (n, D) times the head, (n, K) float64."""
+        """Return features (n, D) times head, (n, K) float64."""
         logits = features.double() @ self.weight.to(features.device).double().T
         return logits if self.bias is None else logits + self.bias.to(features.device).double()
 
 
 class LinearLayer(NamedTuple):
-    """A torch.nn.Linear that a network calls, and whether it gives the network's output as it is."""
+    """A torch.nn.Linear that a network calls, and whether its result is the network's output."""
 
     head: Head
     is_head: bool
@@ -286,10 +277,10 @@ class LinearLayer(NamedTuple):
 def last_linear(
     model: nn.Module, inputs: Inputs, *, layer: str | None = None, output: str | None = None
 ) -> LinearLayer | None:
-    """The linear layer of that name, or the one called last, when the model sees inputs (n, ...); None where there is none.
+    """Return the linear layer of that name, or the last one called, for inputs (n, ...); None if there is none.
 
     Raises:
-        UsageError, DataError: the model cannot take the inputs.
+        UsageError, DataError: the model does not accept the inputs.
     """
     linear = linear_layers(model)
     if layer is not None and layer not in linear:
@@ -319,7 +310,7 @@ def last_linear(
 
 
 def no_head(model: nn.Module) -> DataError:
-    """That a network has no layer that could be its head."""
+    """Return the error for a network without a possible head."""
     linear = linear_layers(model)
     has = f"its linear layers are {listed(linear)}" if linear else "it has none"
     return DataError(
@@ -329,10 +320,10 @@ def no_head(model: nn.Module) -> DataError:
 
 
 def head_of(model: nn.Module, name: str) -> Head:
-    """The linear layer called `name`.
+    """Return the linear layer called `name`.
 
     Raises:
-        UsageError: there is no such linear layer; lists those there are.
+        UsageError: there is no such linear layer; lists the existing ones.
     """
     linear = linear_layers(model)
     if name not in linear:
@@ -349,10 +340,10 @@ def head_of(model: nn.Module, name: str) -> Head:
 
 
 def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
-    """Nothing, when features (n, D) times head are the network's output (n, K) up to rounding, after what it does to logits.
+    """Check that features (n, D) times head, after the link, equal the network's output (n, K) up to rounding.
 
     Raises:
-        DataError: they are not; says what the output looks like, such as the ReLU of the logits.
+        DataError: they do not; says what the output looks like, such as the ReLU of the logits.
     """
     logits = head.logits(features if head.form is None else head.form.rounded(features))
     actual = output.double()
@@ -376,13 +367,13 @@ def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
 
 
 def check_link(head: Head, likelihood: str | None = None) -> None:
-    """Nothing, when what the network makes of the logits fits what they mean: a softmax classes, a sigmoid labels.
+    """Check that the network's link fits the meaning of the logits: softmax for classes, sigmoid for labels.
 
     Args:
-        likelihood: of the outputs by name; None where their number says it.
+        likelihood: of the outputs by name; None to infer it from their number.
 
     Raises:
-        DataError: it does not, such as a sigmoid of each of several classes.
+        DataError: it does not fit, such as a sigmoid for each of several classes.
     """
     link, layout = "none" if head.form is None else head.form.link, replace(head.layout, likelihood_name=likelihood)
     if link == "none" or layout.likelihood.is_shift_invariant == link.endswith("softmax"):
@@ -403,15 +394,15 @@ def check_link(head: Head, likelihood: str | None = None) -> None:
 
 
 def is_vector(output: Tensor, num_rows: int) -> bool:
-    """Whether an output has one number or one vector for each of so many examples."""
+    """Return whether an output has one number or vector for each of num_rows examples."""
     return output.shape[:1] == (num_rows,) and sum(size > 1 for size in output.shape[1:]) <= 1
 
 
 def advise_layer(error: DataError, model: nn.Module, *, has_logits: bool) -> DataError:
-    """The error of a layer that is not the head, with what could be named in its place.
+    """Add to the error for a layer that is not the head what could be named instead.
 
     Args:
-        has_logits: whether the network's output can be taken for logits.
+        has_logits: whether the network's output can be treated as logits.
     """
     linear = linear_layers(model)
     others = f"; \0last_layer\0 NAME selects another linear layer (have: {listed(linear, limit=20)})" * (
@@ -422,7 +413,7 @@ def advise_layer(error: DataError, model: nn.Module, *, has_logits: bool) -> Dat
 
 
 def _explain(logits: Tensor, output: Tensor) -> str:
-    """What the network does to the logits, when it is one of the usual things."""
+    """Describe what the network does to the logits, if it is a common operation."""
     centered = logits - logits.mean(dim=1, keepdim=True)
     usual: Mapping[str, Tensor] = {
         "the output is the ReLU of the logits: remove the ReLU": logits.relu(),
@@ -435,17 +426,17 @@ def _explain(logits: Tensor, output: Tensor) -> str:
 
 
 def forward(model: nn.Module, inputs: Inputs) -> Tensor:
-    """The network's output tensor for inputs (n, ...), without gradients; logits are found in tuples and mappings.
+    """Return the network's output tensor for inputs (n, ...), without gradients; finds logits in tuples and mappings.
 
     Raises:
-        DataError: the network cannot take the inputs, or returns no tensor.
-        DeviceError: not enough memory.
+        DataError: the network does not accept the inputs, or returns no tensor.
+        DeviceError: there is not enough memory.
     """
     return logits_of(run_network(model, inputs))
 
 
 def run_network(model: nn.Module, inputs: Inputs) -> Any:
-    """Whatever the network returns for inputs (n, ...), or for those of several names. Raises as `forward` does."""
+    """Return the network's output for inputs (n, ...) or named inputs. Raises as `forward` does."""
     try:
         with torch.inference_mode(), running("the network", but=(RuntimeError, IndexError)):
             return model(**inputs) if isinstance(inputs, dict) else model(inputs)
@@ -470,7 +461,7 @@ def run_network(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def _beyond_embedding(model: nn.Module, inputs: Inputs) -> str | None:
-    """What is wrong with token ids that the network's largest embedding does not have; None where nothing is."""
+    """Describe token ids beyond the network's largest embedding; None if there are none."""
     sizes = [one.num_embeddings for one in model.modules() if isinstance(one, torch.nn.Embedding)]
     given = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
     if not sizes or given is None or given.is_floating_point() or not given.numel() or int(given.max()) < max(sizes):
@@ -482,14 +473,14 @@ def _beyond_embedding(model: nn.Module, inputs: Inputs) -> str | None:
 
 
 def _shapes(inputs: Inputs) -> str:
-    """The shape of inputs, or the shapes of each by its name."""
+    """Return the shape of the inputs, or of each by name."""
     if isinstance(inputs, dict):
         return ", ".join(f"{tuple(tensor.shape)} ({name})" for name, tensor in inputs.items())
     return str(tuple(inputs.shape))
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in what a network returned. Raises DataError where there is no tensor."""
+    """Return the logits in a network's output. Raises DataError if there is no tensor."""
     if isinstance(output, (tuple, list)) and output:
         output = output[0]
     elif isinstance(output, Mapping) and "logits" in output:
@@ -501,7 +492,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def outputs_of(returned: Any) -> dict[str, Tensor]:
-    """The tensors of numbers that a network returned, by their names, or places in a tuple; "" for a tensor alone."""
+    """Return the numeric tensors in a network's output by name or tuple index; "" for a single tensor."""
     if isinstance(returned, torch.Tensor):
         return {"": returned}
     if isinstance(returned, (tuple, list)):
@@ -514,7 +505,7 @@ def outputs_of(returned: Any) -> dict[str, Tensor]:
 
 
 def chosen_output(returned: Any, name: str) -> Tensor:
-    """The output of that name. Raises UsageError where there is none."""
+    """Return the output with this name. Raises UsageError if there is none."""
     outputs = outputs_of(returned)
     if name not in outputs and {*outputs} <= {""}:
         raise UsageError(f"\0output\0: the network's outputs have no names; omit \0output\0; got {name!r}")
@@ -526,10 +517,10 @@ def chosen_output(returned: Any, name: str) -> Tensor:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """All linear layers by name, in the order they were declared."""
+    """Return all linear layers by name, in declaration order."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
 
 
 def plain_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a float32 tensor, or one of `dtype`, on the CPU, free of inference mode and of the network's own memory."""
+    """Return an ordinary tensor on the CPU, float32 by default, without inference mode or shared memory."""
     return tensor.detach().to("cpu", dtype or torch.float32, copy=True)

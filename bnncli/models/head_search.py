@@ -1,4 +1,4 @@
-"""Find the head of a network: the map, linear in features, that one of its outputs is given by."""
+"""Find the head of a network: the linear map of features that gives one of its outputs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-TOLERANCE = 1e-3  # of the largest output: what the rounding of float32 layers explains
+TOLERANCE = 1e-3  # of the largest output: rounding of float32 layers
 
 
 @dataclass
 class _Part:
-    """A share of the logits (n, K): features that pass as one tensor, times weight (K, D)."""
+    """A share of the logits (n, K): features in one tensor, times weight (K, D)."""
 
     inputs: Tensor
     product: Product
@@ -69,17 +69,17 @@ class Traced:
     notes: tuple[str, ...]
 
     def is_in(self, layer: str) -> bool:
-        """Whether all products lie in modules, or are of parameters, named with + between them."""
+        """Return whether all products are in modules, or of parameters, named with + between them."""
         names = layer.split("+")
         return all(any(f"{own}.".startswith(f"{name}.") for name in names) for own in self.names)
 
     def is_made_from(self, tape: Tape, other: Traced) -> bool:
-        """Whether another's logits are among what these are made from."""
+        """Return whether these are computed from another head's logits."""
         return other is not self and tape.depends(self.target, other.target)
 
 
 def trace(tape: Tape, target: Tensor) -> Traced | None:
-    """A tensor of a row for each example as features times weights; None where it is not."""
+    """Express a tensor with one row per example as features times weights; None if that is impossible."""
     linear = _linear(tape, target)
     if linear is None or target.numel() != tape.num_rows * len(linear[2]):
         return None
@@ -110,7 +110,7 @@ def trace(tape: Tape, target: Tensor) -> Traced | None:
 
 
 def _linear(tape: Tape, target: Tensor) -> tuple[list[Product], list[Tensor], Tensor] | None:
-    """The products that a tensor comes from, with the scale (K,) of each and the shift (K,) that follow them, float64."""
+    """Return the products that a tensor comes from, and the scale (K,) of each and shift (K,) that follow, float64."""
     before = tape.before(target)
     if before is None:
         return None
@@ -155,20 +155,20 @@ def _linear(tape: Tape, target: Tensor) -> tuple[list[Product], list[Tensor], Te
             (made_of(both) + shift, made_of(first) + made_of(second)),  # unlike a maximum over positions
         ]
         is_linear = all(torch.allclose(one, expected) for one, expected in pairs)
-    except (RuntimeError, TypeError, ValueError):  # an operation that cannot be run again by itself
+    except (RuntimeError, TypeError, ValueError):  # an operation that cannot be replayed
         return None
     return (products, scales, shift[0]) if is_linear and all(bool(scale.any()) for scale in scales) else None
 
 
 def _spread(value: Tensor, product: Product) -> Tensor:
-    """Outputs of a product that are the same (K,) everywhere."""
+    """Expand (K,) to outputs of a product that are constant everywhere else."""
     shape = [1] * product.outputs.ndim
     shape[product.axis] = len(value)
     return value.reshape(shape).expand(product.outputs.shape)
 
 
 def _ways(products: list[Product], num_rows: int) -> list[str]:
-    """How the inputs of products may become one vector an example, the likelier first."""
+    """Return how the inputs of products may become one vector per example, most likely first."""
     if any(product.inputs.ndim < 2 or len(product.inputs) != num_rows for product in products):
         return []
     if any(product.is_whole for product in products):
@@ -184,9 +184,9 @@ def _ways(products: list[Product], num_rows: int) -> list[str]:
 def _parts(
     tape: Tape, products: list[Product], scales: list[Tensor], shift: Tensor
 ) -> tuple[list[_Part], Tensor, list[Product]]:
-    """Shares by the tensor that they are made from, the bias (K,), and the products inside that were merged into others.
+    """Return the shares by source tensor, the bias (K,), and products merged into others.
 
-    A share whose features are themselves products of the features of others (an adapter of low rank) joins these.
+    A share whose features are products of other features (a low-rank adapter) is merged into these.
     """
     parts: dict[int, _Part] = {}
     bias, merged = shift, list[Product]()
@@ -217,7 +217,7 @@ def _parts(
 
 
 def _agrees(form: HeadForm, parts: list[_Part], weight: Tensor, bias: Tensor, target: Tensor) -> bool:
-    """Whether the features of the pass times the weights are the tensor."""
+    """Return whether the features of the pass times the weights equal the tensor."""
     passed = [part.inputs.detach().cpu().double() for part in parts]
     actual = target.detach().cpu().double().reshape(-1, len(weight))
     features = form.features(passed, actual, weight, bias)
@@ -228,7 +228,7 @@ def _agrees(form: HeadForm, parts: list[_Part], weight: Tensor, bias: Tensor, ta
 
 
 def _tap(tape: Tape, part: _Part) -> Tap:
-    """Where the features of a share pass: best into the module that multiplies them."""
+    """Return where the features of a share pass, preferably into the module that multiplies them."""
     product = part.product
     places = [*tape.places.get(id(product.inputs), ()), *tape.places.get(id(part.inputs), ())]
     modules = tape.calls[product.at].modules
@@ -239,7 +239,7 @@ def _tap(tape: Tape, part: _Part) -> Tap:
 
 
 def _one_name(tape: Tape, names: tuple[str, ...]) -> str:
-    """A name for products: their own, that of the module that has them and no others, or all with + between them."""
+    """Return a name for products: their own, that of a module with exactly these, or all with + between them."""
     if len(names) == 1:
         return names[0]
     first = names[0].split(".")
@@ -252,7 +252,7 @@ def _one_name(tape: Tape, names: tuple[str, ...]) -> str:
 
 
 def _has_positions(product: Product) -> bool:
-    """Whether it is applied at more than one."""
+    """Return whether a product applies to more than one position."""
     return product.outputs.numel() > len(product.outputs) * len(product.weight)
 
 
@@ -292,11 +292,11 @@ UNIT_NOTE = (
     "the outputs for the first examples are between 0 and 1 and are treated as logits; a network that returns "
     "probabilities must return logits instead"
 )
-_USUAL = ("logits", "out")  # what networks call their logits where they return more
+_USUAL = ("logits", "out")  # common names of logits among several outputs
 
 
 class _Found(NamedTuple):
-    """A head, with the output that it gives and what that was made from."""
+    """A head, its output, and what that was computed from."""
 
     head: Head
     form: HeadForm
@@ -306,17 +306,17 @@ class _Found(NamedTuple):
 def find_head(
     model: nn.Module, first: Callable[[int], Inputs], *, layer: str | None = None, output: str | None = None
 ) -> Head:
-    """The head of a network, which is put in evaluation mode.
+    """Find the head of a network, which is put in evaluation mode.
 
     Args:
-        first: gives the inputs (n, ...) of the first n examples.
-        layer: where its weights are: a module, a parameter, or several with + between them; IDENTITY for an identity layer
-            on the logits, unless weights of the network are called so; None for any.
-        output: the name or number of the network's output that are the logits; None for the one that is found.
+        first: returns the inputs (n, ...) of the first n examples.
+        layer: location of its weights: a module, a parameter, or several with + between them; IDENTITY for an identity
+            layer on the logits, unless weights have that name; None for any.
+        output: name or index of the output with the logits; None to find it.
 
     Raises:
         DataError: there is none, or there are several.
-        UsageError: there is no such layer or output, or the model cannot take the inputs.
+        UsageError: there is no such layer or output, or the model does not accept the inputs.
     """
     is_identity = layer == IDENTITY and not any(name.split(".")[0] == IDENTITY for name, _ in model.named_parameters())
     if layer is not None and not is_identity:
@@ -332,7 +332,7 @@ def find_head(
         returned = run_network(model, inputs)
     if is_identity:
         return _identity_head(tape, returned, output)
-    missing = getattr(model, "no_head", None)  # a graph has been looked through already
+    missing = getattr(model, "no_head", None)  # a graph has already been searched
     found = _heads(tape, returned, output) if missing is None else []
     fitting = [one for one in found if layer is None or one.traced.is_in(layer)]
     fitting = _outermost(tape, [one for one in fitting if one.head.name == layer] or fitting)
@@ -344,20 +344,20 @@ def find_head(
         raise _not_one(fitting or found, layer, returned)
     if plain is None:
         if not outputs_of(returned):
-            logits_of(returned)  # raises: there is no tensor in it
+            logits_of(returned)  # raises: it contains no tensor
         raise _offering_identity(missing or _no_linear(tape, returned) or no_head(model), tape, returned, output)
-    return plain.head  # the proof on all rows says what is wrong with it
+    return plain.head  # the proof on all rows reports what is wrong
 
 
 def _check_names(model: nn.Module, layer: str) -> None:
     known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
     for name in layer.split("+"):
         if name not in known:
-            head_of(model, name)  # refuses it
+            head_of(model, name)  # raises
 
 
 def _heads(tape: Tape, returned: Any, output: str | None) -> list[_Found]:
-    """The heads that the network's outputs are given by, in the order of these."""
+    """Return the heads of the network's outputs, in output order."""
     outputs = outputs_of(returned)
     if output is not None:
         outputs = {output: chosen_output(returned, output)}
@@ -375,15 +375,15 @@ def _heads(tape: Tape, returned: Any, output: str | None) -> list[_Found]:
 
 
 def _identity_head(tape: Tape, returned: Any, output: str | None) -> Head:
-    """An identity layer on the logits that an output is, or is a softmax or sigmoid of.
+    """Return an identity layer on the logits that an output is, or is a softmax or sigmoid of.
 
     Raises:
-        DataError: no output has a vector for each example, several have, or it is probabilities of unknown origin.
+        DataError: no output has a vector per example, several have, or it has probabilities of unknown origin.
         UsageError: there is no such output.
     """
     outputs = outputs_of(returned) if output is None else {output: chosen_output(returned, output)}
     if not outputs:
-        logits_of(returned)  # raises: there is no tensor in it
+        logits_of(returned)  # raises: it contains no tensor
     fitting = {name: one for name, one in outputs.items() if is_vector(one, tape.num_rows)}
     usual = [name for name in fitting if name in _USUAL]
     names = usual if len(fitting) > 1 and usual else [*fitting]
@@ -409,7 +409,7 @@ def _identity_head(tape: Tape, returned: Any, output: str | None) -> Head:
 
 
 def _offering_identity(error: DataError, tape: Tape, returned: Any, output: str | None) -> DataError:
-    """The error that there is no head, with the way out where there is that one."""
+    """Add the identity layer to the error for a missing head, if that is possible."""
     try:
         _identity_head(tape, returned, output)
     except DataError:
@@ -426,7 +426,7 @@ def _link_notes(link: str) -> tuple[str, ...]:
 
 
 def _link(tape: Tape, output: Tensor) -> tuple[str, int | None]:
-    """The last softmax or sigmoid that gave an output, by its name and the call's index; none, and None."""
+    """Return the last softmax or sigmoid before an output, by name and call index; none, and None."""
     tensor, index = output, tape.writer(output, len(tape.calls))
     is_log = False
     while index is not None:
@@ -445,7 +445,7 @@ def _link(tape: Tape, output: Tensor) -> tuple[str, int | None]:
 
 
 def _outermost(tape: Tape, found: list[_Found]) -> list[_Found]:
-    """Those from which no other is made: features that a network returns beside its logits are none. One for each head."""
+    """Return one entry per head from which no other is computed; features returned beside logits do not count."""
     unique: dict[tuple[int, ...], _Found] = {}
     for one in found:
         known = unique.get(one.traced.products)
@@ -456,7 +456,7 @@ def _outermost(tape: Tape, found: list[_Found]) -> list[_Found]:
 
 
 def _no_linear(tape: Tape, returned: Any) -> DataError | None:
-    """That what follows the last weights is not linear; None where no output comes from weights."""
+    """Return the error that the steps after the last weights are not linear; None if no output comes from weights."""
     for output in outputs_of(returned).values():
         before = tape.before(output)
         if before is not None:
@@ -473,7 +473,7 @@ def _no_linear(tape: Tape, returned: Any) -> DataError | None:
 
 
 def _not_one(found: list[_Found], layer: str | None, returned: Any) -> DataError | UsageError:
-    """That there are several heads, or none of the name; lists them."""
+    """Return the error that there are several heads, or none of the name; lists them."""
     heads = listed_heads(found)
     if layer is not None and not any(one.traced.is_in(layer) for one in found):
         return UsageError(
@@ -487,5 +487,5 @@ def _not_one(found: list[_Found], layer: str | None, returned: Any) -> DataError
 
 
 def listed_heads(found: list[_Found]) -> str:
-    """Heads with their sizes and the outputs that they give."""
+    """List heads with their sizes and outputs."""
     return ", ".join(f"{quoted(one.head.name)} ({one.head.layout}; output {quoted(one.form.output)})" for one in found)

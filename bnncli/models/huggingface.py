@@ -1,4 +1,4 @@
-"""Folders of `save_pretrained`: what is in them, their tokenizers and processors, and networks filled strictly."""
+"""Folders of `save_pretrained`: their contents, tokenizers and processors, and strictly loaded networks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CHOOSE = "set_attn_implementation"
 
 
 def with_plain_attention(network: nn.Module) -> nn.Module:
-    """The network itself; what is in it of the library transformers makes its attention masks whatever they hold from now on."""
+    """Return the network; its transformers modules compute attention masks independently of their values from now on."""
     for module in network.modules():
         if hasattr(module, _CHOOSE):
             _choose(module)
@@ -57,12 +57,12 @@ def _choose(network: Any) -> None:
     transformers.AttentionInterface.register(_NAME, attention.sdpa_attention_forward)
     try:
         network.set_attn_implementation(_NAME)
-    except (ValueError, ImportError):  # a network without that kind of attention has one that can be differentiated
+    except (ValueError, ImportError):  # without that attention, use one that can be differentiated
         network.set_attn_implementation("eager")
 
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"  # beside NAME.index.json where they are in shards
+WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"  # or NAME.index.json for shards
 TOKENIZER = (
     "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.spm", "bpe.codes",
 )  # fmt: skip
@@ -70,14 +70,14 @@ PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 _CLASSIFIER = re.compile(r"\w+For(Sequence|Image|Audio)Classification\w*")
 _NO_NAME = re.compile(r"LABEL_\d+")
 _REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_PATIENCE = 30.0  # seconds for the first answer; without a limit the library waits for one for ever
+_PATIENCE = 30.0  # seconds for the first answer; the library would wait forever
 
 
 def folder_of(place: str, *, option: str, allow_download: bool) -> Path:
-    """The folder that a place names; of a name on the Hugging Face Hub its copy on this machine, fetched where that is allowed.
+    """Return the folder of a place; for a name on the Hugging Face Hub the local copy, downloaded if allowed.
 
     Raises:
-        MissingInput: there is no such folder, or it could not be fetched.
+        MissingInput: there is no such folder, or the download failed.
     """
     folder = Path(place).expanduser()
     if folder.is_dir():
@@ -95,27 +95,28 @@ def folder_of(place: str, *, option: str, allow_download: bool) -> Path:
     hub = require("huggingface_hub", extra="hf")
     wanted = ["*.json", "*.txt", "*.model", "*.spm", "*.safetensors"]
     try:
-        with suppress(FileNotFoundError):  # it is not on this machine yet
+        with suppress(FileNotFoundError):  # not on this machine yet
             there = Path(hub.snapshot_download(place, allow_patterns=wanted, local_files_only=True))
-            if next(there.glob("*.safetensors"), None) is not None:  # else a tokenizer alone, or the like
+            if next(there.glob("*.safetensors"), None) is not None:  # otherwise only a tokenizer or the like
                 return there
         hub.model_info(place, timeout=_PATIENCE)
         return Path(hub.snapshot_download(place, allow_patterns=wanted))
-    except Exception as error:  # of the library, of the network, of the disk
+    except Exception as error:  # of the library, the network or the disk
         why = " ".join(str(error).split())[:200]
         raise MissingInput(f"{option}: could not fetch {place!r}: {why}", path=folder) from error
 
 
 def files_like(folder: Path, patterns: Iterable[str]) -> tuple[Path, ...]:
-    """The files of a folder whose names match one of the patterns, sorted."""
+    """Return the sorted files of a folder whose names match one of the patterns."""
     return tuple(sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}))
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files that a model's weights are in: one, or an index and its shards; none where there are no weights.
+    """Return the files with a model's weights: one, or an index and its shards; none without weights.
 
     Raises:
-        MissingInput: a shard is missing. DataError: the index is damaged.
+        MissingInput: a shard is missing.
+        DataError: the index is damaged.
     """
     there = [name for one in (WEIGHTS, PICKLED) for name in (one, f"{one}.index.json") if (folder / name).is_file()]
     if not there or there[0] in (WEIGHTS, PICKLED):
@@ -135,7 +136,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a safetensors file, by its header. Raises MissingInput, or DataError where it is damaged."""
+    """Return the shape of each tensor from a safetensors header. Raises MissingInput, or DataError if it is damaged."""
     with open_regular(path) as stream:
         length = int.from_bytes(stream.read(8), "little")
         raw = stream.read(length) if length <= MAX_BYTES else b""
@@ -152,22 +153,22 @@ def _is_name(value: object) -> bool:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str | None:
-    """The class that the model was saved from, as config.json names it."""
+    """Return the class that the model was saved from, from config.json."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
 def classified_by(architecture: str | None) -> str | None:
-    """Sequence, Image or Audio, by the name of a class; None where that is no classifier's."""
+    """Return Sequence, Image or Audio from a class name; None if it is not a classifier."""
     match = _CLASSIFIER.fullmatch(architecture) if architecture is not None else None
     return match[1] if match is not None else None
 
 
 def kind_of(config: Mapping[str, Any], folder: Path) -> str:
-    """Sequence, Image or Audio: what the model classifies; networks of audio are called those of sequences by many.
+    """Return Sequence, Image or Audio: what the model classifies; many audio models are named after sequences.
 
     Raises:
-        DataError: the model is no classifier, or a regression; or its weights are quantised.
+        DataError: the model is not a classifier but a regression, or its weights are quantised.
     """
     name, where = architecture_of(config), quoted(folder, limit=300)
     kind = classified_by(name)
@@ -180,7 +181,7 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
 
 
 def check_plain(config: Mapping[str, Any], folder: Path) -> None:
-    """Nothing, when a model is a classifier with plain weights. Raises DataError for a regression and quantised weights."""
+    """Check that a model is a classifier with plain weights. Raises DataError for a regression or quantised weights."""
     where = quoted(folder, limit=300)
     if config.get("problem_type") == "regression":
         message = f"{where}: expected a classifier, got a regression model (problem_type regression)"
@@ -198,8 +199,8 @@ def check_plain(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def feature_extractor(folder: Path) -> dict[str, Any] | None:
-    """What a folder says of the feature extractor that makes inputs of sound; None where it has none."""
-    for name in reversed(PROCESSOR):  # the library's own order
+    """Return a folder's configuration of the feature extractor for sound; None if it has none."""
+    for name in reversed(PROCESSOR):  # the library's order
         found = read_object(folder / name) if (folder / name).is_file() else {}
         for one in (found.get("feature_extractor"), found):
             if isinstance(one, dict) and "sampling_rate" in one:
@@ -208,18 +209,18 @@ def feature_extractor(folder: Path) -> dict[str, Any] | None:
 
 
 def input_patterns(kind: str) -> tuple[str, ...]:
-    """Names of the files that make inputs, for models of Sequence, Image or Audio."""
+    """Return file name patterns of what prepares inputs, for models of Sequence, Image or Audio."""
     return TOKENIZER if kind == "Sequence" else PROCESSOR
 
 
 def num_labels(config: Mapping[str, Any]) -> int:
-    """Outputs of a classifier; the library's own default is two."""
+    """Return the number of outputs of a classifier; the library's default is two."""
     names = config.get("id2label")
     return len(names) if isinstance(names, dict) else int(config.get("num_labels", 2))
 
 
 def classes_of(config: Mapping[str, Any], folder: Path) -> tuple[str, ...] | None:
-    """Names of the outputs; None where config.json has none of the user's, or several outputs have one.
+    """Return the class names of the outputs; None if config.json has none set by the user, or duplicates.
 
     Raises:
         DataError: id2label does not number its names 0, 1, 2, ...
@@ -237,15 +238,15 @@ def classes_of(config: Mapping[str, Any], folder: Path) -> tuple[str, ...] | Non
 
 
 def task_of(config: Mapping[str, Any]) -> str | None:
-    """multiclass, binary or multilabel; None where config.json does not tell."""
+    """Return multiclass, binary or multilabel; None if config.json does not say."""
     if num_labels(config) == 1:
         return "binary"
     of_types = {"single_label_classification": "multiclass", "multi_label_classification": "multilabel"}
     return of_types.get(str(config.get("problem_type")))
 
 
-_LARGEST = 1 << 24  # a larger model_max_length is the library's way to say that there is none
-# Positions are counted from behind the padding token's number.
+_LARGEST = 1 << 24  # a larger model_max_length means that there is none
+# Positions are counted after the padding token's id.
 _OFFSET_TYPES = {
     "camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
     "xlm-roberta-xl", "xmod",
@@ -255,9 +256,11 @@ _PARALLEL = "TOKENIZERS_PARALLELISM"
 
 @dataclass(frozen=True)
 class Texts:
-    """A tokenizer: texts, or pairs of them, padded to the longest of a batch and cut at `max_length` tokens; None never cuts.
+    """A tokenizer for texts or pairs, padded to the longest of a batch and truncated at `max_length` tokens (None:
 
-    Where it has no token for padding, the network sees each text by itself.
+    never).
+
+    Without a padding token, the network sees each text by itself.
     """
 
     folder: str
@@ -267,7 +270,7 @@ class Texts:
     mode: str = ""
 
     def __call__(self, items: Sequence[Any]) -> Transformed:
-        """Token ids and what goes with them, (n, length) int64 by name, and how many texts were cut."""
+        """Return token ids and related inputs, (n, length) int64 by name, and the number of truncated texts."""
         _settle_threads()
         tokenizer = _loaded("AutoTokenizer", self.folder, self.digest)
         texts: tuple[list[str], ...] = (list(items),)
@@ -291,19 +294,19 @@ class Texts:
 
     @property
     def pad_token_id(self) -> int | None:
-        """The token that texts are padded with; None where there is none."""
+        """The padding token; None if there is none."""
         _settle_threads()
         found = _loaded("AutoTokenizer", self.folder, self.digest).pad_token_id
         return None if found is None else int(found)
 
     def to_json(self) -> dict[str, Any]:
-        """The digest of the tokenizer's files, and where texts are cut."""
+        """Return the digest of the tokenizer's files, and the truncation length."""
         return {"tokenizer": self.digest, "max_length": self.max_length}
 
 
 @dataclass(frozen=True)
 class Images:
-    """An image processor: whatever resizing, cropping, scaling and normalising it does."""
+    """An image processor, with its own resizing, cropping, scaling and normalising."""
 
     folder: str
     digest: str
@@ -312,27 +315,27 @@ class Images:
     takes: str = "images"
 
     def __call__(self, items: Sequence[Any]) -> Transformed:
-        """Pixels (n, C, H, W) float32, and what goes with them, by name; photographs are turned upright, as the library's load_image does."""
-        from PIL import ImageOps  # here, for its time
+        """Return pixels (n, C, H, W) float32 and related inputs by name; images are rotated upright, as in load_image."""
+        from PIL import ImageOps  # slow import
 
         processor = _loaded("AutoImageProcessor", self.folder, self.digest)
         found = processor(images=[ImageOps.exif_transpose(item) for item in items], return_tensors="pt")
         return Transformed({name: tensor.numpy() for name, tensor in found.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """The digest of the processor's files, and the library that resizes: they round differently."""
+        """Return the digest of the processor's files, and the resizing library, since libraries round differently."""
         return {"image_processor": self.digest, "mode": self.mode, "backend": self.backend}
 
 
 @dataclass(frozen=True)
 class Sounds:
-    """A feature extractor: each clip is resampled to its rate, and given to it by itself.
+    """A feature extractor; each clip is resampled to its rate and processed by itself.
 
     Attributes:
         rate: in Hz.
         min_length: samples that the network needs.
-        max_length: samples, what is behind them is cut; None never cuts.
-        backend: the library that makes its spectra, where the result depends on what is installed.
+        max_length: samples after which clips are truncated; None for never.
+        backend: library that computes its spectra, if the result depends on what is installed.
     """
 
     folder: str
@@ -345,7 +348,7 @@ class Sounds:
     mode: str = ""
 
     def __call__(self, items: Sequence[Any]) -> Transformed:
-        """What the network takes, by name: (n, T) waves or (n, T, bins) spectra, with zeros behind the shorter ones."""
+        """Return inputs by name: (n, T) waves or (n, T, bins) spectra, zero-padded at the end."""
         extractor = _loaded("AutoFeatureExtractor", self.folder, self.digest)
         found, num_truncated = [], 0
         for sound in items:
@@ -361,21 +364,21 @@ class Sounds:
         return Transformed(inputs, num_truncated, num_converted, lengths)
 
     def to_json(self) -> dict[str, Any]:
-        """The digest of the extractor's files, and what is done before it."""
+        """Return the digest of the extractor's files, and the steps before it."""
         own = {"feature_extractor": self.digest, "sampling_rate": self.rate, "max_length": self.max_length}
         made = {"resampling": "scipy.signal.resample_poly", "channels": "mean"}
         return {**own, **made, **({} if self.backend is None else {"backend": self.backend})}
 
 
 def inputs_of(folder: Path, kind: str, config: Mapping[str, Any]) -> Texts | Images | Sounds | None:
-    """What makes the inputs of a model of Sequence, Image or Audio; None where the folder has nothing for that."""
+    """Return what prepares the inputs of a model of Sequence, Image or Audio; None if the folder has nothing for that."""
     if kind == "Audio":
         return audio_inputs(folder, config)
     return text_inputs(folder, config) if kind == "Sequence" else image_inputs(folder, config)
 
 
 def audio_inputs(folder: Path, config: Mapping[str, Any]) -> Sounds | None:
-    """The feature extractor of a folder; None where it has none."""
+    """Return the feature extractor of a folder; None if it has none."""
     own = feature_extractor(folder)
     if own is None:
         return None
@@ -393,22 +396,22 @@ def audio_inputs(folder: Path, config: Mapping[str, Any]) -> Sounds | None:
 
 
 def _fewest_samples(own: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Samples of the first spectrum, or those that a network's convolutions make one position of."""
+    """Return the samples of the first spectrum, or those that convolutions reduce to one position."""
     if own.get("feature_extractor_type") in ("ASTFeatureExtractor", "SeamlessM4TFeatureExtractor"):
         return 400
     kernels, strides = config.get("conv_kernel"), config.get("conv_stride")
     if not isinstance(kernels, list) or not isinstance(strides, list):
         return 1
-    found = int(config.get("squeeze_factor", 1))  # positions that are taken as one
+    found = int(config.get("squeeze_factor", 1))  # positions merged into one
     for kernel, stride in zip(reversed(kernels), reversed(strides), strict=False):
         found = (found - 1) * stride + kernel
     return found
 
 
 def _most_samples(own: Mapping[str, Any], rate: int) -> int | None:
-    """Samples behind which a feature extractor cuts, of the two that do; None for others, whatever `max_length` they were given.
+    """Return the samples after which the two truncating feature extractors truncate; None for others, regardless of `max_length`.
 
-    Whisper's takes `n_samples`; AST's `max_length` spectra of 400 samples, one each 160.
+    Whisper's takes `n_samples`; AST's `max_length` spectra of 400 samples, one every 160.
     """
     kind, frames = own.get("feature_extractor_type"), own.get("max_length")
     if kind == "WhisperFeatureExtractor":
@@ -419,7 +422,7 @@ def _most_samples(own: Mapping[str, Any], rate: int) -> int | None:
 
 
 def _padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Arrays (1, T, ...) as one (n, longest T, ...), with zeros behind the shorter ones."""
+    """Zero-pad arrays (1, T, ...) at the end to one (n, longest T, ...)."""
     first = arrays[0]
     if first.ndim < 2:
         return np.concatenate(arrays)
@@ -430,7 +433,7 @@ def _padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def text_inputs(folder: Path, config: Mapping[str, Any]) -> Texts | None:
-    """The tokenizer of a folder; None where it has none."""
+    """Return the tokenizer of a folder; None if it has none."""
     files = files_like(folder, TOKENIZER)
     if not files:
         return None
@@ -441,7 +444,7 @@ def text_inputs(folder: Path, config: Mapping[str, Any]) -> Texts | None:
 
 
 def image_inputs(folder: Path, config: Mapping[str, Any]) -> Images | None:
-    """The image processor of a folder; None where it has none."""
+    """Return the image processor of a folder; None if it has none."""
     files = files_like(folder, PROCESSOR)
     if not files:
         return None
@@ -451,7 +454,7 @@ def image_inputs(folder: Path, config: Mapping[str, Any]) -> Images | None:
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:
-    """Tokens that a model has positions for; None where it counts from a token to another."""
+    """Return the number of token positions of a model; None if it uses relative positions."""
     if config.get("model_type") in ("gpt2", "openai-gpt", "ctrl"):
         return config.get("n_positions")
     number = config.get("max_position_embeddings")
@@ -466,16 +469,16 @@ def _digest(files: Sequence[Path]) -> str:
 
 @lru_cache(maxsize=4)
 def _loaded(auto: str, folder: str, digest: str) -> Any:
-    """The tokenizer, image processor or feature extractor of a folder whose files have this digest.
+    """Load the tokenizer, image processor or feature extractor of a folder with this digest.
 
     Raises:
-        DataError: the library cannot make it of the folder's files.
+        DataError: the library cannot load it from the folder.
         Untrusted: it is code in the folder.
     """
     maker = part(require("transformers", extra="hf"), auto, extra="hf")
     try:
         return maker.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library's own, of what is in the files
+    except Exception as error:  # the library's, about the contents of the files
         why = " ".join(str(error).split())[:200]
         what = {"AutoTokenizer": "tokenizer", "AutoFeatureExtractor": "feature extractor"}.get(auto, "image processor")
         if "trust_remote_code" in why or "custom code" in why:
@@ -488,7 +491,7 @@ def _loaded(auto: str, folder: str, digest: str) -> Any:
 
 
 def _settle_threads() -> None:
-    """Threads in this process; none in one that reads ahead beside others, where the library would deadlock or complain."""
+    """Allow threads in this process, but not in workers, where the library would deadlock or warn."""
     import torch.utils.data
 
     if torch.utils.data.get_worker_info() is not None:
@@ -497,19 +500,19 @@ def _settle_threads() -> None:
         os.environ.setdefault(_PARALLEL, "true")
 
 
-NO_PADDING = -1  # the number of no token
-_COUNTER = ".num_batches_tracked"  # of batch norms, which files from before torch 0.4.1 have not; prediction needs none
+NO_PADDING = -1  # no token has this id
+_COUNTER = ".num_batches_tracked"  # of batch norms; absent before torch 0.4.1 and not needed for prediction
 
 
 def classifier(folder: Path, config: Mapping[str, Any], state: Mapping[str, Tensor] | None) -> nn.Module:
-    """The classifier of a folder of `save_pretrained`, in evaluation mode, float32, on the CPU.
+    """Build the classifier of a `save_pretrained` folder, in evaluation mode, float32, on the CPU.
 
     Args:
-        config: of config.json.
-        state: what fills it; None for the folder's own weights.
+        config: from config.json.
+        state: tensors to load; None for the folder's own weights.
 
     Raises:
-        DataError: a weight is missing, unknown or of another shape, or the library cannot make the network.
+        DataError: a weight is missing, unknown or of another shape, or the library cannot build the network.
         Untrusted: its definition is code in its folder.
     """
     made_by, name = load_config(folder), architecture_of(config)
@@ -527,10 +530,10 @@ def classifier(folder: Path, config: Mapping[str, Any], state: Mapping[str, Tens
 
 
 def load_config(folder: Path, **changes: Any) -> Any:
-    """The library's own reading of config.json; it never runs code of the folder.
+    """Load config.json with the library, never running code of the folder.
 
     Raises:
-        DataError, Untrusted: it cannot.
+        DataError, Untrusted: it cannot be loaded.
     """
     transformers = require("transformers", extra="hf")
     with told(folder):
@@ -540,7 +543,7 @@ def load_config(folder: Path, **changes: Any) -> Any:
 
 
 def load(made: Any, folder: Path, config: Any, state: Mapping[str, Tensor] | None) -> tuple[nn.Module, dict[str, Any]]:
-    """A network of a class of the library, and what it says of names that did not fit."""
+    """Load a network of a library class, and the library's report on mismatched names."""
     if state is None and not weight_files(folder):
         message = f"{quoted(folder, limit=300)} has no weights; looked for {WEIGHTS}, its index, and {PICKLED}"
         raise MissingInput(message, path=folder, hint="pass a weights file as the checkpoint")
@@ -561,7 +564,7 @@ def load(made: Any, folder: Path, config: Any, state: Mapping[str, Tensor] | Non
 
 
 def _no_reals(folder: Path, state: Mapping[str, Tensor] | None) -> set[str]:
-    """Names of the tensors whose numbers are whole, which the library would take for real ones."""
+    """Return the names of integer tensors, which the library would convert to floats."""
     if state is not None:
         return {name for name, tensor in state.items() if not tensor.is_floating_point()}
     found: set[str] = set()
@@ -581,14 +584,14 @@ def check_filled(
     may_miss: Callable[[str], bool] = lambda name: False,
     may_have: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Nothing, when every weight of a network came out of its file, and every one of the file went into it.
+    """Check that every weight of a network came from its file and vice versa.
 
     Args:
-        info: as from_pretrained gives it; names that the architecture itself declares ignorable are not in it.
-        may_miss, may_have: names that may be missing or of another shape, and ones that may be unknown.
+        info: from from_pretrained, without names that the architecture itself ignores.
+        may_miss, may_have: whether a name may be missing or of another shape, or unknown.
 
     Raises:
-        DataError: with the names.
+        DataError: lists the names.
     """
     missing = sorted(name for name in info["missing_keys"] if not name.endswith(_COUNTER) and not may_miss(name))
     unknown = sorted(name for name in info["unexpected_keys"] if not may_have(name))
@@ -602,7 +605,7 @@ def check_filled(
 
 
 def settled(network: nn.Module) -> nn.Module:
-    """The network in evaluation mode, float32, without gradients; it keeps no cache of what it has seen."""
+    """Return the network in evaluation mode, float32, without gradients or caches."""
     check_finite({name: value for name, value in network.state_dict().items() if isinstance(value, torch.Tensor)})
     config: Any = network.config
     if getattr(config, "use_cache", None):
@@ -611,9 +614,10 @@ def settled(network: nn.Module) -> nn.Module:
 
 
 def with_padding(network: nn.Module, transform: Texts | Images | Sounds | None) -> nn.Module:
-    """The network, told the token that its tokenizer pads texts with where its configuration names none.
+    """Set the padding token of the tokenizer on a network whose configuration has none.
 
-    Decoders classify by a text's last token that is no padding. Without a token for it they see texts unpadded, and take the last.
+    Decoders classify at a text's last non-padding token. Without a padding token they see unpadded texts and use the
+    last token.
     """
     config: Any = network.config
     if isinstance(transform, Texts) and getattr(config, "pad_token_id", None) is None:
@@ -624,10 +628,10 @@ def with_padding(network: nn.Module, transform: Texts | Images | Sounds | None) 
 
 @contextmanager
 def told(folder: Path) -> Iterator[None]:
-    """The library is silent inside the block, and what it raises is an error in the folder.
+    """Silence the library inside the block, and convert its exceptions to errors about the folder.
 
     Raises:
-        DataError, Untrusted: with the first line of what was raised.
+        DataError, Untrusted: with the first line of the exception.
     """
     logging = require("transformers.utils.logging", extra="hf")
     verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -637,7 +641,7 @@ def told(folder: Path) -> Iterator[None]:
         yield
     except (BnnError, MemoryError):
         raise
-    except Exception as error:  # others' code: whatever it raises, this folder cannot be used
+    except Exception as error:  # foreign code: whatever it raises, this folder cannot be used
         why = " ".join(str(error).split())
         if "trust_remote_code" in why:
             raise _is_code(folder) from error
@@ -665,6 +669,6 @@ def _unknown(folder: Path, config: Mapping[str, Any], why: str) -> BnnError:
 
 
 def pickled_state(folder: Path) -> dict[str, Tensor] | None:
-    """Weights that are in torch's own format; None where they are safetensors."""
+    """Load weights in torch's own format; None if they are safetensors."""
     files = weight_files(folder)
     return load_checkpoint(files[0]).state if files and files[0].name.startswith(PICKLED) else None

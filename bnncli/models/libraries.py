@@ -1,4 +1,4 @@
-"""Optional libraries that models need, and the torchvision build that belongs to the installed torch."""
+"""Optional libraries that models need, and the torchvision build that matches the installed torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from bnncli.errors import UsageError
 
 
 def require(name: str, *, extra: str, kind: str | None = None, what: str | None = None) -> ModuleType:
-    """The module called `name`, imported now.
+    """Import the module `name`.
 
     Args:
-        extra: of this package, with which the library is installed.
-        kind: of model that needs it; None where it is called as the extra is.
-        what: needs it, where that is no model.
+        extra: package extra that installs the library.
+        kind: of model that needs it; None if named like the extra.
+        what: needs it, if not a model.
 
     Raises:
-        UsageError: it is not installed, or cannot be imported; one line, with what installs it.
+        UsageError: it is not installed or cannot be imported; says how to install it.
     """
     what, hint = what or f"\0model\0 {kind or extra}", f"pip install 'bnncli[{extra}]'"
     library = name.partition(".")[0]
@@ -33,17 +33,17 @@ def require(name: str, *, extra: str, kind: str | None = None, what: str | None 
         raise UsageError(f"{what} needs {library}, which is not installed", code="missing_library", hint=hint)
     try:
         return importlib.import_module(name)
-    except Exception as error:  # others' code: a library that fails to import may raise anything
+    except Exception as error:  # foreign code: a failing import may raise anything
         why = " ".join(str(error).split())[:200]
         message = f"{what} needs {library}, which cannot be imported: {type(error).__name__}: {why}"
         raise UsageError(message, code="missing_library", hint=hint) from error
 
 
 def part(library: ModuleType, name: str, *, extra: str) -> Any:
-    """What a library has of this name, imported by it now; None where it has none.
+    """Return a library's attribute, which it may import only now; None if it has none.
 
     Raises:
-        UsageError: it cannot be imported, as where a library that this one uses is made for another torch.
+        UsageError: it cannot be imported, for example because a dependency is built for another torch.
     """
     try:
         return getattr(library, name, None)
@@ -62,13 +62,13 @@ def part(library: ModuleType, name: str, *, extra: str) -> Any:
 
 
 def require_torchvision(kind: str) -> ModuleType:
-    """torchvision, imported now.
+    """Import torchvision.
 
     Args:
         kind: of model that needs it.
 
     Raises:
-        UsageError: it is not installed, or its compiled part is for another torch.
+        UsageError: it is not installed, or its compiled part is built for another torch.
     """
     try:
         return require("torchvision", extra=kind)
@@ -83,25 +83,25 @@ def require_torchvision(kind: str) -> ModuleType:
 
 
 def _torch() -> str:
-    import torch  # here, for its time
+    import torch  # slow import
 
     return str(torch.__version__)
 
 
 def stacked(transform: Callable[[Any], Any], items: Sequence[Any]) -> Transformed:
-    """What a transform of single images makes of several: (n, C, H, W) float32."""
+    """Apply a transform of single images to several and stack the results: (n, C, H, W) float32."""
     return Transformed(np.stack([transform(item).numpy() for item in items]).astype(np.float32, copy=False))
 
 
 def told_apart(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, with its number after each that several classes have: a crane is a bird, and a machine."""
+    """Append the index to names that occur several times: a crane is a bird, and a machine."""
     counts = Counter(names)
     return tuple(name if counts[name] == 1 else f"{name} ({index})" for index, name in enumerate(names))
 
 
 @contextmanager
 def building(spec: str) -> Iterator[None]:
-    """What the library raises inside the block is about the arguments that the user gave: one line."""
+    """Convert exceptions of the library inside the block to an error about the user's arguments."""
     try:
         yield
     except (

@@ -1,8 +1,7 @@
-"""The files that an ONNX graph keeps its tensors in beside its own, found without the onnx package.
+"""Find the external tensor files of an ONNX graph without the onnx package.
 
-Only what leads to a tensor's place is read of the file, which is a protocol buffer: a field's number and type, then its bytes.
-
-Source: onnx.proto3 (ModelProto.graph, .functions; GraphProto.node, .initializer; AttributeProto.t, .g, .tensors, .graphs;
+Parses only what leads to tensor locations in the protocol buffer: a field's number and type, then its bytes. Source:
+onnx.proto3 (ModelProto.graph, .functions; GraphProto.node, .initializer; AttributeProto.t, .g, .tensors, .graphs;
 TensorProto.external_data).
 """
 
@@ -16,7 +15,7 @@ from bnncli.errors import DataError, Untrusted
 from bnncli.names import quoted
 from bnncli.system.input_files import open_regular
 
-# Fields that lead to a tensor, by the kind of message: number of the field -> kind of what is in it.
+# Fields that lead to a tensor, by kind of message: field number to kind of its content.
 _WAYS = {
     "model": {7: "graph", 25: "function"},
     "graph": {1: "node", 5: "tensor", 15: "sparse"},
@@ -30,12 +29,12 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def onnx_files(path: Path) -> tuple[Path, ...]:
-    """The graph's file, then those of its tensors that lie beside it.
+    """Return the graph's file, followed by its external tensor files.
 
     Raises:
         MissingInput: a file is missing.
-        DataError: it is no ONNX graph.
-        Untrusted: it names a file outside its folder.
+        DataError: it is not an ONNX graph.
+        Untrusted: it refers to a file outside its folder.
     """
     with open_regular(path) as stream:
         try:
@@ -66,7 +65,7 @@ def onnx_files(path: Path) -> tuple[Path, ...]:
 
 
 def _places(content: mmap.mmap, start: int, end: int, kind: str) -> Iterator[str]:
-    """The names of files in a message."""
+    """Yield the file names in a message."""
     for field, at, until in fields_of(content, start, end):
         inner = _WAYS[kind].get(field)
         if inner == "place":
@@ -78,7 +77,7 @@ def _places(content: mmap.mmap, start: int, end: int, kind: str) -> Iterator[str
 
 
 def fields_of(content: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The number of each field of bytes in a message, and where these start and end."""
+    """Yield the number of each bytes field in a message, and its start and end."""
     while start < end:
         key, start = _number(content, start)
         wire = key & 7
@@ -99,7 +98,7 @@ def fields_of(content: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, i
 
 
 def _number(content: mmap.mmap, at: int) -> tuple[int, int]:
-    """A number of seven bits a byte, and where it ends."""
+    """Return a varint, and where it ends."""
     value = shift = 0
     while True:
         byte = content[at]

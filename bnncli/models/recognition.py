@@ -1,4 +1,4 @@
-"""Recognise the public architecture and the last linear layer of a state dict by its names and shapes alone."""
+"""Recognise the public architecture and the last linear layer of a state dict from names and shapes only."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class HeadTensors(NamedTuple):
 
 
 def possible_heads(shapes: Mapping[str, tuple[int, ...]]) -> list[HeadTensors]:
-    """Linear layers, and 1 x 1 convolutions, whose outputs no other layer takes, the likeliest first.
+    """Return linear layers and 1 x 1 convolutions whose outputs no other layer takes, most likely heads first.
 
     Args:
-        shapes: of every tensor by its name, in the order of the network.
+        shapes: of every tensor by name, in the network's order.
     """
     layers = []
     for name, shape in shapes.items():
@@ -45,17 +45,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Guess(NamedTuple):
-    """What a network looks like, in words, and the `--model` that is it; None where shapes do not decide."""
+    """A description of a network, and the matching `--model`; None if shapes do not decide."""
 
     text: str
     model: str | None = None
 
 
 def guess(shapes: Shapes) -> Guess | None:
-    """The public network that tensors of these names and shapes belong to; None for one that is not known.
+    """Return the public network with tensors of these names and shapes; None if unknown.
 
     Args:
-        shapes: of every tensor by its name; names may have any prefix.
+        shapes: of every tensor by name, with any prefix.
     """
     names = sorted(shapes)
     for prefix in prefixes_of(name for name in names if name.count(".") < _MAX_DOTS):
@@ -68,7 +68,7 @@ def guess(shapes: Shapes) -> Guess | None:
 
 
 def _counts(shapes: Shapes, pattern: str) -> tuple[int, ...]:
-    """How many blocks each stage has; the pattern's groups are the stage and the block."""
+    """Return the number of blocks per stage; the pattern's groups are stage and block."""
     stages: dict[int, set[int]] = {}
     for name in shapes:
         if match := re.match(pattern, name):
@@ -77,7 +77,7 @@ def _counts(shapes: Shapes, pattern: str) -> tuple[int, ...]:
 
 
 def _named(library: str, family: str, found: str | None) -> Guess:
-    """A network by its name, or what it looks like where there is none."""
+    """Return a guess by name, or a description if there is none."""
     if found is None:
         return Guess(f"looks like a {family} from {library} with custom sizes")
     return Guess(f"{found} from {library}", f"{library}:{found}")
@@ -250,7 +250,7 @@ def _in_words(text: str) -> Callable[[Shapes], Guess]:
     return lambda shapes: Guess(f"looks like {text}")
 
 
-# The name of a tensor that a family has and others have not, and what tells its sizes; the first that fits is taken.
+# A tensor name specific to a family, and the function that determines its size; the first match wins.
 _FAMILIES: dict[str, Callable[[Shapes], Guess | None]] = {
     "layer1.0.conv1.weight": _resnet,
     "features.denseblock1.denselayer1.norm1.weight": _densenet,

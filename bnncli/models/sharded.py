@@ -32,12 +32,12 @@ _DEEPSPEED = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|.*z
 
 @dataclass(frozen=True)
 class Shards:
-    """A checkpoint whose tensors lie in several files of one folder.
+    """A checkpoint whose tensors are in several files of one folder.
 
     Attributes:
-        files: that hold the tensors, in order.
-        index: the file that says where each is; None without one.
-        weight_map: the file of each tensor, as the index says it; empty without one.
+        files: with the tensors, in order.
+        index: file with the location of each; None without one.
+        weight_map: file of each tensor, from the index; empty without one.
     """
 
     files: tuple[Path, ...]
@@ -46,16 +46,16 @@ class Shards:
 
     @property
     def every(self) -> tuple[Path, ...]:
-        """All files, the index too."""
+        """All files, including the index."""
         return self.files if self.index is None else (self.index, *self.files)
 
 
 class Sharded(NamedTuple):
-    """What a checkpoint in several files is that is not read as it is, in words, and what makes one file of it.
+    """A description of a checkpoint in several files that must be converted first, and how to do that.
 
     Attributes:
         kind: distributed or deepspeed; empty for a single shard.
-        folder: where the files are.
+        folder: of the files.
     """
 
     what: str
@@ -65,11 +65,11 @@ class Sharded(NamedTuple):
 
 
 def shards_of(path: Path) -> Shards | None:
-    """The files that a folder or an index file stands for; None for any other place.
+    """Return the shards of a folder or index file; None for any other path.
 
     Raises:
-        MissingInput: some of them are not there.
-        DataError: the index is damaged, or the folder holds several checkpoints.
+        MissingInput: some of them do not exist.
+        DataError: the index is damaged, or the folder has several checkpoints.
     """
     with reading(path):
         if path.is_dir():
@@ -79,11 +79,11 @@ def shards_of(path: Path) -> Shards | None:
 
 
 def checkpoint_sha256(path: Path, progress: Progress = SILENT) -> str:
-    """The hexadecimal digest of a checkpoint's bytes; of several files, of their names and bytes.
+    """Return the hexadecimal digest of a checkpoint's bytes; for several files, of their names and bytes.
 
     Raises:
-        MissingInput, DeviceError, ReadError: a file cannot be read, as open_regular says.
-        DataError: as shards_of says.
+        MissingInput, DeviceError, ReadError: a file cannot be read; see open_regular.
+        DataError: as in shards_of.
     """
     shards = shards_of(path)
     if shards is None:
@@ -97,7 +97,7 @@ def checkpoint_sha256(path: Path, progress: Progress = SILENT) -> str:
 
 
 def sharded_folder(folder: Path) -> Sharded | None:
-    """The distributed checkpoint that a folder is; None for any other folder."""
+    """Return the distributed checkpoint in a folder; None for any other folder."""
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     distcp = [name for name in names if name.endswith(".distcp")]
     states = [name for name in names if _DEEPSPEED.fullmatch(name)]
@@ -114,7 +114,7 @@ def sharded_folder(folder: Path) -> Sharded | None:
 
 
 def sharded_file(path: Path) -> Sharded | None:
-    """What a file that is a part of a checkpoint in several files belongs to; None for any other file."""
+    """Return the checkpoint in several files to which a file belongs; None for any other file."""
     match = _SHARD.fullmatch(path.name)
     if path.suffix == ".distcp" or path.name == ".metadata":
         whole = sharded_folder(path.parent)
@@ -129,7 +129,7 @@ def sharded_file(path: Path) -> Sharded | None:
 
 
 def _tagged(folder: Path) -> Path | None:
-    """The folder that DeepSpeed's `latest` names."""
+    """Return the folder named in DeepSpeed's `latest`."""
     try:
         tag = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -139,7 +139,7 @@ def _tagged(folder: Path) -> Path | None:
 
 
 def _shards_in(folder: Path, names: list[str]) -> Shards | None:
-    """The shards in a folder: by its index, of safetensors files before others, or by their names alone."""
+    """Return the shards in a folder, by its index or else by name; safetensors first."""
     for suffix in ("safetensors", "bin"):
         indexes = [name for name in names if name.endswith(f".{suffix}{INDEX_SUFFIX}")]
         if len(indexes) > 1:
@@ -159,7 +159,7 @@ def _shards_in(folder: Path, names: list[str]) -> Shards | None:
 
 
 def _indexed(index: Path) -> Shards:
-    """The shards that an index names."""
+    """Return the shards of an index."""
     with open_regular(index) as stream:
         text = stream.read()
     try:
@@ -211,12 +211,12 @@ _DAMAGE = (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeE
 
 
 def read_distributed(folder: Path) -> dict[str, Any]:
-    """The tensors of a distributed checkpoint of torch, nested as they were saved; optimizers' and other objects left out.
+    """Read the tensors of a torch distributed checkpoint, nested as saved; skips optimizers and other objects.
 
     Raises:
-        MissingInput: a file is not there.
-        DataError: it is damaged, or made with extensions.
-        Untrusted: its metadata names a class that describes no tensors.
+        MissingInput: a file does not exist.
+        DataError: it is damaged, or uses extensions.
+        Untrusted: its metadata refers to a class other than tensor descriptions.
     """
     try:
         return _distributed(folder)
@@ -226,7 +226,7 @@ def read_distributed(folder: Path) -> dict[str, Any]:
 
 
 def described(folder: Path) -> dict[str, str]:
-    """Type and shape of each tensor of a distributed checkpoint, as its metadata say. Raises as read_distributed does."""
+    """Return type and shape of each tensor in a distributed checkpoint's metadata. Raises as read_distributed does."""
     try:
         with open_regular(folder / METADATA) as stream:
             entries = _Descriptions(stream).load().state_dict_metadata
@@ -280,7 +280,7 @@ def _distributed(folder: Path) -> dict[str, Any]:
 
 
 class _Descriptions(pickle.Unpickler):
-    """Reads what describes tensors, and refuses every other class or function before it is looked up."""
+    """Unpickles tensor descriptions, and refuses every other class or function before it is looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -294,13 +294,13 @@ class _Descriptions(pickle.Unpickler):
 
 
 def _path(metadata: Any, name: str) -> Sequence[Any]:
-    """Where a tensor stood in what was saved."""
+    """Return the path of a tensor in the saved object."""
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     return paths.get(name) or (name,)
 
 
 def _slice(stream: IO[bytes], place: Any) -> Tensor:
-    """The tensor that a stretch of a file holds."""
+    """Load the tensor in a section of a file."""
     if getattr(place, "transform_descriptors", None):
         raise DataError(f"its files use unsupported transforms: {listed(place.transform_descriptors)}", code="packed")
     is_there = place.offset >= 0 and 0 < place.length <= stream.seek(0, 2) - place.offset
@@ -317,7 +317,7 @@ def _slice(stream: IO[bytes], place: Any) -> Tensor:
 
 
 def _part_of(whole: Tensor, index: Any, part: Tensor) -> Tensor:
-    """Return the view of a tensor where a part of it belongs."""
+    """Return the view of a tensor to which a part belongs."""
     target = whole
     for axis, (start, length) in enumerate(zip(index.offset or [0] * part.ndim, part.shape, strict=True)):
         target = target.narrow(axis, start, length)
@@ -331,12 +331,12 @@ def _check_size(folder: Path, claimed: Iterator[int]) -> None:
 
 
 def read_deepspeed(folder: Path) -> tuple[dict[str, Tensor], str]:
-    """The weights of a DeepSpeed checkpoint, and what was read: in float32 as the optimizer has them, else as the network ran.
+    """Read the weights of a DeepSpeed checkpoint: the optimizer's float32, else those of the running network; say which.
 
     Raises:
-        MissingInput: a rank's file is not there.
+        MissingInput: a rank's file does not exist.
         DataError: it is damaged, or split over tensor-parallel ranks.
-        Untrusted: a file asks for code.
+        Untrusted: a file needs code.
     """
     names = sorted(entry.name for entry in folder.iterdir())
     models = [name for name in names if name.endswith("_model_states.pt")]
@@ -389,7 +389,7 @@ def _names_of_parameters(saved: Mapping[str, Any]) -> set[str]:
 
 
 def _kept(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Buffers, and parameters that were not trained, where every rank has all of them."""
+    """Return buffers and frozen parameters, if every rank has all of them."""
     module, buffers = saved["module"], saved.get("buffer_names") or []
     frozen = saved.get("frozen_param_fragments") or {}
     shapes = saved.get("frozen_param_shapes") or {}
@@ -403,7 +403,7 @@ def _kept(saved: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _sliced(groups: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """ZeRO 1 and 2: each rank has a stretch of every flat group."""
+    """ZeRO 1 and 2: each rank has a section of every flat group."""
     found: dict[str, Tensor] = {}
     for place, shapes in enumerate(groups):
         flat = torch.cat([rank["single_partition_of_fp32_groups"][place] for rank in ranks])
@@ -414,7 +414,7 @@ def _sliced(groups: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, An
 
 
 def _gathered(shapes: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """ZeRO 3: each rank has a stretch of every parameter."""
+    """ZeRO 3: each rank has a section of every parameter."""
     flat = [torch.cat(list(rank["fp32_flat_groups"])) for rank in ranks]
     found: dict[str, Tensor] = {}
     start = 0
@@ -432,7 +432,7 @@ def _rank_of(name: str) -> int:
 
 
 def _inert(path: Path) -> Any:
-    """What a file of DeepSpeed's holds, its own classes replaced by ones that do nothing."""
+    """Load a DeepSpeed file with inert stand-ins for its own classes."""
     with open_regular(path) as stream:
         check_checksums(stream)
         stream.seek(0)
@@ -448,7 +448,7 @@ def _inert(path: Path) -> Any:
 
 
 class _StandIn:
-    """In the place of a class of DeepSpeed: takes anything, keeps nothing."""
+    """Stand-in for a DeepSpeed class: accepts anything and stores nothing."""
 
     def __init__(self, *arguments: object) -> None:
         pass

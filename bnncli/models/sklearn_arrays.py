@@ -1,4 +1,4 @@
-"""The arrays of scikit-learn's linear classifiers whose probabilities are a softmax or sigmoid of linear scores."""
+"""Arrays of scikit-learn's linear classifiers whose probabilities are a softmax or sigmoid of linear scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bnncli.names import listed, quoted
 from bnncli.options.command import pasted
 from bnncli.system.input_files import open_regular
 
-NAMES = ("coef_", "intercept_", "classes_", "mean_", "scale_")  # of the arrays; the first must be there
+NAMES = ("coef_", "intercept_", "classes_", "mean_", "scale_")  # of the arrays; the first is required
 _PROTOCOLS = (0, 1, 2)
 _DAMAGE = (
     KeyError, ValueError, TypeError, AttributeError, EOFError, RecursionError, MemoryError, tokenize.TokenError,
@@ -35,7 +35,7 @@ _NO_LIKELIHOOD = (
     "RidgeClassifier",
     "RidgeClassifierCV",
 )
-# Of a scaler: the attribute that is subtracted, the one that is divided by, and the settings without which they are not.
+# For each scaler: the subtracted attribute, the divisor, and the settings that enable them.
 _SCALERS = {
     "StandardScaler": ("mean_", "scale_", "with_mean", "with_std"),
     "RobustScaler": ("center_", "scale_", "with_centering", "with_scaling"),
@@ -52,12 +52,12 @@ class Estimator:
 
     @classmethod
     def of(cls, model: object) -> Estimator:
-        """Those of an object, and of the estimators in it."""
+        """Convert an object, including nested estimators."""
         own = {name: _seen(value) for name, value in vars(model).items()}
         return cls(type(model).__name__, own)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An attribute."""
+        """Return an attribute."""
         return self.attributes.get(name, default)
 
 
@@ -69,10 +69,10 @@ def _seen(value: Any) -> Any:
 
 
 def arrays_of(model: Estimator) -> dict[str, np.ndarray]:
-    """Coefficients (K, D), or (1, D) of two classes, intercepts, classes, and what inputs are shifted and divided by before.
+    """Return coefficients (K, D) or, for two classes, (1, D), intercepts, classes, and shift and scale of the inputs.
 
     Raises:
-        DataError: it is no classifier whose probabilities are a softmax or a sigmoid of linear scores; says why.
+        DataError: it is not a classifier whose probabilities are a softmax or sigmoid of linear scores; says why.
     """
     model = model.get("best_estimator_") or model
     shift, scale = np.zeros(1), np.ones(1)
@@ -89,7 +89,7 @@ def arrays_of(model: Estimator) -> dict[str, np.ndarray]:
 
 
 def _coefficients(model: Any) -> dict[str, np.ndarray]:
-    """The arrays of a classifier alone."""
+    """Return the arrays of the classifier alone."""
     name = model.name if isinstance(model, Estimator) else type(model).__name__
     is_logistic = name in ("LogisticRegression", "LogisticRegressionCV")
     if name in _NO_LIKELIHOOD or (name == "SGDClassifier" and model.get("loss") not in ("log_loss", "log")):
@@ -122,7 +122,7 @@ def _coefficients(model: Any) -> dict[str, np.ndarray]:
 
 
 def _scaling(step: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What a scaler subtracts, and then divides by."""
+    """Return what a scaler subtracts and divides by."""
     name = step.name if isinstance(step, Estimator) else type(step).__name__
     if name == "MinMaxScaler" and not step.get("clip"):
         divisor = 1 / np.asarray(step.get("scale_"))
@@ -146,12 +146,12 @@ def _refused(message: str) -> DataError:
 
 
 def read_skops(path: Path) -> Estimator:
-    """The estimator in a skops file, read as data: arrays and plain values.
+    """Read the estimator in a skops file as data: arrays and plain values.
 
     Raises:
         MissingInput: there is no such file.
         DataError: it is damaged.
-        Untrusted: it names classes or functions that are not scikit-learn's, NumPy's or SciPy's.
+        Untrusted: it refers to types or functions outside scikit-learn, NumPy and SciPy.
     """
     with open_regular(path) as stream:
         try:
@@ -189,7 +189,7 @@ def _read_skops(stream: IO[bytes]) -> Estimator:
 
 
 def _types(node: Any) -> Iterator[str]:
-    """The full names of all types and functions in a schema."""
+    """Yield the full names of all types and functions in a schema."""
     if isinstance(node, dict):
         if "__class__" in node:
             yield f"{node.get('__module__')}.{node['__class__']}"
@@ -201,14 +201,14 @@ def _types(node: Any) -> Iterator[str]:
 
 
 class _SkopsReader:
-    """Nodes of a schema as values; what is none of a plain value, an array or an estimator stays unread."""
+    """Converts schema nodes to values; reads only plain values, arrays and estimators."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         check_members(archive.infolist(), start_dir=archive.start_dir, size=archive.start_dir)
         self._archive, self._known = archive, dict[int, Any]()
 
     def value(self, node: Mapping[str, Any]) -> Any:
-        """What a node stands for; None for a kind that is not read."""
+        """Return the value of a node; None for an unsupported kind."""
         if node["__loader__"] == "CachedNode":
             return self._known.get(node["__id__"])
         read = {
@@ -245,15 +245,15 @@ class _SkopsReader:
 
 
 def convert_classifier(path: Path, target: Path, *, trust_pickle: bool) -> dict[str, np.ndarray]:
-    """The arrays of a classifier in a skops file, or, with trust_pickle, in a pickle or joblib file, whose code is then run.
+    """Return the arrays of a classifier in a skops file or, with trust_pickle, in a pickle or joblib file, running its code.
 
     Args:
-        target: where they are to go, for what is said.
+        target: output path, for messages.
 
     Raises:
         MissingInput: there is no such file.
-        DataError: it is damaged, or no classifier whose probabilities are a softmax or a sigmoid of linear scores.
-        Untrusted: it is a pickle, or names types of other libraries.
+        DataError: it is damaged, or not a classifier whose probabilities are a softmax or sigmoid of linear scores.
+        Untrusted: it is a pickle, or refers to types of other libraries.
     """
     with open_regular(path) as stream:
         is_pickle = sniff(stream) == "pickle"
@@ -271,14 +271,14 @@ def convert_classifier(path: Path, target: Path, *, trust_pickle: bool) -> dict[
 
 
 def _unpickled(path: Path) -> Estimator:
-    """The estimator in a pickle, which is run; joblib reads plain pickles too."""
-    import joblib  # which scikit-learn needs itself
+    """Load the estimator in a pickle, running its code; joblib reads plain pickles too."""
+    import joblib  # a dependency of scikit-learn
 
-    if (folder := str(Path.cwd())) not in sys.path:  # where the user's own classes most likely are
+    if (folder := str(Path.cwd())) not in sys.path:  # the likely location of the user's classes
         sys.path.insert(0, folder)
     try:
         model: Any = joblib.load(path)
-    except Exception as error:  # whatever the code in it raises
+    except Exception as error:  # anything its code raises
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
         raise DataError(
             f"cannot load the pickle: {why}", code="unpicklable",

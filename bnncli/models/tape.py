@@ -1,7 +1,7 @@
-"""One forward pass of a network, operation by operation: which products with weights an output comes from, and what follows them.
+"""Record one forward pass, operation by operation: which products with weights give an output, and what follows them.
 
-A product is an operation of data with weights that do not depend on data: a linear layer, a convolution, a matrix product.
-What lies between products and an output can be run again with other values in their place, in float64 on the CPU.
+A product is an operation of data with weights that do not depend on data: a linear layer, a convolution, a matrix
+product. The operations between products and an output can be replayed with other values, in float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bnncli.models import Place
 
-# Where an operation has its input, its weight and whether that is (D, K), its bias.
+# Argument positions of input, weight (and whether it is (D, K)) and bias.
 _PRODUCTS = {
     "aten::linear": (0, 1, False, 2),
     "aten::matmul": (0, 1, True, None),
@@ -28,9 +28,7 @@ _PRODUCTS = {
     "aten::convolution": (0, 1, False, 2),
     "quantized::linear_dynamic": (0, 1, False, None),
 }
-
-
-# What networks do to logits at their end; the input is the first argument.
+# What networks apply to logits at the end; the first argument is the input.
 LINK_OF = {
     "aten::log_softmax": "log_softmax",
     "aten::_log_softmax": "log_softmax",
@@ -42,13 +40,11 @@ LINK_OF = {
 
 
 _TAPPED = {**{name: place[0] for name, place in _PRODUCTS.items()}, **dict.fromkeys(LINK_OF, 0)}
-
-
 _UNCHANGED = {"aten::contiguous", "aten::clone", "aten::detach", "aten::alias", "aten::to", "aten::_to_copy"}
 
 
 class Call(NamedTuple):
-    """An operation, and the names of the modules that were being called, the innermost last."""
+    """An operation, and the stack of modules being called, innermost last."""
 
     function: Any
     args: tuple[Any, ...]
@@ -58,12 +54,12 @@ class Call(NamedTuple):
 
     @property
     def operation(self) -> str:
-        """Its name without its overload, such as aten::linear."""
+        """Name without overload, such as aten::linear."""
         return str(self.function._schema.name)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that it was given."""
+        """Its tensor arguments."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
 
@@ -71,13 +67,14 @@ class Product(NamedTuple):
     """A call as weights (K, D) and bias (K,), float64 on the CPU.
 
     Attributes:
-        at: the call's index.
-        inputs: what the weights are multiplied with.
-        outputs: of the same axes.
+        at: index of the call.
+        inputs: multiplied by the weights.
+        outputs: with the same axes.
         axis: of the features in `inputs` and of the outputs in `outputs`; 1 or the last.
-        is_whole: a convolution of more than one position, whose features are all of its input where the kernel covers that.
-        reduce_range: where the product rounds its inputs to 8 bits, whether to 7 of them; None where it does not.
-        name: of the module that calls it, or of the parameter.
+        is_whole: a convolution over more than one position, whose features are its whole input if the kernel covers
+            that.
+        reduce_range: whether the product rounds its inputs to 7 instead of 8 bits; None if it does not round.
+        name: of the calling module, or of the parameter.
     """
 
     at: int
@@ -92,7 +89,7 @@ class Product(NamedTuple):
 
 
 class Tape(TorchDispatchMode):
-    """Records what is called inside `with tape:`, and keeps all tensors of it."""
+    """Records all calls inside `with tape:`, and keeps their tensors."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         super().__init__()
@@ -102,7 +99,7 @@ class Tape(TorchDispatchMode):
         self._stack: list[str] = []
         self._num_calls: dict[str, int] = {}
         self._writers: dict[int, list[int]] = {}
-        self._kept: list[Any] = [inputs]  # no other tensor may get the id of one that is gone
+        self._kept: list[Any] = [inputs]  # so that no id of a freed tensor is reused
         self._data = {id(leaf) for leaf in tree_leaves(inputs)}
         self.num_rows = len(tree_leaves(inputs)[0])
         self._parameters = {id(tensor): name for name, tensor in model.named_parameters(remove_duplicate=False)}
@@ -110,7 +107,7 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: PyTorch would import its compiler, seconds, to keep it from what is not compiled."""
+        """Return False, which keeps PyTorch from importing its compiler, which takes seconds."""
         return False
 
     def __enter__(self) -> Tape:
@@ -161,11 +158,11 @@ class Tape(TorchDispatchMode):
             self.places.setdefault(id(value), []).append(place)
 
     def writer(self, tensor: Tensor, before: int) -> int | None:
-        """The index of the last call before another that wrote a tensor; None for one that was there."""
+        """Return the index of the last call before another that wrote a tensor; None if it existed before."""
         return max((index for index in self._writers.get(id(tensor), ()) if index < before), default=None)
 
     def origin(self, tensor: Tensor, before: int) -> Tensor:
-        """The tensor that this one is a plain copy of."""
+        """Return the tensor that this one is a plain copy of."""
         index = self.writer(tensor, before)
         while index is not None and self.calls[index].operation in _UNCHANGED:
             tensor = self.calls[index].args[0]
@@ -173,12 +170,12 @@ class Tape(TorchDispatchMode):
         return tensor
 
     def products(self) -> list[Product]:
-        """All products, in the order of the calls."""
+        """Return all products, in call order."""
         found = (self.product(index) for index in range(len(self.calls)))
         return [product for product in found if product is not None]
 
     def product(self, index: int) -> Product | None:
-        """The call at an index as a product; None where it is none."""
+        """Return the call at an index as a product; None if it is none."""
         call = self.calls[index]
         if call.operation not in _PRODUCTS or not self._is_product(call):
             return None
@@ -198,7 +195,7 @@ class Tape(TorchDispatchMode):
         )  # fmt: skip
 
     def _is_product(self, call: Call) -> bool:
-        """Whether one operand is data, and the other weights of which each output has one for each feature."""
+        """Return whether one operand is data, and the other weights with one entry per output and feature."""
         first, second, _, third = _PRODUCTS[call.operation]
         inputs, weight = call.args[first], call.args[second]
         if id(inputs) not in self._data or id(weight) in self._data:
@@ -207,11 +204,11 @@ class Tape(TorchDispatchMode):
         if isinstance(bias, Tensor) and (bias.ndim != 1 or id(bias) in self._data):
             return False
         if "conv" in call.operation:
-            return bool(inputs.shape[1] == weight.shape[1])  # stride, padding and kernel show in what it gives
+            return bool(inputs.shape[1] == weight.shape[1])  # stride, padding and kernel show in the output
         return not isinstance(weight, Tensor) or (weight.ndim == 2 and not call.kwargs)
 
     def _name(self, call: Call, weight: Any) -> str:
-        """The innermost module that is called, where the weight is its own; else the weight's parameter."""
+        """Return the innermost calling module if the weight is its own; else the weight's parameter."""
         inner = call.modules[-1] if call.modules else ""
         parameter = self._parameter(weight, len(self.calls)) if isinstance(weight, Tensor) else None
         if inner and (parameter is None or parameter.startswith(f"{inner}.")):
@@ -219,7 +216,7 @@ class Tape(TorchDispatchMode):
         return parameter or inner
 
     def _parameter(self, tensor: Tensor, before: int) -> str | None:
-        """The name of the parameter that a weight is made from."""
+        """Return the name of the parameter that a weight is computed from."""
         if id(tensor) in self._parameters:
             return self._parameters[id(tensor)]
         index = self.writer(tensor, before)
@@ -228,7 +225,7 @@ class Tape(TorchDispatchMode):
         return next((name for name in names if name is not None), None)
 
     def before(self, target: Tensor) -> tuple[list[int], list[int]] | None:
-        """Indices of the products that a tensor comes from, and of the calls after these; None where it comes from data without."""
+        """Return indices of the products that a tensor comes from, and of later calls; None if it also depends on data directly."""
         products: set[int] = set()
         tail: set[int] = set()
         waiting = [(target, len(self.calls))]
@@ -249,7 +246,7 @@ class Tape(TorchDispatchMode):
         return (sorted(products), sorted(tail)) if products else None
 
     def depends(self, target: Tensor, on: Tensor) -> bool:
-        """Whether a tensor is made from another."""
+        """Return whether a tensor is computed from another."""
         seen, waiting = set[int](), [(target, len(self.calls))]
         while waiting:
             tensor, end = waiting.pop()
@@ -264,7 +261,7 @@ class Tape(TorchDispatchMode):
         return False
 
     def replay(self, target: Tensor, tail: Sequence[int], values: Mapping[int, Tensor]) -> Tensor:
-        """A tensor, when the products at the indices had other values; float64 on the CPU."""
+        """Recompute a tensor with other values of the products at given indices; float64 on the CPU."""
         known: dict[int, Any] = {}
 
         def other(value: Any) -> Any:
@@ -287,13 +284,13 @@ class Tape(TorchDispatchMode):
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """On the CPU, numbers as float64."""
+    """Return the tensor on the CPU, floats as float64."""
     tensor = tensor.detach().cpu()
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 class TappedInputs(TorchDispatchMode):
-    """Keeps the inputs of the operations at the places wanted, counted over all that could be products or links."""
+    """Keeps the inputs of operations at given numbers, counted over all possible products and links."""
 
     def __init__(self, wanted: Sequence[int]) -> None:
         super().__init__()
@@ -302,7 +299,7 @@ class TappedInputs(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: PyTorch would import its compiler, seconds, to keep it from what is not compiled."""
+        """Return False, which keeps PyTorch from importing its compiler, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -316,5 +313,5 @@ class TappedInputs(TorchDispatchMode):
 
 
 def tap_number(tape: Tape, index: int) -> int:
-    """How many operations that could be products or links come before that at an index: what TappedInputs counts."""
+    """Return the number, as TappedInputs counts, of the operation at a call index."""
     return sum(call.operation in _TAPPED for call in tape.calls[:index])

@@ -1,1 +1,1 @@
-"""Mathematics and numbers that know nothing of posteriors."""
+"""Numerical building blocks that know nothing of posteriors."""

@@ -1,7 +1,7 @@
 """Corruptions of small images by name, each at severities 1 to 5: noise, blur, light, and loss of detail.
 
-The kinds are eight of those of Hendrycks and Dietterich (2019, arXiv:1903.12261); how strong each severity is, is ours,
-chosen for images of about 32 pixels. What they make is generated, and is not their released data (CIFAR-10-C).
+The eight kinds are from Hendrycks and Dietterich (2019, arXiv:1903.12261); the strengths are our own, chosen for images
+of about 32 pixels. The corrupted images are generated and are not their released data (CIFAR-10-C).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NUM_SEVERITIES = 5
 
 @dataclass(frozen=True)
 class Corruption:
-    """One kind.
+    """A kind of corruption.
 
     Attributes:
-        amounts: of severities 1 to 5.
-        apply: from an image (H, W) or (H, W, C) in [0, 1], an amount and a stream of random numbers to the corrupted image,
-            which may leave [0, 1].
-        is_random: whether it draws from the stream.
+        amounts: for severities 1 to 5.
+        apply: corrupts an image (H, W) or (H, W, C) in [0, 1] by an amount with a random generator; the result may
+            leave [0, 1].
+        is_random: whether it uses the generator.
     """
 
     amounts: tuple[float, float, float, float, float]
@@ -41,20 +41,20 @@ def _gaussian_noise(image: NDArray, standard_deviation: float, stream: np.random
 
 
 def _shot_noise(image: NDArray, photons: float, stream: np.random.Generator) -> NDArray:
-    """Poisson counts; white is so many photons."""
+    """Poisson counts; `photons` is the count of white."""
     return stream.poisson(image * photons) / photons
 
 
 def _impulse_noise(image: NDArray, share: float, stream: np.random.Generator) -> NDArray:
-    """A share of the values becomes 0 or 1, both as often."""
+    """Set a share of the values to 0 or 1, equally often."""
     drawn = stream.random(image.shape)
     is_hit, is_white = drawn < share, drawn < share / 2
     return image * ~is_hit + is_white
 
 
 def _gaussian_blur(image: NDArray, standard_deviation: float, stream: np.random.Generator) -> NDArray:
-    """By a kernel of so many pixels; edges go on as they are."""
-    from scipy.ndimage import gaussian_filter  # here, for its time
+    """Blur with a kernel in pixels, repeating edges."""
+    from scipy.ndimage import gaussian_filter  # slow import
 
     blurred: NDArray = gaussian_filter(image, standard_deviation, mode="nearest", axes=(0, 1))
     return blurred
@@ -65,14 +65,14 @@ def _brightness(image: NDArray, added: float, stream: np.random.Generator) -> ND
 
 
 def _contrast(image: NDArray, kept: float, stream: np.random.Generator) -> NDArray:
-    """The share of each channel's distance to its mean that is kept."""
+    """Scale each channel's distance from its mean."""
     mean: NDArray = image.mean((0, 1))
     return mean + (image - mean) * kept
 
 
 def _pixelate(image: NDArray, scale: float, stream: np.random.Generator) -> NDArray:
-    """Averaged to so much of each side, and back without smoothing."""
-    from PIL import Image  # here, for its time
+    """Average down to a share of each side, and enlarge without smoothing."""
+    from PIL import Image  # slow import
 
     height, width = image.shape[:2]
     small = (max(1, round(width * scale)), max(1, round(height * scale)))
@@ -82,8 +82,8 @@ def _pixelate(image: NDArray, scale: float, stream: np.random.Generator) -> NDAr
 
 
 def _jpeg(image: NDArray, quality: float, stream: np.random.Generator) -> NDArray:
-    """Compressed and decoded by Pillow; colours together, other numbers of channels each by itself."""
-    from PIL import Image  # here, for its time
+    """Compress and decode with Pillow; colours together, other numbers of channels separately."""
+    from PIL import Image  # slow import
 
     def coded(one: Image.Image) -> Image.Image:
         buffer = BytesIO()
@@ -94,8 +94,8 @@ def _jpeg(image: NDArray, quality: float, stream: np.random.Generator) -> NDArra
 
 
 def _by_channels(image: NDArray, change: Callable, *, keeps_colours: bool = False) -> NDArray:
-    """An image (H, W) or (H, W, C) after what Pillow does to grey images, or to a colour one, of 8 bits."""
-    import numpy as np  # here, for its time
+    """Apply a Pillow operation on 8-bit grey or colour images to an image (H, W) or (H, W, C)."""
+    import numpy as np  # slow import
     from PIL import Image
 
     pixels = np.rint(image * 255).astype(np.uint8)

@@ -1,9 +1,9 @@
-"""What identifies content: digests of arrays, of files and of JSON values.
+"""Digests of arrays, of files and of JSON values.
 
 `bnn-sha256/1` is SHA-256 over the entries of a dictionary of arrays, sorted by name. Each entry is one line of
 canonical JSON `[name, dtype, shape]`, a newline, and the elements as little-endian bytes in row-major order. Arrays of
-strings have dtype `utf8` and are the canonical JSON of their flat list of strings. The line states how many bytes
-follow, so no two dictionaries give the same stream.
+strings have dtype `utf8` and are the canonical JSON of their flat list of strings. The line determines how many bytes
+follow, so different dictionaries give different streams.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ _BLOCK = 1 << 23
 
 
 def canonical_json(value: object) -> str:
-    """`value` as JSON with sorted keys and no spaces, the same text for the same value.
+    """Return `value` as JSON with sorted keys and no spaces: equal values give equal text.
 
-    Bytes of a file name that are not UTF-8 (lone surrogates in Python) are written as JSON escapes, and come back as
-    they were.
+    Bytes of file names that are not UTF-8 (lone surrogates in Python) are written as JSON escapes and preserved.
 
     Raises:
-        ValueError: for NaN and infinities, which JSON does not have.
+        ValueError: the value contains NaN or infinity, which JSON lacks.
     """
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return _SURROGATE.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
 def json_sha256(value: object) -> str:
-    """The hexadecimal SHA-256 of the canonical JSON of `value`."""
+    """Return the hexadecimal SHA-256 of the canonical JSON of `value`."""
     return hashlib.sha256(canonical_json(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def tensor_digest(tensors: Mapping[str, Tensor | np.ndarray]) -> str:
-    """The `bnn-sha256/1:...` digest of named arrays; torch or numpy, any device, any strides, same digest.
+    """Return the `bnn-sha256/1:...` digest of named arrays, independent of library, device and strides.
 
     Args:
-        tensors: name to torch tensor or numpy array; numpy arrays of strings are allowed.
+        tensors: name to torch tensor or numpy array; numpy arrays of strings are supported.
     """
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -62,7 +61,7 @@ def tensor_digest(tensors: Mapping[str, Tensor | np.ndarray]) -> str:
 
 
 def file_sha256(source: Path | str | IO[bytes], progress: Progress = SILENT) -> str:
-    """The hexadecimal SHA-256 of a file's bytes; an open file is read from its start and left at its end."""
+    """Return the hexadecimal SHA-256 of a file's bytes; an open file is read from its start and left at its end."""
     if isinstance(source, (str, Path)):
         with open(source, "rb") as stream:
             return file_sha256(stream, progress)
@@ -77,7 +76,7 @@ def file_sha256(source: Path | str | IO[bytes], progress: Progress = SILENT) -> 
 
 
 def _entry(array: Any) -> tuple[str, list[int], Iterable[bytes | memoryview]]:
-    """Type name, shape and the bytes of one array, in blocks."""
+    """Return type name, shape and bytes of an array, in blocks."""
     if isinstance(array, (np.ndarray, np.generic)):
         return _numpy_entry(np.asarray(array))
     import torch
@@ -93,7 +92,7 @@ def _numpy_entry(array: np.ndarray) -> tuple[str, list[int], Iterable[bytes | me
     if array.dtype.kind in "OSUT":
         texts = [item.decode() if isinstance(item, bytes) else str(item) for item in array.reshape(-1).tolist()]
         return "utf8", shape, [canonical_json(texts).encode("utf-8", "surrogatepass")]
-    # Draws may lie in a file in another order: copied into the right one a row of the first axis at a time.
+    # Draws in a file may have another memory order: copy them into row-major order one row of the first axis at a time.
     is_whole = array.ndim < 2 or array.flags.c_contiguous
     return array.dtype.name, shape, (_little_endian(part) for part in ([array] if is_whole else array))
 

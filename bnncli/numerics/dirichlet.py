@@ -1,4 +1,4 @@
-"""Dirichlet distributions over class probabilities and the Laplace bridge (Hobbhahn et al. 2020), and top-k ranking under them."""
+"""Dirichlet distributions over class probabilities, the Laplace bridge (Hobbhahn et al. 2020), and top-k ranking."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Variances outside give concentrations that nothing can tell from a point, or from none; a variance of zero is the first.
+# Variances outside give concentrations indistinguishable from a point mass or from 0; a variance of zero becomes the
+# first.
 _SMALLEST_VARIANCE, _LARGEST_VARIANCE = 1e-30, 1e30
-_LARGEST_EXPONENT = 600.0  # exp of it and of its negative is finite in float64, and so are sums of them
-_LARGE_BETA, _LARGEST_BETA = math.log(1e8), 40.0  # log a and b: both above, their logit is normal; as far as scipy goes
+_LARGEST_EXPONENT = 600.0  # its exponential and inverse are finite in float64, and so are their sums
+# log a and b: if both are above, their logit is normal; the limit of scipy
+_LARGE_BETA, _LARGEST_BETA = math.log(1e8), 40.0
 
 
 def mean(log_concentration: Tensor) -> Tensor:
-    """alpha_k / alpha_0, (N, K) float64, of log alpha (N, K)."""
+    """Return alpha_k / alpha_0, (N, K) float64, for log alpha (N, K)."""
     return torch.softmax(log_concentration.double(), dim=1)
 
 
 def variance(log_concentration: Tensor) -> Tensor:
-    """Variance of each probability, p_k (1 - p_k) / (alpha_0 + 1), (N, K) float64, of log alpha (N, K)."""
+    """Return the variance of each probability, p_k (1 - p_k) / (alpha_0 + 1), (N, K) float64, for log alpha (N, K)."""
     probs = mean(log_concentration)
     return probs * (1 - probs) * _inverse_total_plus_one(log_concentration).unsqueeze(1)
 
 
 def total_variance(log_concentration: Tensor) -> Tensor:
-    """Sum of the variances of the probabilities, (N,) float64, of log alpha (N, K)."""
+    """Return the sum of the variances of the probabilities, (N,) float64, for log alpha (N, K)."""
     return variance(log_concentration).sum(dim=1)
 
 
 def entropy(log_concentration: Tensor) -> Tensor:
-    """Differential entropy of the Dirichlet on the simplex (coordinates p_1 .. p_{K-1}), nats, (N,) float64.
+    """Return the differential entropy on the simplex (coordinates p_1 .. p_{K-1}), nats, (N,) float64.
 
-    A difference of terms of the size of alpha_0 log alpha_0: of a concentration of 1e12 three decimals are left.
+    A difference of terms of size alpha_0 log alpha_0: at a concentration of 1e12, three decimals are left.
     """
     alpha = log_concentration.double().exp()
     total = alpha.sum(dim=1)
@@ -48,16 +50,16 @@ def entropy(log_concentration: Tensor) -> Tensor:
 
 
 def expected_entropy(log_concentration: Tensor) -> Tensor:
-    """Mean of the entropy of the probabilities, nats, (N,) float64: digamma(alpha_0 + 1) - sum_k p_k digamma(alpha_k + 1)."""
+    """Return the mean entropy of the probabilities, nats, (N,) float64: digamma(alpha_0 + 1) - sum_k p_k digamma(alpha_k + 1)."""
     log_alpha = log_concentration.double()
     return _entropy_of_mean(log_alpha) - mutual_information(log_alpha)
 
 
 def mutual_information(log_concentration: Tensor) -> Tensor:
-    """Entropy of the mean minus the mean entropy, nats, (N,) float64, at least 0.
+    """Return the entropy of the mean minus the mean entropy, nats, (N,) float64, at least 0.
 
-    sum_k p_k g(alpha_k) - g(alpha_0) with g(a) = digamma(a + 1) - log a: the large logarithms are gone before the
-    difference is taken, so that it is right where the concentration is 1e15, too.
+    sum_k p_k g(alpha_k) - g(alpha_0) with g(a) = digamma(a + 1) - log a: the large logarithms cancel before the
+    difference is taken, so the result is accurate even at a concentration of 1e15.
     """
     log_alpha = log_concentration.double()
     parts = (log_alpha.softmax(dim=1) * _digamma_excess(log_alpha)).sum(dim=1)
@@ -65,9 +67,9 @@ def mutual_information(log_concentration: Tensor) -> Tensor:
 
 
 def beta_marginals(log_concentration: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """log a and log b, both (N, J) float64, of the Beta(a, b) that the probability of each of the classes (N, J) has.
+    """Return log a and log b, both (N, J) float64, of the Beta(a, b) marginals of the classes (N, J).
 
-    a = alpha_k and b = alpha_0 - alpha_k, which is not taken as a difference where alpha_k is most of alpha_0.
+    a = alpha_k and b = alpha_0 - alpha_k, computed without cancellation if alpha_k dominates alpha_0.
     """
     log_alpha = log_concentration.double()
     log_total, top = log_alpha.logsumexp(dim=1, keepdim=True), log_alpha.argmax(dim=1, keepdim=True)
@@ -78,11 +80,11 @@ def beta_marginals(log_concentration: Tensor, classes: Tensor) -> tuple[Tensor, 
 
 
 def beta_quantile(log_a: Tensor, log_b: Tensor, level: float) -> Tensor:
-    """The point below which Beta(a, b) has the given mass, of the shape of log a and log b, float64, on their device.
+    """Return the quantile of Beta(a, b) at a level, with the shape of log a and log b, float64, on their device.
 
-    scipy's inverse of the incomplete beta function, which has no answer where a and b are both above 1e15. There, and
-    from 1e8 on, the logit is normal with mean log a - log b - 1/(2a) + 1/(2b) and variance 1/a + 1/b: 1e-3 standard
-    deviations away at the most.
+    scipy's inverse of the incomplete beta function fails if a and b are both above 1e15. From 1e8 on, the logit is
+    treated as normal with mean log a - log b - 1/(2a) + 1/(2b) and variance 1/a + 1/b, with an error of at most 1e-3
+    standard deviations.
     """
     log_a, log_b = log_a.double(), log_b.double()
     arguments = [log.clamp(-_LARGEST_EXPONENT, _LARGEST_BETA).exp().cpu().numpy() for log in (log_a, log_b)]
@@ -94,28 +96,28 @@ def beta_quantile(log_a: Tensor, log_b: Tensor, level: float) -> Tensor:
 
 
 def interval(log_concentration: Tensor, classes: Tensor, *, level: float = 0.95) -> Tensor:
-    """The central interval (N, 2) float64 that holds `level` of the probability of one class (N,) of each example."""
+    """Return the central interval (N, 2) float64 with mass `level` of the probability of one class (N,) per example."""
     log_a, log_b = beta_marginals(log_concentration, classes.unsqueeze(1))
     return central_interval(log_a[:, 0], log_b[:, 0], level=level)
 
 
 def central_interval(log_a: Tensor, log_b: Tensor, *, level: float = 0.95) -> Tensor:
-    """The central interval (N, 2) float64 of Beta(a, b), from log a and log b (N,)."""
+    """Return the central interval (N, 2) float64 of Beta(a, b), given log a and log b (N,)."""
     low, high = (beta_quantile(log_a, log_b, side) for side in ((1 - level) / 2, (1 + level) / 2))
     return torch.stack([low, torch.maximum(low, high)], dim=1)
 
 
 def merge(log_concentration: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
-    """Log concentration (N, G + R) float64 of the union of each group, then of each of the R classes in no group.
+    """Return the log concentration (N, G + R) float64 of each union of classes, then of the R classes in no group.
 
-    Sums of a Dirichlet's probabilities are a Dirichlet with the sums of its parameters: exact.
+    Sums of Dirichlet probabilities are Dirichlet with the sums of the parameters: exact.
 
     Args:
         log_concentration: (N, K).
-        groups: G lists of class indices, without an index in common.
+        groups: G disjoint lists of class indices.
 
     Raises:
-        ValueError: a group is empty, an index stands in two groups or is no class.
+        ValueError: a group is empty, or an index is in two groups or not a class.
     """
     log_alpha, named = log_concentration.double(), [index for group in groups for index in group]
     num_classes = log_alpha.shape[1]
@@ -126,15 +128,15 @@ def merge(log_concentration: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
 
 
 def from_gaussian(mean: Tensor, variance: Tensor) -> Tensor:
-    """Log concentration (N, K) float64 of the Dirichlet that the bridge gives; eq. (2.7).
+    """Return the log concentration (N, K) float64 of the Dirichlet given by the bridge; eq. (2.7).
 
-    alpha_k = (1 - 2/K + e^{mu_k} / K^2 sum_l e^{-mu_l}) / S_kk, by logarithms, which no logit overflows. For logits
-    that sum to zero the inverse of MacKay's Gaussian. Adding a constant to all means changes nothing.
+    alpha_k = (1 - 2/K + e^{mu_k} / K^2 sum_l e^{-mu_l}) / S_kk, in log space, so that no logit overflows. For logits
+    that sum to zero, the inverse of MacKay's Gaussian. Adding a constant to all means changes nothing.
 
     Args:
         mean: of the logits, (N, K), K at least 2.
-        variance: of the logits, (N, K). All of them times c: all alpha divided by c, and the same mean. Zeros count as
-            1e-30, so that a distribution without uncertainty gets the limit of that mean and a huge alpha_0.
+        variance: of the logits, (N, K). Scaling all by c divides all alpha by c and keeps the mean. Zeros become 1e-30,
+            which gives a distribution without uncertainty the limit of that mean and a huge alpha_0.
     """
     mu, num_classes = mean.double(), mean.shape[1]
     log_variance = variance.double().clamp(_SMALLEST_VARIANCE, _LARGEST_VARIANCE).log()
@@ -145,17 +147,17 @@ def from_gaussian(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def _inverse_total_plus_one(log_concentration: Tensor) -> Tensor:
-    """1 / (alpha_0 + 1), (N,), for any alpha_0."""
+    """Return 1 / (alpha_0 + 1), (N,), for any alpha_0."""
     return torch.sigmoid(-log_concentration.double().logsumexp(dim=1))
 
 
 def _entropy_of_mean(log_alpha: Tensor) -> Tensor:
-    """Entropy (N,) of the mean probabilities."""
+    """Return the entropy (N,) of the mean probabilities."""
     return torch.special.entr(log_alpha.softmax(dim=1)).sum(dim=1)
 
 
 def _digamma_excess(log_a: Tensor) -> Tensor:
-    """digamma(a + 1) - log a; for large a, where both are nearly the same, 1 / (2 a) - 1 / (12 a^2)."""
+    """Return digamma(a + 1) - log a; for large a, where they nearly cancel, 1 / (2 a) - 1 / (12 a^2)."""
     bounded = log_a.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     inverse = (-bounded).exp()
     series = inverse * (0.5 - inverse / 12)
@@ -168,19 +170,19 @@ RULES = ("neighbor", "best")
 def ranked_lengths(
     log_concentration: Tensor, *, rule: str = "neighbor", threshold: float = 0.05, cap: int = 10
 ) -> Tensor:
-    """How many of the most probable classes each example keeps, (N,) int64, at least 1 and at most `cap`.
+    """Return how many of the most probable classes each example keeps, (N,) int64, between 1 and `cap`.
 
-    A class is added while the upper (1 - threshold / 2) quantile of its probability is above the lower (threshold / 2)
-    quantile of the class that it is compared with. Only the `cap` most probable classes are looked at.
+    A class is added while the upper (1 - threshold / 2) quantile of its probability exceeds the lower (threshold / 2)
+    quantile of the class it is compared with.
 
     Args:
-        log_concentration: (N, K), the logarithms of a Dirichlet's parameters.
-        rule: `neighbor`, each class against the one before it; `best`, against the first.
-        threshold: T, the mass outside both quantiles, between 0 and 1; less keeps more.
-        cap: most classes to keep.
+        log_concentration: (N, K), logarithms of a Dirichlet's parameters.
+        rule: `neighbor` compares each class with the one before it, `best` with the first.
+        threshold: T, mass outside both quantiles, between 0 and 1; smaller keeps more.
+        cap: largest number of classes to keep.
 
     Raises:
-        UsageError: a rule, threshold or cap that does not exist.
+        UsageError: rule, threshold or cap is invalid.
     """
     if rule not in RULES:
         raise not_one_of("top-k rule", rule, RULES)
@@ -192,7 +194,7 @@ def ranked_lengths(
     log_a, log_b = beta_marginals(log_concentration, classes)
     lengths = torch.ones(len(classes), dtype=torch.int64, device=classes.device)
     kept = torch.arange(len(classes), device=classes.device)
-    for place in range(1, classes.shape[1]):  # a quantile is dear, and most examples keep few
+    for place in range(1, classes.shape[1]):  # quantiles are expensive, and most examples keep few
         other = place - 1 if rule == "neighbor" else 0
         lower = beta_quantile(log_a[kept, other], log_b[kept, other], threshold / 2)
         upper = beta_quantile(log_a[kept, place], log_b[kept, place], 1 - threshold / 2)
@@ -202,25 +204,25 @@ def ranked_lengths(
 
 
 def cumulative_lengths(sorted_probs: Tensor, *, mean_length: float) -> Tensor:
-    """Lengths (N,) int64 of the cumulative-probability rule whose mean is `mean_length`, to the nearest 1 / N.
+    """Return lengths (N,) int64 of the cumulative-probability rule with mean `mean_length`, to the nearest 1 / N.
 
-    The rule keeps the fewest most probable classes whose probabilities sum to a threshold, one for all examples. A
-    threshold fixes the mean only up to the examples that change at it; of those as many as needed get the longer
-    length, shorter ones first, then in the order of the examples.
+    The rule keeps the fewest most probable classes whose probabilities sum to a common threshold. A threshold
+    determines the mean only up to the examples that change at it; as many as needed get the longer length, shorter ones
+    first, then in example order.
 
     Args:
-        sorted_probs: (N, J), the J largest probabilities of each example, in descending order; J is the longest length.
+        sorted_probs: (N, J), the J largest probabilities per example, descending; J is the longest length.
         mean_length: from 1 to J.
 
     Raises:
-        ValueError: a mean length that cannot be had.
+        ValueError: the mean length is impossible.
     """
     num_examples, most = sorted_probs.shape
     if not 1 <= mean_length <= most:
         raise ValueError(f"expected a mean length from 1 to {most}, got {mean_length}")
     cumulative = sorted_probs.double().cumsum(dim=1)[:, :-1]
     num_steps = round(mean_length * num_examples) - num_examples
-    # An example is longer than j where its first j probabilities stay below the threshold: the lowest sums are taken.
-    # By length first, so that a tie (sums that rounding ends at 1) cannot take a later step without the one before.
+    # An example is longer than j if its first j probabilities stay below the threshold: take the lowest sums. Sort by
+    # length first, so that a tie (sums rounded to 1) cannot take a later step before an earlier one.
     chosen = cumulative.T.flatten().argsort(stable=True)[:num_steps]
     return 1 + torch.bincount(chosen % max(num_examples, 1), minlength=num_examples)

@@ -1,7 +1,7 @@
-"""Running sums that come out the same in every run: CUDA's own adds in an order that it does not promise.
+"""Reproducible running sums: CUDA's own add in an unspecified order.
 
-On a GPU they are products with triangular matrices of ones, block by block, and the sums before each block are running sums
-again. PyTorch refuses cumsum there where deterministic kernels are asked for.
+On a GPU they are products with triangular matrices of ones, block by block; the sums before each block are running sums
+in turn. PyTorch refuses cumsum there in deterministic mode.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from bnncli.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK = 64  # elements that one row of a product adds
+_BLOCK = 64  # elements added by one row of a product
 
 
 def running_sum(values: Tensor) -> Tensor:
-    """The sums of the first 1, 2, ... elements along the last dimension of floating-point values (..., S), (..., S)."""
+    """Return the cumulative sums along the last dimension of floating-point values (..., S)."""
     return values.cumsum(dim=-1) if values.device.type == "cpu" else by_products(values)
 
 
 def by_products(values: Tensor) -> Tensor:
-    """The same by matrix products, on any device."""
+    """Return the same by matrix products, on any device."""
     size = values.shape[-1]
     if size <= _BLOCK:
         return values @ _ones_above(size, values)
@@ -33,5 +33,5 @@ def by_products(values: Tensor) -> Tensor:
 
 
 def _ones_above(size: int, like: Tensor) -> Tensor:
-    """Ones on and above the diagonal, (size, size)."""
+    """Return ones on and above the diagonal, (size, size)."""
     return torch.ones(size, size, dtype=like.dtype, device=like.device).triu()

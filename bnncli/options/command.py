@@ -141,8 +141,6 @@ class NameOptions(Checked):
 
 COMPUTE = (ComputeOptions, RecordOptions, WriteOptions, LockOptions, RunOptions, CommonOptions)
 READ = (RunOptions, CommonOptions)
-
-
 SECTIONS = ("Start", "Fit", "Use", "Judge", "Files", "Research", "More")  # of the list of commands, in this order
 
 

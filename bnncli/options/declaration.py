@@ -199,12 +199,8 @@ def _help(settings: Mapping[str, Setting]) -> str:
 
 RANK = Setting("Rank of the flow's update; {default} by default", int, 16, minimum=1, at_most="num_params", place=10)
 HIDDEN = Setting("Hidden units of the flow's network; {default} by default", int, 64, minimum=1, place=20)
-
-
 QMC = Setting("Use scrambled Sobol points instead of pseudo-random numbers", bool, False, place=10)
 PROJECTION = Setting("How to project the logits first", place=20)
-
-
 _FIELD = re.compile("\0([a-z][a-z0-9_]*)\0")
 
 

@@ -182,8 +182,6 @@ class SearchedPriorOptions(LayersOptions):
 
 
 NO_NETWORK = "flatten"
-
-
 IDENTITY = "identity"  # as the name of a last layer: an identity layer on the network's own logits
 
 
@@ -278,8 +276,6 @@ def num_workers() -> Any:
 
 
 GRAMMAR = "rhat<=NUMBER, ess>=NUMBER, ess-tail>=NUMBER, joined by commas, each at most once"
-
-
 _DIRECTIONS = {"rhat": "<=", "ess": ">=", "ess-tail": ">="}
 
 

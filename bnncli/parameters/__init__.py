@@ -1,1 +1,1 @@
-"""How the parameters of a posterior lie in one flat vector, and their prior."""
+"""The layout of a posterior's parameters in one flat vector, and their prior."""

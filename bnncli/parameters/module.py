@@ -1,4 +1,4 @@
-"""Chosen parameters of a torch module as theta: its logits under many theta, and the memory that its activations take."""
+"""Chosen parameters of a torch module as theta: its logits under many thetas, and the memory of its activations."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def differentiable(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
-    """Inside, attention is plain products, and these embeddings have the gradients that they have mathematically.
+    """Make attention plain products and give these embeddings their mathematical gradients, within this context.
 
-    Fused kernels of attention have neither forward derivatives nor a rule for vmap.
+    Fused attention kernels have neither forward-mode derivatives nor vmap rules.
 
     Args:
         embeddings: `uneven_embeddings` of the module.
@@ -49,15 +49,15 @@ def differentiable(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
 
 
 def is_of_transform(tensor: Tensor) -> bool:
-    """Whether a tensor was made within a transform of torch.func, with whose end it ends."""
+    """Return whether a tensor was created within a transform of torch.func, after which it becomes invalid."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def uneven_embeddings(module: nn.Module) -> list[nn.Embedding]:
-    """Embeddings in a module whose backward pass leaves out a row, or weighs rows, where logits depend on all of them alike.
+    """Return embeddings whose backward pass skips or rescales rows on which the logits nevertheless depend.
 
-    The row for padding has no gradient in torch's backward pass, but in its forward mode; so that products with the
-    Gauss-Newton matrix would not be symmetric, and its gradient not the log posterior's.
+    torch's backward pass, unlike its forward mode, gives the padding row no gradient. Products with the Gauss-Newton
+    matrix would not be symmetric, and the gradient not the log posterior's.
     """
     embedding = torch.nn.Embedding
     return [
@@ -70,11 +70,11 @@ def uneven_embeddings(module: nn.Module) -> list[nn.Embedding]:
 
 
 def _embedded(module: nn.Embedding, indices: Tensor) -> Tensor:
-    """What the module makes of indices, without what it does to gradients alone."""
+    """Look up indices without the embedding's modifications of gradients."""
     return torch.nn.functional.embedding(indices, module.weight, max_norm=module.max_norm, norm_type=module.norm_type)
 
 
-_PAIRS = 256  # of a draw and an example that convolutions take together on a CPU: thousands leave its caches
+_PAIRS = 256  # pairs of draw and example that convolutions process at once on a CPU: thousands exceed its caches
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,13 +83,13 @@ class ModuleNetwork:
 
     Args:
         module: in evaluation mode, on the device; never changed.
-        logits_of: the logits (n, K), given a call that runs the module and returns what it returns.
-        names: of the arguments that packed inputs (n, arguments, ...) are; empty for inputs that are one tensor.
-        takes_tokens: whether inputs are whole numbers, such as token ids; they are given as real ones, exact below 2^24.
+        logits_of: returns the logits (n, K), given a function that runs the module.
+        names: argument names of packed inputs (n, arguments, ...); empty for a single input tensor.
+        takes_tokens: whether inputs are integers, such as token ids; they are passed as floats, exact below 2^24.
             Packed ones (n, arguments, length) may have any length.
-        features_of: what its last layer takes, (n, D), given the module, the same call and that layer's weight (K, D) and bias (K,); None where
-            that is not known.
-        kept: of logits linearised at one theta, while `logits._kept.keeping` asks for that.
+        features_of: returns the last layer's input, (n, D), given the module, the same function and that layer's weight
+            (K, D) and bias (K,); None if unknown.
+        kept: cache of logits linearised at one theta, while `logits._kept.keeping` requests it.
     """
 
     module: nn.Module
@@ -101,21 +101,21 @@ class ModuleNetwork:
     _states: dict[Any, dict[str, Tensor]] = field(default_factory=dict, repr=False)
 
     def __call__(self, inputs: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        """Logits (n, K) of inputs (n, ...) under these parameters, in their precision; autograd and vmap pass through."""
+        """Return logits (n, K) for inputs (n, ...) under these parameters, in their precision; supports autograd and vmap."""
         with differentiable(self._embeddings):
             return self.logits_of(self._pass(inputs, params))
 
     def features(self, inputs: Tensor, params: Mapping[str, Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What the last layer takes, (n, D), of inputs (n, ...) under these parameters.
+        """Return the last layer's input, (n, D), for inputs (n, ...) under these parameters.
 
         Args:
-            weight, bias: that layer's own among them, (K, D) and (K,).
+            weight, bias: of that layer, (K, D) and (K,).
         """
         assert self.features_of is not None
         return self.features_of(self.module, self._pass(inputs, params), weight, bias)
 
     def _pass(self, inputs: Tensor, params: Mapping[str, Tensor]) -> Callable[[], Any]:
-        """A call of the module on inputs (n, ...) under these parameters."""
+        """Return a function that runs the module on inputs (n, ...) under these parameters."""
         dtype = next(iter(params.values())).dtype
         state = {**self._frozen(dtype, params), **params}
         inputs = inputs.long() if self.takes_tokens else inputs.to(dtype)
@@ -123,26 +123,26 @@ class ModuleNetwork:
         return partial(torch.func.functional_call, self.module, state, () if named else (inputs,), named)
 
     def draws_at_once(self, num_examples: int, device: torch.device) -> int | None:
-        """Draws of the parameters that go through the network together with so many examples; None for all."""
+        """Return the number of draws to pass through the network at once with num_examples examples; None for all."""
         if device.type != "cpu" or not self._convolves:
             return None
         return max(1, _PAIRS // max(1, num_examples))
 
     @cached_property
     def _convolves(self) -> bool:
-        """Whether it has convolutions, which many weights at once make slow on a CPU."""
+        """Whether it has convolutions, which are slow on a CPU with many weights at once."""
         kinds = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
         return any(isinstance(module, kinds) for module in self.module.modules())
 
     def shaped(self, features: Tensor, input_shape: Sequence[int]) -> Tensor:
-        """Inputs (N, D), flat, or (N, ...), in the shape that the network takes; packed token ids may be of any length."""
+        """Return inputs (N, D), flat, or (N, ...), in the network's shape; packed token ids may have any length."""
         return features.reshape(
             len(features), *((len(self.names), -1) if self.names and self.takes_tokens else input_shape)
         )
 
     @contextmanager
     def briefly(self, dtype: torch.dtype, varying: Collection[str]) -> Iterator[None]:
-        """What of the network does not vary is held in this precision no longer than within, where it was not before."""
+        """Keep the fixed parameters in this precision only within this context, unless they existed before."""
         is_new = dtype not in self._states
         try:
             self._frozen(dtype, varying)
@@ -152,12 +152,12 @@ class ModuleNetwork:
                 self._states.pop(dtype, None)
 
     def _frozen(self, dtype: torch.dtype, varying: Collection[str]) -> dict[str, Tensor]:
-        """All other parameters and buffers, those that are real numbers in this precision; made once for each."""
+        """Return all other parameters and buffers, floats in this precision; created once each."""
         state = self._states.setdefault(dtype, {})
         missing = [name for name in self._every if name not in varying and name not in state]
         found = {name: self._every[name].detach() for name in missing}
         found = {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
-        if any(map(is_of_transform, found.values())):  # it ends with the transform of torch.func that it was made in
+        if any(map(is_of_transform, found.values())):  # invalid after the torch.func transform that created it
             return {**state, **found}
         state.update(found)
         return state
@@ -172,24 +172,22 @@ class ModuleNetwork:
 
     @property
     def device(self) -> torch.device:
-        """Where the module is."""
+        """Device of the module."""
         return next(self.module.parameters()).device
 
 
-_CHANNELS = {"AVX512": 16}  # that a CPU's convolutions work on at once, float32; 8 on all others
-
-
-_FEW, _MORE = 2, 6  # examples that are measured: what does not grow with them is not counted
+_CHANNELS = {"AVX512": 16}  # channels that CPU convolutions process at once, float32; 8 on all others
+_FEW, _MORE = 2, 6  # examples to measure on; what does not grow with them is not counted
 
 
 def activation_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
-    """Bytes that a forward pass of one example keeps for its gradient, measured on examples of zeros, float32."""
+    """Measure the bytes that a forward pass stores per example for its gradient, on zeros, float32."""
     more, few = (_kept_bytes(network, input_shape, count) for count in (_MORE, _FEW))
     return max(0, (more - few) // (_MORE - _FEW))
 
 
 def gradient_growth(network: ModuleNetwork, names: Collection[str], input_shape: Sequence[int]) -> Growth:
-    """What a gradient by the parameters of these names takes at its peak, float32: what is kept and what comes back."""
+    """Measure the peak of a gradient with respect to these parameters, float32: stored and backpropagated values."""
     params = {name: value.detach().float() for name, value in network.module.named_parameters() if name in names}
 
     def gradient(count: int) -> None:
@@ -202,7 +200,7 @@ def gradient_growth(network: ModuleNetwork, names: Collection[str], input_shape:
 
 
 def forward_growth(network: ModuleNetwork, input_shape: Sequence[int]) -> Growth:
-    """What a forward pass without gradients takes at its peak, the inputs among it, float32."""
+    """Measure the peak of a forward pass without gradients, including the inputs, float32."""
     params = {name: value.detach().float() for name, value in network.module.named_parameters()}
 
     def forward(count: int) -> None:
@@ -213,9 +211,9 @@ def forward_growth(network: ModuleNetwork, input_shape: Sequence[int]) -> Growth
 
 
 def laid_out_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
-    """Bytes of the largest output of a convolution that an example has, its channels filled up to eights or sixteens, float32.
+    """Return the bytes per example of the largest convolution output, channels padded to 8 or 16, float32.
 
-    So a CPU's kernels lay it out anew, beside what the tensors take.
+    CPU kernels copy it into this layout, in addition to the tensors.
     """
     together = _CHANNELS.get(torch.backends.cpu.get_cpu_capability(), 8)
     convolutions = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
@@ -225,7 +223,7 @@ def laid_out_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
 
 
 def output_numbers(network: ModuleNetwork, owners: Collection[str], input_shape: Sequence[int]) -> dict[str, int]:
-    """Numbers that each module of these names gives of one example, all its calls together."""
+    """Return the output values per example of each named module, over all its calls."""
     modules = {name: module for name, module in network.module.named_modules() if name in owners}
     found = dict.fromkeys(modules, 0)
     for name, shape in zip(*_output_shapes(network, modules, input_shape), strict=True):
@@ -235,7 +233,7 @@ def output_numbers(network: ModuleNetwork, owners: Collection[str], input_shape:
 
 def _growth(work: Callable[[int], object]) -> Growth:
 
-    work(1)  # what a network keeps from its first call on is no part of it
+    work(1)  # exclude what a network allocates on its first call
     from bnncli.parameters.tensor_bytes import growth  # it imports torch
 
     return growth(work, _FEW, _MORE)
@@ -244,7 +242,7 @@ def _growth(work: Callable[[int], object]) -> Growth:
 def _output_shapes(
     network: ModuleNetwork, modules: Mapping[str, Any], input_shape: Sequence[int]
 ) -> tuple[list[str], list[tuple[int, ...]]]:
-    """What the modules give of one example: a name and a shape for each call."""
+    """Return the output of modules for one example: a name and a shape per call."""
     names: list[str] = []
     shapes: list[tuple[int, ...]] = []
 
@@ -272,7 +270,7 @@ def _kept_bytes(network: ModuleNetwork, input_shape: Sequence[int], count: int) 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
-        return tensor.detach()  # an output that its own node kept as it is would never be freed
+        return tensor.detach()  # an output kept by its own node would never be freed
 
     params = {name: value.detach().float().requires_grad_() for name, value in network.module.named_parameters()}
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -281,21 +279,19 @@ def _kept_bytes(network: ModuleNetwork, input_shape: Sequence[int], count: int) 
 
 
 ALL, LAST = "all", "last"
-
-
-STATE = "all+buffers"  # of networks that were trained apart: buffers of real numbers beside all parameters
+STATE = "all+buffers"  # of separately trained networks: floating-point buffers besides all parameters
 
 
 @dataclass(frozen=True)
 class ModuleLayout:
-    """Where the chosen parameters of a module lie in theta.
+    """The layout of chosen parameters of a module in theta.
 
     Args:
-        parts: a name, shape and place each; the names are the module's own.
+        parts: names, shapes and places; the names are the module's own.
         num_outputs: K.
         input_shape: of one example.
-        likelihood_name: of the outputs' likelihood, None where their number says it.
-        network: what turns inputs into logits; None for a posterior as it is read, until `bound_to`.
+        likelihood_name: of the outputs; None if implied by their number.
+        network: computes logits; None for a posterior as read, until `bound_to`.
     """
 
     parts: tuple[ParamPart, ...]
@@ -306,7 +302,7 @@ class ModuleLayout:
     head: None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _ = self.likelihood  # an unknown name is told here
+        _ = self.likelihood  # raises for an unknown name
 
     def __str__(self) -> str:
         return f"{self.num_params:,} parameters of a network in {len(self.parts)} tensors"
@@ -321,14 +317,14 @@ class ModuleLayout:
         input_shape: Sequence[int],
         likelihood_name: str | None = None,
     ) -> ModuleLayout:
-        """The layout of the parameters that a pattern names.
+        """Build the layout of the parameters that match a pattern.
 
         Args:
-            pattern: all, STATE, or shell patterns of parameter names with + between them (`fc2.*+*.bias`); a module's name stands
-                for all parameters in it.
+            pattern: all, STATE, or shell patterns of parameter names with + between them (`fc2.*+*.bias`); a module's
+                name matches all its parameters.
 
         Raises:
-            UsageError: it names none.
+            UsageError: nothing matches.
         """
         chosen = chosen_parameters(network.module, pattern)
         parts = consecutive([(name, tuple(value.shape), is_bias(name)) for name, value in chosen.items()])
@@ -336,66 +332,66 @@ class ModuleLayout:
 
     @property
     def num_params(self) -> int:
-        """P."""
+        """Number of parameters, P."""
         return self.parts[-1].place.stop
 
     @property
     def num_features(self) -> int:
-        """Numbers in one input."""
+        """Number of values in one input."""
         return math.prod(self.input_shape)
 
     @property
     def takes_any_length(self) -> bool:
-        """Whether an input may have more or fewer numbers: texts."""
+        """Whether inputs may have another length: texts."""
         return self.network is not None and self.network.takes_tokens and bool(self.network.names)
 
     @property
     def likelihood(self) -> Likelihood:
-        """What the K logits say of a label."""
+        """Likelihood of the labels given the K logits."""
         return likelihood_of(self.num_outputs, self.likelihood_name)
 
     @property
     def num_classes(self) -> int:
-        """Classes that the likelihood tells apart."""
+        """Number of classes of the likelihood."""
         return self.likelihood.num_classes
 
     @cached_property
     def working(self) -> Growth:
-        """What a gradient by theta takes at its peak, float32, as measured on few examples."""
+        """Peak of a gradient with respect to theta, float32, measured on few examples."""
         return gradient_growth(self._bound, [part.name for part in self.parts], self.input_shape)
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of it that an example takes."""
+        """Its bytes per example."""
         return max(4 * self.widest, self.working.each)
 
     @cached_property
     def laid_out_bytes(self) -> int:
-        """Bytes of the largest output of a convolution, as a CPU's kernels lay it out anew; 0 without one."""
+        """Bytes of the largest convolution output in the layout of CPU kernels; 0 without convolutions."""
         return laid_out_bytes(self._bound, self.input_shape)
 
     @cached_property
     def outputs_of_owners(self) -> dict[str, int]:
-        """Numbers that each module which has some of the chosen parameters gives of an example, as measured on one."""
+        """Output values per example of each module with chosen parameters, as measured."""
         owners = {part.name.rpartition(".")[0] for part in self.parts}
         return output_numbers(self._bound, owners, self.input_shape)
 
     @property
     def own_outputs(self) -> int:
-        """Those of all of them."""
+        """Total of these."""
         return sum(self.outputs_of_owners.values())
 
     @cached_property
     def widest(self) -> int:
-        """Numbers that an example leaves in a forward pass, as measured on one; its classes at least."""
+        """Values that an example leaves in a forward pass, as measured; at least the number of classes."""
         return max(self.num_classes, activation_bytes(self._bound, self.input_shape) // 4)
 
     def to_json(self) -> list[dict[str, object]]:
-        """The layout as posterior files state it: name, shape and offset of each part."""
+        """Return the layout for posterior files: name, shape and offset of each part."""
         return parts_to_json(self.parts)
 
     def to_meta(self) -> dict[str, Any]:
-        """Names, shapes and sizes as JSON."""
+        """Return names, shapes and sizes as JSON."""
         return {
             "network_params": [[part.name, list(part.shape)] for part in self.parts],
             "num_outputs": self.num_outputs,
@@ -405,14 +401,14 @@ class ModuleLayout:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> ModuleLayout:
-        """The inverse of to_meta, not bound to a network."""
+        """Invert to_meta, without a network."""
         entries = [(str(name), tuple(int(size) for size in shape)) for name, shape in meta["network_params"]]
         parts = consecutive([(name, shape, is_bias(name)) for name, shape in entries])
         shape = tuple(int(size) for size in meta["input_shape"])
         return cls(parts, int(meta["num_outputs"]), shape, recorded_name(meta))
 
     def bound_to(self, network: ModuleNetwork) -> ModuleLayout:
-        """The same with a network to compute logits by. Raises ValueError where the network has not these parameters, or buffers."""
+        """Return the layout bound to a network. Raises ValueError if the network lacks these parameters or buffers."""
         there = {name: tuple(value.shape) for name, value in _named_tensors(network.module).items()}
         odd = [part.name for part in self.parts if there.get(part.name) != part.shape]
         if odd:
@@ -420,13 +416,13 @@ class ModuleLayout:
         return replace(self, network=network)
 
     def split(self, theta: Tensor) -> dict[str, Tensor]:
-        """Each parameter (..., *shape) by its name, views of theta (..., P)."""
+        """Return each parameter (..., *shape) by name, as views of theta (..., P)."""
         flat = theta.split([math.prod(part.shape) for part in self.parts], dim=-1)
         lead = theta.shape[:-1]
         return {part.name: one.reshape((*lead, *part.shape)) for part, one in zip(self.parts, flat, strict=True)}
 
     def join(self, params: Mapping[str, Tensor]) -> Tensor:
-        """theta (..., P) of parameters (..., *shape) by their names: the inverse of split."""
+        """Return theta (..., P) from parameters (..., *shape) by name: the inverse of split."""
         flat = []
         for part in self.parts:
             lead = params[part.name].shape[: params[part.name].ndim - len(part.shape)]
@@ -434,16 +430,16 @@ class ModuleLayout:
         return torch.cat(flat, dim=-1)
 
     def briefly(self, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Within, what theta does not have is held in this precision too; it is not held longer than that."""
+        """Keep parameters outside theta in this precision, too, but only within this context."""
         return self._bound.briefly(dtype, {part.name for part in self.parts})
 
     def trained(self) -> Tensor:
-        """theta (P,) float64 of the network as it is."""
+        """Return theta (P,) float64 of the network as it is."""
         found = _named_tensors(self._bound.module)
         return self.join({part.name: found[part.name].detach().double() for part in self.parts})
 
     def logits(self, features: Tensor, theta: Tensor) -> Tensor:
-        """Logits (S, N, K) of inputs (N, D), flat, or (N, ...), under theta (S, P)."""
+        """Return logits (S, N, K) for inputs (N, D), flat, or (N, ...), under theta (S, P)."""
         network = self._bound
         features = network.shaped(features, self.input_shape)
         if len(theta) == 1:
@@ -453,15 +449,15 @@ class ModuleLayout:
         return one(theta)
 
     def features(self, inputs: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What the last layer takes, (n, D), of inputs (n, ...) under one theta (P,); weight and bias are that layer's."""
+        """Return the last layer's input, (n, D), for inputs (n, ...) under one theta (P,), given that layer's weight and bias."""
         network = self._bound
         return network.features(network.shaped(inputs, self.input_shape), self.split(theta), weight, bias)
 
     def jacobian(self, features: Tensor, theta: Tensor, *, parts: Sequence[ParamPart] | None = None) -> Tensor:
-        """The logits' derivatives by theta, (N, K, P), at inputs (N, D) or (N, ...), and one theta (P,).
+        """Return the derivatives of the logits with respect to theta, (N, K, P), at inputs (N, D) or (N, ...), and one theta (P,).
 
         Args:
-            parts: by these alone, one behind the other; None for all.
+            parts: only with respect to these, consecutively; None for all.
         """
         network, every = self._bound, self.split(theta)
         features = network.shaped(features, self.input_shape)
@@ -475,7 +471,7 @@ class ModuleLayout:
         return torch.cat([rows[part.name].flatten(2) for part in parts], dim=2)
 
     def push(self, features: Tensor, theta: Tensor, directions: Tensor) -> Tensor:
-        """J v, (S, N, K), of directions v (S, P) at one theta (P,), in forward mode: without J."""
+        """Return J v, (S, N, K), for directions v (S, P) at one theta (P,), in forward mode without forming J."""
 
         def logits(draw: Tensor) -> Tensor:
             return self.logits(features, draw.unsqueeze(0))[0]
@@ -487,7 +483,7 @@ class ModuleLayout:
         return torch.func.vmap(along)(directions)
 
     def logit_draws(self, theta: Tensor, weights: Tensor | None = None) -> LogitMaker:
-        """The logits under each of theta (S, P); the center is the first draw's, whatever the weights."""
+        """Return the logits under each theta (S, P); the centre is the first draw's, for any weights."""
 
         def at(features: Tensor) -> tuple[Tensor, Callable[[slice], Tensor]]:
             def logits(some: slice) -> Tensor:
@@ -498,7 +494,7 @@ class ModuleLayout:
         return at
 
     def can_replace(self, head: HeadLayout) -> bool:
-        """Whether a theta of this layout can stand where a network has such a head: it brings its own layers."""
+        """Return True: it replaces all layers."""
         return True
 
     @property
@@ -509,28 +505,28 @@ class ModuleLayout:
 
 
 def bound(layout: Any, network: ModuleNetwork) -> Any:
-    """A layout of a network's parameters, which its posterior does not know to be one, bound to that network.
+    """Bind the layout of a network posterior to that network.
 
     Raises:
-        ValueError: it is another network's.
+        ValueError: it is of another network.
     """
     return cast(ModuleLayout, layout).bound_to(network)
 
 
 def is_bias(name: str) -> bool:
-    """Whether a parameter of this name has the prior of the biases."""
+    """Return whether a parameter of this name has the prior of the biases."""
     return name.rpartition(".")[2].endswith("bias")
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers."""
+    """Return parameters and buffers."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def chosen_parameters(module: nn.Module, pattern: str) -> Mapping[str, Tensor]:
-    """The parameters that a pattern names, in the module's order; see ModuleLayout.of. Raises UsageError for none.
+    """Return the parameters that match a pattern, in the module's order; see ModuleLayout.of. Raises UsageError for none.
 
-    One that several modules share goes by the first of its names, and any of them names it.
+    A shared parameter has the first of its names, and any of them matches it.
     """
     every = {name: value for name, value in module.named_parameters() if value.is_floating_point()}
     shared: dict[int, list[str]] = {}
@@ -567,7 +563,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def module_places(layout: ParamLayout) -> dict[str, slice]:
-    """Where each module's own parameters lie in theta; a module's name is what is before the last dot of theirs."""
+    """Return the slice of each module's own parameters in theta; a module's name precedes the last dot of theirs."""
     places = {}
     for module, group in groupby(layout.parts, key=lambda part: part.name.rpartition(".")[0]):
         parts = list(group)
@@ -576,5 +572,5 @@ def module_places(layout: ParamLayout) -> dict[str, slice]:
 
 
 def recorded_layout(meta: Mapping[str, Any]) -> HeadLayout | ModuleLayout:
-    """Of a head, or of a network's parameters."""
+    """Return the recorded layout of a head, or of a network's parameters."""
     return ModuleLayout.from_meta(meta) if "network_params" in meta else HeadLayout.from_meta(meta)

@@ -23,12 +23,12 @@ class Prior:
     """N(mean, diag(precision)^-1).
 
     Args:
-        weight_precision: one over the variance of each weight.
-        bias_precision: of each bias; None follows the weights'.
-        part_precisions: of each part of theta's layout, in its order, in the place of both; then weight_precision is their
-            middle, the geometric mean over parameters.
+        weight_precision: inverse variance of each weight.
+        bias_precision: of each bias; None for the weights'.
+        part_precisions: of each part of theta's layout, in order, replacing both; weight_precision is then their
+            geometric mean over parameters.
         mean: (P,) float64; None for zero.
-        mean_scale: the mean is so many times the checkpoint's last layer; given with `mean`.
+        mean_scale: the mean is the checkpoint's last layer times this; given with `mean`.
     """
 
     weight_precision: float
@@ -39,7 +39,7 @@ class Prior:
 
     @classmethod
     def of_parts(cls, precisions: Sequence[float], layout: ParamLayout) -> Prior:
-        """One precision for each part of a layout."""
+        """Build a prior with one precision per part of a layout."""
         sizes = [part.place.stop - part.place.start for part in layout.parts]
         logs = sum(size * math.log(one) for size, one in zip(sizes, precisions, strict=True))
         return cls(math.exp(logs / sum(sizes)), None, tuple(precisions))
@@ -74,11 +74,11 @@ class Prior:
 
     @property
     def is_isotropic(self) -> bool:
-        """Whether all of theta has one precision."""
+        """Whether all of theta has the same precision."""
         return self.part_precisions is None and self.bias_precision in (None, self.weight_precision)
 
     def with_weight_precision(self, value: float) -> Prior:
-        """Another precision of the weights; the biases' stays, unless it follows, and those of parts keep their quotients."""
+        """Change the precision of the weights; a separate one of the biases stays, those of parts keep their ratios."""
         if self.part_precisions is not None:
             factor = value / self.weight_precision
             own = tuple(one * factor for one in self.part_precisions)
@@ -86,35 +86,35 @@ class Prior:
         return replace(self, weight_precision=value)
 
     def times(self, factor: float) -> Prior:
-        """All precisions multiplied by a factor."""
+        """Multiply all precisions by a factor."""
         bias = None if self.bias_precision is None else self.bias_precision * factor
         return replace(self.with_weight_precision(self.weight_precision * factor), bias_precision=bias)
 
     def with_mean(self, mean: Tensor, scale: float) -> Prior:
-        """The same precisions about a mean (P,), which is `scale` times the checkpoint's last layer."""
+        """Return the same precisions about a mean (P,), which is `scale` times the checkpoint's last layer."""
         return replace(self, mean=mean.double(), mean_scale=scale)
 
     def center(self, layout: ParamLayout, *, device: torch.device | None = None) -> Tensor:
-        """The mean, (P,) float64: zeros where there is none."""
+        """Return the mean, (P,) float64; zeros if there is none."""
         if self.mean is None:
             return torch.zeros(layout.num_params, dtype=torch.float64, device=device)
         return self.mean.to(device)
 
     def to(self, device: torch.device | str) -> Prior:
-        """The same with its mean on a device."""
+        """Return the same prior with its mean on a device."""
         return self if self.mean is None else replace(self, mean=self.mean.to(device))
 
     def diagonal(
         self, layout: ParamLayout, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The precision of each parameter, (P,); float64 unless told."""
+        """Return the precision of each parameter, (P,), by default float64."""
         precisions = torch.empty(layout.num_params, device=device, dtype=dtype or torch.float64)
         for rows, precision in self._places(layout):
             precisions[rows] = precision
         return precisions
 
     def log_density(self, theta: Tensor, layout: ParamLayout) -> Tensor:
-        """log N(theta | mean, diag(precision)^-1), normalised, (S,) float64, for theta (S, P)."""
+        """Return log N(theta | mean, diag(precision)^-1), normalised, (S,) float64, for theta (S, P)."""
         terms, away = [], theta.double() if self.mean is None else theta.double() - self.mean
         for rows, precision in self._places(layout):
             part = away[..., rows]
@@ -123,17 +123,17 @@ class Prior:
         return sum(terms[1:], start=terms[0])
 
     def gradient(self, theta: Tensor, layout: ParamLayout) -> Tensor:
-        """The gradient of the log density, -precision * (theta - mean), (S, P) in theta's dtype, for theta (S, P)."""
+        """Return the gradient of the log density, -precision * (theta - mean), (S, P) in theta's dtype, for theta (S, P)."""
         return self.curvature_times(theta if self.mean is None else theta - self.mean.to(theta), layout)
 
     def curvature_times(self, vectors: Tensor, layout: ParamLayout) -> Tensor:
-        """The Hessian of the log density, -diag(precision), times each of vectors (M, P), (M, P) in their dtype."""
+        """Return the Hessian of the log density, -diag(precision), times vectors (M, P), (M, P) in their dtype."""
         if self.is_isotropic:
             return -self.weight_precision * vectors
         return vectors * -self.diagonal(layout, device=vectors.device, dtype=vectors.dtype)
 
     def is_close(self, other: Prior) -> bool:
-        """Whether the two are the same but for rounding."""
+        """Return whether the two are equal up to rounding."""
         if self.mean is not None and other.mean is not None:
             if not torch.allclose(self.mean.cpu(), other.mean.cpu(), rtol=1e-9, atol=0.0):
                 return False
@@ -144,10 +144,10 @@ class Prior:
         return len(ours) == len(theirs) and all(math.isclose(one, two, rel_tol=1e-9) for one, two in are_pairs)
 
     def to_meta(self) -> dict[str, Any]:
-        """As headers and metrics have it: prior_precision, the weights', and bias_precision where that differs.
+        """Return the entries of headers and metrics: prior_precision of the weights, and bias_precision if it differs.
 
-        With precisions of parts prior_precision is their middle, and part_precisions are they. With a mean prior_mean_scale says
-        what it is, and the numbers are in a tensor.
+        With part precisions, prior_precision is their geometric mean, and part_precisions lists them. With a mean,
+        prior_mean_scale describes it, and its values are in a tensor.
         """
         parts = {} if self.part_precisions is None else {"part_precisions": list(self.part_precisions)}
         scale = {} if self.mean_scale is None else {"prior_mean_scale": self.mean_scale}
@@ -155,10 +155,10 @@ class Prior:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any], *, mean: Tensor | None = None) -> Prior | None:
-        """The inverse of to_meta; None without a prior. Raises ValueError for what is no positive number.
+        """Invert to_meta; None without a prior. Raises ValueError for numbers that are not positive.
 
         Args:
-            mean: (P,), from the file's `prior.mean`, where meta has a prior_mean_scale.
+            mean: (P,), from the file's `prior.mean`, if meta has a prior_mean_scale.
         """
         weight, bias, scale = (meta.get(name) for name in ("prior_precision", "bias_precision", "prior_mean_scale"))
         if weight is None:
@@ -173,8 +173,9 @@ class Prior:
         return cls(float(weight), None if bias is None or bias == weight else float(bias), own, mean, scale)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """As posterior files have it: `prior.precision` (1,), and where they are there `prior.bias_precision` (1,),
-        `prior.part_precisions`, one a part, `prior.mean` (P,) and `prior.mean_scale` (1,)."""
+        """Return the tensors of posterior files: `prior.precision` (1,), and if present `prior.bias_precision` (1,),
+        `prior.part_precisions` (one per part), `prior.mean` (P,) and `prior.mean_scale` (1,).
+        """
         values = {"prior.precision": self.weight_precision, **self._own_bias("prior.bias_precision")}
         found = {name: torch.tensor([value], dtype=torch.float64) for name, value in values.items()}
         if self.part_precisions is not None:
@@ -185,13 +186,13 @@ class Prior:
         return found
 
     def to_constants(self) -> dict[str, np.ndarray[Any, Any]]:
-        """As sample files have it: the numbers of to_meta, an array each, and `prior_mean` (P,) where there is one."""
+        """Return the constants of sample files: the numbers of to_meta, an array each, and `prior_mean` (P,) if there is one."""
         found = {name: np.array([value]) for name, value in self.to_meta().items()}
         return found if self.mean is None else {**found, "prior_mean": self.mean.double().cpu().numpy()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], *, prefix: str = "") -> Prior:
-        """The inverse of to_tensors, of names that begin with prefix."""
+        """Invert to_tensors, for names with a prefix."""
         bias = tensors.get(f"{prefix}prior.bias_precision")
         parts = tensors.get(f"{prefix}prior.part_precisions")
         own = None if parts is None else tuple(parts.tolist())
@@ -201,7 +202,7 @@ class Prior:
 
     @classmethod
     def found_in(cls, tensors: Mapping[str, Tensor], *, prefix: str = "") -> Prior | None:
-        """The inverse of to_tensors, of names that begin with prefix; None where there is none."""
+        """Invert to_tensors, for names with a prefix; None without a prior."""
         return cls.from_tensors(tensors, prefix=prefix) if f"{prefix}prior.precision" in tensors else None
 
     def _numbers(self) -> tuple[Any, ...]:
@@ -211,11 +212,11 @@ class Prior:
         return self.weight_precision, self.bias_precision or self.weight_precision
 
     def _own_bias(self, name: str) -> dict[str, float]:
-        """The biases' precision under a name; nothing where it is the weights'."""
+        """Return the biases' precision under a name; nothing if it is the weights'."""
         return {} if self.is_isotropic or self.bias_precision is None else {name: self.bias_precision}
 
     def _places(self, layout: ParamLayout) -> list[tuple[slice, float]]:
-        """Slices of theta with their precision: all of it, or each part by itself."""
+        """Return slices of theta with their precision: all of it, or each part."""
         if self.is_isotropic:
             return [(slice(None), self.weight_precision)]
         if self.part_precisions is not None:
@@ -228,15 +229,15 @@ _WHY = "use \0start\0 checkpoint"
 
 
 def initial_theta(layout: LogitLayout, num_starts: int, seed: int) -> Tensor:
-    """theta (S, P) float64, each from PyTorch's own initialisation of the layers, seeded.
+    """Return theta (S, P) float64, each from PyTorch's own initialisation of the layers, seeded.
 
     Raises:
-        UsageError: the network has batch norm, whose statistics are those of the trained weights, or a chosen parameter is of a module that
-            does not say how it is initialised.
+        UsageError: the network has batch norm, whose statistics belong to the trained weights, or a chosen parameter
+            belongs to a module without a known initialisation.
     """
     if layout.network is None:
         assert layout.head is not None
-        bound = 1 / math.sqrt(layout.head.num_features)  # nn.Linear's own, of weight and bias
+        bound = 1 / math.sqrt(layout.head.num_features)  # nn.Linear's own, for weight and bias
         generator = torch.Generator().manual_seed(seed)
         return bound * (2 * torch.rand(num_starts, layout.num_params, generator=generator, dtype=torch.float64) - 1)
     module = layout.network.module
@@ -259,7 +260,7 @@ def initial_theta(layout: LogitLayout, num_starts: int, seed: int) -> Tensor:
 
 
 def _initialised(layout: LogitLayout, module: nn.Module) -> Tensor:
-    """theta (P,) of a copy of the module on the CPU whose layers were initialised anew."""
+    """Return theta (P,) of a copy of the module on the CPU with freshly initialised layers."""
     fresh = copy.deepcopy(module).cpu()
     for part in fresh.modules():
         reset = getattr(part, "reset_parameters", None)

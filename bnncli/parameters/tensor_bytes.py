@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that tensors made by the work hold together, on whichever devices."""
+    """Return the peak bytes of all tensors created by `work`, on any device."""
     return sum(_watched(work).at_peak)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Bytes as a function of examples.
+    """Bytes as a function of the number of examples.
 
     Args:
-        fixed: whatever their number.
-        each: of one.
-        storages: bytes of each at the peak of `num_examples`.
-        num_examples: that they are of.
-        small_fixed, small_each: of the most that storages below a size held together at any time, at the peak or not.
+        fixed: independent of the number.
+        each: per example.
+        storages: bytes of each at the peak with `num_examples`.
+        num_examples: for which they were measured.
+        small_fixed, small_each: peak of storages below a size, at any time.
     """
 
     fixed: int
@@ -40,20 +40,20 @@ class Growth:
     small_each: int = 0
 
     def of(self, count: int) -> int:
-        """Bytes of so many."""
+        """Return the bytes for `count` examples."""
         return self.fixed + count * self.each
 
     def holes(self, count: int, least: int) -> int:
-        """Bytes in holes between storages that with so many examples are smaller than `least` bytes, beside all that are in use.
+        """Return bytes in holes between storages smaller than `least` bytes for `count` examples.
 
-        As much as those hold at the peak, or all that they held together at another time, of which these fill a part again.
+        As much as these hold at the peak, or all that they held together at another time, part of which they refill.
         """
         small = sum(size for size in self.storages if size * count < least * self.num_examples)
         at_peak = self.of(count) * small // max(1, sum(self.storages))
         return max(at_peak, self.small_fixed + count * self.small_each - at_peak)
 
     def times(self, factor: int) -> Growth:
-        """Of work in another precision."""
+        """Return the growth in another precision."""
         storages = tuple(size * factor for size in self.storages)
         fixed, each, small_fixed, small_each = (
             factor * size for size in (self.fixed, self.each, self.small_fixed, self.small_each)
@@ -62,10 +62,10 @@ class Growth:
 
 
 def growth(work: Callable[[int], object], few: int, more: int, *, small: float = 0.0) -> Growth:
-    """What work on so many examples takes at its peak, as measured on few and on more.
+    """Measure the peak bytes of work on few and on more examples.
 
     Args:
-        small: bytes an example, of a storage, below which it counts as small.
+        small: bytes per example below which a storage counts as small.
     """
     low, high = (_watched(lambda count=count: work(count), int(small * count)) for count in (few, more))  # type: ignore[misc]
     fixed, each = _line(few, sum(low.at_peak), more, sum(high.at_peak))
@@ -73,7 +73,7 @@ def growth(work: Callable[[int], object], few: int, more: int, *, small: float =
 
 
 def _line(few: int, low: int, more: int, high: int) -> tuple[int, int]:
-    """What is fixed and what each adds, neither below 0."""
+    """Return intercept and slope, neither below 0."""
     each = max(0, (high - low) // (more - few))
     return max(0, low - few * each), each
 
@@ -85,7 +85,7 @@ def _watched(work: Callable[[], object], small: int = 0) -> _Live:
 
 
 class _Live(TorchDispatchMode):
-    """Sees every tensor that a kernel returns; its storage is counted until that is freed, but for views of what was there."""
+    """Tracks the storage of every tensor returned by a kernel until it is freed, except views of existing ones."""
 
     def __init__(self, small: int = 0) -> None:
         super().__init__()
@@ -125,13 +125,13 @@ class _Live(TorchDispatchMode):
 
 
 def _storages(found: object) -> list[torch.UntypedStorage]:
-    """Of all dense tensors in what was found; sparse ones have none of their own."""
+    """Return the storages of all dense tensors; sparse ones have none of their own."""
     tensors = [tensor for tensor in tree_iter(found) if isinstance(tensor, torch.Tensor)]
     return [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
 
 
 def _copied_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Of the copy that a sum makes of its input."""
+    """Return the bytes of the copy that a sum makes of its input."""
     dtype = kwargs.get("dtype")
     if dtype is None or func.overloadpacket is not torch.ops.aten.sum:
         return 0

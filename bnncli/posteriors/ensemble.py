@@ -1,6 +1,7 @@
-"""Networks that were trained apart, each with equal weight: a deep ensemble.
+"""Deep ensembles: separately trained networks with equal weights.
 
-Lakshminarayanan, Pritzel and Blundell (2017, arXiv:1612.01474): the predictive is the mean of the members' own probabilities.
+Lakshminarayanan, Pritzel and Blundell (2017, arXiv:1612.01474): the predictive is the mean of the members' own
+probabilities.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ensemble:
-    """M networks, of which theta has the parameters and the buffers of real numbers (batch norm's means and variances).
+    """M networks; theta holds the parameters and the real-valued buffers (batch norm's means and variances).
 
     Args:
         members: (M, P) float32.
-        layout: of both; it is not that of the parameters alone.
+        layout: of parameters and buffers; it is not that of the parameters alone.
     """
 
     type: ClassVar[str] = "ensemble"
@@ -34,11 +35,11 @@ class Ensemble:
 
     @property
     def num_stored(self) -> int:
-        """M."""
+        """Return M."""
         return len(self.members)
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """Every member once, (M, P); fewer are a seeded choice without replacement, in their order. There are no more."""
+        """Return every member once, (M, P); fewer are a seeded choice without replacement, in their order. There are never more."""
         if num_samples is None or num_samples >= self.num_stored:
             return self.members.float()
         order = torch.randperm(self.num_stored, generator=generator, device=generator.device)
@@ -46,23 +47,23 @@ class Ensemble:
         return self.members[chosen.to(self.members.device)].float()
 
     def sample_whole(self, num_samples: int | None) -> bool:
-        """Whether so many draws are all there is, so that their mean has no Monte Carlo error."""
+        """Return whether this many draws are all members, so that their mean has no Monte Carlo error."""
         return num_samples is None or num_samples >= self.num_stored
 
     def bound_to(self, network: ModuleNetwork) -> Ensemble:
-        """The same with that network to make logits by."""
+        """Return the ensemble bound to a network that computes the logits."""
         return replace(self, layout=self.layout.bound_to(network))
 
     def to(self, device: torch.device | str) -> Ensemble:
-        """A copy on another device."""
+        """Return a copy on another device."""
         return replace(self, members=self.members.to(device))
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """`members` float32, and the layout as JSON."""
+        """Return `members` float32, and the layout as JSON."""
         meta = {"type": self.type, "default_samples": self.num_stored, **self.layout.to_meta()}
         return {"members": self.members.float().cpu().contiguous()}, meta
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Ensemble:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return cls(tensors["members"], ModuleLayout.from_meta(meta))

@@ -1,4 +1,4 @@
-"""A Gaussian pushed through invertible layers: what refinement returns.
+"""A Gaussian pushed through invertible layers, as refinement returns it.
 
 Kristiadi, Eschenhagen, Hennig (2022), arXiv:2205.10041, equation 3, with the Jacobian evaluated at the layer's input:
 log q(F(z)) = log N(z) - sum_l log|det J_l(z_{l-1})|.
@@ -33,11 +33,11 @@ class Flow:
     Args:
         base: N(m, L L^T).
         layers: float64 modules of one kind. Where the base was fitted in the row space of the features they act there,
-            in `layer_layout`, and leave the rest as it is: its posterior is the prior.
+          in `layer_layout`, and leave the rest as it is: its posterior is the prior.
         kind: the layers' name in the registry.
         space: whitened, theta = m + L F(z), or weight, theta = F(m + L z), z standard normal.
-        subspace: of whitened coordinates (of those in the row space, where the base has one): the layers act on the coordinates
-            along it, the rest stays the base's, which is independent of them.
+        subspace: of whitened coordinates (in the row space, where the base has one): the layers act on the coordinates
+          along it, and the rest keeps the base's distribution, which is independent of them.
     """
 
     type: ClassVar[str] = "flow"
@@ -58,43 +58,43 @@ class Flow:
 
     @property
     def layout(self) -> ParamLayout:
-        """How weight and bias lie in theta."""
+        """Return the layout of theta."""
         return self.base.layout
 
     @property
     def layer_layout(self) -> ParamLayout:
-        """How the theta lies that the layers act on."""
+        """Return the layout of the coordinates that the layers act on."""
         return self._row_layout if self.subspace is None else self.subspace.layout
 
     @property
     def _row_layout(self) -> ParamLayout:
-        """How theta lies in the row space, or all of it where there is none."""
+        """Return the layout of theta in the row space, or of all of it without one."""
         within = rows_of(self.base.covariance)
         return self.layout if within is None else within.rows.reduced
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Standard normal draws (S, P) float64, for from_noise."""
+        """Return standard normal draws (S, P) float64, for from_noise."""
         return self.base.noise(num_samples, generator)
 
     def quasi_noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """The same from scrambled Sobol points."""
+        """Return standard normal draws (S, P) from scrambled Sobol points."""
         return self.base.quasi_noise(num_samples, generator)
 
     @no_grad
     def from_noise(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """theta (S, P) and its log density (S,), both float64, for standard normal noise (S, P)."""
+        """Return theta (S, P) and its log density (S,), both float64, for standard normal noise (S, P)."""
         base_theta, base_log_density = self.base.from_noise(noise)
         x, log_det = self._push(noise if self.space == "whitened" else base_theta)
         theta = self.base.mean + self.base.covariance.unwhiten(x) if self.space == "whitened" else x
         return theta, base_log_density - log_det
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """Draws (S, P), float32."""
+        """Return draws (S, P), float32."""
         return sample_from_noise(self, num_samples or 1, generator)
 
     @no_grad
     def log_density(self, theta: Tensor) -> Tensor:
-        """log q(theta), (S,) float64, for any theta (S, P): through the inverse of each layer."""
+        """Return log q(theta), (S,) float64, for any theta (S, P), through the inverse of each layer."""
         theta = theta.to(self.base.mean)
         whiten = self.base.covariance.whiten
         x = whiten(theta - self.base.mean) if self.space == "whitened" else theta
@@ -103,11 +103,11 @@ class Flow:
         return self.from_noise(noise)[1]
 
     def bound_to(self, network: ModuleNetwork) -> Flow:
-        """The same of a network's parameters, with that network to make logits by."""
+        """Return the flow bound to a network that computes the logits."""
         return replace(self, base=self.base.bound_to(network))
 
     def to(self, device: torch.device | str) -> Flow:
-        """A copy on another device."""
+        """Return a copy on another device."""
         kind = registry.load_class("flows", self.kind)
         layers = tuple(
             kind.from_tensors(layer.to_tensors(), self.layer_layout).to(device=device) for layer in self.layers
@@ -116,10 +116,10 @@ class Flow:
         return replace(self, base=self.base.to(device), layers=layers, subspace=subspace)
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The base's tensors, `flow.<i>.<parameter>` and `subspace.basis`; kind, length, space, settings and subspace as JSON."""
+        """Return the base's tensors, `flow.<i>.<parameter>` and `subspace.basis`; kind, length, space, settings and subspace as JSON."""
         tensors, meta = self.base.to_tensors()
         for name in [name for name in tensors if name.startswith("prior.")]:
-            tensors[f"base.{name}"] = tensors.pop(name)  # the target's may be another
+            tensors[f"base.{name}"] = tensors.pop(name)  # the target's prior may differ from the base's
         for i, layer in enumerate(self.layers):
             tensors |= {f"flow.{i}.{name}": value for name, value in layer.to_tensors().items()}
         flow_meta = {"type": self.type, "flow": self.kind, "length": len(self.layers), "space": self.space}
@@ -131,7 +131,7 @@ class Flow:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Flow:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         kind = registry.load_class("flows", meta["flow"])
         others = {name: part for name, part in tensors.items() if not name.startswith("prior.")}
         prior = Prior.found_in(tensors, prefix="base.")
@@ -146,7 +146,7 @@ class Flow:
         return replace(bare, layers=tuple(layers))
 
     def _push(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (S, P) through all layers, and the sum of their log determinants (S,)."""
+        """Push x (S, P) through all layers; return the image and the sum of the log determinants (S,)."""
         log_det = x.new_zeros(x.shape[0])
 
         def through(x: Tensor) -> Tensor:
@@ -159,13 +159,13 @@ class Flow:
         return self._act(x, through), log_det
 
     def _pull(self, x: Tensor) -> Tensor:
-        """x back through all layers, the last one first."""
+        """Pull x back through all layers, the last one first."""
         for layer in reversed(self.layers):
             x = layer.inverse(x)
         return x
 
     def _act(self, x: Tensor, through: Callable[[Tensor], Tensor]) -> Tensor:
-        """x (S, P) with what the layers act on sent through a map."""
+        """Apply a map to the coordinates of x (S, P) that the layers act on."""
         within = rows_of(self.base.covariance)
         rows = None if within is None else within.rows
         spaces = [space for space in (rows, self.subspace) if space is not None]
@@ -181,7 +181,7 @@ class Flow:
 
 
 def is_idle(flow: Flow, noise: Tensor, threshold: float = 0.05) -> bool:
-    """Whether the layers do next to nothing: they move theta by less than `threshold` standard deviations of the base.
+    """Return whether the layers do next to nothing: they move theta by less than `threshold` standard deviations of the base.
 
     The move is the distance in whitened coordinates, root mean square over noise (S, P): a shift by 0.05 is a
     Kullback-Leibler divergence of 0.001 nats.

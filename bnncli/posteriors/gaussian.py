@@ -1,4 +1,4 @@
-"""A Gaussian over theta: what the Laplace approximation returns and what refine starts from."""
+"""A Gaussian over theta: the result of the Laplace approximation and the start of refinement."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Gaussian(Generic[Layout]):
     Args:
         mean: (P,), float64.
         covariance: Sigma.
-        layout: how theta lies.
-        prior: of the target that it was fitted to; None where that had none of ours.
+        layout: of theta.
+        prior: of the target of the fit; None where the target's prior is not one of ours.
     """
 
     type: ClassVar[str] = "gaussian"
@@ -51,82 +51,82 @@ class Gaussian(Generic[Layout]):
             )
 
     def require_prior(self) -> Prior:
-        """The prior of the target that it was fitted to. Raises DataError where there is none."""
+        """Return the prior of the target of the fit. Raises DataError where there is none."""
         if self.prior is None:
             raise DataError("the Gaussian has no prior, which this command needs", hint="give the prior of its target")
         return self.prior
 
     @property
     def center(self) -> Tensor:
-        """The mean, (P,)."""
+        """Return the mean, (P,)."""
         return self.mean
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Standard normal draws (S, N) float64, for from_noise; N is P, but where some parameters are fixed."""
+        """Return standard normal draws (S, N) float64, for from_noise; N is P minus the number of fixed parameters."""
         return standard_normal(num_samples, num_varying(self.covariance), generator, self.mean.device)
 
     def quasi_noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """The same from scrambled Sobol points: standard normal each, together evenly spread."""
+        """Return standard normal draws (S, N) float64 from scrambled Sobol points."""
         return move(quasi_normal(num_samples, num_varying(self.covariance), generator), self.mean.device)
 
     def from_noise(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """theta = mean + L z (S, P) and its log density (S,), both float64, for noise z (S, N).
+        """Return theta = mean + L z (S, P) and its log density (S,), both float64, for noise z (S, N).
 
-        It is that of the parameters that vary, given all others.
+        The density is that of the varying parameters, given the fixed ones.
         """
         constant = 0.5 * num_varying(self.covariance) * math.log(2 * math.pi) + self.covariance.log_det_scale()
         return self.mean + self.covariance.unwhiten(noise), -0.5 * noise.square().sum(dim=1) - constant
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """Draws (S, P), float32."""
+        """Return draws (S, P), float32."""
         return sample_from_noise(self, num_samples or 1, generator)
 
     def log_density(self, theta: Tensor) -> Tensor:
-        """log N(theta | mean, Sigma), (S,) float64, for theta (S, P)."""
+        """Return log N(theta | mean, Sigma), (S,) float64, for theta (S, P)."""
         return self.from_noise(self.covariance.whiten(theta.to(self.mean) - self.mean))[1]
 
     @property
     def entropy(self) -> float:
-        """Nats."""
+        """Return the entropy in nats."""
         return 0.5 * num_varying(self.covariance) * math.log(2 * math.pi * math.e) + self.covariance.log_det_scale()
 
     @cached_property
     def logits(self: Gaussian[LogitLayout]) -> LogitGaussian:
-        """The Gaussian of the logits of inputs (n, ...): exact under a head, else of the network linearised at the mean."""
+        """Return the Gaussian of the logits of inputs (n, ...): exact for a head, else of the network linearised at the mean."""
         return logit_gaussian(self.mean, self.layout, self.covariance)
 
     def logit_marginals(
         self: Gaussian[LogitLayout], features: Tensor, *, is_projected: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Mean (n, K) and variance (n, K) of each logit at features (n, D); minus the logits' mean if projected."""
+        """Return mean (n, K) and variance (n, K) of each logit at features (n, D); minus the logits' mean if projected."""
         return self.logits.marginals(features, is_projected=is_projected)
 
     def logit_moments(self: Gaussian[LogitLayout], features: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (n, K) and covariance (n, K, K) of the logits at features (n, D)."""
+        """Return mean (n, K) and covariance (n, K, K) of the logits at features (n, D)."""
         return self.logits.moments(features)
 
     def logit_root(self: Gaussian[LogitLayout], features: Tensor) -> tuple[Tensor, LogitRoot]:
-        """Mean (n, K) of the logits at features (n, D), and roots of their covariances, to draw logits with."""
+        """Return the mean (n, K) of the logits at features (n, D), and roots of their covariances, to draw logits with."""
         return self.logits.root(features)
 
     def pushes(self: Gaussian[LogitLayout], num_draws: int) -> bool:
-        """Whether so many draws of logits are made of as many of theta, by a product with the logits' Jacobian each.
+        """Return whether this many draws of logits are cheaper as draws of theta times the logits' Jacobian.
 
         Their covariance takes K products with its transpose, which on ResNet-20 take no less each.
         """
         return self.logits.push is not None and num_draws < self.layout.num_outputs
 
     def bound_to(self, network: ModuleNetwork) -> Gaussian:
-        """The same of a network's parameters, with that network to make logits by."""
+        """Return the Gaussian bound to a network that computes the logits."""
         return replace(self, layout=bound(self.layout, network))
 
     def to(self, device: torch.device | str) -> Gaussian:
-        """A copy on another device."""
+        """Return a copy on another device."""
         prior = None if self.prior is None else self.prior.to(device)
         return replace(self, mean=self.mean.to(device), covariance=self.covariance.to(device=device), prior=prior)
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """`mean`, the prior's and the structure's tensors, float64; structure and layout as JSON."""
+        """Return `mean`, the prior's and the structure's tensors, float64; structure and layout as JSON."""
         tensors = {"mean": self.mean.double().cpu().contiguous()}
         tensors |= self.prior.to_tensors() if self.prior else {}
         meta = {"type": self.type, "structure": self.covariance.structure, **self.layout.to_meta()}
@@ -139,7 +139,7 @@ class Gaussian(Generic[Layout]):
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Gaussian[HeadLayout | ModuleLayout]:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         layout = recorded_layout(meta)
         covariance = read_covariance(meta["structure"], tensors, layout)
         return Gaussian(tensors["mean"], covariance, layout, Prior.found_in(tensors))

@@ -1,8 +1,8 @@
-"""A network whose weights are each in or out: what fit-lbbnn returns.
+"""A network whose weights are each included or not, as fit-lbbnn returns it.
 
-Skaaret-Lund (2022), chapter 4. theta is the weights and biases of all layers, those that are out being exactly zero; without
-hidden layers it is the head's theta, in the place of any other posterior's. Repeats of the fit are an ensemble: draws
-take them in turn.
+Skaaret-Lund (2022), chapter 4. theta is the weights and biases of all layers, excluded weights being exactly zero;
+without hidden layers it is the head's theta, as for any other posterior. Repeats of the fit are an ensemble: draws take
+them in turn.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from bnncli.posteriors import LATENT_BINARY
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Networks of a prediction where there are hidden layers, and each is a whole network to run; fewer where it is large. The
-# thesis has 10. With a hidden layer of 100 (384 inputs, 20 classes, 15 epochs) their Monte Carlo error of NLL was as
-# large as the sampling error of 10,000 examples, that of the accuracy 4 times it; with 200 draws they were 0.17 and 0.6
-# (benchmarks/draws.py), at a fifth of the time of 1,000.
+# Networks of a prediction with hidden layers, where each draw is a forward pass; fewer where the network is large. The
+# thesis has 10. With a hidden layer of 100 (384 inputs, 20 classes, 15 epochs) the Monte Carlo error of 10 draws was,
+# for NLL, as large as the sampling error of 10,000 examples, and for the accuracy 4 times it; with 200 draws it was
+# 0.17 and 0.6 (benchmarks/draws.py), at a fifth of the time of 1,000.
 DEFAULT_NETWORKS = 200
 
 
 @dataclass(frozen=True)
 class LatentBinary:
-    """Factors of q, with the means of their multipliers where there are any.
+    """Factors of q, with the means of their multipliers.
 
     Args:
-        model: all that was learnt.
+        model: the learnt model.
         multiplier_means: E[z] of each layer's inputs, (R, in); empty without multipliers.
-        best: the repeat that stands for all where one network is wanted.
-        shift, scale: (D,), of inputs that were standardised, (x - shift) / scale; theta is for inputs as they are.
+        best: the repeat that represents all where a single network is wanted.
+        shift, scale: (D,), of inputs that were standardised, (x - shift) / scale; theta is for the raw inputs.
     """
 
     type: ClassVar[str] = LATENT_BINARY
@@ -46,12 +46,12 @@ class LatentBinary:
 
     @property
     def layout(self) -> ClassifierLayout:
-        """How theta is laid out: as a head where there is no hidden layer."""
+        """Return the layout of theta: a head's where there is no hidden layer."""
         return self.model.layout.head or self.model.layout
 
     @property
     def slab_means(self) -> Tensor:
-        """Mean of every weight that is in, multipliers included, (R, W)."""
+        """Return the slab mean of every weight, multipliers included, (R, W)."""
         mean = self.model.factors.mean.detach()
         if not self.multiplier_means:
             return mean
@@ -62,12 +62,12 @@ class LatentBinary:
 
     @property
     def inclusion(self) -> Tensor:
-        """Inclusion probabilities of the best repeat, (W,) float64: those near 1 still differ."""
+        """Return the inclusion probabilities of the best repeat, (W,) float64, so that those near 1 still differ."""
         return torch.sigmoid(self.model.factors.logit[self.best].detach().double())
 
     @property
     def center(self) -> Tensor:
-        """The median probability model, theta (P,): the mean of each weight that is in with probability above 1/2.
+        """Return the median probability model, theta (P,): the mean of each weight with an inclusion probability above 1/2.
 
         Barbieri and Berger (2004), arXiv math/0406464.
         """
@@ -75,34 +75,34 @@ class LatentBinary:
 
     @property
     def mean_theta(self) -> Tensor:
-        """E[theta], (P,)."""
+        """Return E[theta], (P,)."""
         return self.with_weights(self.model.factors.inclusion[self.best].detach())
 
     def pruned(self, threshold: float) -> Tensor:
-        """theta (P,) with the weights whose inclusion probability is above the threshold."""
+        """Return theta (P,) with the weights whose inclusion probability is above the threshold."""
         return self.with_weights(self.inclusion > threshold)
 
     def with_weights(self, share: Tensor) -> Tensor:
-        """theta (P,) of weights at `share` (W,) of their slab's mean, and the mean biases of the best repeat."""
+        """Return theta (P,) with weights `share` (W,) times their slab means, and the mean biases of the best repeat."""
         return self._theta(self.slab_means[self.best] * share, self.model.factors.bias_mean[self.best].detach())
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """Draws of theta (S, P) float32, exact: inclusions are zeros and ones."""
+        """Draw theta (S, P) float32 exactly: inclusions are zeros and ones."""
         repeats = torch.arange(num_samples or 1, device=self.model.device) % self.model.num_repeats
         return self._theta(*self.model.draw_weights(repeats, generator)).float()
 
     def sample_in_runs(self, num_samples: int | None, generator: torch.Generator) -> tuple[Tensor, range]:
-        """The same, and where each round of the repeats begins: rounds are alike, draws of different repeats are not."""
+        """Return draws and the start of each round of the repeats: rounds are exchangeable, draws of different repeats are not."""
         return self.sample(num_samples, generator), range(0, num_samples or 1, self.model.num_repeats)
 
     def of_best(self) -> LatentBinary:
-        """The best repeat alone."""
+        """Return the best repeat alone."""
         rows = slice(self.best, self.best + 1)
         means = tuple(part[rows] for part in self.multiplier_means)
         return replace(self, model=self.model.of_repeats(rows), multiplier_means=means, best=0)
 
     def to(self, device: torch.device | str) -> LatentBinary:
-        """A copy on another device."""
+        """Return a copy on another device."""
         model = self.model
         moved = LatentModel(
             model.layout,
@@ -122,7 +122,7 @@ class LatentBinary:
         )
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Factors, prior and multipliers by name; sizes as JSON."""
+        """Return factors, prior and multipliers by name; sizes as JSON."""
         model = self.model
         tensors = {name: tensor.detach() for name, tensor in model.tensors()}
         tensors |= {f"multiplier.{i}.mean": part for i, part in enumerate(self.multiplier_means)}
@@ -140,7 +140,7 @@ class LatentBinary:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> LatentBinary:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         layout = NetworkLayout.from_meta(meta)
         factors = Factors(**{name: tensors[name] for name in ("mean", "rho", "logit", "bias_mean", "bias_rho")})
         slab = {name.removeprefix("slab."): part for name, part in tensors.items() if name.startswith("slab.")}
@@ -157,7 +157,7 @@ class LatentBinary:
         return cls(model, tuple(means), int(meta["best"]), *inputs)
 
     def _theta(self, weights: Tensor, biases: Tensor) -> Tensor:
-        """theta (..., P) of weights (..., W) and biases (..., B), for inputs as they are."""
+        """Return theta (..., P) for raw inputs from weights (..., W) and biases (..., B)."""
         layout = self.model.layout
         if self.shift is None or self.scale is None:
             return layout.join(weights, biases)

@@ -1,7 +1,7 @@
-"""Draws of a linearised network's Gaussian whose covariance is never made: what fit-laplace --draws gives.
+"""Draws of a linearised network's Gaussian whose covariance is never formed, as fit-laplace --draws returns them.
 
-They predict as the linearised network does: logits f + J d of each draw's deviation d, and as their Gaussian the covariance that the
-draws tell. Put into the network itself they are draws of its weights. They have no density.
+They predict as the linearised network does, with logits f + J d for each draw's deviation d, and with the draws'
+empirical covariance as their Gaussian. Used in the network itself they are draws of its weights. They have no density.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class LinearDraws:
 
     @property
     def center(self) -> Tensor:
-        """The mean, (P,)."""
+        """Return the mean, (P,)."""
         return self.mean
 
     @property
     def num_stored(self) -> int:
-        """S."""
+        """Return S."""
         return len(self.deviations)
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """The first draws (S', P) float32, all for None. Raises UsageError where more are asked for than there are."""
+        """Return the first draws (S', P) float32, all for None. Raises UsageError where fewer are stored than asked for."""
         if num_samples is not None and num_samples > self.num_stored:
             raise UsageError(
                 f"\0samples\0: expected at most {self.num_stored}, the number of stored draws; got {num_samples}",
@@ -65,7 +65,7 @@ class LinearDraws:
 
     @cached_property
     def logits(self) -> LogitGaussian:
-        """The Gaussian of the logits of inputs (n, ...): the network linearised at the mean, their covariance that of the draws."""
+        """Return the Gaussian of the logits of inputs (n, ...): the network linearised at the mean, with the draws' covariance."""
 
         def mean(inputs: Tensor) -> Tensor:
             return self.layout.logits(inputs, self.mean.to(inputs.dtype).unsqueeze(0))[0]
@@ -76,31 +76,31 @@ class LinearDraws:
         return LogitGaussian(mean, drawn_spread(self.layout, self.mean, self.deviations), push)
 
     def logit_marginals(self, features: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean (n, K) and variance (n, K) of each logit; minus the logits' mean if projected."""
+        """Return mean (n, K) and variance (n, K) of each logit; minus the logits' mean if projected."""
         return self.logits.marginals(features, is_projected=is_projected)
 
     def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (n, K) and covariance (n, K, K) of the logits."""
+        """Return mean (n, K) and covariance (n, K, K) of the logits."""
         return self.logits.moments(features)
 
     def logit_root(self, features: Tensor) -> tuple[Tensor, LogitRoot]:
-        """Mean (n, K) of the logits, and roots of their covariances."""
+        """Return the mean (n, K) of the logits, and roots of their covariances."""
         return self.logits.root(features)
 
     def pushes(self, num_draws: int) -> bool:
-        """True: draws of the logits are those of theta, pushed."""
+        """Return True: draws of the logits are pushed draws of theta."""
         return True
 
     def bound_to(self, network: ModuleNetwork) -> LinearDraws:
-        """The same with that network to make logits by."""
+        """Return the draws bound to a network that computes the logits."""
         return replace(self, layout=self.layout.bound_to(network))
 
     def to(self, device: torch.device | str) -> LinearDraws:
-        """A copy on another device."""
+        """Return a copy on another device."""
         return replace(self, mean=self.mean.to(device), deviations=self.deviations.to(device))
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """`mean` float64, `deviations` float32 and the prior's tensors; the layout as JSON."""
+        """Return `mean` float64, `deviations` float32 and the prior's tensors; the layout as JSON."""
         tensors = {"mean": self.mean.double(), "deviations": self.deviations.float()}
         stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         meta = {"type": self.type, "default_samples": self.num_stored, **self.layout.to_meta()}
@@ -108,6 +108,6 @@ class LinearDraws:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> LinearDraws:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         layout = ModuleLayout.from_meta(meta)
         return cls(tensors["mean"], tensors["deviations"], layout, Prior.from_tensors(tensors))

@@ -1,7 +1,7 @@
-"""A Gaussian over the last layer of each of several networks that were trained apart, with equal weight: a mixture of Laplace approximations.
+"""A mixture of Laplace approximations: separately trained networks, each with a Gaussian over its last layer, equally weighted.
 
-Eschenhagen, Daxberger, Hennig and Kristiadi (2021, arXiv:2111.03577), here with Gaussians over the last layers. The predictive is the mean
-of the members' own, each by its own features.
+Eschenhagen, Daxberger, Hennig and Kristiadi (2021, arXiv:2111.03577), here with Gaussians over the last layers. The
+predictive is the mean of the members' own predictives, each on its own features.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DRAWS = 1000  # of all members together, about
-_MOST_ELEMENTS = 2**26  # of these
+_MOST_ELEMENTS = 2**26  # of theta in all default draws together
 _STATES, _HEADS = "networks", "heads"
 
 
 @dataclass(frozen=True)
 class MemberLayout:
-    """theta is the number of a member, then the last layer's parameters in its place.
+    """Layout of a theta that holds a member's number, then its last layer's parameters.
 
     Args:
         head: the last layer's layout.
         whole: of all parameters and buffers of a network.
-        states: (M, W) float32, those of each member.
-        heads: (M, H) float32, the last layers that the members were trained with.
+        states: (M, W) float32, the parameters and buffers of each member.
+        heads: (M, H) float32, the members' last layers as trained.
     """
 
     head: HeadLayout
@@ -54,78 +54,78 @@ class MemberLayout:
 
     @property
     def num_params(self) -> int:
-        """P: 1 + H."""
+        """Return P = 1 + H."""
         return 1 + self.head.num_params
 
     @property
     def parts(self) -> tuple[ParamPart, ...]:
-        """The member's number, and the head's parts behind it."""
+        """Return the part of the member's number, followed by the head's parts."""
         return consecutive(
             [("member", (), False), *((part.name, part.shape, part.is_bias) for part in self.head.parts)]
         )
 
     @property
     def num_features(self) -> int:
-        """Numbers in one input of the networks."""
+        """Return the size of one input of the networks."""
         return self.whole.num_features
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one input of the networks."""
+        """Return the shape of one input of the networks."""
         return self.whole.input_shape
 
     @property
     def num_outputs(self) -> int:
-        """K."""
+        """Return K."""
         return self.head.num_outputs
 
     @property
     def takes_any_length(self) -> bool:
-        """Whether an input may have more or fewer numbers: texts."""
+        """Return whether the length of an input may vary, as for texts."""
         return self.whole.takes_any_length
 
     @property
     def likelihood_name(self) -> str | None:
-        """The name of the outputs' likelihood, None where their number says it."""
+        """Return the name of the outputs' likelihood; None where their number implies it."""
         return self.head.likelihood_name
 
     @property
     def likelihood(self) -> Likelihood:
-        """What the K logits say of a label."""
+        """Return the likelihood of the K logits."""
         return self.head.likelihood
 
     @property
     def num_classes(self) -> int:
-        """Classes that the likelihood tells apart."""
+        """Return the likelihood's number of classes."""
         return self.head.num_classes
 
     @property
     def widest(self) -> int:
-        """Numbers that an example leaves in a forward pass of a network."""
+        """Return how many numbers an example takes in a forward pass of a network."""
         return self.whole.widest
 
     def can_replace(self, head: HeadLayout) -> bool:
-        """True: it brings its own networks."""
+        """Return True: the mixture brings its own networks."""
         return True
 
     def to_json(self) -> list[dict[str, object]]:
-        """The layout as posterior files state it."""
+        """Return the layout as posterior files state it."""
         return parts_to_json(self.parts)
 
     def to_meta(self) -> dict[str, Any]:
-        """Sizes and names of both layouts as JSON."""
+        """Return sizes and names of both layouts as JSON."""
         return {**self.whole.to_meta(), "head": self.head.to_meta()}
 
     def features(self, member: int, inputs: Tensor) -> Tensor:
-        """What a member's last layer takes, (n, D), of inputs (n, ...)."""
+        """Return the inputs (n, D) of a member's last layer, for inputs (n, ...) of the network."""
         return self.whole.features(inputs, self.states[member], *self.head.split(self.heads[member]))
 
     def logits(self, features: Tensor, theta: Tensor) -> Tensor:
-        """Logits (S, N, K) of inputs (N, D), flat, under theta (S, P)."""
+        """Return logits (S, N, K) of inputs (N, D), flat, under theta (S, P)."""
         return self.logit_draws(theta)(features)[1](slice(0, len(theta))).transpose(1, 2)
 
     def logit_draws(self, theta: Tensor, weights: Tensor | None = None) -> LogitMaker:
-        """The logits under each of theta (S, P); the features of each member are made once a block of inputs.
+        """Return a maker of the logits under each of theta (S, P); it computes each member's features once a block of inputs.
 
         The center is the mean of all draws' logits, whatever the weights.
         """
@@ -158,7 +158,7 @@ class Mixture:
     """M networks, each with a Gaussian over its last layer.
 
     Args:
-        gaussians: of the members, M of them.
+        gaussians: of the M members.
         layout: of the draws.
     """
 
@@ -168,17 +168,17 @@ class Mixture:
 
     @property
     def default_samples(self) -> int:
-        """About a thousand draws, as many of each member; fewer of large heads."""
+        """Return about a thousand draws, as many of each member; fewer for large heads."""
         wanted = min(_DRAWS, max(32, _MOST_ELEMENTS // self.layout.num_params))
         return len(self.gaussians) * math.ceil(wanted / len(self.gaussians))
 
     @property
     def centers(self) -> Tensor:
-        """Each member's number and its Gaussian's mean, (M, P) float64: the mean of their logits is that of all draws."""
+        """Return each member's number and its Gaussian's mean, (M, P) float64; the mean of their logits is that of all draws."""
         return self._numbered([gaussian.mean for gaussian in self.gaussians])
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """Draws (S, P) float32 that take the members in turn, in a seeded order, so that each has its share of any stretch of them."""
+        """Draw theta (S, P) float32 from the members in turn, in a seeded order, so that any stretch of draws has each member's share."""
         count, size = len(self.gaussians), num_samples or self.default_samples
         order = torch.randperm(count, generator=generator, device=generator.device).tolist()
         draws = torch.empty(size, self.layout.num_params, device=self.layout.states.device)
@@ -188,16 +188,16 @@ class Mixture:
         return draws
 
     def bound_to(self, network: ModuleNetwork) -> Mixture:
-        """The same with that network to make features by."""
+        """Return the mixture bound to a network that computes the features."""
         return replace(self, layout=replace(self.layout, whole=self.layout.whole.bound_to(network)))
 
     def to(self, device: torch.device | str) -> Mixture:
-        """A copy on another device."""
+        """Return a copy on another device."""
         layout = replace(self.layout, states=self.layout.states.to(device), heads=self.layout.heads.to(device))
         return replace(self, gaussians=[gaussian.to(device) for gaussian in self.gaussians], layout=layout)
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """`networks` and `heads` float32, and each Gaussian's tensors behind its number; what describes all of them as JSON."""
+        """Return `networks` and `heads` float32, and each Gaussian's tensors prefixed by its number; what they share as JSON."""
         tensors = {_STATES: self.layout.states.float().cpu(), _HEADS: self.layout.heads.float().cpu()}
         members = []
         for number, gaussian in enumerate(self.gaussians):
@@ -209,7 +209,7 @@ class Mixture:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: Mapping[str, Any]) -> Mixture:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         head, whole = HeadLayout.from_meta(meta["head"]), ModuleLayout.from_meta(meta)
         gaussians: list[Any] = []
         for number, member in enumerate(meta["members"]):

@@ -30,47 +30,47 @@ class Point:
 
     @property
     def center(self) -> Tensor:
-        """theta, (P,)."""
+        """Return theta, (P,)."""
         return self.theta
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """theta, repeated, (S, P) float32."""
+        """Return theta, repeated, (S, P) float32."""
         return self.theta.float().expand(num_samples or 1, -1).clone()
 
     @cached_property
     def logits(self) -> LogitGaussian:
-        """The logits of features (n, D), certain."""
+        """Return the logits of features (n, D), without uncertainty."""
         return logit_gaussian(self.theta, self.layout)
 
     def logit_marginals(self, features: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
-        """Logits (n, K) at features (n, D), minus their mean if projected, and their variance, zero, (n, K)."""
+        """Return logits (n, K) at features (n, D), minus their mean if projected, and their variance, zero, (n, K)."""
         return self.logits.marginals(features, is_projected=is_projected)
 
     def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (n, K) at features (n, D), and their covariance, zero, (n, K, K)."""
+        """Return logits (n, K) at features (n, D), and their covariance, zero, (n, K, K)."""
         return self.logits.moments(features)
 
     def logit_root(self, features: Tensor) -> tuple[Tensor, LogitRoot]:
-        """Logits (n, K) at features (n, D), and their standard deviations, zero."""
+        """Return logits (n, K) at features (n, D), and their standard deviations, zero."""
         return self.logits.root(features)
 
     def pushes(self, num_draws: int) -> bool:
-        """False: nothing is to be drawn."""
+        """Return False: there is nothing to draw."""
         return False
 
     def bound_to(self, network: ModuleNetwork) -> Point:
-        """The same of a network's parameters, with that network to make logits by."""
+        """Return the point bound to a network that computes the logits."""
         return replace(self, layout=bound(self.layout, network))
 
     def to(self, device: torch.device | str) -> Point:
-        """A copy on another device."""
+        """Return a copy on another device."""
         return replace(self, theta=self.theta.to(device))
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """`mean` (P,) float64, and the layout as JSON."""
+        """Return `mean` (P,) float64, and the layout as JSON."""
         return {"mean": self.theta.double().cpu().contiguous()}, {"type": self.type, **self.layout.to_meta()}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Point:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         return cls(tensors["mean"], recorded_layout(meta))

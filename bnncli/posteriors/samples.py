@@ -1,4 +1,4 @@
-"""Draws of a sampler, with their chain axis: what HMC returns."""
+"""Draws of a sampler such as HMC, with their chain axis."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Samples:
 
     @property
     def center(self) -> Tensor:
-        """The mean of the draws, (P,)."""
+        """Return the mean of the draws, (P,)."""
         width = max(1, _AT_ONCE // max(1, self.draws.shape[0] * self.draws.shape[1]))
         means = [part.double().mean(dim=(0, 1)) for part in self.draws.split(width, dim=2)]
         return torch.cat(means).to(self.draws.dtype)
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """A seeded choice without replacement, (S, P) float32, in the order of the draws; all for None or for too many."""
+        """Return a seeded choice of draws without replacement, (S, P) float32, in their order; all for None or where S is too large."""
         return self.sample_in_runs(num_samples, generator)[0]
 
     def sample_in_runs(self, num_samples: int | None, generator: torch.Generator) -> tuple[Tensor, list[int]]:
-        """The same, and the draw with which each chain begins that has any, the first being 0."""
+        """Return the same choice, and the index of each chain's first draw among them; chains without draws are skipped."""
         num_chains, num_each = self.draws.shape[:2]
         flat, total = self.draws.flatten(0, 1), num_chains * num_each
         if num_samples is None or num_samples >= total:
@@ -51,9 +51,9 @@ class Samples:
         return flat[chosen.to(flat.device)].float(), starts
 
     def bound_to(self, network: ModuleNetwork) -> Samples:
-        """The same of a network's parameters, with that network to make logits by."""
+        """Return the samples bound to a network that computes the logits."""
         return replace(self, layout=bound(self.layout, network))
 
     def to(self, device: torch.device | str) -> Samples:
-        """A copy on another device."""
+        """Return a copy on another device."""
         return replace(self, draws=self.draws.to(device))

@@ -1,4 +1,4 @@
-"""A network of which most weights are zero: what prune writes. Weights are stored by compressed rows, zeros not at all."""
+"""A network of which most weights are zero, as prune writes it. Weights are stored by compressed rows, without zeros."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ class Sparse:
 
     @property
     def layout(self) -> ClassifierLayout:
-        """How theta is laid out: as a head where there is no hidden layer."""
+        """Return the layout of theta: a head's where there is no hidden layer."""
         return self.network.head or self.network
 
     @property
     def center(self) -> Tensor:
-        """theta, (P,)."""
+        """Return theta, (P,)."""
         return self.theta
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """theta, repeated, (S, P) float32."""
+        """Return theta, repeated, (S, P) float32."""
         return self.theta.float().expand(num_samples or 1, -1).clone()
 
     def to(self, device: torch.device | str) -> Sparse:
-        """A copy on another device."""
+        """Return a copy on another device."""
         return replace(self, theta=self.theta.to(device))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Dense float32 tensors as torch.nn.Sequential(Linear, ReLU, Linear, ...) names them: 0.weight, 0.bias, 2.weight, ..."""
+        """Return dense float32 tensors, named as in torch.nn.Sequential(Linear, ReLU, Linear, ...): 0.weight, 0.bias, 2.weight, ..."""
         state: dict[str, Tensor] = {}
         for index, (weight, bias) in enumerate(self.network.split(self.theta.float().cpu())):
             state |= {f"{2 * index}.weight": weight.clone(), f"{2 * index}.bias": bias.clone()}
         return state
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """For each layer crow_indices (out + 1,), col_indices and values of its weight, and its bias; float32 and int32."""
+        """Return crow_indices (out + 1,), col_indices and values of each layer's weight, and its bias; float32 and int32."""
         tensors = {}
         for index, (weight, bias) in enumerate(self.network.split(self.theta.float().cpu())):
             rows, columns = weight.nonzero(as_tuple=True)
@@ -65,7 +65,7 @@ class Sparse:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Sparse:
-        """The inverse of to_tensors."""
+        """Invert to_tensors."""
         network = NetworkLayout.from_meta(meta)
         parts: list[Tensor] = []
         for index, (outputs, inputs) in enumerate(network.shapes):

@@ -1,4 +1,4 @@
-"""Several last layers with weights: a mixture of points, whose predictive is the weighted mean of theirs.
+"""Several last layers with weights: a mixture of points, whose predictive is the weighted mean of the members' predictives.
 
 Stacking of predictive distributions: Yao, Vehtari, Simpson and Gelman (2018), Bayesian Analysis 13(3).
 """
@@ -36,32 +36,32 @@ class Stack:
 
     @property
     def num_stored(self) -> int:
-        """M."""
+        """Return M."""
         return len(self.members)
 
     @property
     def center(self) -> Tensor:
-        """The weighted mean of the members, (P,) float64: one last layer in their place."""
+        """Return the weighted mean of the members, (P,) float64: a single last layer in their place."""
         return self.weights @ self.members.double()
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """Draws (S, P) float32, each member as often as its weight says but for chance; M by default."""
+        """Return draws (S, P) float32, each member with its weight as probability; M draws by default."""
         chances = self.weights.to(generator.device)
         chosen = torch.multinomial(chances, num_samples or self.num_stored, replacement=True, generator=generator)
         return self.members[chosen.to(self.members.device)].float()
 
     def to(self, device: torch.device | str) -> Stack:
-        """A copy on another device."""
+        """Return a copy on another device."""
         return replace(self, members=self.members.to(device), weights=self.weights.to(device))
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """`members` float32, `weights` float64, and the layout as JSON."""
+        """Return `members` float32, `weights` float64, and the layout as JSON."""
         tensors = {"members": self.members.float().cpu().contiguous(), "weights": self.weights.double().cpu()}
         return tensors, {"type": self.type, "default_samples": self.num_stored, **self.layout.to_meta()}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Stack:
-        """The inverse of to_tensors. Raises ValueError for weights that are none."""
+        """Invert to_tensors. Raises ValueError for invalid weights."""
         weights = tensors["weights"].double()
         if not bool((weights > 0).all()) or abs(float(weights.sum()) - 1) > 1e-6:
             raise ValueError("weights must be positive and sum to one")

@@ -1,1 +1,1 @@
-"""The machine that a command runs on: devices, signals, files as they come, the code of users."""
+"""The machine that a command runs on: devices, memory, signals, workers, input files, and users' own code."""

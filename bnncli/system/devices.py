@@ -18,11 +18,12 @@ from bnncli.names import printable
 
 _ONE_AT_A_TIME = threading.RLock()
 DEVICE_FILES = Path("/dev")
-_GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")  # of every driver that PyTorch computes with
+# device files of every driver that PyTorch computes with
+_GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")
 
 
 def device_name(name: str) -> str:
-    """What resolve_device gives, as text; PyTorch is not imported to tell that a machine has no GPU.
+    """Return the name that resolve_device gives, without importing PyTorch where the machine has no GPU.
 
     Raises:
         UsageError, DeviceError: as resolve_device.
@@ -32,7 +33,7 @@ def device_name(name: str) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called `name`: auto (a GPU where there is one), cpu, cuda or cuda:N.
+    """Return the device called `name`: auto (a GPU where there is one), cpu, cuda or cuda:N.
 
     Raises:
         UsageError: for any other name.
@@ -57,7 +58,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _why_no_gpu() -> str:
-    """What keeps PyTorch from a CUDA device, as far as can be told without one."""
+    """Explain why PyTorch has no CUDA device, as far as can be told without one."""
     if torch.version.cuda is None:
         return f"this PyTorch ({torch.__version__}) was built without CUDA"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -69,16 +70,16 @@ def _why_no_gpu() -> str:
 
 
 def select_device(device: torch.device) -> None:
-    """Make a GPU the current one of this process: streams and graphs that name none belong to it."""
+    """Make a GPU the current one of this process, for streams and graphs that name none."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def configure_torch(*, threads: int | None, deterministic: bool) -> None:
-    """Set the number of CPU threads and, when asked, deterministic kernels, for this process.
+    """Set the number of CPU threads and, if asked, deterministic kernels for this process.
 
-    Products and convolutions of float32 are float32 on every device: TF32 has three digits, and energies of 10,000 nats
-    need seven.
+    Float32 products and convolutions are true float32 on every device: TF32 has three digits, and energies of 10,000
+    nats need seven.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -91,17 +92,17 @@ def configure_torch(*, threads: int | None, deterministic: bool) -> None:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """What is set of torch inside the block is afterwards as it was: a process that is not ours has its own settings.
+    """Restore torch's settings after the block, for processes that are not ours.
 
-    Inside, numbers are float32 unless they say otherwise, autocast or not, on the CPU unless they say otherwise, and nothing
-    is recorded for gradients. Settings belong to the process: one thread is inside at a time.
+    Inside, the default dtype is float32 and the default device the CPU, autocast is off and no gradients are recorded.
+    The settings are global to the process, so one thread at a time is inside.
     """
     with _ONE_AT_A_TIME, ExitStack() as stack:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.callback(_set_current_gpu, torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
         stack.enter_context(_precision_kept())
         torch.set_default_dtype(torch.float32)
-        if torch.get_default_device().type != "cpu":  # not always: each operation takes longer in such a block
+        if torch.get_default_device().type != "cpu":  # only where needed: each operation takes longer in such a block
             stack.enter_context(torch.device("cpu"))
         for kind in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -111,7 +112,7 @@ def settings_kept() -> Iterator[None]:
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """What torch draws inside the block is not missing after it."""
+    """Restore torch's random state after the block."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(gpus):
         yield
@@ -124,17 +125,17 @@ def _set_current_gpu(index: int) -> None:
 
 @contextmanager
 def _precision_kept() -> Iterator[None]:
-    """How coarse float32 products may be is afterwards as it was, set by PyTorch's older calls or by the newer attributes.
+    """Restore the precision of float32 products after the block, whether set by PyTorch's older calls or the newer attributes.
 
-    Inside, the newer ones allow nothing by themselves: what a whole backend allows would hold where a part has no setting.
+    Inside, the newer attributes allow nothing coarse: a setting of a whole backend would apply where a part has none.
     """
     older: list[tuple[Callable[[Any], None], Any]] = []
-    with suppress(RuntimeError):  # where the newer attributes were set, the older calls cannot tell
+    with suppress(RuntimeError):  # the older calls raise where the newer attributes were set
         older.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
     with suppress(RuntimeError):
         older.append((partial(setattr, torch.backends.cudnn, "allow_tf32"), torch.backends.cudnn.allow_tf32))
     newer = []
-    for place in _with_precision():  # the wider first: a part without a setting says that of the wider
+    for place in _with_precision():  # backends before their parts: a part without a setting reports its backend's
         newer.append((place, place.fp32_precision))
         place.fp32_precision = "none"
     try:
@@ -147,9 +148,9 @@ def _precision_kept() -> Iterator[None]:
 
 
 def _with_precision() -> list[Any]:
-    """What of PyTorch has a `fp32_precision`, the wider before its parts; nothing in the PyTorch that has none.
+    """Return the parts of PyTorch with an `fp32_precision`, backends before their parts; none in a PyTorch without it.
 
-    That of all of mkldnn is missing: what sets it sets that of torch.backends.
+    mkldnn as a whole is missing: setting it sets torch.backends.
     """
     backends: list[Any] = [torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn]
     parts = [getattr(place, name, None) for place in backends for name in ("matmul", "conv", "rnn")]
@@ -157,20 +158,20 @@ def _with_precision() -> list[Any]:
 
 
 def has_bfloat16_products(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 numbers faster than float32's: such GPUs, and CPUs with instructions for it."""
+    """Return whether the device multiplies bfloat16 faster than float32: such GPUs, and CPUs with instructions for it."""
     if device.type != "cpu":
         return has_coarse_products(device)
     return any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
 
 
 def has_coarse_products(device: torch.device) -> bool:
-    """Whether the device multiplies TF32 and bfloat16 numbers itself: GPUs from NVIDIA's Ampere on."""
+    """Return whether the device has TF32 and bfloat16 products: NVIDIA GPUs from Ampere on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @contextmanager
 def tf32_products() -> Iterator[None]:
-    """Float32 matrix products on a GPU are in TF32 inside the block, and what they were after it."""
+    """Use TF32 for float32 matrix products on a GPU inside the block."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -181,7 +182,7 @@ def tf32_products() -> Iterator[None]:
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """CPU work on one thread inside the block: small operations lose more by waiting for threads than they gain."""
+    """Use one CPU thread inside the block: small operations lose more by waiting for threads than they gain."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -191,14 +192,14 @@ def single_threaded() -> Iterator[None]:
 
 
 def available_memory(device: torch.device | str) -> int:
-    """Bytes that can be claimed on the device: free GPU memory, or what the system and its container leave."""
+    """Return the bytes that can be allocated on the device: free GPU memory, or what the system and its container leave."""
     if str(device).startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_system_memory(), _container_memory(Path("/sys/fs/cgroup")))
 
 
 def _system_memory() -> int:
-    """Bytes that the system says are available."""
+    """Return the bytes that the system reports as available."""
     try:
         with open("/proc/meminfo", encoding="ascii") as stream:
             for line in stream:
@@ -210,7 +211,7 @@ def _system_memory() -> int:
 
 
 def _container_memory(folder: Path) -> int:
-    """Bytes that the control group (version 2) has left, its file cache counted as free; huge without a limit."""
+    """Return the bytes that the control group (version 2) has left, its file cache counted as free; huge without a limit."""
     try:
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
@@ -221,23 +222,23 @@ def _container_memory(folder: Path) -> int:
     return max(0, limit - max(0, used - cache))
 
 
-# Of one CPU core, measured: products of float32, factors of float64, one number at a time.
+# Of one CPU core, measured: float32 products, float64 factorisations, elementwise operations.
 _CORE = (3e10, 1.2e10, 3e9)
-# Of a GPU: operations of a multiprocessor in a cycle, float32 and float64, by its compute capability (CUDA C++ Programming
-# Guide, arithmetic instructions; a multiply-add is two). Where float64 is an eighth or less of that, it is a games card.
+# Operations of a GPU's multiprocessor per cycle, float32 and float64, by compute capability (CUDA C++ Programming
+# Guide, arithmetic instructions; a multiply-add is two). Where float64 has an eighth or less, it is a consumer card.
 _PER_CYCLE = {(6, 0): (128, 64), (7, 0): (128, 64), (8, 0): (128, 64), (9, 0): (256, 128), (10, 0): (256, 128)}
 _PER_CYCLE_OF_OTHERS = (256, 4)
-_CYCLES = 1.4e9  # a second, sustained
-_SHARE_OF_PRODUCTS, _SHARE_OF_FACTORS = 0.5, 0.3  # of its peak that large products and factors reach
+_CYCLES = 1.4e9  # per second, sustained
+_SHARE_OF_PRODUCTS, _SHARE_OF_FACTORS = 0.5, 0.3  # share of the peak that large products and factorisations reach
 
 
 class Speed(NamedTuple):
     """Operations a second.
 
     Args:
-        products: of matrix products over the examples, float32.
-        factors: of factors in float64.
-        elementwise: one number at a time.
+        products: of float32 matrix products over the examples.
+        factors: of float64 factorisations.
+        elementwise: of elementwise operations.
     """
 
     products: float
@@ -246,10 +247,10 @@ class Speed(NamedTuple):
 
 
 def speed_of(device: torch.device | str, *, threads: int | None = None) -> Speed:
-    """What the device does in a second, right to a factor of about three.
+    """Estimate the speed of the device, to within a factor of about three.
 
     Args:
-        threads: of the CPU; those that this process has by default.
+        threads: of the CPU; the process's number by default.
     """
     chosen = torch.device(device)
     if chosen.type != "cuda":

@@ -21,24 +21,25 @@ _CANNOT_BE_HAD = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
     errno.ENODEV,
 }  # fmt: skip
-_MOST_NAMES = 2000  # of a folder that are compared with one that is not there
-_OF_ODD_CONTENT = {0, errno.EINVAL, errno.EOVERFLOW, errno.EFBIG}  # a place in the file that cannot be
+_MOST_NAMES = 2000  # of a folder that are compared with a missing name
+# errors of an offset that the file cannot have, which speak of its content
+_OF_ODD_CONTENT = {0, errno.EINVAL, errno.EOVERFLOW, errno.EFBIG}
 
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[IO[bytes]]:
-    """The open file, known to be a regular file that can be read.
+    """Open a file, checked to be a readable regular file.
 
     Raises:
         MissingInput: there is no such file, it cannot be read, or it is a folder, pipe, socket or device.
-        DeviceError, ReadError: as read_error says, here and for what is read inside the block.
+        DeviceError, ReadError: as read_error says, on opening and on reading inside the block.
     """
     shown = quoted(path, limit=300)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise read_error(error, path) from error
-    except ValueError:  # NUL in it
+    except ValueError:  # the name contains NUL
         raise MissingInput(f"no file {shown}", path=path) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -50,10 +51,10 @@ def open_regular(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_error(error: OSError, path: Path, what: str = "") -> BnnError:
-    """The error a user sees for a file that could not be read: of the machine, of the place, or of the disk.
+    """Return the error to show for a file that could not be read: of the machine, of the path, or of the disk.
 
     Args:
-        what: what is read, to stand before the path; ends with a space.
+        what: the content, put before the path; ends with a space.
     """
     shown = f"{what}{quoted(path, limit=300)}"
     reason = os.strerror(error.errno) if error.errno else str(error)
@@ -71,7 +72,7 @@ def read_error(error: OSError, path: Path, what: str = "") -> BnnError:
 
 
 def nearest_file(path: Path) -> str | None:
-    """What may have been meant by a file that is not there: another of its folder, which may not be there itself."""
+    """Suggest an existing file of the same folder for one that is missing; the folder may be missing too."""
     try:
         with os.scandir(path.parent) as entries:
             names = [entry.name.removesuffix(".bnn") for entry in islice(entries, _MOST_NAMES)]
@@ -84,19 +85,19 @@ def nearest_file(path: Path) -> str | None:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether an exception that came while content was parsed is the system's, and says nothing about the content."""
+    """Return whether an exception raised while parsing is the system's, and says nothing about the content."""
     found = _behind(error)
     return isinstance(found, OSError) and found.errno is not None and found.errno not in _OF_ODD_CONTENT
 
 
 def _behind(error: BaseException) -> BaseException | None:
-    """The exception itself; of one that zipfile makes of an error of the system, saying the file is no archive, that."""
+    """Return the exception, or the system's error behind a BadZipFile, which zipfile raises as if the file were no archive."""
     return error.__context__ if isinstance(error, zipfile.BadZipFile) else error
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Errors of the operating system inside the block are those of reading `path`: raised as read_error says."""
+    """Raise errors of the operating system inside the block as read_error of `path`."""
     try:
         yield
     except (OSError, zipfile.BadZipFile) as error:
@@ -110,7 +111,7 @@ MAX_BYTES = 1 << 26
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
         MissingInput: there is no such file. DataError: it is not JSON, no object, or larger than 64 MiB.

@@ -1,7 +1,8 @@
 """Handle INT, TERM and HUP.
 
-The first signal sets a flag that long loops poll; the second one ends the process. `interruptible` runs one long call into a
-numerical library so that a signal can still end the command."""
+The first signal sets a flag that long loops poll; the second one ends the process. `interruptible` runs one long call
+into a numerical library so that a signal can still end the command.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _deadline: float | None = None  # of time.monotonic()
 
 
 class BudgetSpent(Interrupted):
-    """The time that was given is over: raised where long loops poll, as a signal is."""
+    """The time budget is used up: raised where long loops poll for signals."""
 
     default_code = "budget_spent"
 
@@ -48,13 +49,13 @@ def install_handlers() -> None:
 
 
 def forget_received() -> None:
-    """Start the next command of the same process as if no signal had come."""
+    """Forget signals that were received, for the next command of the same process."""
     _received.clear()
 
 
 @contextlib.contextmanager
 def ending_at(deadline: float | None) -> Iterator[None]:
-    """Within, whatever polls raises BudgetSpent once time.monotonic() is past the deadline; None for no limit."""
+    """Make polling raise BudgetSpent inside the block once time.monotonic() is past the deadline; None for no limit."""
     global _deadline
     outer, _deadline = _deadline, deadline
     try:
@@ -70,14 +71,14 @@ def _handle(signum: int, frame: FrameType | None) -> None:
 
 
 def has_come() -> bool:
-    """Whether a signal has asked the command to stop."""
+    """Return whether a signal has asked the command to stop."""
     return bool(_received)
 
 
 def raise_if_interrupted(where: str = "") -> None:
-    """Raise Interrupted when a signal has come, BudgetSpent past a deadline; `where` says how far the work was.
+    """Raise Interrupted after a signal, BudgetSpent past a deadline; `where` describes the progress of the work.
 
-    Of workers that share a command the first alone stops: the others follow it to where that is, and end with it.
+    Of workers that share a command only the leader stops: the others follow it to that point and end with it.
     """
     if is_leader():
         raise_if_received(where)
@@ -86,40 +87,40 @@ def raise_if_interrupted(where: str = "") -> None:
 
 
 def raise_if_received(where: str = "") -> None:
-    """The same of any worker: for what tells the others that it stops."""
+    """Raise likewise in any worker, for code that tells the others."""
     if _received:
         name = signal.Signals(_received[0]).name
         raise Interrupted(_received[0], f"interrupted by {name}" + (f" at {where}" if where else ""))
 
 
 def abandon(thread: threading.Thread) -> None:
-    """A daemon thread that nobody waits for any more, in a call that cannot be stopped; an ordinary exit waits for it.
+    """Register a daemon thread that nobody waits for any more, in a call that cannot be stopped; an ordinary exit waits for it.
 
-    An interpreter that is taken apart under such a call aborts. The command leaves by os._exit instead.
+    Finalising the interpreter under such a call aborts. The command leaves by os._exit instead.
     """
     _abandoned.append(thread)
     atexit.register(thread.join)
 
 
 def has_abandoned_work() -> bool:
-    """Whether such a thread still runs."""
+    """Return whether an abandoned thread still runs."""
     return any(thread.is_alive() for thread in _abandoned)
 
 
 Result = TypeVar("Result")
 
-_FEWEST_OPERATIONS = 1e9  # less takes a tenth of a second or so, and a thread is not worth its start
+_FEWEST_OPERATIONS = 1e9  # fewer take about a tenth of a second, which does not justify a thread
 _POLL_SECONDS = 0.05
 
 
 def interruptible(work: Callable[[], Result], *, operations: float, device: torch.device, name: str) -> Result:
-    """What `work` returns; raises Interrupted as soon as a signal comes.
+    """Run `work` in a thread and return its result; raise Interrupted as soon as a signal comes.
 
     Args:
-        work: a call that changes nothing which anything else uses: when a signal comes it goes on in the background.
-        operations: about how many it takes, floating-point ones.
+        work: a call that changes no shared state: after a signal it goes on in the background.
+        operations: approximate number of floating-point operations.
         device: where it computes.
-        name: what it is, for the person who stopped it.
+        name: description for the user who stopped it.
 
     Raises:
         Interrupted: a signal has come.
@@ -135,7 +136,7 @@ def interruptible(work: Callable[[], Result], *, operations: float, device: torc
 
     def run() -> None:
         try:
-            torch.set_num_threads(num_threads)  # these three are each thread's own
+            torch.set_num_threads(num_threads)  # these three settings are thread-local
             with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
                 results.append(work())
         except BaseException as error:
@@ -156,14 +157,14 @@ def interruptible(work: Callable[[], Result], *, operations: float, device: torc
             raise errors[0]
         return results[0]
     finally:
-        errors.clear()  # or the error would hold itself, by its traceback, and with it all that the work has made
+        errors.clear()  # the error's traceback holds this list, and with it all that the work has allocated
 
 
 def eigenvectors(matrix: Tensor, *, what: str) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (F,), rising, and eigenvectors (F, F), in columns, of a symmetric matrix.
+    """Return the eigenvalues (F,), ascending, and eigenvectors (F, F), in columns, of a symmetric matrix.
 
     Args:
-        what: it is a part of, in the plural.
+        what: what it belongs to, in the plural, for messages.
 
     Raises:
         NumericError: it is not finite.
@@ -177,27 +178,29 @@ def eigenvectors(matrix: Tensor, *, what: str) -> tuple[Tensor, Tensor]:
     return values, vectors
 
 
-MOST_HOLES = 2**25  # bytes that a process grows by before holes are looked for
-# What grows again within so few blocks is no hole but what each block takes anew: giving it back took a fifth of a ResNet-20's time.
+MOST_HOLES = 2**25  # bytes that a process grows by before free memory is returned
+# Memory that grows back within this many blocks is no hole but what each block allocates: returning it took a fifth of
+# a ResNet-20's time.
 FEW_BLOCKS = 8
 
 
 def between_blocks(where: str) -> None:
-    """To be called where little is held. Raises Interrupted when a signal has come; `where` says how far the work was."""
+    """Poll for signals and return holes in the heap, at a point where little is held. Raises Interrupted; `where` describes the progress."""
     raise_if_interrupted(where)
     _heap.give_back_holes()
 
 
 class _Heap:
-    """The C library's, of this process.
+    """Growth of malloc's heap in this process.
 
-    A block that is freed has no room for the next of its size where that is to be aligned (glibc before 2.38): each then lies behind
-    the last, and a tanh network's predictions, of 1.6 MB an example, held up to 430 MiB in place of 50, one run in three.
+    A freed block has no room for the next one of its size where that is to be aligned (glibc before 2.38): each then
+    lies behind the last, and a tanh network's predictions, of 1.6 MB an example, held up to 430 MiB in place of 50, one
+    run in three.
 
     Args:
-        level: bytes that the process had when holes were last looked for, or fewer since.
-        allowed: bytes above it that are left alone.
-        num_blocks: since holes were last looked for.
+        level: resident bytes at the last check, or fewer since.
+        allowed: growth above it that is left alone.
+        num_blocks: blocks since the last check.
     """
 
     def __init__(self) -> None:
@@ -206,7 +209,7 @@ class _Heap:
         self.num_blocks = 0
 
     def give_back_holes(self) -> None:
-        """Where the process has grown by more than is allowed: twice as much from then on where it did so within a few blocks."""
+        """Return free memory where the process has grown by more than allowed; allow twice as much if it did so within a few blocks."""
         size = resident_bytes()
         self.num_blocks += 1
         if size > self.level + self.allowed:

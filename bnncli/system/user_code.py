@@ -1,6 +1,6 @@
-"""The user's own Python code, by name: `package.module:factory` or `file.py:factory`, and arguments for it.
+"""Load the user's own Python code by name, `package.module:factory` or `file.py:factory`, and convert arguments for it.
 
-Naming a factory runs the user's code; that is what the name is for.
+Naming a factory runs the user's code; that is the purpose of the name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.names import listed, near_miss, not_one_of
 
-_NEVER_ASIDE = sys.stdlib_module_names | {"bnncli", "torch", "numpy", "h5py"}  # one of each in a process
+# a process must have only one copy of each
+_NEVER_ASIDE = sys.stdlib_module_names | {"bnncli", "torch", "numpy", "h5py"}
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -30,7 +31,7 @@ def running(what: str, *, but: type[Exception] | tuple[type[Exception], ...] = (
     """Run the user's code inside the block: whatever it raises is an error in `what`, not one of bnncli's.
 
     Args:
-        but: let through, for a caller that knows more of it.
+        but: exceptions to let through, for a caller that handles them.
 
     Raises:
         DataError: naming what was raised; the exception itself is its cause, shown with -v.
@@ -41,7 +42,8 @@ def running(what: str, *, but: type[Exception] | tuple[type[Exception], ...] = (
         raise
     except but:
         raise
-    except BaseException as error:  # theirs may be of any kind; to a command Ctrl-C does not come as an exception
+    # user code may raise anything; Ctrl-C reaches a command as a flag, not as an exception
+    except BaseException as error:
         first_line = _text_of(error).strip().split("\n")[0][:200]
         raise DataError(
             f"{what} raised {type(error).__name__}: {first_line}", code="user_code", hint="use -v to see where"
@@ -49,7 +51,7 @@ def running(what: str, *, but: type[Exception] | tuple[type[Exception], ...] = (
 
 
 def _text_of(error: BaseException) -> str:
-    """What an exception says; nothing where even that raises."""
+    """Return an exception's text, or nothing where its __str__ raises."""
     try:
         return str(error)
     except Exception:
@@ -57,7 +59,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def load_factory(spec: str, *, option: str) -> Callable[..., Any]:
-    """The callable that `package.module:factory` or `file.py:factory` names; imports the user's code.
+    """Import the user's code and return the callable that `package.module:factory` or `file.py:factory` names.
 
     Raises:
         MissingInput: the file does not exist.
@@ -84,26 +86,26 @@ def load_factory(spec: str, *, option: str) -> Callable[..., Any]:
 
 
 def _is_of(module: types.ModuleType, name: str, value: object) -> bool:
-    """Whether a name of a module is a function or class that the module defines for others."""
+    """Return whether a name of a module is a public function or class defined in it."""
     return callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
 
 
 class CodeFolder:
-    """The folder that code lies in, for a process that is not ours: its modules are seen inside `visible` alone.
+    """The folder of the user's code, for a process that is not ours: its modules are visible only inside `visible`.
 
     Two folders may each have a `blocks.py`: neither sees the other's, and the process keeps its own.
     """
 
     def __init__(self, spec: str) -> None:
-        """The folder of `file.py:factory`, or the current one, where `package.module:factory` is looked for first."""
+        """Take the folder of `file.py:factory`, or the current one, where `package.module:factory` is looked up first."""
         place = spec.rpartition(":")[0]
         self._folder = Path(place).resolve().parent if place.endswith(".py") else Path.cwd().resolve()
-        self._path = [str(self._folder)]  # what sys.path has more inside than outside
+        self._path = [str(self._folder)]  # what is added to sys.path inside
         self._modules: dict[str, types.ModuleType] = {}
 
     @contextmanager
     def visible(self) -> Iterator[None]:
-        """Imports inside the block find this folder first; sys.path and sys.modules are afterwards as they were."""
+        """Search this folder first for imports inside the block; restore sys.path and sys.modules after it."""
         path, aside = list(sys.path), self._put_aside()
         known = {_top(name) for name in sys.modules}
         sys.path[:0] = self._path
@@ -120,24 +122,24 @@ class CodeFolder:
             sys.modules.update(aside)
 
     def _put_aside(self) -> dict[str, types.ModuleType]:
-        """Take from sys.modules, and return, the modules of other folders that have names of this one's."""
+        """Remove from sys.modules, and return, the modules of other folders whose names this folder has too."""
         tops = {_top(name) for name in sys.modules} - _NEVER_ASIDE
         others = {name for name in tops if self._has_file(name) and not self._has_loaded(name)}
         return {name: sys.modules.pop(name) for name in list(sys.modules) if _top(name) in others}
 
     def _has_file(self, name: str) -> bool:
-        """Whether an import of `name` would find it here; a folder without __init__.py is found where nothing else is."""
+        """Return whether an import of `name` would find it here; a folder without __init__.py is found last of all."""
         place = self._folder / name
         if place.with_name(f"{name}.py").is_file() or (place / "__init__.py").is_file():
             return True
         return place.is_dir() and getattr(sys.modules.get(name), "__file__", None) is None
 
     def _has_loaded(self, name: str) -> bool:
-        """Whether the module of this name in sys.modules came from here."""
+        """Return whether the module of this name in sys.modules came from here."""
         module = sys.modules.get(name)
         try:
             places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None)]
-        except Exception:  # of a module that makes its attributes itself
+        except Exception:  # of a module that computes its attributes
             return False
         return any(isinstance(place, str) and Path(place).resolve().parent == self._folder for place in places)
 
@@ -147,9 +149,9 @@ def _top(name: str) -> str:
 
 
 def convert_arguments(factory: Callable[..., Any], texts: Mapping[str, str], *, option: str) -> dict[str, Any]:
-    """Keyword arguments for `factory`, each text converted to the type that its parameter declares.
+    """Return keyword arguments for `factory`, each text converted to the type that its parameter declares.
 
-    A parameter without a declared type gets the Python literal that the text spells, or else the text itself.
+    A parameter without a declared type gets the text as a Python literal, or else the text itself.
 
     Raises:
         UsageError: for a name that the factory does not accept, listing those it does, or a value of the wrong type.
@@ -168,7 +170,7 @@ def convert_arguments(factory: Callable[..., Any], texts: Mapping[str, str], *, 
 
 
 def check_arguments(factory: Callable[..., Any], arguments: Mapping[str, Any], *, option: str) -> None:
-    """Nothing, when `factory` can be called with these arguments. Raises UsageError naming what is missing."""
+    """Check that `factory` can be called with these arguments. Raises UsageError naming what is missing."""
     try:
         inspect.signature(factory).bind(**arguments)
     except (TypeError, ValueError) as error:
@@ -179,7 +181,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def _import_module(name: str) -> types.ModuleType:
-    """A module found as `python -m` would find it: the current folder counts."""
+    """Import a module as `python -m` would: from the current folder too."""
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -187,7 +189,7 @@ def _import_module(name: str) -> types.ModuleType:
 
 
 def _import_file(path: Path) -> types.ModuleType:
-    """A file run as a module, its siblings importable, as for a script."""
+    """Run a file as a module whose siblings are importable, as for a script."""
     if not path.is_file():
         raise MissingInput(f"no file {str(path)!r}", path=path)
     folder = str(path.resolve().parent)
@@ -206,14 +208,14 @@ def _import_file(path: Path) -> types.ModuleType:
 
 
 class _AsItStands(SourceFileLoader):
-    """Compiles a file each time: Python's cache takes one that was changed within a second, to the same size, for the same."""
+    """Compile the file on every load: Python's cache misses a change of the same size within a second."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Declared types of the parameters; none when the declarations name things that cannot be resolved."""
+    """Return the declared types of the parameters; none where a declaration cannot be resolved."""
     declared = factory.__init__ if inspect.isclass(factory) else factory
     try:
         return typing.get_type_hints(declared)

@@ -1,7 +1,8 @@
 """Share one command's work between the processes that torchrun starts.
 
-Collectives, messages of any picklable value, heartbeats that find a hung worker, and the propagation of one worker's error to
-the others."""
+Collectives, messages of any picklable value, heartbeats that find a hung worker, and the propagation of one worker's
+error to the others.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +29,19 @@ if TYPE_CHECKING:
 
 
 def pack(value: Any) -> Tensor:
-    """A value as bytes (n,) uint8."""
+    """Pickle a value into bytes (n,) uint8."""
     stream = io.BytesIO()
     _Pickler(stream, protocol=5).dump(value)
     return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
 
 
 def unpack(packed: Tensor) -> Any:
-    """The value that was packed; tensors are on the CPU."""
+    """Unpickle a packed value; tensors are on the CPU."""
     return pickle.loads(packed.numpy().data)
 
 
 class _Pickler(pickle.Pickler):
-    """Takes of a tensor the values that it shows, not all that lies in the memory that it is a part of."""
+    """Pickle only the values that a tensor shows, not all of the memory that it is a view of."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -48,19 +49,19 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-EVERY = 3.0  # seconds between marks
-SILENCE = 40.0  # seconds without a new one, after which a process is taken for lost
+EVERY = 3.0  # seconds between heartbeats
+SILENCE = 40.0  # seconds without a heartbeat, after which a process is taken for lost
 
 
 @dataclass
 class Heartbeats:
-    """This process's marks, and those that it looks at.
+    """Send this process's heartbeats and watch those of others: the leader all, the others the leader.
 
     Args:
-        store: with `set` and `get` of bytes, common to all.
+        store: with `set` and `get` of bytes, shared by all.
         rank, size: which of how many processes this is.
         end: called with the rank of a silent one.
-        stops: the signals that asked this process to stop; of the first one, gains what the others have received.
+        stops: signals that asked this process to stop; the leader's list also gets the others' signals.
     """
 
     store: Any
@@ -72,16 +73,16 @@ class Heartbeats:
     _stopped: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        """Leave the first mark, and go on from a thread."""
+        """Send the first heartbeat, and go on from a thread."""
         self.store.set(f"beat/{self.rank}", "0")
         threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     def stop(self) -> None:
-        """No more marks, and nobody is looked at."""
+        """Stop sending and watching."""
         self._stopped.set()
 
     def silent(self, now: float) -> int | None:
-        """A process that has left no new mark for too long, of those that this one looks at; None where all live."""
+        """Return the rank of a watched process whose heartbeats have stopped; None where all live."""
         for rank in range(1, self.size) if self.rank == 0 else (0,):
             mark = bytes(self.store.get(f"beat/{rank}"))
             if self.rank == 0 and not self.stops and (signum := mark.partition(b" ")[2]):
@@ -113,16 +114,16 @@ def leave_at_once(rank: int) -> None:
     os._exit(Exit.DEVICE)
 
 
-LOST = "worker_lost"  # the code of an error that says no more than that others have ended
-ENDING = 1.0  # seconds that a killed process may take to end after its connections have
+LOST = "worker_lost"  # the code of an error that says only that others have ended
+ENDING = 1.0  # seconds between the closing of a killed process's connections and its end
 
 
 @dataclass
 class LastWords:
-    """Where processes leave and look for them.
+    """Errors that processes leave for the others before they end.
 
     Args:
-        store: with `set`, `get` and `check`, common to all.
+        store: with `set`, `get` and `check`, shared by all.
         rank, size: which of how many processes this is.
     """
 
@@ -132,27 +133,27 @@ class LastWords:
     _of_first: BnnError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Say which process this is."""
+        """Publish this process's machine and process number."""
         self.store.set(_process_key(self.rank), f"{_machine()}/{os.getpid()}")
 
     def leave(self, error: BnnError) -> None:
-        """Tell what ends this process, before it is lost to the others."""
+        """Publish the error that ends this process."""
         word = str(int(error.exit)).encode() if self.rank == 0 else pickle.dumps(error)
         with suppress(RuntimeError):  # the store is gone, and with it whoever started this process
             self.store.set(_key(self.rank), word)
-            self.store.get(_key(self.rank))  # it has arrived
+            self.store.get(_key(self.rank))  # wait until it has arrived
 
     def heard(self) -> BnnError | None:
-        """What has ended another process: for the first that of the lowest rank that said it, for others that of the first; None where none did."""
+        """Return the error of another process, None where there is none: for the leader that of the lowest rank, for the others the leader's."""
         ranks = range(1, self.size) if self.rank == 0 else range(1)
         with suppress(RuntimeError):
             for rank in ranks:
                 if self.store.check([_key(rank)]):
                     return self._told(rank, bytes(self.store.get(_key(rank))))
-        return self._of_first  # heard before, where the store is gone by now
+        return self._of_first  # the store may be gone by now
 
     def wait_until_heard(self) -> None:
-        """Of the first process: until the others have heard its word, have ended, or say what has ended themselves; for ENDING seconds."""
+        """On the leader, wait until every other process has read its error, ended or left an error itself; at most ENDING seconds."""
         deadline, here = time.monotonic() + ENDING, self._processes_here()
         waiting = set(range(1, self.size))
         with suppress(RuntimeError):
@@ -164,7 +165,7 @@ class LastWords:
                 time.sleep(0.01)
 
     def killed(self, *, patience: float = 0.0) -> DeviceError | None:
-        """The error for the process of the lowest rank that is no more, of those on this machine; None where none is known to be.
+        """Return the error for the process of lowest rank on this machine that has ended; None where none is known.
 
         Args:
             patience: seconds to wait for one that is about to end.
@@ -183,18 +184,18 @@ class LastWords:
             time.sleep(0.02)
 
     def first_has_ended(self) -> bool:
-        """Whether the first process has left a word, or is gone with the store."""
+        """Return whether the leader has left an error, or is gone with the store."""
         try:
             return self._of_first is not None or (bool(self.store.check([_key(0)])) and self.heard() is not None)
         except RuntimeError:
             return True
 
     def _processes_here(self) -> dict[int, str]:
-        """The numbers of the processes on this machine, by rank; none where the store is gone."""
+        """Return the process numbers on this machine, by rank; none where the store is gone."""
         found: dict[int, str] = {}
         with suppress(RuntimeError):
             for rank in range(self.size):
-                if self.store.check([_process_key(rank)]):  # else `get` would wait for it
+                if self.store.check([_process_key(rank)]):  # `get` would wait for a missing key
                     machine, _, pid = bytes(self.store.get(_process_key(rank))).decode().rpartition("/")
                     found |= {rank: pid} if machine == _machine() else {}
         return found
@@ -211,7 +212,7 @@ class LastWords:
 
 
 def of_worker(rank: int, error: BnnError) -> BnnError:
-    """The error of a worker, with its number."""
+    """Add the number of the worker to its error."""
     error.message = f"worker {rank}: {error.message}"
     return error
 
@@ -229,20 +230,20 @@ def _process_key(rank: int) -> str:
 
 
 def _machine() -> str:
-    """This machine, or the part of it in which process numbers mean the same."""
+    """Name this machine, or the container with its own process numbers."""
     return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def _is_running(pid: str) -> bool:
-    """Whether a process has not ended; one that has, and of which its parent does not know yet, has."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
 
-PATIENCE = datetime.timedelta(minutes=30)  # that workers wait for each other
-LONG_PATIENCE = datetime.timedelta(days=30)  # of a crew, while the first reads the data: heartbeats tell that it lives
+PATIENCE = datetime.timedelta(minutes=30)  # how long workers wait for each other
+LONG_PATIENCE = datetime.timedelta(days=30)  # of a crew, while the leader reads the data: heartbeats show that it lives
 
 
 @dataclass(frozen=True)
@@ -251,9 +252,9 @@ class Team:
 
     Args:
         rank: of this one, from 0 on.
-        size: how many they are.
-        num_shards: into how many parts the examples are split, whatever the size: the sums of these are added in a fixed order.
-        is_in_step: whether all run the command; of a crew the first does, and the others do what it asks.
+        size: number of processes.
+        num_shards: number of parts of the examples, whatever the size: their sums are added in a fixed order.
+        is_in_step: whether all run the command; in a crew only the leader does, and the others do what it asks.
     """
 
     rank: int
@@ -263,20 +264,20 @@ class Team:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process writes and talks."""
+        """Return whether this process writes files and messages."""
         return self.rank == 0
 
     @property
     def num_here(self) -> int:
-        """How many of them are on this machine."""
+        """Return how many of the processes are on this machine."""
         return min(self.size, max(1, int(os.environ.get("LOCAL_WORLD_SIZE", self.size))))
 
     def share(self, count: int) -> range:
-        """Which of so many parts are this process's."""
+        """Return which of `count` parts are this process's."""
         return shares(count, self.size)[self.rank]
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all processes, which are of one shape and type, in the order of ranks."""
+        """Return the tensors of all processes, of one shape and type, in the order of ranks."""
         if self.size == 1:
             return [tensor]
         found = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -286,7 +287,7 @@ class Team:
         return found
 
     def broadcast(self, tensor: Tensor, *, owner: int) -> Tensor:
-        """What one process, the owner, has; the others give a tensor of that shape and type, which is overwritten."""
+        """Return the owner's tensor; the others pass one of that shape and type, which is overwritten."""
         if self.size > 1:
             with _speaking():
                 torch.distributed.broadcast(tensor, src=owner)
@@ -294,17 +295,18 @@ class Team:
         return tensor
 
     def gather_named(self, named: Mapping[str, Tensor], *, to_all: bool = True) -> list[dict[str, Tensor]]:
-        """The tensors that each process names, of any shapes, on the CPU, in the order of ranks.
+        """Return the tensors that each process names, of any shapes, on the CPU, in the order of ranks.
 
         Args:
-            to_all: whether all are given them; else the first alone is, and the others get an empty list.
+            to_all: whether every process gets them; else only the leader, and the others get an empty list.
         """
         from safetensors.torch import load, save
 
         own = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
         if self.size == 1:
             return [own]
-        content = save({name: tensor.clone() for name, tensor in own.items()})  # it takes none that share memory
+        # safetensors refuses tensors that share memory
+        content = save({name: tensor.clone() for name, tensor in own.items()})
         lengths = [int(length) for length in self.gather(torch.tensor(len(content)))]
         packed = torch.zeros(max(lengths), dtype=torch.uint8)
         packed.numpy()[: len(content)] = np.frombuffer(content, np.uint8)
@@ -312,7 +314,7 @@ class Team:
         return [load(part[:length].numpy().tobytes()) for part, length in zip(found, lengths, strict=False)]
 
     def _gather_to_leader(self, tensor: Tensor) -> list[Tensor]:
-        """What `gather` gives, on the first process; nothing on the others."""
+        """Return the tensors of all processes on the leader, nothing on the others."""
         found = [torch.empty_like(tensor) for _ in range(self.size)] if self.is_leader else []
         with _speaking():
             torch.distributed.gather(tensor, found or None, dst=0)
@@ -320,11 +322,11 @@ class Team:
         return found
 
     def told_by_leader(self, value: Any) -> Any:
-        """What the first process has as `value`."""
+        """Return the leader's `value`."""
         return self.told_by(0, value)
 
     def told_by(self, rank: int, value: Any) -> Any:
-        """What the process of that rank has as `value`."""
+        """Return the `value` of the process of that rank."""
         if self.size == 1:
             return value
         box = [value]
@@ -333,7 +335,7 @@ class Team:
         return box[0]
 
     def send(self, value: Any, to: int) -> Sending:
-        """Hand a value to another process, which takes it by `receive`; tensors in it arrive on the CPU."""
+        """Send a value to another process, which takes it by `receive`; tensors in it arrive on the CPU."""
         packed = pack(value)
         parts = (torch.tensor([len(packed)]), packed)
         with _speaking():
@@ -342,7 +344,7 @@ class Team:
         return sending
 
     def receive(self, of: int) -> Any:
-        """The value that another process has sent here first, of those that were not received."""
+        """Return the first value sent by another process that has not been received yet."""
         size = torch.zeros(1, dtype=torch.int64)
         with _speaking():
             torch.distributed.recv(size, of)
@@ -353,13 +355,13 @@ class Team:
 
 
 class Sending(NamedTuple):
-    """A value on its way: its bytes stay as long as the other has not asked for them."""
+    """A value being sent; it keeps the bytes alive until the other process has received them."""
 
     parts: tuple[Tensor, ...]
     works: list[Any]
 
     def wait(self) -> None:
-        """Until the other has it. Raises what has ended the other."""
+        """Wait until the other process has it. Raises what has ended the other."""
         with _speaking():
             for work in self.works:
                 work.wait()
@@ -368,18 +370,18 @@ class Sending(NamedTuple):
 _team: list[Team] = []
 _alone = [False]
 _beats: list[Heartbeats] = []
-STOPS: list[int] = []  # signals that asked this process to stop (signals.py), which its marks of life tell the first
+STOPS: list[int] = []  # signals that asked this process to stop (signals.py), passed to the leader by heartbeats
 _words: list[LastWords] = []
 _sent, _received = [0], [0]
 
 
 def shares(count: int, size: int) -> list[range]:
-    """Consecutive ranges of `count` parts, one a process, as even as can be."""
+    """Split `count` parts into consecutive ranges, one a process, as even as possible."""
     return [range(rank * count // size, (rank + 1) * count // size) for rank in range(size)]
 
 
 def rank_and_size() -> tuple[int, int] | None:
-    """What torchrun has told this process; None where it was not started by that."""
+    """Return the rank and size that torchrun set; None where it did not start this process."""
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
@@ -388,7 +390,7 @@ def rank_and_size() -> tuple[int, int] | None:
 
 
 def join(team: Team, device: torch.device) -> None:
-    """Meet the others, where there are others. Raises DeviceError where they do not come."""
+    """Connect to the other processes, if any. Raises DeviceError where they do not come."""
     if team.size > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         patience = PATIENCE if team.is_in_step else LONG_PATIENCE
@@ -404,13 +406,13 @@ def join(team: Team, device: torch.device) -> None:
 
 
 def meet() -> None:
-    """Wait until all have come here. Raises what has ended one of them."""
+    """Wait for all processes. Raises what has ended one of them."""
     if _team:
         _team[0].gather(torch.zeros(1))
 
 
 def part(error: BnnError | None = None) -> None:
-    """Speak with the others no more: whoever still waits for this process is told that it is gone, and what has ended it."""
+    """Disconnect: whoever still waits for this process learns that it is gone, and which error ended it."""
     if _team and _team[0].size > 1:
         if error is not None and (_team[0].is_leader or error.code != LOST):
             _words[0].leave(error)
@@ -420,35 +422,35 @@ def part(error: BnnError | None = None) -> None:
 
 
 def first_has_ended() -> bool:
-    """Whether the first process has parted in an error, or is gone."""
+    """Return whether the leader has ended with an error, or is gone."""
     return not _words or _words[0].first_has_ended()
 
 
 def heard() -> BnnError | None:
-    """What has ended another process, if that is known; see LastWords."""
+    """Return the error of another process, if known; see LastWords."""
     return _words[0].heard() if _words else None
 
 
 def killed(*, patience: float = 0.0) -> DeviceError | None:
-    """The error for a process that is no more, if one is known to be; see LastWords."""
+    """Return the error for a process that has ended, if known; see LastWords."""
     return _words[0].killed(patience=patience) if _words else None
 
 
 def leave() -> None:
-    """This process is of no team any more."""
+    """Leave the team."""
     if _team and _team.pop().size > 1:
         _beats.pop().stop()
         _words.pop()
 
 
 def team() -> Team | None:
-    """Those that work in step with this process; None where it works alone."""
+    """Return the processes that work in step with this one; None where it works alone."""
     return _team[0] if _team and _team[0].is_in_step and not _alone[0] else None
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, this process shares out nothing: what it works on is its share already."""
+    """Work alone inside the block, on this process's own share."""
     _alone[0], before = True, _alone[0]
     try:
         yield
@@ -457,38 +459,38 @@ def alone() -> Iterator[None]:
 
 
 def crew() -> Team | None:
-    """Those of whom the first runs the command and asks the others; None where it works alone, or all are in step."""
+    """Return the processes of a crew, whose leader runs the command and asks the others; None where there is none."""
     return _team[0] if _team and not _team[0].is_in_step else None
 
 
 def is_leader() -> bool:
-    """Whether this process writes: it is alone, or the first."""
+    """Return whether this process writes: it is alone, or the leader."""
     return not _team or _team[0].is_leader
 
 
 def bytes_sent() -> int:
-    """What this process has sent so far of tensors and of messages."""
+    """Return the bytes of tensors and messages that this process has sent."""
     return _sent[0]
 
 
 def bytes_received() -> int:
-    """What this process has received so far of messages."""
+    """Return the bytes of messages that this process has received."""
     return _received[0]
 
 
 class _speaking:
-    """A conversation with the others, whose end is an error of ours: what has ended one of them, if that is known."""
+    """Turn torch.distributed's errors inside the block into ours: what has ended another process, if known."""
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError):  # of torch.distributed, all of them
+        if isinstance(error, RuntimeError):  # all errors of torch.distributed are
             raise _lost() from error
 
 
 def _lost() -> BnnError:
-    """Why a conversation has ended: what another process has told, else which is no more, else that one is."""
+    """Return why a conversation has ended: the error another process left, else which one has ended, else that one has."""
     if (told := heard()) is not None:
         return told
     mine = _team[0].rank if _team else os.environ.get("RANK")
@@ -500,10 +502,10 @@ Kind = TypeVar("Kind", bound="np.generic")
 
 
 def brought_to_leader(own: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]] | None:
-    """The parts that all processes have, in the order of their ranks, on the first of them; None on the others.
+    """Gather the parts of all processes on the leader, in the order of ranks; None on the others.
 
     Args:
-        own: the parts of this one, perhaps none; tensors of the CPU by name.
+        own: the parts of this process, perhaps none; tensors of the CPU by name.
     """
     others = team()
     if others is None or others.size == 1:
@@ -516,26 +518,26 @@ def brought_to_leader(own: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of some work whose results every process needs: each does some of them, or all where they are too few to be shared.
+    """Parts of work whose results every process needs; shared out, or all done by each process where there are too few.
 
     Args:
-        count: how many they are.
+        count: number of parts.
     """
 
     count: int
 
     @property
     def own(self) -> range:
-        """The numbers of those that this process does: early ones, which may be dearer, are for all alike."""
+        """Return the numbers of this process's parts, interleaved so that the early ones, which may take longer, are spread evenly."""
         if (others := self._others) is None:
             return range(self.count)
         return range(others.rank, self.count, others.size)
 
     def of_all(self, found: NDArray[Kind], sizes: Sequence[int]) -> NDArray[Kind]:
-        """What all parts have given, (sum of sizes, ...), in their order.
+        """Return the results of all parts, (sum of sizes, ...), in order.
 
         Args:
-            found: (sum of own sizes, ...), what this process's have given, one behind the other.
+            found: (sum of own sizes, ...), this process's results, concatenated.
             sizes: of each part, perhaps 0.
         """
         if (others := self._others) is None:
@@ -552,6 +554,6 @@ class Parts:
 
     @property
     def _others(self) -> Team | None:
-        """Those that share the work; None where this process does all of it."""
+        """Return the team that shares the work; None where this process does all of it."""
         others = team()
         return None if others is None or others.size == 1 or self.count < others.size else others

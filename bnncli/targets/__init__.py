@@ -1,1 +1,1 @@
-"""Log posteriors over theta: what every fit, sampler and diagnostic sees of the data."""
+"""Log posteriors over theta: the view of the data for all fits, samplers and diagnostics."""

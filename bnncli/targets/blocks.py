@@ -1,6 +1,7 @@
 """Features in blocks of rows on the compute device, wherever they are stored.
 
-Sums over examples are made of a fixed number of shards in a fixed order, so that they are the same for any number of workers."""
+Sums over examples use a fixed number of shards in a fixed order, so that they are equal for any number of workers.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_PIECE_BYTES = 2**26  # of one buffer at most
+_PIECE_BYTES = 2**26  # limit per buffer
 
 
 class PinnedRows:
-    """Rows on their way to a GPU: some are gathered while those before travel.
+    """Copies rows to a GPU, gathering the next ones during the transfer.
 
     Args:
-        features: (N, D) on the CPU, of any floating type.
+        features: (N, D) on the CPU, of any floating-point type.
         device: the GPU.
     """
 
@@ -36,7 +37,7 @@ class PinnedRows:
         self._turn = 0
 
     def take(self, rows: slice | Tensor) -> Tensor:
-        """Rows (n, D) on the GPU, of the features' type; indices (n,) int64 on the CPU, or the host waits for them."""
+        """Return rows (n, D) on the GPU, in the features' type; indices (n,) int64 should be on the CPU to avoid a sync."""
         chosen = self.features[rows] if isinstance(rows, slice) else rows.cpu()
         moved = torch.empty((len(chosen), self.features.shape[1]), dtype=self.features.dtype, device=self.device)
         for to, piece in zip(moved.split(self._most), chosen.split(self._most), strict=True):
@@ -62,20 +63,20 @@ Work: TypeAlias = "Callable[[slice, Tensor], tuple[Tensor, ...]]"
 # Elements of the largest intermediate, rows times columns. Measured on two cores: blocks of about 2 MB stay in cache; a
 # GPU wants few, large kernels.
 BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-# A block's sum has as many elements for each column as there are features, which are written and added up: of 2 D rows and more
-# that costs little beside the products, and pays up to blocks of this many elements (K = 1,000, D = 1,280: a sixth).
+# A block's sum has one element per column and feature, which must be written and added. With 2 D rows or more this
+# costs little beside the products, and pays off up to blocks of this many elements (K = 1,000, D = 1,280: a sixth).
 _WIDE_BLOCK_ELEMENTS = 2**22
-TRANSFER_BYTES = 2**26  # of one pinned buffer: long enough for the full speed of the bus
+TRANSFER_BYTES = 2**26  # per pinned buffer: long enough for the bus's full speed
 
 
 @dataclass
 class FeatureBlocks:
-    """Features (N, D) to be read in blocks of rows.
+    """Features (N, D), read in blocks of rows.
 
     Args:
-        features: (N, D), of any floating-point type, on the compute device or on the CPU (a mapped file, perhaps).
+        features: (N, D), of any floating-point type, on the compute device or the CPU (possibly memory-mapped).
         device: where blocks are needed.
-        divisor: by how much blocks had to become smaller for the device's memory; grows with every refusal.
+        divisor: factor by which blocks were shrunk to fit the device's memory; grows with every failure.
     """
 
     features: Tensor
@@ -84,9 +85,9 @@ class FeatureBlocks:
     _pinned: PinnedRows | None = field(default=None, init=False, repr=False, compare=False)
 
     def sum(self, work: Work, *, columns: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The sums over all blocks of what `work` returns for each; arguments as for `map`.
+        """Return the sums over all blocks of what `work` returns; arguments as in `map`.
 
-        Of a team's shards, each worker's own, and then of all workers: the same for any number of them.
+        Each worker of a team sums its own shards first, so that the result is the same for any number of workers.
         """
 
         def sum_of(rows: slice) -> tuple[Tensor, ...]:
@@ -106,21 +107,22 @@ class FeatureBlocks:
     def map(
         self, work: Work, *, columns: int, dtype: torch.dtype, within: slice | None = None
     ) -> Iterator[tuple[Tensor, ...]]:
-        """What `work` returns for each block, in the order of the rows.
+        """Yield what `work` returns for each block, in row order.
 
         Args:
-            work: takes a slice of rows and their features (n, D); returns new tensors, and changes nothing else.
-            columns: elements a row of its largest intermediate.
-            dtype: precision that it takes features in.
-            within: the rows start..stop that are read; all by default.
+            work: takes a slice of rows and their features (n, D); returns new tensors without side effects.
+            columns: elements per row of its largest intermediate.
+            dtype: precision in which it takes features.
+            within: range of rows to read; all by default.
 
         Raises:
-            DeviceError: when not even one row fits in the device's memory.
-            torch.OutOfMemoryError: when a block does not, in the capture of a graph.
+            DeviceError: not even one row fits into the device's memory.
+            torch.OutOfMemoryError: a block does not fit during graph capture.
         """
         num_rows, num_features = self.features.shape
         start, stop = (0, num_rows) if within is None else (within.start, within.stop)
-        if dtype != self.features.dtype or self.device.type != "cpu":  # the block is itself an intermediate, or travels
+        # the block is itself an intermediate, or is copied
+        if dtype != self.features.dtype or self.device.type != "cpu":
             columns = max(columns, num_features)
         while start < stop:
             size = max(1, _block_rows(columns, num_features, self.device) // self.divisor)
@@ -131,7 +133,7 @@ class FeatureBlocks:
                     yield parts
             except torch.OutOfMemoryError as error:
                 if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                    raise  # nothing can be given back there, and what has failed would be replayed
+                    raise  # nothing can be freed there, and the failure would be replayed
                 if size == 1:
                     raise DeviceError(
                         f"{self.device}: out of memory even with a block of one example ({columns} columns)",
@@ -139,22 +141,22 @@ class FeatureBlocks:
                     ) from error
             else:
                 return
-            self.divisor *= 2  # only now are the tensors of the failed block free
+            self.divisor *= 2  # only now are the tensors of the failed block freed
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def read(self, size: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """All rows in order, at most `size` at a time, with their features (n, D), which the next ones may overwrite."""
+        """Yield all rows in order, at most `size` at a time, with features (n, D) that the next block may overwrite."""
         for rows, block in self._blocks(0, self.features.shape[0], size):
             yield rows, block.to(dtype)
 
     def gather(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """Some rows (B, D) on the compute device.
+        """Return some rows (B, D) on the compute device.
 
         Args:
-            rows: a slice, or an index (B,) int64: on any device; where features travel to a GPU the host waits for an
-                index on that, and for nothing else.
-            dtype: precision to have them in.
+            rows: a slice, or an index (B,) int64 on any device; if features are copied to a GPU, an index there costs a
+                sync.
+            dtype: precision of the result.
         """
         if self.features.device.type == "cpu" and self.device.type != "cpu":
             self._pinned = self._pinned or PinnedRows(self.features, self.device)
@@ -164,7 +166,7 @@ class FeatureBlocks:
         return self.features.index_select(0, rows.to(self.features.device)).to(self.device, dtype)
 
     def _blocks(self, start: int, stop: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Slices of at most `size` rows, start..stop together, with their features on the device."""
+        """Yield slices of at most `size` rows from start to stop, with their features on the device."""
         if self.features.device == self.device:
             for rows in slices(start, stop, size):
                 yield rows, self.features[rows]
@@ -174,10 +176,10 @@ class FeatureBlocks:
                 yield rows, block[rows.start - chunk.start : rows.stop - chunk.start]
 
     def _transfers(self, start: int, stop: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Slices of `size` rows or a multiple of them and their features, copied to the GPU while the ones before are in use."""
+        """Yield slices of a multiple of `size` rows with their features, copied to the GPU while earlier ones are in use."""
         num_features = self.features.shape[1]
         row_bytes = num_features * self.features.element_size()
-        # Whole blocks, or they would end elsewhere than on the GPU.
+        # Whole blocks; otherwise blocks would end at other rows than on the GPU.
         whole = TRANSFER_BYTES // self.divisor // row_bytes // size * size
         length = min(max(size, whole), stop - start)
         shape = (length, num_features)
@@ -187,7 +189,7 @@ class FeatureBlocks:
         copying, working = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
         copying.wait_stream(
             working
-        )  # the buffers' memory may be in use by work queued before; it goes back the same way
+        )  # earlier queued work may still use the buffers' memory; it is freed in stream order
         for count, rows in enumerate(slices(start, stop, length)):
             turn, here = count % 2, slice(0, rows.stop - rows.start)
             copied[turn].synchronize()  # the pinned buffer is free once its last copy is done
@@ -202,13 +204,13 @@ class FeatureBlocks:
 
 
 def _block_rows(columns: int, num_features: int, device: torch.device) -> int:
-    """How many rows of so many columns make a good block for sums over features."""
+    """Return a good number of rows per block for sums over features with this many columns."""
     wide = min(2 * num_features, _WIDE_BLOCK_ELEMENTS // columns)
     return max(BLOCK_ELEMENTS.get(device.type, 2**19) // columns, wide)
 
 
 def slices(start: int, stop: int, size: int) -> Iterator[slice]:
-    """Consecutive slices of at most `size`, covering range(start, stop)."""
+    """Return consecutive slices of at most `size` that cover range(start, stop)."""
     return (slice(begin, min(begin + size, stop)) for begin in range(start, stop, size))
 
 
@@ -216,19 +218,19 @@ Sums: TypeAlias = "tuple[Tensor, ...]"
 
 
 def shard_rows(num_rows: int, num_shards: int) -> list[slice]:
-    """The rows of each shard; none is empty: of fewer rows than shards each is one."""
+    """Return the rows of each non-empty shard; with fewer rows than shards, one row each."""
     count = min(num_shards, num_rows)
     return [slice(part.start, part.stop) for part in shares(num_rows, count)] if count else []
 
 
 def row_slices(num_rows: int, *, most: int, team: Team | None) -> list[slice]:
-    """Slices of consecutive rows that are computed each by itself, whichever process does it; all rows in one where it works alone.
+    """Return slices of rows to compute independently, in any process; a single slice without a team.
 
-    Their ends are the same for any number of processes, and so is what rounding makes of each.
+    Their boundaries, and so the rounding, are the same for any number of processes.
 
     Args:
-        num_rows: of all of them, perhaps none.
-        most: rows of a slice, unless that makes more of them than there are shards: with fewer a block is too thin.
+        num_rows: total, possibly 0.
+        most: rows per slice, unless that gives more slices than shards, which would make blocks too thin.
     """
     if team is None or num_rows == 0:
         return [slice(0, num_rows)]
@@ -237,16 +239,16 @@ def row_slices(num_rows: int, *, most: int, team: Team | None) -> list[slice]:
 
 @dataclass
 class TreeSum:
-    """The nodes of the tree over shards begin..end that are known: the fewest that cover them, from the left.
+    """The known nodes of a summation tree over shards begin..end: the fewest that cover them, from the left.
 
     Attributes:
-        nodes: (level, place, sums); a node of level l at place i covers the shards i 2^l to (i + 1) 2^l - 1.
+        nodes: (level, place, sums); node i of level l covers shards i 2^l to (i + 1) 2^l - 1.
     """
 
     nodes: list[tuple[int, int, Sums]] = field(default_factory=list)
 
     def add(self, level: int, place: int, sums: Sums) -> None:
-        """Takes in the node to the right of those that are known; sums may be changed afterwards."""
+        """Add the node to the right of the known ones; sums may be changed."""
         while self.nodes and place % 2 == 1 and self.nodes[-1][:2] == (level, place - 1):
             left = self.nodes.pop()[2]
             sums = tuple(one.add_(other) for one, other in zip(left, sums, strict=True))
@@ -254,7 +256,7 @@ class TreeSum:
         self.nodes.append((level, place, sums))
 
     def total(self) -> Sums:
-        """The sum of all nodes, from the right, where the shards are not a power of two."""
+        """Return the sum of all nodes, from the right, for a number of shards that is not a power of two."""
         *rest, (_, _, found) = self.nodes
         for _, _, sums in reversed(rest):
             found = tuple(one.add_(other) for one, other in zip(sums, found, strict=True))
@@ -262,7 +264,7 @@ class TreeSum:
 
 
 def node_places(shards: range) -> list[tuple[int, int]]:
-    """Level and place of the fewest nodes that cover these shards, from the left."""
+    """Return level and place of the fewest nodes that cover these shards, from the left."""
     tree = TreeSum()
     for shard in shards:
         tree.add(0, shard, ())
@@ -270,7 +272,7 @@ def node_places(shards: range) -> list[tuple[int, int]]:
 
 
 def summed(shards: Iterable[tuple[int, Sums]]) -> TreeSum:
-    """The nodes of shards' sums, each with its number, from the left."""
+    """Combine the numbered sums of shards into a tree, from the left."""
     tree = TreeSum()
     for shard, sums in shards:
         tree.add(0, shard, sums)
@@ -278,12 +280,12 @@ def summed(shards: Iterable[tuple[int, Sums]]) -> TreeSum:
 
 
 def gathered(own: TreeSum, shape_of: Sums, num_shards: int, team: Team) -> Sums:
-    """The sum over all shards, the same on every worker.
+    """Return the sum over all shards, the same on every worker.
 
     Args:
-        own: this worker's nodes, of its share of the shards; it may have none.
-        shape_of: tensors of the sums' shapes and types.
-        num_shards: of all workers together.
+        own: nodes of this worker's share of the shards, possibly none.
+        shape_of: tensors with the sums' shapes and types.
+        num_shards: of all workers.
     """
     places = [node_places(part) for part in shares(num_shards, team.size)]
     most = max(map(len, places))

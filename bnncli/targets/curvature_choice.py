@@ -15,19 +15,17 @@ GGN, HESSIAN, FISHER = KINDS = ("ggn", "hessian", "fisher")
 
 
 DEFAULT_RANK = 50
-
-
 DEFAULT_SIZE = 1000
 
 
 @dataclass(frozen=True)
 class CurvatureChoice:
-    """What H is, and what is kept of it.
+    """The kind of H, and how much of it to keep.
 
     Args:
-        kind: ggn, the generalised Gauss-Newton matrix; hessian, all second derivatives; fisher, the sum of the outer products
-            of each example's gradient at its label (the empirical Fisher matrix).
-        rank: eigenvectors that the structure low-rank keeps.
+        kind: ggn, generalised Gauss-Newton matrix; hessian, all second derivatives; fisher, sum of outer products of
+            each example's gradient at its label (empirical Fisher matrix).
+        rank: eigenvectors kept by the structure low-rank.
         size: parameters of the structure subnetwork.
     """
 
@@ -44,8 +42,6 @@ class CurvatureChoice:
 
 
 USUAL = CurvatureChoice()
-
-
 _FAMILIES = ("curvature", "network_curvature")  # of the last layer, of other layers
 
 

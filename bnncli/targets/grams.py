@@ -1,9 +1,9 @@
-"""Weighted Gram matrices under many weights, and quadratic forms under many matrices, by one of two routes.
+"""Weighted Gram matrices for many weights, and quadratic forms with many matrices, by one of two routes.
 
-Packed: the products x x^T of every example, the upper triangle alone, are made once, and one matrix product takes all
-weights (or matrices) at half the work of full squares. Square: one matrix product for each weight, (w X)^T X, or for each
-matrix, row sums of (X M) * X; nothing of the size F^2 an example is made. Which is cheaper is a matter of operations:
-see `is_packed`. Sums over the examples are float64, products within a slice of examples are of the features' precision.
+Packed: the upper triangle of x x^T is computed once per example, and one matrix product takes all weights (or
+matrices), at half the work of full squares. Square: one matrix product per weight, (w X)^T X, or per matrix, row sums
+of (X M) * X, without F^2 numbers per example. `is_packed` chooses by the number of operations. Sums over examples are
+float64; products within a slice of examples use the features' precision.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ if TYPE_CHECKING:
 
 Weights: TypeAlias = "Callable[[slice], Tensor]"
 
-_BLOCK_EXAMPLES = {"cpu": 1024, "cuda": 2**13}  # of one sum in the features' precision
+_BLOCK_EXAMPLES = {"cpu": 1024, "cuda": 2**13}  # per sum in the features' precision
 _FEWEST_EXAMPLES = 64
 _FEWEST_FEATURES = 32  # of the square route
 _PACKED_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
-_PANELS = 32  # launches that make the packed products of a slice, whatever F is; 1/32 more products than a triangle has
-# What it takes to make one packed product, to make one feature times its weight, and to add one number to a sum, in
-# operations of a matrix product: all go through memory. Of the same order on a CPU (3 ns, 5e10 operations a second) and on
-# a GPU (2 ps, 6e13). Measured on one core: as fast at 20 weights of 85 features, 50 of 257, more than 100 of 513.
+_PANELS = 32  # launches for the packed products of a slice, for any F; 1/32 more products than a triangle has
+# Cost of one packed product, of one weighted feature, and of one addition to a sum, in operations of a matrix product;
+# all are memory-bound. Similar on a CPU (3 ns, 5e10 operations per second) and a GPU (2 ps, 6e13). Measured on one
+# core: break-even at 20 weights of 85 features, 50 of 257, more than 100 of 513.
 _PACKED_OPERATIONS, _WEIGHTED_OPERATIONS, _SUM_OPERATIONS = 150, 220, 150
-# Of one call of PyTorch, on a GPU 15 us of the host; calls of a packed slice, and of a tile of the square route. Measured on an
-# H100's host, 45 weights of 85 features and 60,000 examples: 10 ms a Hessian packed; the GPU works 1.6 ms of them.
+# Cost of one PyTorch call, on a GPU 15 us of host time; calls per packed slice and per tile of the square route.
+# Measured on an H100's host, 45 weights of 85 features and 60,000 examples: 10 ms per packed Hessian, of which the GPU
+# works 1.6 ms.
 _CALL_OPERATIONS = {"cpu": 0.0, "cuda": 9e8}
 _PACKED_CALLS, _SQUARE_CALLS = 2 * _PANELS, 8
 
 
 def is_packed(count: int, features: Tensor) -> bool:
-    """Whether the packed route is the cheaper one for `count` weights (or matrices) and features (n, F).
+    """Return whether the packed route is cheaper for `count` weights (or matrices) and features (n, F).
 
-    Operations an example: F^2 / 2 packed products and 2 F^2 / 2 with them for each weight, against F weighted features and
-    2 F^2 with those; a weight's matrix is added to its sum once a slice, and each slice takes calls of PyTorch. Few features
-    stay packed whatever it costs: products of such narrow matrices add up one example after the other, and their float32
-    sums lose twice the digits.
+    Operations per example: F^2 / 2 packed products plus 2 F^2 / 2 with them per weight, against F weighted features
+    plus 2 F^2 with those. Each weight's matrix is added to its sum once per slice, and each slice needs calls of
+    PyTorch. Few features always use the packed route: products of such narrow matrices accumulate one example after the
+    other, and their float32 sums lose twice the digits.
     """
     size, kind = features.shape[1], features.device.type
     square_rows, packed_rows, call = (
@@ -57,10 +58,10 @@ def is_packed(count: int, features: Tensor) -> bool:
 
 
 def weighted_grams(weights: Weights, features: Tensor, *, count: int) -> Tensor:
-    """sum_n w_mn x_n x_n^T for `count` weights, of features (n, F): (M, F, F) float64, symmetric but for rounding.
+    """Return sum_n w_mn x_n x_n^T for `count` weights and features (n, F): (M, F, F) float64, symmetric up to rounding.
 
     Args:
-        weights: of a slice of the examples, (M, n).
+        weights: returns those of a slice of the examples, (M, n).
         features: (n, F).
     """
     size = features.shape[1]
@@ -75,7 +76,7 @@ def weighted_grams(weights: Weights, features: Tensor, *, count: int) -> Tensor:
 
 
 def packed_grams(weights: Weights, features: Tensor) -> Tensor:
-    """The same, packed: (M, T) float64, to be unpacked by unpack_symmetric."""
+    """Return the same in packed form: (M, T) float64, for unpack_symmetric."""
     total: Tensor | None = None
     for rows in _packed_slices(features):
         signals.raise_if_interrupted("the Hessian")
@@ -86,7 +87,7 @@ def packed_grams(weights: Weights, features: Tensor) -> Tensor:
 
 
 def quadratic_forms(features: Tensor, matrices: Tensor) -> Tensor:
-    """x^T M x for each of the matrices (M, F, F) at features (n, F), (n, M), in the matrices' precision."""
+    """Return x^T M x for each of the matrices (M, F, F) at features (n, F), (n, M), in the matrices' precision."""
     count, size = matrices.shape[:2]
     features = features.to(matrices)
     out = features.new_empty(count, features.shape[0])
@@ -104,9 +105,9 @@ def quadratic_forms(features: Tensor, matrices: Tensor) -> Tensor:
 
 
 def packed_products(features: Tensor) -> Tensor:
-    """x_i x_j, (T, n), of features (n, F): for every j from the first row of i's panel on, T about F^2 / 2.
+    """Return x_i x_j, (T, n), for features (n, F): for every j from the first row of i's panel on, T about F^2 / 2.
 
-    A panel is a few rows i that are multiplied at once; where they are one each, j >= i is the upper triangle.
+    A panel is a few rows i that are multiplied at once; with one row per panel, j >= i is the upper triangle.
     """
     rows = features.T.contiguous()
     size, num_examples = rows.shape
@@ -121,12 +122,12 @@ def packed_products(features: Tensor) -> Tensor:
 
 
 def unpack_symmetric(packed: Tensor, places: Tensor) -> Tensor:
-    """Symmetric matrices (..., F, F) of packed ones (..., T), with the first of packed_places (F, F)."""
+    """Unpack (..., T) to symmetric matrices (..., F, F), with the first result of packed_places (F, F)."""
     return packed[..., places]
 
 
 def pack_quadratic_form(matrices: Tensor) -> Tensor:
-    """Coefficients (..., T) whose product with packed_products is x^T M x, for M (..., F, F)."""
+    """Return coefficients (..., T) whose product with packed_products is x^T M x, for M (..., F, F)."""
     size = matrices.shape[-1]
     places, is_twice = packed_places(size, matrices.device)
     out = matrices.new_empty(*matrices.shape[:-2], _num_packed(size))
@@ -135,7 +136,7 @@ def pack_quadratic_form(matrices: Tensor) -> Tensor:
 
 
 def packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where x_i x_j lies among the packed products, (F, F), symmetric but within a panel, which has x_j x_i as well: (F, F)."""
+    """Return the position of x_i x_j among the packed products, (F, F), and which are stored twice (within a panel), (F, F)."""
     height, rows = _panel_rows(size), torch.arange(size, device=device)
     panel = rows // height
     first = panel * height
@@ -145,24 +146,24 @@ def packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def tiles(features: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of examples and of weights whose products with the features (n, F) stay in the cache."""
+    """Yield slices of examples and of weights whose products with the features (n, F) stay in cache."""
     for rows in example_slices(features):
         for some in _tiles(features, count):
             yield rows, some
 
 
 def example_slices(features: Tensor) -> Iterator[slice]:
-    """Slices of examples whose sums may be taken in the features' precision."""
+    """Return slices of examples short enough to sum in the features' precision."""
     return slices(0, features.shape[0], _BLOCK_EXAMPLES.get(features.device.type, 1024))
 
 
 def _tiles(features: Tensor, count: int) -> Iterator[slice]:
-    """Slices of weights whose products with a slice of the features (n, F) stay in the cache."""
+    """Return slices of weights whose products with a slice of the features (n, F) stay in cache."""
     return slices(0, count, _tile_weights(features.shape[1], features.device.type))
 
 
 def _tile_weights(size: int, kind: str) -> int:
-    """How many, of F features on a device of this kind, however few examples there are: sums are F^2 numbers for each weight."""
+    """Return the number of weights per tile for F features on this kind of device, for any number of examples."""
     return max(1, BLOCK_ELEMENTS.get(kind, 2**19) // (_BLOCK_EXAMPLES.get(kind, 1024) * size))
 
 
@@ -172,17 +173,17 @@ def _packed_slices(features: Tensor) -> Iterator[slice]:
 
 
 def _packed_rows(size: int, kind: str) -> int:
-    """Examples whose packed products fit the cache, or hide the cost of adding what they give."""
+    """Return the number of examples whose packed products fit into cache, or outweigh the cost of adding their sums."""
     most = _PACKED_ELEMENTS.get(kind, 2**22) // _num_packed(size)
     return min(max(most, _FEWEST_EXAMPLES), _BLOCK_EXAMPLES.get(kind, 1024))
 
 
 def _panel_rows(size: int) -> int:
-    """Rows of a panel of the packed products; the last may have fewer."""
+    """Return the rows per panel of the packed products; the last may have fewer."""
     return -(-size // _PANELS)
 
 
 def _num_packed(size: int) -> int:
-    """T."""
+    """Return T."""
     height = _panel_rows(size)
     return sum((panel.stop - panel.start) * (size - panel.start) for panel in slices(0, size, height))

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Rows of a matrix product; more gain nothing.
+# Rows of a matrix product beyond which speed does not increase.
 _MAX_ROWS = {"cpu": 1024, "cuda": 2**14}
 
 
 def block_logits(features: Tensor, theta: Tensor, layout: HeadLayout, *, multiply: Multiply | None = None) -> Tensor:
-    """Logits (K, S, n) of features (n, D) under theta (S, P), as one matrix product; `multiply` makes it another way."""
+    """Return logits (K, S, n) for features (n, D) under theta (S, P), as one matrix product (by `multiply` if given)."""
     weight, bias = layout.split(theta)
     rows = weight.transpose(0, 1).reshape(-1, layout.num_features)
     if multiply is not None:
@@ -55,7 +55,7 @@ def block_logits(features: Tensor, theta: Tensor, layout: HeadLayout, *, multipl
 def weighted_feature_sums(
     weights: Tensor, features: Tensor, layout: HeadLayout, *, multiply: Multiply | None = None
 ) -> Tensor:
-    """sum_n weights[k, s, n] x_n in theta order, (S, P) float64, for weights (K, S, n) and features (n, D)."""
+    """Return sum_n weights[k, s, n] x_n in theta order, (S, P) float64, for weights (K, S, n) and features (n, D)."""
     num_draws = weights.shape[1]
     sums = (multiply or torch.matmul)(weights.flatten(0, 1), features)
     weight = sums.view(layout.num_outputs, num_draws, -1).transpose(0, 1).double()
@@ -64,47 +64,46 @@ def weighted_feature_sums(
 
 
 def label_sums(features: Tensor, labels: Tensor, layout: HeadLayout) -> Tensor:
-    """sum_n onehot(y_n) x x_n in theta order, (P,) float64, for features (n, D) and labels (n,), or (n, C)."""
+    """Return sum_n onehot(y_n) x x_n in theta order, (P,) float64, for features (n, D) and labels (n,) or (n, C)."""
     likelihood, num_outputs = layout.likelihood, layout.num_outputs
-    if (
-        features.device.type != "cpu" or not likelihood.is_shift_invariant
-    ):  # only a softmax has one output for each label
+    if features.device.type != "cpu" or not likelihood.is_shift_invariant:  # only a softmax has one output per label
         indicators = likelihood.indicators(labels, features.dtype)
         return weighted_feature_sums(indicators.unsqueeze(1), features, layout)[0]
-    # Each row goes to one output: no product of K rows for each (in one order, as it is on a CPU).
+    # Add each row to one output, instead of a product with K rows (in a fixed order, as on a CPU).
     weight = features.new_zeros(num_outputs, features.shape[1]).index_add_(0, labels, features)
     counts = torch.bincount(labels, minlength=num_outputs).to(features.dtype) if layout.has_bias else None
     return layout.join(weight.unsqueeze(0), None if counts is None else counts.unsqueeze(0))[0].double()
 
 
 def row_blocks(num_rows: int, columns: int, device: torch.device) -> Iterator[slice]:
-    """Slices over `num_rows` examples, sized so that a block of rows times `columns` fits the cache."""
+    """Return slices of examples such that a block of rows times `columns` fits into cache."""
     return slices(0, num_rows, max(1, BLOCK_ELEMENTS.get(device.type, 2**19) // columns))
 
 
 def draw_blocks(theta: Tensor, layout: HeadLayout) -> tuple[Tensor, ...]:
-    """theta (S, P) in blocks of draws whose logits make a matrix product of efficient height."""
+    """Split theta (S, P) into blocks of draws whose logits are a matrix product of efficient height."""
     rows = _MAX_ROWS.get(theta.device.type, 1024)
     return theta.split(max(1, rows // layout.num_outputs))
 
 
 Multiply: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
-_SCALED = 14  # the power of two below which a split operand lies: float16 ends at 2^16
-_HALF_STEP = 2.0**11  # what float16's mantissa leaves over is smaller by this
-_DROPPED = 13  # of float32's 23 bits of mantissa, for TF32
+_SCALED = 14  # power of two below which a split operand lies; float16 ends at 2^16
+_HALF_STEP = 2.0**11  # the remainder beyond float16's mantissa is smaller by this factor
+_DROPPED = 13  # of float32's 23 mantissa bits, for TF32
 
 
 def multiply_in(precision: str) -> Multiply:
-    """A function of two float32 matrices (n, m) and (m, p) that gives their product (n, p), float32, in tf32 or bfloat16."""
+    """Return a function that multiplies float32 matrices (n, m) and (m, p) in tf32 or bfloat16, with float32 result (n, p)."""
     return {"tf32": _multiply_tf32, "bfloat16": _multiply_bfloat16}[precision]
 
 
 def multiply_halves(left: Tensor, right: Tensor) -> Tensor:
-    """The product (n, p), float32, of left (n, m) float32 and right (m, p) float16, on a GPU.
+    """Multiply left (n, m) float32 by right (m, p) float16, with float32 result (n, p), on a GPU.
 
-    Left is split into two float16 numbers, which keep 22 of its 24 bits (of what is not 2^29 times smaller than its largest). On an
-    H200 an error of 1.1e-6 for float32's 3.7e-7 (logits with a standard deviation of 0.45, D = 2,048), in a sixth of the time.
+    Left is split into two float16 numbers, which keep 22 of its 24 bits (except for values 2^29 times smaller than its
+    largest). On an H200 the error is 1.1e-6 against float32's 3.7e-7 (logits with standard deviation 0.45, D = 2,048),
+    in a sixth of the time.
     """
     exponent = torch.frexp(left.abs().amax()).exponent.clamp_min(-100)
     scale = torch.ldexp(torch.ones((), device=left.device), _SCALED - exponent)
@@ -116,14 +115,14 @@ def multiply_halves(left: Tensor, right: Tensor) -> Tensor:
 
 
 def rough_multiply(device: torch.device) -> Multiply | None:
-    """As multiply_in for bfloat16 where the device is faster at that than at float32, on a CPU with rounded products; else None."""
+    """Return multiply_in's bfloat16 function if it is faster than float32 on the device (rounded on a CPU); else None."""
     if not has_bfloat16_products(device):
         return None
     return _multiply_and_round if device.type == "cpu" else _multiply_bfloat16
 
 
 def round_to_tf32(tensor: Tensor) -> Tensor:
-    """A float32 tensor's nearest numbers of 10 bits of mantissa, ties to even, as float32; infinities and NaN stay."""
+    """Round a float32 tensor to 10 mantissa bits, ties to even, as float32; infinities and NaN stay."""
     bits = tensor.contiguous().view(torch.int32)
     half = (1 << (_DROPPED - 1)) - 1
     rounded = (bits + half + ((bits >> _DROPPED) & 1)) & -(1 << _DROPPED)
@@ -144,23 +143,24 @@ def _multiply_and_round(left: Tensor, right: Tensor) -> Tensor:
 def _multiply_bfloat16(left: Tensor, right: Tensor) -> Tensor:
     left, right = left.bfloat16(), right.bfloat16()
     if has_coarse_products(left.device):
-        return torch.mm(left, right, out_dtype=torch.float32)  # rounded logits would lose two digits more
+        return torch.mm(left, right, out_dtype=torch.float32)  # rounded logits would lose two more digits
     return left.float() @ right.float()
 
 
-# Of logits or probabilities (K, N) that are kept; larger ones are made again. Not a share of what is free, on which bits would depend.
+# Limit for cached logits or probabilities (K, N); larger ones are recomputed. Not relative to free memory, so that
+# results do not depend on it.
 _KEPT_BYTES = 2**29
-_KEPT_SHARE = 8  # on a GPU, whose own work needs the rest: one part in so many of all its memory, free or not
-_EARLY_SHARE = 32  # the same, where they lie beside factors that are made
+_KEPT_SHARE = 8  # one part in this many of a GPU's total memory, since its own work needs the rest
+_EARLY_SHARE = 32  # the same, if cached besides computed factors
 
 
 def is_kept(num_bytes: int, device: torch.device, *, share: int = _KEPT_SHARE) -> bool:
-    """Whether what a pass over the data could make again is small enough to stay on the device, of a GPU one part in `share` of its memory."""
+    """Return whether data that could be recomputed is small enough to cache on the device (on a GPU, 1 / `share` of its memory)."""
     return num_bytes <= (_KEPT_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[1] // share)
 
 
 class KeptProbabilities:
-    """Those (K, N) of the last theta (P,) that was evaluated while they are asked for; of a team's worker, of its own rows alone."""
+    """Cache of the probabilities (K, N) at the last evaluated theta (P,), while requested; in a team, of this worker's rows."""
 
     def __init__(self) -> None:
         self._is_asked = False
@@ -169,7 +169,7 @@ class KeptProbabilities:
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
-        """Within, evaluations fill them; after it they are gone."""
+        """Fill the cache in evaluations within this context; drop it afterwards."""
         before, self._is_asked = self._is_asked, True
         try:
             yield
@@ -178,7 +178,7 @@ class KeptProbabilities:
             self._theta = self._values = None
 
     def room(self, theta: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        """Where an evaluation at theta (1, P) shall write them; None where nobody asks, or there is no room."""
+        """Return the buffer that an evaluation at theta (1, P) should fill; None if not requested or too large."""
         self._theta = self._values = None
         size, device = shape[0] * shape[1] * dtype.itemsize, theta.device
         if not self._is_asked or len(theta) != 1 or not is_kept(size, device, share=_EARLY_SHARE):
@@ -189,13 +189,13 @@ class KeptProbabilities:
         return self._values
 
     def find(self, theta: Tensor) -> Tensor | None:
-        """Those under theta (P,), as they were evaluated in their precision; None where others are kept, or none."""
+        """Return the cached probabilities at theta (P,), in the precision of their evaluation; None if there are none."""
         if self._theta is None or self._values is None or not torch.equal(theta.to(self._theta), self._theta):
             return None
         return self._values
 
 
-_MOST_COLUMNS = 2**11  # logits of an example made at a time, if it has fewer: blocks of a few rows are slow
+_MOST_COLUMNS = 2**11  # logits per example computed at once, if it has fewer: blocks of few rows are slow
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,9 @@ class HeldOutFeatures:
     """Features with labels.
 
     Args:
-        features: (M, D), on the device and in the precision that logits are made in.
-        labels: (M,), there too; (M, C) where classes do not exclude each other.
-        layout: how weight and bias lie in theta.
+        features: (M, D), on the device and in the precision of the logits.
+        labels: (M,), on the device; (M, C) for multi-label.
+        layout: layout of weight and bias in theta.
     """
 
     features: Tensor
@@ -214,9 +214,9 @@ class HeldOutFeatures:
     is_linearised: ClassVar[bool] = False
 
     def losses(self, theta: Tensor) -> Tensor:
-        """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each label's probability.
+        """Return -log (M,), float64 nats, of each label's probability averaged over draws theta (S, P).
 
-        Of several labels an example the mean over them: of each being there or not.
+        For multi-label, the mean over labels of whether each is present.
         """
         theta, layout = theta.to(self.features), self.layout
         blocks = draw_blocks(theta, layout)
@@ -225,11 +225,11 @@ class HeldOutFeatures:
         )
 
     def losses_by(self, drawn: Callable[[Tensor], Iterable[Tensor]], *, num_draws: int) -> Tensor:
-        """The same of draws of the logits.
+        """Return the same for draws of the logits.
 
         Args:
-            drawn: for features (n, D), the draws in blocks (K, s, n), which may be overwritten.
-            num_draws: S, of all blocks.
+            drawn: returns, for features (n, D), the draws in blocks (K, s, n), which may be overwritten.
+            num_draws: S, over all blocks.
         """
         features, layout = self.features, self.layout
         losses = torch.empty(features.shape[0], dtype=torch.float64, device=features.device)
@@ -242,7 +242,7 @@ class HeldOutFeatures:
         return losses
 
 
-_SPLIT_PARAMS = 2**17  # from which products, not launches, take the time on a GPU
+_SPLIT_PARAMS = 2**17  # from here on, products rather than launches dominate on a GPU
 
 RowProbabilities: TypeAlias = "Callable[[slice, Tensor], Tensor]"
 
@@ -252,11 +252,11 @@ class LastLayerTarget:
     """The unnormalised log posterior over theta (P,).
 
     Args:
-        features: (N, D), float32 or float16 (float64 for tests), on the compute device, or on the CPU where they do not
-            fit it: a mapped file will do.
-        labels: (N,) int64 on the compute device, in 0..C-1, C the classes that the layout's likelihood tells apart; (N, C)
-            uint8, zeros and ones, where these do not exclude each other.
-        layout: how weight and bias lie in theta.
+        features: (N, D), float32 or float16 (float64 for tests), on the compute device, or on the CPU if too large; may
+            be memory-mapped.
+        labels: (N,) int64 on the compute device, in 0..C-1, with C the number of classes of the layout's likelihood;
+            (N, C) uint8, zeros and ones, for multi-label.
+        layout: layout of weight and bias in theta.
         prior: of weights and biases, its mean on the compute device.
         likelihood_scale: factor on the log likelihood; N / B for a minibatch of B.
     """
@@ -276,38 +276,38 @@ class LastLayerTarget:
             raise DataError(f"the features have {sizes['D']} columns, but the head expects {self.layout.num_features}")
         check_labels(self.labels, self.likelihood)
         object.__setattr__(self, "prior", self.prior.to(self.device))
-        if not bool(torch.isfinite(self.label_statistic).all()):  # one pass for both; count only when it fails
+        if not bool(torch.isfinite(self.label_statistic).all()):  # one pass for both; counts only if it fails
             num_bad = self._sum(lambda rows, block: ((~torch.isfinite(block)).sum(),), columns=self.layout.num_features)
             raise DataError(f"the features contain {int(num_bad[0])} values that are not finite")
 
     @property
     def rough_structure(self) -> str:
-        """Of the Hessian that whitens the search for the mode."""
+        """Structure of the Hessian that whitens the mode search."""
         return rough_structure(self.layout.num_outputs)
 
     @property
     def num_examples(self) -> int:
-        """N: rows of the features."""
+        """Number of examples, N."""
         return self.features.shape[0]
 
     @property
     def likelihood(self) -> Likelihood:
-        """What the logits say of a label."""
+        """Likelihood of the labels given the logits."""
         return self.layout.likelihood
 
     @property
     def device(self) -> torch.device:
-        """Where every product is computed, and the labels are."""
+        """Device of all products and the labels."""
         return self.labels.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of the products: the features' own, float32 at least."""
+        """Precision of the products: the features' own, at least float32."""
         return torch.promote_types(self.features.dtype, torch.float32)
 
     @property
     def is_resident(self) -> bool:
-        """Whether the features lie on the compute device: they do not travel to it block by block."""
+        """Whether the features are on the compute device rather than copied in blocks."""
         return self.features.device == self.device
 
     @cached_property
@@ -316,12 +316,12 @@ class LastLayerTarget:
         return FeatureBlocks(self.features, self.device)
 
     def rows(self, index: Tensor) -> Tensor:
-        """The features (B, D) of the rows in index (B,), on the compute device and in the products' precision."""
+        """Return the features (B, D) of the rows in index (B,), on the compute device in the products' precision."""
         return self.blocks.gather(index, self.dtype)
 
     @cached_property
     def label_statistic(self) -> Tensor:
-        """t = sum_n onehot(y_n) x x_n in theta order, (P,) float64: the label term is theta . t."""
+        """t = sum_n onehot(y_n) x x_n in theta order, (P,) float64; the label term is theta . t."""
 
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
             return (label_sums(block, self.labels[rows], self.layout),)
@@ -329,24 +329,24 @@ class LastLayerTarget:
         return self._sum(work, columns=self.layout.num_outputs, dtype=torch.float64)[0]
 
     def log_prior(self, theta: Tensor) -> Tensor:
-        """log N(theta | m, Lambda^-1), (S,) float64, for theta (S, P)."""
+        """Return log N(theta | m, Lambda^-1), (S,) float64, for theta (S, P)."""
         return self.prior.log_density(theta, self.layout)
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
-        """Sum over the examples of log p(y | x, theta) times likelihood_scale, (S,) float64, for theta (S, P)."""
+        """Return the sum over examples of log p(y | x, theta) times likelihood_scale, (S,) float64, for theta (S, P)."""
         self._check(theta)
         theta = theta.to(self.device, self.dtype)
         return torch.cat([self._block_log_likelihood(block) for block in draw_blocks(theta, self.layout)])
 
     def log_joint(self, theta: Tensor) -> Tensor:
-        """Log likelihood plus log prior, (S,) float64 nats, for theta (S, P); autograd may pass through it."""
+        """Return log likelihood plus log prior, (S,) float64 nats, for theta (S, P); differentiable."""
         if theta.requires_grad and torch.is_grad_enabled():
             return value_with_gradient(theta, self.log_joint_and_grad)
         theta = theta.to(self.device)
         return self.log_likelihood(theta) + self.log_prior(theta.to(self.dtype))
 
     def log_joint_and_grad(self, theta: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Log joint (S,) and its gradient (S, P), both float64, for theta (S, P).
+        """Return the log joint (S,) and its gradient (S, P), both float64, for theta (S, P).
 
         Args:
             theta: (S, P).
@@ -361,7 +361,7 @@ class LastLayerTarget:
         return log_likelihood + self.log_prior(theta), gradient + self.prior.gradient(theta.double(), self.layout)
 
     def probabilities(self, theta: Tensor, features: Tensor | None = None) -> Tensor:
-        """Probabilities of the outputs under one theta (P,); for a single output, of label 1.
+        """Return probabilities of the outputs under one theta (P,); for a single output, of label 1.
 
         (K, N) for all examples, or (K, n) for the features (n, D) of a block.
         """
@@ -379,10 +379,10 @@ class LastLayerTarget:
         return found
 
     def row_probabilities(self, theta: Tensor, *, all_at_once: bool = False) -> RowProbabilities:
-        """A function that gives the probabilities (K, n) under theta (P,) of a slice of rows, whose features (n, D) it is given.
+        """Return a function from a slice of rows and their features (n, D) to their probabilities (K, n) under theta (P,).
 
         Args:
-            all_at_once: they are needed more than once: made now, where they are not too large to be kept.
+            all_at_once: they are needed more than once, so compute them now if small enough to cache.
         """
         kept = self._kept.find(theta)
         if kept is None and all_at_once:
@@ -390,15 +390,15 @@ class LastLayerTarget:
         return lambda rows, block: self.probabilities(theta, block) if kept is None else kept[:, rows]
 
     def keeping(self) -> AbstractContextManager[None]:
-        """Within, each evaluation at one theta keeps the probabilities there for the Hessian's sake."""
+        """Within this context, evaluations at one theta cache their probabilities for the Hessian."""
         return self._kept.asked()
 
     def hessian_operator(self, theta: Tensor, *, is_rough: bool = False) -> Callable[[Tensor], Tensor]:
-        """A function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,).
+        """Return a function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,).
 
-        The likelihood's Hessian x x x^T summed over the examples, plus the prior's precisions; exact for a linear layer. The
-        probabilities (K, N) are kept where they are not too large, so that each product streams over the features once. Rough
-        products are of bfloat16 numbers where the device is faster at them: right to half a percent or so.
+        The likelihood's Hessian x x x^T summed over examples, plus the prior's precisions; exact for a linear layer.
+        Probabilities (K, N) are cached if small enough, so that each product reads the features once. Rough products
+        use bfloat16 if the device is faster at it; their error is about half a percent.
         """
         probabilities = self.row_probabilities(theta, all_at_once=True)
         product = rough_multiply(self.device) if is_rough and self.dtype == torch.float32 else None
@@ -409,40 +409,40 @@ class LastLayerTarget:
         return counting_products(multiply)
 
     def curvature(self, structure: str) -> Curvature:
-        """The file of `curvature` that has this name. Raises UsageError when there is none."""
+        """Return the `curvature` of this name. Raises UsageError if there is none."""
         kind: Curvature = registry.load_class("curvature", structure)
         return kind
 
     def hessian_vector_product(self, theta: Tensor, vectors: Tensor) -> Tensor:
-        """The Hessian of -log_joint at theta (P,) times each of vectors (M, P), (M, P) float64."""
+        """Return the Hessian of -log_joint at theta (P,) times vectors (M, P), (M, P) float64."""
         return self.hessian_operator(theta)(vectors)
 
     def examples(self, index: Tensor) -> tuple[Tensor, ...]:
-        """Of the rows in index (B,): features (B, D) and label indicators (B, K), in the products' precision."""
+        """Return features (B, D) and label indicators (B, K) of the rows in index (B,), in the products' precision."""
         return self.rows(index), self.likelihood.indicators(self.labels[index], self.dtype).T
 
     def minibatch(self, *examples: Tensor) -> MinibatchTarget:
-        """The target as some examples tell it, the likelihood scaled by N / B: unbiased for the whole."""
+        """Return the target estimated from some examples, with the likelihood scaled by N / B: unbiased."""
         features, indicators = examples
         return MinibatchTarget(self, features, indicators.T.unsqueeze(1))
 
     def with_prior(self, prior: Prior) -> LastLayerTarget:
-        """The same data under another prior."""
-        other = copy.copy(self)  # what is known of the data is kept: checking them again would be a pass over a file
+        """Return the same data under another prior."""
+        other = copy.copy(self)  # keep what is known of the data: checking again would take a pass
         object.__setattr__(other, "prior", prior.to(self.device))
         return other
 
     def some(self, index: Tensor) -> LastLayerTarget:
-        """The target of the rows in index (n,) alone, on the compute device, under the same prior."""
+        """Return the target of only the rows in index (n,), on the compute device, under the same prior."""
         labels = self.labels[index.to(self.device)]
         return LastLayerTarget(self.rows(index), labels, self.layout, self.prior, self.likelihood_scale)
 
     def held_out(self, features: Tensor, labels: Tensor) -> HeldOutFeatures:
-        """Other features (M, D) with labels (M,), or (M, C), to judge posteriors by."""
+        """Return other features (M, D) with labels (M,) or (M, C), to judge posteriors by."""
         return HeldOutFeatures(features.to(self.device, self.dtype), labels.to(self.device), self.layout)
 
     def _kept_probabilities(self, theta: Tensor) -> Tensor | None:
-        """Probabilities (K, N) under theta (P,); None where they are large, or the device has no memory for them."""
+        """Return the probabilities (K, N) under theta (P,); None if too large to cache, or out of memory."""
         size = self.layout.num_outputs * self.num_examples * self.dtype.itemsize
         if not is_kept(size, self.device):
             return None
@@ -457,7 +457,7 @@ class LastLayerTarget:
         return self.blocks.sum(work, columns=columns, dtype=dtype or self.dtype)
 
     def _products(self, dtype: torch.dtype) -> tuple[torch.dtype, Multiply | None]:
-        """What blocks of features are read in for products in a precision, and how these are made; None for plain products."""
+        """Return the type in which to read features for a precision, and the product function; None for plain products."""
         is_large = self.layout.num_params >= _SPLIT_PARAMS
         if (
             is_large
@@ -487,7 +487,7 @@ class LastLayerTarget:
             normalizers, probabilities = self.likelihood.normalize_(logits)
             if kept is not None:
                 kept[:, rows] = probabilities[:, 0]
-            # Residuals, not probabilities: their float32 sums are smaller, and so are the rounding errors.
+            # Residuals rather than probabilities: smaller float32 sums have smaller rounding errors.
             indicators = self.likelihood.indicators(self.labels[rows], theta.dtype)
             residuals = probabilities.sub_(indicators.unsqueeze(1))
             sums = weighted_feature_sums(residuals, block, self.layout, multiply=multiply or torch.matmul)
@@ -514,12 +514,12 @@ class LastLayerTarget:
 
 @dataclass(frozen=True)
 class MinibatchTarget:
-    """What some examples tell of a target, in few operations and without checks, for steps of many.
+    """A target estimated from some examples, in few operations and without checks, for many steps.
 
     Args:
         target: of all examples.
         features: (B, D), in theta's precision.
-        indicators: (K, 1, B), the likelihood's of their labels, or (K, S, B) where each of S theta has labels of its own.
+        indicators: (K, 1, B), the likelihood's for their labels, or (K, S, B) if each of S thetas has its own labels.
     """
 
     target: LastLayerTarget
@@ -527,7 +527,7 @@ class MinibatchTarget:
     indicators: Tensor
 
     def log_joint_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Log joint (S,), float64, and its gradient (S, P), in theta's precision, for theta (S, P)."""
+        """Return the log joint (S,), float64, and its gradient (S, P), in theta's precision, for theta (S, P)."""
         target = self.target
         scale = target.likelihood_scale * target.num_examples / self.features.shape[0]
         value, gradient = self.log_likelihood_and_grad(theta)
@@ -535,12 +535,12 @@ class MinibatchTarget:
         return log_joint, torch.add(target.prior.gradient(theta, target.layout), gradient, alpha=scale)
 
     def log_likelihood_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Log likelihood (S,) of these examples alone and its gradient (S, P), in theta's precision, for theta (S, P)."""
+        """Return the log likelihood (S,) of only these examples and its gradient (S, P), in theta's precision, for theta (S, P)."""
         layout, indicators = self.target.layout, self.indicators
         logits = block_logits(self.features, theta, layout)
         label_term = (logits * indicators).sum(dim=(0, 2))
         normalizers, probabilities = layout.likelihood.normalize_(logits)
-        residuals = torch.sub(indicators, probabilities, out=probabilities)  # which lie as a product wants them
+        residuals = torch.sub(indicators, probabilities, out=probabilities)  # in the layout that the product needs
         weight = (residuals.flatten(0, 1) @ self.features).view(layout.num_outputs, theta.shape[0], -1).transpose(0, 1)
         bias = residuals.sum(dim=2).T if layout.has_bias else None
         return label_term - normalizers.sum(dim=1), layout.join(weight, bias)

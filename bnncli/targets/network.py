@@ -33,13 +33,11 @@ if TYPE_CHECKING:
 
 
 _MOST_BYTES = {"cpu": CPU_ACTIVATION_BYTES}  # of activations at once
-
-
-_SHARE = 4  # one part in so many of what is free when a target is first asked; on a CPU where that is less
+_SHARE = 4  # one part in this many of the memory that is free when a target first asks; on a CPU if that is less
 
 
 def share_of(device: torch.device) -> int:
-    """Bytes of a device for activations."""
+    """Return the bytes of a device available for activations."""
     share = budget(device) // _SHARE
     return max(1, min(share, _MOST_BYTES.get(device.type, share)))
 
@@ -47,20 +45,20 @@ def share_of(device: torch.device) -> int:
 def pairs_at_once(
     layout: ModuleLayout, device: torch.device, dtype: torch.dtype | None = None, *, share: int | None = None
 ) -> int:
-    """Pairs of a draw and an example whose activations have room at once, in a share of the device, by default share_of it."""
+    """Return the number of pairs of draw and example whose activations fit at once into `share` bytes, by default share_of it."""
     return max(1, (share or share_of(device)) // activation_bytes_of(layout, dtype))
 
 
 def activation_bytes_of(layout: ModuleLayout, dtype: torch.dtype | None = None) -> int:
-    """Bytes that a pair takes at the peak of a backward pass, as measured in float32, the default."""
+    """Return the bytes per pair at the peak of a backward pass, as measured in float32, the default."""
     return layout.working_bytes * (dtype or torch.float32).itemsize // 4
 
 
-_GRAPHS = 2  # the backward pass is kept beside the forward one
+_GRAPHS = 2  # the backward pass is kept beside the forward pass
 
 
 def second_derivatives(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function (M, P) -> (M, P) float64 that multiplies by those of -log_joint at theta (P,).
+    """Return a function (M, P) -> (M, P) float64 that multiplies by the second derivatives of -log_joint at theta (P,).
 
     The gradient's own gradient along each vector, in blocks of examples (Pearlmutter 1994, Neural Computation 6(1)).
     """
@@ -82,10 +80,8 @@ def second_derivatives(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor
     return counting_products(multiply)
 
 
-_COPIES = 3  # of the numbers that a draw of logits holds while it is made
-
-
-_FEWEST = 64  # examples at once, before draws are taken one after the other
+_COPIES = 3  # of the numbers in a draw of logits while it is computed
+_FEWEST = 64  # examples at once, below which draws are processed one after the other
 
 
 @dataclass(frozen=True)
@@ -93,12 +89,12 @@ class NetworkTarget:
     """The unnormalised log posterior over theta (P,) of a network's chosen parameters.
 
     Args:
-        inputs: (N, D), flat, or (N, ...), on the compute device, or on the CPU where they do not fit it: a mapped file will do.
-        labels: as LastLayerTarget has them, on the compute device.
+        inputs: (N, D), flat, or (N, ...), on the compute device, or on the CPU if too large; may be memory-mapped.
+        labels: as in LastLayerTarget, on the compute device.
         layout: bound to the network.
         prior: of weights and biases.
         likelihood_scale: factor on the log likelihood; N / B for a minibatch of B.
-        choice: what `curvature` makes; steps are always by the Gauss-Newton matrix.
+        choice: what `curvature` computes; steps always use the Gauss-Newton matrix.
     """
 
     inputs: Tensor
@@ -121,35 +117,35 @@ class NetworkTarget:
 
     @property
     def num_examples(self) -> int:
-        """N."""
+        """Number of examples, N."""
         return len(self.labels)
 
     @property
     def likelihood(self) -> Likelihood:
-        """What the logits say of a label."""
+        """Likelihood of the labels given the logits."""
         return self.layout.likelihood
 
     @property
     def device(self) -> torch.device:
-        """Where the network is, and every product is computed."""
+        """Device of the network and all products."""
         return self.labels.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of the products: the inputs' own, float32 at least."""
+        """Precision of the products: the inputs' own, at least float32."""
         return self.inputs.dtype if self.inputs.dtype == torch.float64 else torch.float32
 
     @property
     def is_resident(self) -> bool:
-        """False: a step of a whole network is not captured as a graph."""
+        """False: steps of whole networks are not captured as graphs."""
         return False
 
     def log_prior(self, theta: Tensor) -> Tensor:
-        """log N(theta | m, Lambda^-1), (S,) float64, for theta (S, P)."""
+        """Return log N(theta | m, Lambda^-1), (S,) float64, for theta (S, P)."""
         return self.prior.log_density(theta, self.layout)
 
     def log_joint(self, theta: Tensor) -> Tensor:
-        """Log likelihood plus log prior, (S,) float64 nats, for theta (S, P); autograd may pass through it."""
+        """Return log likelihood plus log prior, (S,) float64 nats, for theta (S, P); differentiable."""
         if theta.requires_grad and torch.is_grad_enabled():
             return value_with_gradient(theta, self.log_joint_and_grad)
         theta = theta.to(self.device, self._precision(theta))
@@ -160,7 +156,7 @@ class NetworkTarget:
         return total * self.likelihood_scale + self.log_prior(theta)
 
     def log_joint_and_grad(self, theta: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Log joint (S,) and its gradient (S, P), both float64, for theta (S, P).
+        """Return the log joint (S,) and its gradient (S, P), both float64, for theta (S, P).
 
         Args:
             dtype: precision of the products; float32 by default, float64 to polish a mode.
@@ -179,11 +175,11 @@ class NetworkTarget:
         return log_joint, gradient * self.likelihood_scale + self.prior.gradient(theta.double(), self.layout)
 
     def logits(self, theta: Tensor, rows: slice) -> Tensor:
-        """Logits (S, n, K) of the examples in `rows` under theta (S, P), on the device; autograd passes through."""
+        """Return logits (S, n, K) of the examples in `rows` under theta (S, P), on the device; differentiable."""
         return self.layout.logits(self._inputs(rows), theta)
 
     def probabilities(self, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Rows, block by block, with the probabilities of the outputs (K, n) there under one theta (P,)."""
+        """Yield rows, block by block, with their probabilities (K, n) under one theta (P,)."""
         theta = theta.to(self.device, self._precision(theta)).unsqueeze(0)
         for rows in self.row_blocks(1, theta.dtype):
             with torch.no_grad():
@@ -191,10 +187,10 @@ class NetworkTarget:
             yield rows, self.likelihood.normalize_(logits)[1][:, 0]
 
     def hessian_operator(self, theta: Tensor, *, is_rough: bool = False) -> Callable[[Tensor], Tensor]:
-        """A function (M, P) -> (M, P) float64 that multiplies by the generalised Gauss-Newton matrix plus the prior's precisions.
+        """Return a function (M, P) -> (M, P) float64 that multiplies by the Gauss-Newton matrix plus the prior's precisions.
 
-        sum_n J_n^T (diag(p) - p p^T) J_n v (Schraudolph 2002, Neural Computation 14(7)): positive definite everywhere. Rough
-        products would be no faster here, and are the same.
+        sum_n J_n^T (diag(p) - p p^T) J_n v (Schraudolph 2002, Neural Computation 14(7)); with the prior, positive
+        definite everywhere. Rough products would be no faster, so they are the same.
         """
         product = self.ggn_operator(theta)
         return lambda vectors: (
@@ -202,7 +198,7 @@ class NetworkTarget:
         )
 
     def ggn_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
-        """The same without the prior's precisions."""
+        """Return the same without the prior's precisions."""
         theta = theta.to(self.device, self._precision(theta))
 
         def multiply(vectors: Tensor) -> Tensor:
@@ -215,52 +211,52 @@ class NetworkTarget:
         return counting_products(multiply)
 
     def second_derivatives(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
-        """A function (M, P) -> (M, P) float64 that multiplies by all second derivatives of -log_joint at theta (P,)."""
+        """Return a function (M, P) -> (M, P) float64 that multiplies by all second derivatives of -log_joint at theta (P,)."""
         return second_derivatives(self, theta)
 
     def with_choice(self, choice: CurvatureChoice) -> NetworkTarget:
-        """The same with another H."""
+        """Return the same target with another H."""
         return self._changed(choice=choice)
 
     def curvature(self, structure: str) -> Curvature:
-        """The file of `network_curvature` that has this name. Raises UsageError when there is none."""
+        """Return the `network_curvature` of this name. Raises UsageError if there is none."""
         kind = registry.load_class("network_curvature", structure)
         found: Curvature = kind.of_hessian if self.choice.kind == HESSIAN else kind
         return found
 
     def examples(self, index: Tensor) -> tuple[Tensor, ...]:
-        """Of the rows in index (B,): inputs (B, ...) and labels (B,), on the device."""
+        """Return inputs (B, ...) and labels (B,) of the rows in index (B,), on the device."""
         return self.inputs[index.to(self.inputs.device)].to(self.device), self.labels[index.to(self.device)]
 
     def minibatch(self, *examples: Tensor) -> NetworkTarget:
-        """The target as some examples tell it, the likelihood scaled by N / B: unbiased for the whole."""
+        """Return the target estimated from some examples, with the likelihood scaled by N / B: unbiased."""
         inputs, labels = examples
         scale = self.likelihood_scale * self.num_examples / len(labels)
         return self._changed(inputs=inputs, labels=labels, likelihood_scale=scale)
 
     def with_prior(self, prior: Prior) -> NetworkTarget:
-        """The same data under another prior."""
+        """Return the same data under another prior."""
         return self._changed(prior=prior.to(self.device))
 
     def held_out(self, inputs: Tensor, labels: Tensor) -> HeldOutInputs:
-        """Other inputs (M, ...) with labels (M,), or (M, C), to judge posteriors by."""
+        """Return other inputs (M, ...) with labels (M,) or (M, C), to judge posteriors by."""
         return HeldOutInputs(self._changed(inputs=inputs, labels=labels.to(self.device), likelihood_scale=1.0))
 
     def rows_at_once(self, num_draws: int, dtype: torch.dtype) -> int:
-        """Examples whose activations under so many draws have room at once."""
+        """Return the number of examples whose activations under num_draws draws fit at once."""
         return max(1, min(self.num_examples, self._pairs_at_once(dtype) // num_draws))
 
     def _pairs_at_once(self, dtype: torch.dtype) -> int:
-        """Pairs of a draw and an example whose activations have room at once."""
+        """Return the number of pairs of draw and example whose activations fit at once."""
         return pairs_at_once(self.layout, self.device, dtype, share=self._share)
 
     @cached_property
     def _share(self) -> int:
-        """Bytes of the device for activations; asked once for all that is made of this target."""
+        """Bytes of the device for activations, determined once for everything derived from this target."""
         return share_of(self.device)
 
     def row_blocks(self, num_draws: int, dtype: torch.dtype) -> Iterator[slice]:
-        """Examples, as many at once as rows_at_once says."""
+        """Yield blocks of examples of the size in rows_at_once."""
         size = self.rows_at_once(num_draws, dtype)
         for start in range(0, self.num_examples, size):
             between_blocks("the network's examples")
@@ -268,7 +264,7 @@ class NetworkTarget:
 
     def _changed(self, **values: object) -> NetworkTarget:
         _ = self._share
-        other = copy.copy(self)  # without checking labels again, which would wait for the device
+        other = copy.copy(self)  # without checking labels again, which would be a sync
         for name, value in values.items():
             object.__setattr__(other, name, value)
         return other
@@ -280,7 +276,7 @@ class NetworkTarget:
         return self.inputs[rows].to(self.device, non_blocking=True)
 
     def _blocks(self, theta: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Draws and rows that are worked on at once, all of theta (S, P) by all examples."""
+        """Yield draws and rows to process at once, covering all of theta (S, P) and all examples."""
         size = max(1, min(len(theta), self._pairs_at_once(theta.dtype) // min(_FEWEST, self.num_examples)))
         for start in range(0, len(theta), size):
             draws = slice(start, min(start + size, len(theta)))
@@ -288,14 +284,14 @@ class NetworkTarget:
                 yield draws, rows
 
     def _log_likelihood(self, theta: Tensor, rows: slice) -> Tensor:
-        """(S,) of the examples in `rows`, autograd passes through it."""
+        """Return the log likelihood (S,) of the examples in `rows`; differentiable."""
         labels = self.labels[rows]
         return self.likelihood.log_likelihoods(self.logits(theta, rows), labels).double().sum(dim=1)
 
     def _value_and_grad(self, theta: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Log likelihood (S,) of the examples in `rows`, float64, and its gradient (S, P), which is passed back from the logits on.
+        """Return the log likelihood (S,) of the examples in `rows`, float64, and its gradient (S, P), by backpropagation from the logits.
 
-        With classes first, indicators less probabilities take a third of the time of a cross entropy's two passes.
+        With classes first, indicators minus probabilities take a third of the time of a cross entropy's two passes.
         """
         with torch.enable_grad():
             leaf = theta.detach().requires_grad_()
@@ -309,7 +305,7 @@ class NetworkTarget:
         return of_labels - normalizers.sum(dim=1, dtype=torch.float64), gradient.double()
 
     def _ggn_product(self, theta: Tensor, vectors: Tensor, rows: slice) -> Tensor:
-        """sum_n J_n^T H_n J_n v over the examples in `rows`, (M, P), for vectors (M, P)."""
+        """Return sum_n J_n^T H_n J_n v over the examples in `rows`, (M, P), for vectors (M, P)."""
         inputs, layout = self._inputs(rows), self.layout
 
         def logits(one: Tensor) -> Tensor:
@@ -328,10 +324,10 @@ class NetworkTarget:
 
 @dataclass(frozen=True)
 class HeldOutInputs:
-    """Inputs with labels that the target does not know.
+    """Inputs with labels that the target does not include.
 
     Args:
-        target: of them: its likelihood alone is asked.
+        target: of these inputs; only its likelihood is used.
     """
 
     target: NetworkTarget
@@ -339,16 +335,16 @@ class HeldOutInputs:
 
     @property
     def num_examples(self) -> int:
-        """M."""
+        """Number of examples, M."""
         return self.target.num_examples
 
     @property
     def device(self) -> torch.device:
-        """Where the work is done."""
+        """Device of the computation."""
         return self.target.device
 
     def log_probabilities(self, theta: Tensor) -> Tensor:
-        """log p of each label under each theta (S, P), (S, M) float64, all digits kept where it is near one."""
+        """Return log p of each label under each theta (S, P), (S, M) float64, accurate for probabilities near one."""
         target = self.target
         theta = theta.to(target.device, target.dtype)
         found = torch.empty(len(theta), target.num_examples, dtype=torch.float64, device=target.device)
@@ -359,9 +355,9 @@ class HeldOutInputs:
         return found
 
     def losses(self, theta: Tensor) -> Tensor:
-        """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each label's probability.
+        """Return -log (M,), float64 nats, of each label's probability averaged over draws theta (S, P).
 
-        Of several labels an example the mean over them: of each being there or not.
+        For multi-label, the mean over labels of whether each is present.
         """
         target = self.target
         theta = theta.to(target.device, target.dtype)
@@ -379,7 +375,7 @@ class HeldOutInputs:
         return losses
 
     def losses_of(self, drawn: Callable[[Tensor], Iterable[Tensor]], *, num_draws: int, width: int) -> Tensor:
-        """The same of draws of the logits by each of several posteriors, (C, M); see LinearisedHeldOut."""
+        """Return the same for draws of the logits from several posteriors, (C, M); see LinearisedHeldOut."""
         target = self.target
         size = max(1, target._share // (_COPIES * target.dtype.itemsize * num_draws * width))
         blocks = []

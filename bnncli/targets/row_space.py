@@ -1,11 +1,12 @@
 """The directions of weight space that training features reach, and those that they do not.
 
-The logits of N training examples depend on an output's weights w (D,) through the features' rows alone. Those span a space
-of r <= min(N, D) dimensions, and along every direction orthogonal to it the likelihood is flat: there the posterior under
-a prior of independent Gaussians is the prior itself, independent of the rest and of the other outputs. With Q (D, r) an
-orthonormal basis of the rows, theta = (W Q, b) in K (r + 1) numbers has the whole target: log p(D, W, b) =
-log p(D, W Q, b) + log N(W (I - Q Q^T)), so that modes, Hessians and evidence are those of the features Phi Q. Nothing of
-D x D is made. That a minimiser lies in the span of the data is the representer theorem (Kimeldorf and Wahba 1971).
+The logits of N training examples depend on an output's weights w (D,) only through the rows of the features. These span
+a space of r <= min(N, D) dimensions. Along every direction orthogonal to it the likelihood is flat, so under a prior of
+independent Gaussians the posterior there is the prior, independent of the rest and of the other outputs. With an
+orthonormal basis Q (D, r) of the rows, theta = (W Q, b) in K (r + 1) numbers carries the whole target: log p(D, W, b) =
+log p(D, W Q, b) + log N(W (I - Q Q^T)). Modes, Hessians and evidence are those of the features Phi Q, and nothing of
+size D x D is computed. That a minimiser is in the span of the data is the representer theorem (Kimeldorf and Wahba
+1971).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _OUTSIDE = 1e-4  # of a row's length; rounding to float32 leaves 1e-7, another d
 
 @dataclass(frozen=True)
 class RowSpace:
-    """The span of the features' rows, and how theta divides between it and the rest.
+    """The span of the features' rows, and the split of theta into span and rest.
 
     Args:
         basis: Q (D, r), float64, orthonormal columns.
@@ -44,10 +45,10 @@ class RowSpace:
 
     @classmethod
     def of(cls, features: Tensor, layout: HeadLayout) -> RowSpace:
-        """The span of features (N, D), by a Householder factorisation in float64.
+        """Compute the span of features (N, D) by a Householder factorisation in float64.
 
-        Singular values below max(N, D) times the float64 rounding times the largest count as zero, as numpy's matrix_rank
-        has it. A basis that is larger than the span loses nothing: what it has too many has the prior for its posterior.
+        Singular values below max(N, D) times float64 epsilon times the largest count as zero, as in numpy's
+        matrix_rank. A basis that is too large does no harm: in the extra directions the posterior is the prior.
         """
         rows = features.double()
         size, length = min(rows.shape), max(rows.shape)
@@ -65,45 +66,45 @@ class RowSpace:
 
     @property
     def rank(self) -> int:
-        """r."""
+        """Dimension of the span, r."""
         return self.basis.shape[1]
 
     @property
     def num_outside(self) -> int:
-        """K (D - r): the weights' coordinates whose posterior is the prior."""
+        """K (D - r): number of weight coordinates whose posterior is the prior."""
         return self.layout.num_outputs * (self.layout.num_features - self.rank)
 
     @property
     def reduced(self) -> HeadLayout:
-        """The layout of theta inside the span: K outputs of r features."""
+        """Layout of theta inside the span: K outputs of r features."""
         return reduced_layout(self.layout, self.rank)
 
     def coordinates(self, features: Tensor) -> Tensor:
-        """Phi Q, (n, r), in the basis' precision, of features (n, D)."""
+        """Return Phi Q, (n, r), in the basis' precision, for features (n, D)."""
         return features.to(self.basis) @ self.basis
 
     def outside(self, features: Tensor) -> Tensor:
-        """Squared length, (n,), in the basis' precision, of what of features (n, D) lies outside the span."""
+        """Return the squared length, (n,), in the basis' precision, of the part of features (n, D) outside the span."""
         rows = features.to(self.basis)
         return (rows - (rows @ self.basis) @ self.basis.T).square().sum(dim=1)
 
     def has(self, features: Tensor) -> bool:
-        """Whether all rows of features (n, D) lie in the span, but for rounding."""
+        """Return whether all rows of features (n, D) are in the span, up to rounding."""
         lengths = features.to(self.basis).square().sum(dim=1)
         return bool((self.outside(features) <= _OUTSIDE**2 * lengths).all())
 
     def reduce(self, theta: Tensor) -> Tensor:
-        """(W Q, b), (..., K (r + 1)), of theta (..., P), in theta's precision."""
+        """Return (W Q, b), (..., K (r + 1)), for theta (..., P), in theta's precision."""
         weight, bias = self.layout.split(theta)
         return self.reduced.join(weight @ self.basis.to(weight), bias)
 
     def lift(self, theta: Tensor) -> Tensor:
-        """theta (..., P) with nothing outside the span, from (..., K (r + 1)); reduce is its inverse."""
+        """Return theta (..., P), zero outside the span, from (..., K (r + 1)); reduce is its inverse."""
         weight, bias = self.reduced.split(theta)
         return self.layout.join(weight @ self.basis.T.to(weight), bias)
 
     def lift_about(self, theta: Tensor, prior: Prior) -> Tensor:
-        """theta (..., P) that is the prior's mean outside the span, from (..., K (r + 1))."""
+        """Return theta (..., P), equal to the prior's mean outside the span, from (..., K (r + 1))."""
         lifted = self.lift(theta)
         if prior.mean is None:
             return lifted
@@ -111,17 +112,17 @@ class RowSpace:
         return lifted + mean - self.lift(self.reduce(mean))
 
     def prior(self, prior: Prior) -> Prior:
-        """The prior of (W Q, b), of one of theta."""
+        """Return the prior of (W Q, b) for a prior of theta."""
         return prior if prior.mean is None else replace(prior, mean=self.reduce(prior.mean.to(self.basis)))
 
     def target(self, target: LastLayerTarget) -> LastLayerTarget:
-        """The same log posterior as a function of (W Q, b): without the prior's density outside the span.
+        """Return the same log posterior as a function of (W Q, b), without the prior's density outside the span.
 
-        Products run in the precision of the target's own.
+        Products use the target's own precision.
         """
         features = self.coordinates(target.features.to(self.basis.device)).to(target.device, target.dtype)
         return replace(target, features=features, layout=self.reduced, prior=self.prior(target.prior))
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> RowSpace:
-        """A copy elsewhere or in another precision."""
+        """Return a copy on another device or in another precision."""
         return replace(self, basis=self.basis.to(device=device, dtype=dtype))

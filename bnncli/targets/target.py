@@ -1,4 +1,4 @@
-"""The interface of log posteriors over theta: what samplers, flows, the ELBO and importance weights need."""
+"""The interface of log posteriors over theta, for samplers, flows, the ELBO and importance weights."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def label_shape(likelihood: Likelihood) -> str:
-    """Of the labels of N examples, as check_shapes takes it: (N,), or (N, C) where there are several an example."""
+    """Return the shape of the labels of N examples for check_shapes: (N,), or (N, C) for multi-label."""
     return "N" if likelihood.is_exclusive else f"N {likelihood.num_classes}"
 
 
 def check_labels(labels: Tensor, likelihood: Likelihood) -> None:
-    """Pass when there are labels, of this shape, and each is a class, or 0 or 1 where there are several an example.
+    """Check that there are labels, and each is a class, or 0 or 1 for multi-label.
 
     Raises:
-        DataError: there are none, or one is something else.
+        DataError: there are none, or one is invalid.
     """
     if len(labels) == 0:
         raise DataError("the training split has no examples")
@@ -42,12 +42,12 @@ def check_labels(labels: Tensor, likelihood: Likelihood) -> None:
         )
 
 
-PRODUCT_PASSES = 2.0  # of a product with the Hessian: there and back
+PRODUCT_PASSES = 2.0  # per product with the Hessian: forward and back
 
 
 @dataclass
 class Tally:
-    """What was counted.
+    """A count of passes.
 
     Args:
         passes: gradients of the log likelihood of all examples at one theta.
@@ -61,10 +61,10 @@ _ASKING: ContextVar[Tally | None] = ContextVar("gradient passes", default=None)
 
 @contextmanager
 def counted_passes(share: float = 1.0) -> Iterator[Tally]:
-    """Within, passes are counted; a count within a count has what is within it alone, and both have that.
+    """Count passes within this context; nested counts also add to the outer one.
 
     Args:
-        share: of the examples that are read within: so much of each pass the outer count has.
+        share: of the examples that are read within; scales what the outer count gets.
     """
     outer, own = _ASKING.get(), Tally()
     token = _ASKING.set(own)
@@ -77,14 +77,14 @@ def counted_passes(share: float = 1.0) -> Iterator[Tally]:
 
 
 def count_passes(passes: float) -> None:
-    """So many more."""
+    """Add passes to the current count."""
     tally = _ASKING.get()
     if tally is not None:
         tally.passes += passes
 
 
 def counting_products(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The same product of a Hessian with vectors (M, P), counted."""
+    """Return the product of a Hessian with vectors (M, P), with counting."""
 
     def counted(vectors: Tensor) -> Tensor:
         count_passes(PRODUCT_PASSES * len(vectors))
@@ -119,25 +119,25 @@ def _own_gradient() -> Any:
 
 
 class LogJoint(Protocol):
-    """Something whose log density over theta has a gradient: a target, or what a minibatch tells of it."""
+    """A differentiable log density over theta: a target, or its estimate from a minibatch."""
 
     def log_joint_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Log joint (S,), nats, and its gradient (S, P), for theta (S, P)."""
+        """Return the log joint (S,), nats, and its gradient (S, P), for theta (S, P)."""
 
 
 class WholeTarget(LogJoint, Protocol):
-    """An unnormalised log posterior over theta (P,) as samplers see it, all data at once: the log likelihood of N examples plus the log prior.
+    """An unnormalised log posterior over theta (P,): log likelihood of all N examples plus log prior.
 
     Values and gradients are float64.
     """
 
     @property
     def layout(self) -> ParamLayout:
-        """How theta lies."""
+        """Layout of theta."""
 
     @property
     def device(self) -> torch.device:
-        """Where the work is done, and its results are."""
+        """Device of the computation and its results."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,116 +145,117 @@ class WholeTarget(LogJoint, Protocol):
 
     @property
     def num_examples(self) -> int:
-        """N."""
+        """Number of examples, N."""
 
     @property
     def is_resident(self) -> bool:
-        """Whether all that a gradient reads is on the device, where a step can be captured as a graph."""
+        """Whether all data of a gradient is on the device, so that a step can be captured as a graph."""
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a step on what is on the device may be captured as a graph at all: not where code of others runs in it."""
+        """Whether a step on data on the device can be captured at all; False if it runs user code."""
 
     def log_joint(self, theta: Tensor) -> Tensor:
-        """Log likelihood plus log prior, (S,), nats, for theta (S, P); autograd may pass through it."""
+        """Return log likelihood plus log prior, (S,), nats, for theta (S, P); differentiable."""
 
 
 class Target(WholeTarget, Protocol):
-    """The same with its examples, of which a minibatch can be taken."""
+    """A target from whose examples minibatches can be taken."""
 
     def examples(self, index: Tensor) -> tuple[Tensor, ...]:
-        """What a minibatch reads of the examples in index (B,): tensors (B, ...) on the device."""
+        """Return what a minibatch needs of the examples in index (B,): tensors (B, ...) on the device."""
 
     def minibatch(self, *examples: Tensor) -> LogJoint:
-        """The target as some of its examples tell it, without bias: one of `examples`' tensors, or rows of them."""
+        """Return an unbiased estimate of the target from some examples: `examples`' tensors, or rows of them."""
 
 
 class Curvature(Protocol):
-    """One structure of a target's H, the Hessian of its summed negative log likelihood, without the prior."""
+    """A structure of a target's H, the Hessian of its summed negative log likelihood, without the prior."""
 
     is_exact: bool
-    """Whether this is all of the Hessian, not a part of it or an approximation."""
+    """Whether it is the whole Hessian, rather than a part or an approximation."""
     fixed: tuple[str, ...]
-    """Names of the parts that are the same at every theta; with any, `hessian` takes `before`, parts of the same examples."""
+    """Names of the parts that do not depend on theta; with any, `hessian` takes `before`, parts for the same examples.
+    """
 
     def hessian(self, target: Any, theta: Tensor) -> dict[str, Tensor]:
-        """H at theta (P,), float64, in parts `hessian.<structure>` or `hessian.<structure>.<part>`, as in posterior files."""
+        """Return H at theta (P,), float64, in parts `hessian.<structure>` or `hessian.<structure>.<part>`, as in posterior files."""
 
 
 class CurvedTarget(Target, Protocol):
-    """A target of which a mode and Gaussians can be found: what it knows of its second derivatives, and its prior.
+    """A target with second derivatives and a prior, for modes and Gaussians.
 
-    A generalised Gauss-Newton matrix may stand wherever the Hessian is spoken of: steps need it positive definite.
+    "Hessian" may mean a generalised Gauss-Newton matrix: steps need it positive definite.
     """
 
     @property
     def prior(self) -> Prior:
-        """The part of the log joint that Gaussians add to H, and a search for its precision replaces."""
+        """The part of the log joint that Gaussians add to H, and whose precision a search varies."""
 
     @property
     def is_concave(self) -> bool:
-        """Whether the log joint is concave under every prior: all starts lead to one mode, those of other priors too."""
+        """Whether the log joint is concave under every prior, so that all starts lead to one mode."""
 
     @property
     def rough_structure(self) -> str:
-        """The structure of H that is made in one pass over the data and in little memory, where the full one is large."""
+        """A structure of H computed in one pass with little memory, for targets whose full H is large."""
 
     def with_prior(self, prior: Prior) -> Self:
-        """The same data under another prior."""
+        """Return the same data under another prior."""
 
     def log_joint_and_grad(self, theta: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Log joint (S,), nats, and its gradient (S, P), for theta (S, P), by products in dtype; the target's by default."""
+        """Return the log joint (S,), nats, and its gradient (S, P), for theta (S, P), by products in dtype (by default the target's)."""
 
     def hessian_operator(self, theta: Tensor, *, is_rough: bool = False) -> Callable[[Tensor], Tensor]:
-        """A function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,), the prior's with it.
+        """Return a function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,), including the prior.
 
-        Rough products are right to a percent, where that is faster.
+        Rough products, used if faster, have an error of about a percent.
         """
 
     def curvature(self, structure: str) -> Curvature:
-        """How H is made in a structure: in the full one always. Raises UsageError where the target has no such structure."""
+        """Return how H is computed in a structure; full is always supported. Raises UsageError for an unsupported structure."""
 
 
 class UnevenTarget(CurvedTarget, Protocol):
-    """A target that is not concave: its exact Hessian may have directions along which the log joint is convex."""
+    """A nonconcave target, whose exact Hessian may have directions of convex log joint."""
 
     def second_derivatives(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
-        """A function (M, P) -> (M, P) float64 that multiplies by all second derivatives of -log_joint at theta (P,)."""
+        """Return a function (M, P) -> (M, P) float64 that multiplies by all second derivatives of -log_joint at theta (P,)."""
 
 
 class HeldOut(Protocol):
-    """Examples that a target does not know, which posteriors over its theta are judged by."""
+    """Examples outside the target, by which posteriors over its theta are judged."""
 
     is_linearised: ClassVar[bool]
-    """Whether a Gaussian predicts with the model linearised at its mean: its logits are drawn, see LinearisedHeldOut."""
+    """Whether a Gaussian predicts with the model linearised at its mean, by drawing logits; see LinearisedHeldOut."""
 
     def losses(self, theta: Tensor) -> Tensor:
-        """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each example's probability."""
+        """Return -log (M,), float64 nats, of each example's probability averaged over draws theta (S, P)."""
 
 
 class HeldOutByLogits(HeldOut, Protocol):
     """Examples of a model whose logits are normal under a Gaussian over theta."""
 
     def losses_by(self, drawn: Callable[[Tensor], Iterable[Tensor]], *, num_draws: int) -> Tensor:
-        """`losses` (M,) of draws of the logits: for inputs (n, ...), blocks (K, s, n) of S draws, which may be overwritten."""
+        """Return `losses` (M,) for draws of the logits: for inputs (n, ...), blocks (K, s, n) of S draws, which may be overwritten."""
 
 
 class LinearisedHeldOut(HeldOut, Protocol):
     """Examples of a model that is not linear in theta."""
 
     def losses_of(self, drawn: Callable[[Tensor], Iterable[Tensor]], *, num_draws: int, width: int) -> Tensor:
-        """The same of draws of the logits by each of several posteriors, (C, M).
+        """Return the same for draws of the logits from several posteriors, (C, M).
 
         Args:
-            drawn: for inputs (n, ...), draws (K, S, n) by each posterior.
+            drawn: for inputs (n, ...), draws (K, S, n) from each posterior.
             num_draws: S.
-            width: numbers that a draw of one example's logits holds while it is made.
+            width: numbers held per draw of one example's logits while it is computed.
         """
 
 
-_MOST_DECOMPOSED = 4096  # outputs, whose Kronecker factor has eigenvectors in half a minute on one core
+_MOST_DECOMPOSED = 4096  # outputs; one core takes half a minute for the eigenvectors of their Kronecker factor
 
 
 def rough_structure(num_outputs: int) -> str:
-    """Return the structure of the Hessian that whitens the search for the mode of a last layer with so many outputs."""
+    """Return the structure of the Hessian that whitens the mode search of a last layer with num_outputs outputs."""
     return "kron" if num_outputs <= _MOST_DECOMPOSED else "diag"

@@ -1,4 +1,4 @@
-"""Variants of the last layer's target: many sets of labels at once, and a gradient of few digits."""
+"""Variants of the last layer's target: many sets of labels at once, and a low-precision gradient."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ManyLabels:
-    """The log posteriors of M targets over z (C, P), theta = mean + L z; row c is of target c % M.
+    """The log posteriors of M targets over z (C, P), theta = mean + L z; row c belongs to target c % M.
 
     Args:
-        targets: M, of the same features, layout and prior; their labels differ.
+        targets: M targets with the same features, layout and prior, but different labels.
         means: (M, P) float64.
-        roots: (M, P, P), L, of the precision that products with it are to have: most of the time goes to reading them.
+        roots: (M, P, P), L, in the precision of products with it; reading them takes most of the time.
     """
 
     targets: Sequence[LastLayerTarget]
@@ -49,12 +49,12 @@ class ManyLabels:
 
     @property
     def layout(self) -> HeadLayout:
-        """How each theta lies."""
+        """Layout of each theta."""
         return self.targets[0].layout
 
     @property
     def device(self) -> torch.device:
-        """Where the work is done."""
+        """Device of the computation."""
         return self.targets[0].device
 
     @property
@@ -64,81 +64,81 @@ class ManyLabels:
 
     @property
     def num_examples(self) -> int:
-        """N."""
+        """Number of examples, N."""
         return self.targets[0].num_examples
 
     @property
     def is_resident(self) -> bool:
-        """Whether the features lie on the device."""
+        """Whether the features are on the device."""
         return self.targets[0].is_resident
 
     @cached_property
     def _own_statistics(self) -> Tensor:
-        """By how much each set's label statistic differs from the first's, (M, P)."""
+        """Difference of each set's label statistic from the first's, (M, P)."""
         statistics = torch.stack([one.label_statistic for one in self.targets])
         return (statistics - statistics[0]) * self.targets[0].likelihood_scale
 
     def theta(self, z: Tensor) -> Tensor:
-        """theta (C, P) float64 at z (C, P)."""
+        """Return theta (C, P) float64 at z (C, P)."""
         moved = (self._by_set(z).to(self.roots.dtype) @ self.roots.mT).double()
         return (self._means_of(z) + moved).transpose(0, 1).reshape(z.shape)
 
     def log_joint(self, theta: Tensor) -> Tensor:
-        """(C,) float64 nats at z (C, P), called theta as targets have it."""
+        """Return the log joint (C,), float64 nats, at z (C, P), which targets call theta."""
         at = self.theta(theta)
         return self.targets[0].log_joint(at) + self._labels_term(at)
 
     def log_joint_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """The same with the gradient by z, (C, P)."""
+        """Return the same with the gradient in z, (C, P)."""
         at = self.theta(theta)
         value, gradient = self.targets[0].log_joint_and_grad(at)
         own = self._by_set(gradient) + self._own_statistics.unsqueeze(1)
         return value + self._labels_term(at), self._pulled(own).reshape(theta.shape)
 
     def examples(self, index: Tensor) -> tuple[Tensor, ...]:
-        """Of the rows in index (B,): features (B, D) and label indicators of all sets (B, M, K), in the products' precision."""
+        """Return features (B, D) and label indicators of all sets (B, M, K) of the rows in index (B,), in the products' precision."""
         features, dtype = self.targets[0].rows(index), self.dtype
         indicators = [one.likelihood.indicators(one.labels[index], dtype) for one in self.targets]
         return features, torch.stack(indicators).permute(2, 0, 1)
 
     def minibatch(self, *examples: Tensor) -> ManyMinibatches:
-        """The targets as some examples tell them, the likelihood scaled by N / B: unbiased for the whole."""
+        """Return the targets estimated from some examples, with the likelihood scaled by N / B: unbiased."""
         return ManyMinibatches(self, *examples)
 
     def by_target(self, z: Tensor) -> Tensor:
-        """theta (M, C / M * T, P) float64 of each target, chain after chain, at T draws of every row, z (C, T, P)."""
+        """Return theta (M, C / M * T, P) float64 by target, chain after chain, for T draws of every row, z (C, T, P)."""
         theta = torch.stack([self.theta(some.to(self.device)) for some in z.unbind(dim=1)])
         return theta.unflatten(1, (-1, len(self.targets))).permute(2, 1, 0, 3).flatten(1, 2)
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """The gradient by z (C, P) float64 of one by theta (C, P)."""
+        """Return the gradient in z (C, P), float64, for one in theta (C, P)."""
         return self._pulled(self._by_set(gradient)).reshape(gradient.shape)
 
     def _pulled(self, gradient: Tensor) -> Tensor:
-        """The gradient by z of one by theta, (M, C / M, P), as (C / M, M, P) float64."""
+        """Return the gradient in z, (C / M, M, P) float64, for one in theta, (M, C / M, P)."""
         return (gradient.to(self.roots.dtype) @ self.roots).double().transpose(0, 1)
 
     def _by_set(self, rows: Tensor) -> Tensor:
-        """Rows (C, P) by their target, (M, C / M, P)."""
+        """Group rows (C, P) by target, (M, C / M, P)."""
         return rows.double().unflatten(0, (-1, len(self.targets))).transpose(0, 1)
 
     def _means_of(self, rows: Tensor) -> Tensor:
         return self.means.unsqueeze(1).expand(-1, len(rows) // len(self.targets), -1)
 
     def _labels_term(self, theta: Tensor) -> Tensor:
-        """What the sets' own labels add to the log joint of the first's, (C,), at theta (C, P)."""
+        """Return what the sets' own labels add to the first's log joint, (C,), at theta (C, P)."""
         terms = (self._by_set(theta) * self._own_statistics.unsqueeze(1)).sum(dim=2)
         return terms.transpose(0, 1).reshape(-1)
 
 
 @dataclass(frozen=True)
 class ManyMinibatches:
-    """What some examples tell of many targets.
+    """Many targets estimated from some examples.
 
     Args:
         many: of all examples.
         features: (B, D), in the products' precision.
-        indicators: (B, M, K), the likelihood's of their labels in each set.
+        indicators: (B, M, K), the likelihood's for their labels in each set.
     """
 
     many: ManyLabels
@@ -146,7 +146,7 @@ class ManyMinibatches:
     indicators: Tensor
 
     def log_joint_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """(C,) float64 nats and its gradient (C, P) float64 at z (C, P), called theta as targets have it."""
+        """Return the log joint (C,), float64 nats, and its gradient (C, P), float64, at z (C, P), which targets call theta."""
         at = self.many.theta(theta).to(self.features.dtype)
         by_row = self.indicators.permute(2, 1, 0).repeat(1, len(at) // len(self.many.targets), 1)
         value, gradient = MinibatchTarget(self.many.targets[0], self.features, by_row).log_joint_and_grad(at)
@@ -158,13 +158,13 @@ GRADIENTS = ("float32", "tf32", "bfloat16")
 
 @dataclass(frozen=True)
 class CoarseGradient:
-    """The gradient of a target's log joint, a function of the displacement from an anchor.
+    """The gradient of a target's log joint as a function of the displacement from an anchor.
 
     Args:
         target: the log posterior.
         anchor: (P,), float64, on the target's device.
-        gradient: (P,), float64, of the log joint there.
-        logits: (K, N), float32, of the examples there; None where they are large, and are made in each pass.
+        gradient: (P,), float64, of the log joint at the anchor.
+        logits: (K, N), float32, of the examples at the anchor; None if too large, and recomputed in each pass.
         precision: tf32 or bfloat16, of the products.
     """
 
@@ -176,13 +176,13 @@ class CoarseGradient:
 
     @classmethod
     def about(cls, target: LastLayerTarget, anchor: Tensor, precision: str) -> CoarseGradient:
-        """One about an anchor (P,), as two passes over the data."""
+        """Build the gradient about an anchor (P,), with two passes over the data."""
         anchor = anchor.to(target.device).double()
         gradient = target.log_joint_and_grad(anchor.unsqueeze(0), dtype=torch.float64)[1][0]
         return cls(target, anchor, gradient, _kept_logits(target, anchor), precision)
 
     def __call__(self, displacement: Tensor) -> Tensor:
-        """The gradient (S, P), float64, at anchor + displacement (S, P)."""
+        """Return the gradient (S, P), float64, at anchor + displacement (S, P)."""
         target = self.target
         blocks = draw_blocks(displacement.to(target.device, torch.float32), target.layout)
         sums = torch.cat([self._difference(block) for block in blocks])
@@ -190,7 +190,7 @@ class CoarseGradient:
         return self.gradient + prior - target.likelihood_scale * sums
 
     def _difference(self, displacement: Tensor) -> Tensor:
-        """sum_n (p_n(anchor + d) - p_n(anchor)) x_n in theta order, (S, P) float64, for d (S, P) float32."""
+        """Return sum_n (p_n(anchor + d) - p_n(anchor)) x_n in theta order, (S, P) float64, for d (S, P) float32."""
         layout, multiply = self.target.layout, multiply_in(self.precision)
         operands = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
 
@@ -209,19 +209,19 @@ class CoarseGradient:
 
 
 def choose_gradient(gradients: str, target: LastLayerTarget, anchor: Tensor) -> CoarseGradient | None:
-    """The gradient that moves chains near an anchor (P,): None for float32, the target's own."""
+    """Return the gradient that moves chains near an anchor (P,): None for float32, the target's own."""
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients: expected one of {', '.join(GRADIENTS)}; got {gradients!r}")
     return None if gradients == "float32" else CoarseGradient.about(target, anchor, gradients)
 
 
 def _logits(block: Tensor, theta: Tensor, target: LastLayerTarget) -> Tensor:
-    """Logits (K, n) of features (n, D), float32, under one theta (P,), with float32 products."""
+    """Return logits (K, n) for features (n, D), float32, under one theta (P,), with float32 products."""
     return block_logits(block, theta.float().unsqueeze(0), target.layout)[:, 0]
 
 
 def _kept_logits(target: LastLayerTarget, theta: Tensor) -> Tensor | None:
-    """Logits (K, N) under theta (P,); None where they are large, or the device has no memory for them."""
+    """Return logits (K, N) under theta (P,); None if too large to cache, or out of memory."""
     outputs = target.layout.num_outputs
     if not is_kept(4 * outputs * target.num_examples, target.device):
         return None

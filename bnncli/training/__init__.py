@@ -1,1 +1,1 @@
-"""Training of whatever learns: one loop, one captured step, one way to resume. It knows no posterior, flow or network."""
+"""Training of any learner: one loop, one captured step, one way to resume. It knows no posterior, flow or network."""

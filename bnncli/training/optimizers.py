@@ -1,6 +1,7 @@
-"""Adam, AdamW and SGD with momentum, batched over networks, with state that can be saved.
+"""Adam, AdamW and SGD with momentum, in torch's fused kernels, with state that can be saved.
 
-Kingma and Ba 2015 (arXiv:1412.6980); Loshchilov and Hutter 2019 (arXiv:1711.05101); Sutskever et al. 2013."""
+Kingma and Ba 2015 (arXiv:1412.6980); Loshchilov and Hutter 2019 (arXiv:1711.05101); Sutskever et al. 2013.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Protocol):
-    """One update of parameters by their gradients; its state lies on their device, so that a step can be captured.
+    """Updates parameters by their gradients; its state is on their device, so that a step can be captured.
 
     Attributes:
-        name: what its tensors in a resume state are called by.
-        param_groups: each with its parameters (`params`) and its learning rate (`lr`), a tensor that every step is to set.
-        state: of each parameter that has had a gradient; `step` counts its updates.
+        name: prefix of its tensors in a resume state.
+        param_groups: each with its parameters (`params`) and its learning rate (`lr`), a tensor that every step sets.
+        state: per parameter that has had a gradient; `step` counts its updates.
     """
 
     name: ClassVar[str]
@@ -27,25 +28,25 @@ class Optimizer(Protocol):
     state: dict[Tensor, dict[str, Tensor]]
 
     def zero_grad(self) -> None:
-        """Forget the gradients, and their memory."""
+        """Drop the gradients, and their memory."""
 
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All of its parameters."""
+    """Return all parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def with_gradients(group: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters of a group that have a gradient, and their gradients."""
+    """Return the parameters of a group that have a gradient, and their gradients."""
     found = [parameter for parameter in group["params"] if parameter.grad is not None]
     return found, [parameter.grad for parameter in found]
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Copies of the parameters and of what the optimizer keeps of each, named by their place."""
+    """Return copies of the parameters and their optimizer state, named by index."""
     tensors = {}
     for index, parameter in enumerate(parameters_of(optimizer)):
         tensors[f"parameter.{index}"] = parameter.detach().clone()
@@ -55,15 +56,15 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Tensor]) -> None:
-    """Take up what optimizer_tensors gave; everything goes where the parameters are."""
+    """Load what optimizer_tensors returned, onto the parameters' device."""
     for index, parameter in enumerate(parameters_of(optimizer)):
         parameter.data.copy_(state[f"parameter.{index}"])
         prefix = f"{optimizer.name}.{index}."
         own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         if own:
-            # The step counter lies on the CPU unless the optimizer is captured in a graph.
+            # The step counter is on the CPU unless the optimizer is captured in a graph.
             counter = parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
-            # The others lie as the parameter does, channels last perhaps: fused kernels do not look.
+            # Other state has the parameter's memory format (channels last, for example), which fused kernels assume.
             optimizer.state[parameter] = {
                 name: value.clone().to(counter) if name == "step" else torch.empty_like(parameter.detach()).copy_(value)
                 for name, value in own.items()
@@ -71,7 +72,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Tensor]) -> None:
 
 
 def join_memory(tensors: Sequence[Tensor]) -> Tensor:
-    """The vector that the tensors become views of, with a gradient that theirs are views of; all of one device and type."""
+    """Return a vector of which the tensors become views, with their gradients as views of its gradient; same device and type."""
     whole = torch.cat([tensor.detach().flatten() for tensor in tensors])
     whole.grad = torch.zeros_like(whole)
     sizes = [tensor.numel() for tensor in tensors]
@@ -81,18 +82,18 @@ def join_memory(tensors: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-_BETAS = (0.9, 0.999)  # Algorithm 1's own settings, which torch has too
+_BETAS = (0.9, 0.999)  # settings of Algorithm 1 and torch's defaults
 _EPSILON = 1e-8
 
 
 class Adam:
-    """Adam's update in torch's fused kernel, to the bits of torch.optim.Adam(fused=True), which imports torch._dynamo, for seconds.
+    """Adam in torch's fused kernel, bit-equal to torch.optim.Adam(fused=True), which would import torch._dynamo for seconds.
 
     Args:
-        groups: of parameters, each with a learning rate of its own, which every step is to set.
-        device: of the parameters; there the rates and counts of steps lie, so that a step can be captured.
-        weight_decay: of the parameters themselves, added to their gradients.
-        is_decoupled: whether it is not, but takes its share off the parameters in each step: AdamW.
+        groups: of parameters, each with its own learning rate, which every step sets.
+        device: of the parameters, learning rates and step counts, so that a step can be captured.
+        weight_decay: added to the gradients.
+        is_decoupled: apply the weight decay to the parameters in each step instead: AdamW.
     """
 
     name: ClassVar[str] = "adam"
@@ -112,14 +113,14 @@ class Adam:
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
     def zero_grad(self) -> None:
-        """Forget the gradients, and their memory."""
+        """Drop the gradients, and their memory."""
         for parameter in parameters_of(self):
             parameter.grad = None
 
     @no_grad
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
-        from torch.optim.adam import adam  # no attribute of torch.optim
+        """Update every parameter that has a gradient."""
+        from torch.optim.adam import adam  # not an attribute of torch.optim
 
         for group in self.param_groups:
             found, gradients = with_gradients(group)
@@ -129,7 +130,7 @@ class Adam:
                 gradients,
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
-                [],  # maxima, of AMSGrad alone
+                [],  # maxima, only for AMSGrad
                 [state["step"] for state in states],
                 lr=group["lr"],
                 beta1=_BETAS[0],
@@ -143,7 +144,7 @@ class Adam:
             )
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The count of its steps and the running means of its gradient and the square of that; zeros at first."""
+        """Return step count and running means of the gradient and its square, initially zero."""
         state = self.state.setdefault(parameter, {})
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -152,13 +153,13 @@ class Adam:
 
 
 class Sgd:
-    """SGD's update in torch's fused kernel, to the bits of torch.optim.SGD(fused=True).
+    """SGD in torch's fused kernel, bit-equal to torch.optim.SGD(fused=True).
 
     Args:
-        groups, device: as of Adam.
-        momentum: from 0 to below 1.
-        is_nesterov: whether a step looks ahead along the momentum.
-        weight_decay: of the parameters themselves, added to their gradients.
+        groups, device: as in Adam.
+        momentum: in [0, 1).
+        is_nesterov: whether to use Nesterov momentum.
+        weight_decay: added to the gradients.
     """
 
     name: ClassVar[str] = "sgd"
@@ -179,14 +180,14 @@ class Sgd:
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
     def zero_grad(self) -> None:
-        """Forget the gradients, and their memory."""
+        """Drop the gradients, and their memory."""
         for parameter in parameters_of(self):
             parameter.grad = None
 
     @no_grad
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
-        from torch.optim.sgd import sgd  # no attribute of torch.optim
+        """Update every parameter that has a gradient."""
+        from torch.optim.sgd import sgd  # not an attribute of torch.optim
 
         for group in self.param_groups:
             found, gradients = with_gradients(group)
@@ -207,7 +208,7 @@ class Sgd:
                 state["step"] += 1
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The count of its steps and its velocity, zeros at first: with these the first step is the gradient's, as torch's is."""
+        """Return step count and velocity, initially zero, so that the first step is the gradient's, as in torch."""
         state = self.state.setdefault(parameter, {})
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)

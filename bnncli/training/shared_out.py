@@ -1,8 +1,8 @@
-"""Trainings that are apart from each other, shared out among the workers of a command.
+"""Independent trainings, shared among the workers of a command.
 
-Each worker does its own, one after the other, with random streams that belong to the trainings. After every round of one all
-workers meet: they say how far they are and whether one of them has to end, and from time to time the first is given the states of
-all, to store them. Who has no training left goes on meeting until nobody has any.
+Each worker runs its own trainings one after the other, with random streams that belong to the trainings. After every
+round of a training all workers meet: they exchange progress and errors, and from time to time the first worker receives
+all states to store. A worker without trainings left keeps meeting until all are done.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from bnncli.training.loop import State
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOST = "worker_lost"  # what ends a worker that has nothing to say of it
+LOST = "worker_lost"  # code of the error that ends a worker without one of its own
 
 
 class Stored(NamedTuple):
-    """Where states lie between two runs of a command.
+    """Stored states, for resuming.
 
     Args:
-        states: of this worker's trainings that an earlier run had begun, by their numbers; new ones take their places.
-        is_due: whether the states are to be stored now; the first worker is asked.
+        states: of this worker's trainings begun in an earlier run, by number; replaced by newer ones.
+        is_due: returns whether to store states now; asked on the first worker.
         store: stores them, on the first worker.
     """
 
@@ -47,17 +47,18 @@ def share_out(
     progress: Progress,
     stored: Stored | None = None,
 ) -> list[dict[str, Tensor]]:
-    """What each training gave, in their order, on the CPU: on every worker the same.
+    """Return the result of each training, in order, on the CPU, the same on every worker.
 
     Args:
         labels: of the trainings, for people.
-        work: does the one of that number, and tells its place of every step and round.
-        what: the name of all of them. num_steps: of each.
-        progress: advanced once a step of any of them.
-        stored: what to go on from; nothing is stored without it.
+        work: runs the training of a number, reporting steps and rounds to its seat.
+        what: name of all of them.
+        num_steps: per training.
+        progress: advances once per step of any of them.
+        stored: states to continue from; nothing is stored without it.
 
     Raises:
-        BnnError: what ends one worker ends all of them; the first one says it.
+        BnnError: the error of one worker ends all; the first one raises it.
     """
     task = progress.task(what, len(labels) * num_steps)
     meetings = _Meetings(team, task, warn=progress.warn, stored=stored)
@@ -75,10 +76,10 @@ def share_out(
 
 
 class Seat:
-    """Where one of the trainings reports, as any to a Progress, and what it goes on from.
+    """The progress report of one training, and the state it continues from.
 
     Attributes:
-        state: None for a fresh start.
+        state: None to start from the beginning.
     """
 
     def __init__(self, meetings: _Meetings, number: int, label: str) -> None:
@@ -86,30 +87,30 @@ class Seat:
         self.state = meetings.states.get(number)
 
     def save(self, state: State, is_last: bool) -> None:
-        """Keep the state of a round, and meet the others. One that is to end early has it kept already."""
+        """Keep the state of a round, and meet the others. On early end it has already been kept."""
         if not is_last:
             self._meetings.states[self._number] = state
             self._meetings.meet()
 
     def task(self, name: str, total: int) -> Seat:
-        """The training, whose steps are among those of all."""
+        """Return this seat: the training's steps count among those of all."""
         return self
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        """Steps done. Raises Interrupted after a signal, whichever worker it came to."""
+        """Report steps. Raises Interrupted after a signal to any worker."""
         self._meetings.advance(amount, f"{self._label}, {note}" if note else "")
         raise_if_received()
 
     def warn(self, text: str) -> None:
-        """Something that the user should know, whichever worker it is of."""
+        """Pass a warning to the user, from any worker."""
         self._meetings.warn(text)
 
 
 class _Meetings:
-    """What this worker says of its own trainings, and hears of the others'.
+    """Exchanges the progress of this worker's trainings with the others.
 
     Attributes:
-        states: of this worker's trainings as far as they have begun.
+        states: of this worker's trainings begun so far.
     """
 
     def __init__(self, team: Team, task: Task, *, warn: Callable[[str], None], stored: Stored | None) -> None:
@@ -128,7 +129,7 @@ class _Meetings:
         self._warn(text)
 
     def meet(self, *, is_done: bool = False, error: BnnError | None = None) -> bool:
-        """Whether all workers are done. Raises what has ended one of them."""
+        """Return whether all workers are done. Raises the error of any of them."""
         team, own = self._team, self._num_unsaid
         is_due = team.is_leader and error is None and self._stored is not None and self._stored.is_due()
         said = torch.tensor([own, is_done, error is not None, is_due])
@@ -143,7 +144,7 @@ class _Meetings:
         return bool(heard[:, 1].all())
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raise what ends this worker, when the others know, or what has ended another before."""
+        """Raise this worker's error after informing the others, or an earlier error of another."""
         known = error if isinstance(error, BnnError) else machine_error(error)
         if known is None or known.code == LOST or self._is_over:
             raise error
@@ -151,7 +152,7 @@ class _Meetings:
         raise known
 
     def _end(self, rank: int, error: BnnError | None) -> NoReturn:
-        """Raise the error of that worker. The first one says it, and has the states of all where they were interrupted."""
+        """Raise that worker's error; the first worker reports it, with all states on interruption."""
         self._is_over = True
         told: BnnError = self._team.told_by(rank, error)
         if isinstance(told, Interrupted):
@@ -170,19 +171,19 @@ class _Meetings:
             self._stored.store(by_number(*given))
 
     def pass_warnings_on(self) -> None:
-        """Every worker has the warnings of all: the first shows them, once each."""
+        """Collect the warnings of all workers; the first shows each once."""
         for rank in range(self._team.size):
             for text in self._team.told_by(rank, self._warnings):
                 self._warn(text)
 
 
 def numbered(trainings: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of several trainings under names that have their numbers."""
+    """Return the tensors of several trainings under numbered names."""
     return {f"{number}/{name}": tensor for number, one in trainings.items() for name, tensor in one.items()}
 
 
 def by_number(*parts: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """The inverse of `numbered`, of one or several of its results."""
+    """Invert `numbered`, for one or several of its results."""
     found: dict[int, dict[str, Tensor]] = {}
     for part in parts:
         for key, tensor in part.items():

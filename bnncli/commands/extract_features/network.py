@@ -56,17 +56,9 @@ if TYPE_CHECKING:
 
 
 _TRIED_ROWS = 256
-
-
 _MUCH_BETTER = 0.2  # of accuracy: five standard errors or more of so many rows
-
-
 _SCALINGS = (((0,), (1,)), ((0,), (255,)), ((0,), (1 / 255,)), ((0.5,), (0.5,)))  # mean and deviation
-
-
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-
-
 MUCH = 0.1  # of the logits' spread: more than that changes what a posterior says of an example
 
 

@@ -73,11 +73,7 @@ def no_model(run: Run, options: ExtractFeaturesOptions) -> UsageError:
 
 # Of a network in code, or of inputs whose preprocessing the network does not bring.
 _OF_CODE = ("model_arg", "last_layer", "output", "state", "base_model", "feature_node")
-
-
 _OF_ARRAYS = ("mean", "std", "resize", "crop")
-
-
 _WITH_TRANSFORM = ("hf", "peft", "timm")
 
 
@@ -108,8 +104,6 @@ def _own_line(run: Run, options: ExtractFeaturesOptions) -> CommandLine | None:
 
 
 _OF_SAVED_MODELS = ("base_model", "feature_node")
-
-
 # Options that change numbers, recorded where they are given.
 _WHERE_GIVEN = (*_OF_SAVED_MODELS, "output", "state", "autocast", "no_exif", "background")
 

@@ -153,11 +153,7 @@ def columns_of_rules(rules: Sequence[NewDataRules]) -> RuleColumns:
 
 
 BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of extract-features by default: sums depend on it
-
-
 _OF_THE_RUN = {spec.name for spec in fields(ExtractFeaturesOptions)} - {spec.name for spec in fields(PredictOptions)}
-
-
 BLOCK = 16 * BATCH_SIZE  # examples predicted at once
 
 
@@ -482,14 +478,8 @@ def _alarm_line(row: dict[str, Any]) -> str:
 
 
 _ENDINGS = tuple(SUFFIXES)
-
-
 SPLIT = "followed"  # what the table says of where its examples are from
-
-
 POLL_SECONDS = 0.5
-
-
 _HELD = ("another bnncli process is following into this table", "give \0table\0 another name, or stop that process")
 
 

@@ -1,7 +1,7 @@
-"""`audio:DIR`: sound files in one folder for each class, or unlabelled ones directly in DIR.
+"""`audio:DIR`: sound files in one folder per class, or unlabelled ones directly in DIR.
 
-Classes are the folder names, sorted. WAV files are decoded here; flac, ogg, opus, mp3 and aiff by the library soundfile. The
-model's feature extractor makes its inputs of them.
+Classes are the folder names, sorted. WAV files are decoded here; flac, ogg, opus, mp3 and aiff by the library
+soundfile. The model's feature extractor prepares the inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORM = Form("audio:DIR", 31, "A folder of sound files, one subfolder per class."
 
 @dataclass(frozen=True, eq=False)
 class AudioDataset:
-    """Sound files, decoded when they are read."""
+    """Sound files, decoded when read."""
 
     folder: Path
     files: tuple[str, ...]
@@ -49,12 +49,12 @@ class AudioDataset:
         return len(self.files)
 
     def read(self, rows: np.ndarray) -> tuple[list[Sound], np.ndarray | None]:
-        """Clips and labels (n,) of the rows. Raises DataError for a damaged file."""
+        """Return clips and labels (n,) of the rows. Raises DataError for a damaged file."""
         found = [read_sound(self.folder / self.files[row]) for row in rows.tolist()]
         return found, None if self.labels is None else self.labels[rows]
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
-        """Names and digests of all files, and the rows."""
+        """Return names and digests of all files, and the rows."""
         hashes = []
         task = progress.task("hash audio", len(self))
         for name in self.files:
@@ -65,17 +65,17 @@ class AudioDataset:
 
 
 def exists(place: str) -> bool:
-    """Whether the text names a folder as it stands."""
+    """Return whether the text as it stands is a folder."""
     return Path(place).expanduser().is_dir()
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> AudioDataset:
-    """The sound files of a folder, in the order of their sorted names within sorted classes.
+    """Open the sound files of a folder, in sorted order within sorted classes.
 
     Raises:
-        MissingInput: no such folder.
-        DataError: no sound files in it, or some both in it and in class folders.
-        UsageError: the library that decodes one of them is not installed.
+        MissingInput: there is no such folder.
+        DataError: it has no sound files, or has some both directly and in class folders.
+        UsageError: a library needed to decode one is not installed.
     """
     folder = Path(place).expanduser()
     found = files_in(folder, SUFFIXES, "audio files")

@@ -1,4 +1,4 @@
-"""`csv:FILE[:text=COL,label=COL]`: a table of comma-separated text, gzipped or not, whose first line names the columns."""
+"""`csv:FILE[:text=COL,label=COL]`: comma-separated text with column names in the first line; may be gzipped."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ FORM = Form("csv:FILE[:text=COL,label=COL]", 11, "A comma-separated table with c
 
 
 def exists(place: str) -> bool:
-    """Whether the text names a file as it stands."""
+    """Return whether the text as it stands is a file."""
     return Path(place).expanduser().is_file()
 
 
 def files(place: str) -> list[Path]:
-    """All that it is read from."""
+    """Return all files that it is read from."""
     return [Path(divide(place, "csv")[0]).expanduser()]
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
-    """Texts, images by their paths, or numbers, and labels; of columns that are named or found.
+    """Open texts, images by path, or numbers, and labels, from named or inferred columns.
 
     Raises:
-        MissingInput: no such file.
-        DataError: a damaged row, a missing column, labels that break a rule.
-        UsageError: it cannot be told which column is what.
+        MissingInput: there is no such file.
+        DataError: a row is damaged, a column is missing, or labels break a rule.
+        UsageError: the roles of columns are ambiguous.
     """
     path, named = divide(place, "csv")
     return table_dataset(DelimitedTable(Path(path).expanduser(), delimiter=","), named, preprocess, spelled="csv")

@@ -1,8 +1,8 @@
 """`hf-dataset:DIR[:split]`: a Hugging Face dataset folder, from `save_to_disk` or the cache; read without the library.
 
-`save_to_disk` writes Arrow files, `state.json` with their names, and `dataset_info.json` with the features; a DatasetDict is a
-folder of these for each split and `dataset_dict.json` with their names. The cache has the Arrow files of all splits beside
-one `dataset_info.json`, called NAME-SPLIT.arrow or NAME-SPLIT-00000-of-00002.arrow.
+`save_to_disk` writes Arrow files, `state.json` with their names, and `dataset_info.json` with the features. A
+DatasetDict is such a folder for each split plus `dataset_dict.json` with their names. The cache has the Arrow files of
+all splits, named NAME-SPLIT.arrow or NAME-SPLIT-00000-of-00002.arrow, beside one `dataset_info.json`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
 
 
 def exists(place: str) -> bool:
-    """Whether the text names a folder as it stands."""
+    """Return whether the text as it stands is a folder."""
     return Path(place).expanduser().is_dir()
 
 
 def files(place: str) -> list[Path]:
-    """All that it is read from."""
+    """Return all files that it is read from."""
     home, found, _ = _found(*_divided(divide(place, _SPELLED)[0]))
     return [*found, *(file for file in (home / _INFO, home / _STATE) if file.is_file())]
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
-    """Texts, images or numbers, and labels; of columns that are named or found.
+    """Open texts, images or numbers, and labels, from named or inferred columns.
 
     Raises:
-        MissingInput: no such folder.
-        DataError: it is not of that library, a damaged file, a missing column, labels that break a rule.
-        UsageError: it has several splits and none is named, it cannot be told which column is what, or pyarrow is not
+        MissingInput: there is no such folder.
+        DataError: it is not a dataset folder, a file is damaged, a column is missing, or labels break a rule.
+        UsageError: it has several splits and none is named, the roles of columns are ambiguous, or pyarrow is not
             installed.
     """
     text, named = divide(place, _SPELLED)
@@ -55,7 +55,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
 
 
 class _SavedTable(BlockTable):
-    """Arrow files, and what is known of their columns beside them."""
+    """Arrow files, with the class names stored beside them."""
 
     def __init__(self, folder: Path, files: list[Path], info: Mapping[str, Any]) -> None:
         super().__init__(folder, files, ArrowBlocks, _SPELLED)
@@ -63,14 +63,14 @@ class _SavedTable(BlockTable):
 
 
 def _divided(text: str) -> tuple[Path, str | None]:
-    """The folder, and the split that is named after it; a colon belongs to the folder where there is such a one."""
+    """Return the folder and the split named after it; a colon belongs to the folder if such a folder exists."""
     before, colon, after = text.rpartition(":")
     path = Path(text).expanduser()
     return (path, None) if path.exists() or not colon else (Path(before).expanduser(), after)
 
 
 def _found(folder: Path, split: str | None) -> tuple[Path, list[Path], Mapping[str, Any]]:
-    """The folder of a split, its files, and what `dataset_info.json` says."""
+    """Return the folder of a split, its files, and the contents of `dataset_info.json`."""
     if (folder / _SPLITS).is_file():
         splits = read_object(folder / _SPLITS).get("splits")
         folder = folder / _chosen(split, splits if isinstance(splits, list) else [], folder)
@@ -92,7 +92,7 @@ def _found(folder: Path, split: str | None) -> tuple[Path, list[Path], Mapping[s
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The files that `save_to_disk` wrote, in the order of their rows."""
+    """Return the files that `save_to_disk` wrote, in row order."""
     state = read_object(folder / _STATE)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise DataError(
@@ -107,7 +107,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _cached_files(folder: Path, split: str | None) -> list[Path]:
-    """The files of a split in the cache, in the order of their rows."""
+    """Return the files of a split in the cache, in row order."""
     of_split: dict[str, list[Path]] = {}
     for file in sorted(folder.glob("*.arrow")):
         match = re.fullmatch(r".+?-([^-]+?)(?:-\d{5}-of-\d{5})?", file.stem)
@@ -117,7 +117,7 @@ def _cached_files(folder: Path, split: str | None) -> list[Path]:
 
 
 def _chosen(split: str | None, splits: list[str], folder: Path) -> str:
-    """The split that is named, or the only one. Raises UsageError."""
+    """Return the named split, or the only one. Raises UsageError."""
     if split is None and len(splits) == 1:
         return splits[0]
     if split is None or split not in splits:

@@ -30,12 +30,12 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def exists(place: str) -> bool:
-    """Whether the text names files as it stands."""
+    """Return whether the text as it stands names files."""
     return all(path.is_file() for path in _divide(place))
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset:
-    """Images, and labels where a second file is named.
+    """Open images, and labels if a second file is named.
 
     Raises:
         MissingInput: a file does not exist.
@@ -46,7 +46,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """The array in an idx file, in native byte order. Raises MissingInput or DataError."""
+    """Read the array in an idx file, in native byte order. Raises MissingInput or DataError."""
     with open_regular(path) as stream:
         is_zipped = stream.read(2) == _GZIP_MAGIC
         stream.seek(0)
@@ -61,7 +61,7 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def _parse(stream: IO[bytes], size: int, *, is_zipped: bool) -> np.ndarray:
-    """The array of an open file of `size` bytes; nothing is read that the header does not ask for."""
+    """Read the array of an open file of `size` bytes, and nothing that the header does not announce."""
     zeros, code, num_axes = struct.unpack(">HBB", stream.read(4))
     if zeros != 0 or code not in _TYPES or num_axes == 0:
         raise ValueError("it does not start with the idx magic number")
@@ -75,7 +75,7 @@ def _parse(stream: IO[bytes], size: int, *, is_zipped: bool) -> np.ndarray:
         raise ValueError(
             f"shape {shape} needs {expected} bytes, but there are {most}{' compressed' if is_zipped else ''}"
         )
-    check_memory(2 * expected, f"shape {shape}")  # as it is stored, and in native byte order
+    check_memory(2 * expected, f"shape {shape}")  # as stored, and in native byte order
     data = bytearray()
     while block := stream.read(min(1 << 24, expected + 1 - len(data))):
         data += block
@@ -86,7 +86,7 @@ def _parse(stream: IO[bytes], size: int, *, is_zipped: bool) -> np.ndarray:
 
 
 def _divide(place: str) -> list[Path]:
-    """One or two files; of several commas the one that divides existing files counts, else the last one."""
+    """Split into one or two files, at the comma that divides existing files, or else the last one."""
     whole = Path(place).expanduser()
     commas = [i for i, letter in enumerate(place) if letter == ","]
     if whole.exists() or not commas:

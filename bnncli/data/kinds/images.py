@@ -1,6 +1,6 @@
-"""`images:DIR`: image files in one folder for each class, or unlabelled images directly in DIR.
+"""`images:DIR`: image files in one folder per class, or unlabelled images directly in DIR.
 
-Classes are the folder names, sorted. Images are grey when the first image of every class is, else RGB.
+Classes are the folder names, sorted. Images are grey if the first image of every class is, else RGB.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORM = Form("images:DIR", 30, "A folder of image files, one subfolder per class.
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset:
-    """Image files, decoded when they are read."""
+    """Image files, decoded when read."""
 
     folder: Path
     files: tuple[str, ...]
@@ -44,7 +44,7 @@ class ImageDataset:
 
     @property
     def items(self) -> str:
-        """Images where the model brings a transform for them, else arrays."""
+        """images if the model has a transform for them, else arrays."""
         return "arrays" if self.preprocess.transform is None else "images"
 
     @property
@@ -56,10 +56,10 @@ class ImageDataset:
         return len(self.files)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray | list[Image.Image], np.ndarray | None]:
-        """Images (n, H, W, C) uint8, or as they are for a transform, and labels (n,).
+        """Return images (n, H, W, C) uint8, or PIL images for a transform, and labels (n,).
 
         Raises:
-            DataError: a damaged file, or another size where there is no transform.
+            DataError: a file is damaged or, without a transform, has another size.
         """
         labels = None if self.labels is None else self.labels[rows]
         if self.items == "images":
@@ -71,7 +71,7 @@ class ImageDataset:
         return np.stack(arrays), labels
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
-        """Names and digests of all files, the mode they are decoded to, and the rows."""
+        """Return names and digests of all files, the mode they are decoded to, and the rows."""
         hashes = []
         task = progress.task("hash images", len(self))
         for name in self.files:
@@ -81,22 +81,22 @@ class ImageDataset:
         return {"files": np.array(self.files), "sha256": np.array(hashes), "mode": np.array([self.mode]), "rows": rows}
 
     def _image(self, name: str) -> Image.Image:
-        """One image, decoded."""
+        """Decode an image."""
         with _opened(self.folder, name) as image:
             return decoded_image(image, self.mode, self.preprocess, name)
 
 
 def exists(place: str) -> bool:
-    """Whether the text names a folder as it stands."""
+    """Return whether the text as it stands is a folder."""
     return Path(place).expanduser().is_dir()
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> ImageDataset:
-    """The images of a folder, in the order of their sorted names within sorted classes.
+    """Open the images of a folder, in sorted order within sorted classes.
 
     Raises:
-        MissingInput: no such folder.
-        DataError: no images in it, or images both in it and in class folders.
+        MissingInput: there is no such folder.
+        DataError: it has no images, or has some both directly and in class folders.
     """
     folder = Path(place).expanduser()
     files, labels, classes, note = files_in(folder, SUFFIXES, "images")
@@ -110,7 +110,7 @@ def image_dataset(
     classes: tuple[str, ...] | None,
     preprocess: Preprocess,
 ) -> ImageDataset:
-    """Image files in a folder, with labels (N,); decoded to what a transform takes, else as the first of every class are."""
+    """Create a data set of image files with labels (N,), decoded to the transform's mode, else like each class's first one."""
     if preprocess.transform is not None:
         mode = preprocess.transform.mode or "RGB"
     else:
@@ -121,11 +121,11 @@ def image_dataset(
 
 @contextmanager
 def _opened(folder: Path, name: str) -> Iterator[Image.Image]:
-    """An image file, opened: what cannot be decoded, here or inside the block, is a DataError.
+    """Open an image file; anything that cannot be decoded, here or inside the block, raises DataError.
 
     Raises:
-        MissingInput, DeviceError, ReadError: it cannot be read, as open_regular says.
-        DataError: it is no image, is damaged, or has more pixels than any camera's (PIL's own limit).
+        MissingInput, DeviceError, ReadError: it cannot be read; see open_regular.
+        DataError: it is not an image, is damaged, or exceeds PIL's pixel limit.
     """
     with (
         open_regular(folder / name) as stream,
@@ -135,7 +135,7 @@ def _opened(folder: Path, name: str) -> Iterator[Image.Image]:
 
 
 def _mode(folder: Path, first_files: list[str]) -> str:
-    """L when the first image of every class is grey, else RGB."""
+    """Return L if the first image of every class is grey, else RGB."""
     modes = set()
     for name in first_files:
         with _opened(folder, name) as image:

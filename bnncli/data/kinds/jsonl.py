@@ -1,4 +1,4 @@
-"""`jsonl:FILE[:text=COL,label=COL]`: a JSON object on each line, gzipped or not."""
+"""`jsonl:FILE[:text=COL,label=COL]`: one JSON object per line; may be gzipped."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from bnncli.progress import Progress
 
 FORM = Form("jsonl:FILE[:text=COL,label=COL]", 13, "One JSON object per line; may be gzipped.")
 
-_FIRST_ROWS = 100  # tell what there is
+_FIRST_ROWS = 100  # rows to infer the columns
 _HOLDS = {str: TEXT, bool: WHOLE, int: WHOLE, float: REAL, list: LIST}
 
 
 def exists(place: str) -> bool:
-    """Whether the text names a file as it stands."""
+    """Return whether the text as it stands is a file."""
     return Path(place).expanduser().is_file()
 
 
 def files(place: str) -> list[Path]:
-    """All that it is read from."""
+    """Return all files that it is read from."""
     return [Path(divide(place, "jsonl")[0]).expanduser()]
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
-    """Texts, images by their paths, or numbers, and labels; of columns that are named or found.
+    """Open texts, images by path, or numbers, and labels, from named or inferred columns.
 
     Raises:
-        MissingInput: no such file.
-        DataError: a line that is no JSON object, a missing column, labels that break a rule.
-        UsageError: it cannot be told which column is what.
+        MissingInput: there is no such file.
+        DataError: a line is not a JSON object, a column is missing, or labels break a rule.
+        UsageError: the roles of columns are ambiguous.
     """
     path, named = divide(place, "jsonl")
     return table_dataset(JsonLines(Path(path).expanduser()), named, preprocess, spelled="jsonl")
 
 
 class JsonLines:
-    """Objects of a file, one a line; lines without any are none.
+    """Objects of a file, one per line; empty lines are skipped.
 
     Attributes:
-        columns: what each holds in the first rows.
+        columns: what each holds, in the first rows.
     """
 
     class_names: Mapping[str, tuple[str, ...]] = {}
 
     def __init__(self, path: Path) -> None:
-        """Raises MissingInput, or DataError for a file without objects or one that is damaged in its first rows."""
+        """Open a table. Raises MissingInput, or DataError if it has no objects or its first rows are damaged."""
         self.path, self._lines = path, LineFile(path)
         self._where = quoted(path, limit=300)
         self._starts = self._ends = np.zeros(0, np.int64)
@@ -69,7 +69,7 @@ class JsonLines:
             raise DataError(f"{self._where} is empty: expected one JSON object per line", path=path, code="empty_split")
 
     def values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]]:
-        """How many rows there are, and all values of some columns. Raises DataError for a damaged line, naming it."""
+        """Return the number of rows and all values of some columns. Raises DataError for a damaged line, naming it."""
         found: list[list[Any]] = [[] for _ in names]
         starts, ends = [], []
         for start, end, record in self._records():
@@ -81,17 +81,17 @@ class JsonLines:
         return len(starts), found
 
     def read(self, rows: np.ndarray, names: Sequence[str]) -> list[list[Any]]:
-        """Values of columns in the rows (n,)."""
+        """Return values of columns in the rows (n,)."""
         spans = zip(self._starts[rows].tolist(), self._ends[rows].tolist(), strict=True)
         records = [json.loads(self._lines.read(start, end)) for start, end in spans]
         return [[record.get(name) for record in records] for name in names]
 
     def digests(self, progress: Progress) -> list[str]:
-        """Of the text."""
+        """Return the digest of the text."""
         return [self._lines.digest(progress)]
 
     def _records(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Place in the file, its end, and the object of every row."""
+        """Yield start and end in the file, and the object of every row."""
         end, row = self._lines.start, 0
         for number, line in enumerate(self._lines.lines(), start=1):
             start, end = end, end + len(line)
@@ -112,7 +112,7 @@ class JsonLines:
 
 
 def _advice(row: int, line: bytes) -> str:
-    """What to do with a file that is one document."""
+    """Return advice for a file that is one document."""
     is_document = row == 0 and line.lstrip()[:1] in (b"[", b"{")
     return "; to split one JSON array into lines, run: jq -c '.[]'" if is_document else ""
 

@@ -1,8 +1,8 @@
 """`npz:FILE[:x,y]`: arrays of inputs and labels in a NumPy archive.
 
-`npz:FILE:input_ids+attention_mask,y` names several inputs: the network takes each by its name. So it does with one array (N, L) of whole
-numbers, which are token ids: `npz:FILE:input_ids,y`. For a model of audio the inputs are waves (N, T) or (N, T, channels), whole numbers or real ones in
-[-1, 1], and the array `sampling_rate` says at how many Hz they were taken.
+`npz:FILE:input_ids+attention_mask,y` names several inputs, which the network takes by name. The same holds for a single
+array (N, L) of integers, which are token ids: `npz:FILE:input_ids,y`. For audio models the inputs are waves (N, T) or
+(N, T, channels), integers or reals in [-1, 1], and the array `sampling_rate` has their rate in Hz.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ RATE = "sampling_rate"
 
 
 def exists(place: str) -> bool:
-    """Whether the text names a file as it stands."""
+    """Return whether the text as it stands is a file."""
     return Path(place).expanduser().is_file()
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset | NamedArrays | WaveDataset:
-    """Inputs and labels of the archive; without labels where only one array is named, or there is no y.
+    """Open inputs and labels of an archive; no labels if only one array is named or there is no y.
 
     Raises:
-        MissingInput, DataError, Untrusted: see read_npz; labels that break a rule; waves of no sampling rate.
-        UsageError: more than two names.
+        MissingInput, DataError, Untrusted: as in read_npz; labels break a rule; or waves lack a sampling rate.
+        UsageError: there are more than two names.
     """
     path, names = _divide(place)
     if names is None:
@@ -53,12 +53,12 @@ def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset | NamedArra
 
 
 def _can_be_tokens(array: np.ndarray) -> bool:
-    """Whether an array may be token ids: rows of whole numbers, in a type that no pixels have."""
+    """Return whether an array may hold token ids: rows of integers in a type that pixels do not have."""
     return array.ndim == 2 and array.dtype.kind in "iu" and array.dtype != np.uint8
 
 
 def _sampling_rate(path: Path) -> int:
-    """Hz. Raises DataError where the archive does not say it."""
+    """Return the rate in Hz. Raises DataError if the archive lacks it."""
     if RATE not in npz_names(path):
         raise DataError(
             f"{quoted(path, limit=300)} does not give the sampling rate of its audio", path=path,
@@ -73,12 +73,12 @@ def _sampling_rate(path: Path) -> int:
 
 
 def _inputs(path: Path, text: str) -> list[str]:
-    """One name or several, joined by +, which belongs to a name where there is such an array."""
+    """Return one name or several joined by +, which belongs to a name if such an array exists."""
     return [text] if "+" not in text or text in npz_names(path) else text.split("+")
 
 
 def _divide(place: str) -> tuple[Path, list[str] | None]:
-    """The file and the names of its arrays; a colon belongs to the file name where that file exists."""
+    """Split into file and array names; a colon belongs to the file name if that file exists."""
     path = Path(place).expanduser()
     match = re.fullmatch(r"(.+):([^:/]+)", place)
     if path.exists() or match is None:

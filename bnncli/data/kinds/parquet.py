@@ -1,4 +1,4 @@
-"""`parquet:FILE-or-DIR[:text=COL,label=COL]`: Parquet tables; a pattern such as `DIR/train-*.parquet` as well."""
+"""`parquet:FILE-or-DIR[:text=COL,label=COL]`: Parquet tables, or a pattern such as `DIR/train-*.parquet`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _SUFFIXES = (".parquet", ".pq")
 
 
 def exists(place: str) -> bool:
-    """Whether the text names a file or a folder as it stands."""
+    """Return whether the text as it stands is a file or folder."""
     return Path(place).expanduser().exists()
 
 
 def files(place: str) -> list[Path]:
-    """All that it is read from."""
+    """Return all files that it is read from."""
     return files_of(divide(place, "parquet")[0], _SUFFIXES, "parquet")[1]
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
-    """Texts, images or numbers, and labels; of columns that are named or found.
+    """Open texts, images or numbers, and labels, from named or inferred columns.
 
     Raises:
-        MissingInput: no such file or folder.
-        DataError: no or damaged files, a missing column, labels that break a rule.
-        UsageError: it cannot be told which column is what, or pyarrow is not installed.
+        MissingInput: there is no such file or folder.
+        DataError: there are no files, one is damaged, a column is missing, or labels break a rule.
+        UsageError: the roles of columns are ambiguous, or pyarrow is not installed.
     """
     text, named = divide(place, "parquet")
     path, found = files_of(text, _SUFFIXES, "parquet")

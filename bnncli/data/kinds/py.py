@@ -1,11 +1,11 @@
 """`py:module:factory` or `py:file.py:factory`: a torch Dataset from your own code.
 
-Items are (input, label) or just the input; a label is a class, or zeros and ones, one for each of several labels. Inputs are
-what the network takes, except that uint8 is scaled to [0, 1]; other whole numbers, such as token ids, are passed on as they are.
-A dict of inputs goes to the network's arguments by its names; a dict that comes alone may have the label as its `label` or
-`labels`. Texts, pairs of them, PIL images, and sound as a dict of `array` and `sampling_rate`, also as the one other value of
-such a dict, go through what the model brings for them.
-Its attributes `classes` (a text for each class) and `names` (one for each example) are used where it has them.
+Items are (input, label) or just the input. A label is a class, or zeros and ones, one per label. Inputs are what the
+network takes, except that uint8 is scaled to [0, 1]; other integers, such as token ids, are passed unchanged. A dict of
+inputs is passed by argument name; if it is the whole item, it may have the label as `label` or `labels`. Texts, pairs
+of texts, PIL images, and sound as a dict of `array` and `sampling_rate` (also as the only other value of such a dict)
+go through the model's own preprocessing. The attributes `classes` (a text per class) and `names` (one per example) are
+used if present.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class TorchDataset:
 
     @property
     def num_labels(self) -> int | None:
-        """L of several labels an example; None where it has one class, or none."""
+        """L for multi-label data; else None."""
         return None if self.first_labels is None else self.first_labels.shape[1]
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
-        """Inputs of the rows and labels (n,) or (n, L). Raises DataError for unequal shapes or labels that break the rule."""
+        """Return inputs and labels (n,) or (n, L) of the rows. Raises DataError for unequal shapes or invalid labels."""
         inputs: list[Any] = []
         labels: list[int | np.ndarray | None] = []
         for row in rows.tolist():
@@ -82,19 +82,19 @@ class TorchDataset:
         return inputs if self.items != "arrays" else _stacked(inputs), found
 
     def identity(self, rows: np.ndarray, progress: Progress) -> None:
-        """None: the content is whatever the user's code returns."""
+        """Return None: the content is whatever the user's code returns."""
 
 
 def exists(place: str) -> bool:
-    """Whether the text is a factory as it stands: @ cannot be part of one."""
+    """Return False: a factory cannot contain @."""
     return False
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> TorchDataset:
-    """The data set that the factory returns.
+    """Return the data set that the factory creates.
 
     Raises:
-        UsageError: no such factory, or it returns something without length and items.
+        UsageError: there is no such factory, or its result has no length or items.
         MissingInput: the Python file does not exist.
         DataError: the first item is not an input, or an input and a label.
     """
@@ -124,7 +124,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> TorchDataset:
 
 
 def _width(label: int | np.ndarray) -> int | None:
-    """L of several labels; None of a class."""
+    """Return L for multi-label labels; None for a class."""
     return None if isinstance(label, int) else len(label)
 
 
@@ -133,13 +133,13 @@ def _described(width: int | None) -> str:
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:
-    """A list of texts as it is; None for anything else."""
+    """Return a list of texts as a tuple; None for anything else."""
     is_list = isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
     return tuple(value) if is_list else None
 
 
 def _items(item: Any, preprocess: Preprocess) -> str:
-    """What the items are: texts; images and sound where the model has a transform for them; else arrays."""
+    """Return the kind of items: texts; images or audio if the model has a transform for them; else arrays."""
     value, _ = _divided(item)
     if is_clip(value) and preprocess.transform is not None and preprocess.transform.takes == "audio":
         return "audio"
@@ -149,7 +149,7 @@ def _items(item: Any, preprocess: Preprocess) -> str:
 
 
 def _divided(item: Any) -> tuple[Any, Any]:
-    """Input and label of an item, which may have none. Two texts are a pair."""
+    """Split an item into input and optional label. Two texts are a pair."""
     if isinstance(item, Mapping):
         names = [name for name in ("labels", "label") if name in item]
         label = names[0] if len(names) == 1 else None
@@ -163,13 +163,13 @@ def _divided(item: Any) -> tuple[Any, Any]:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it is a text, or a pair of texts."""
+    """Return whether it is a text or a pair of texts."""
     is_pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(part, str) for part in value)
     return isinstance(value, str) or is_pair
 
 
 def _item(item: Any, where: str, items: str) -> tuple[Any, int | np.ndarray | None]:
-    """The input, arrays as tensors, and the label as a number, as zeros and ones (L,), or None."""
+    """Return the input, with arrays as tensors, and the label as a number, zeros and ones (L,), or None."""
     value, label = _divided(item)
     number = None if label is None else _label(label, where)
     if items == "texts":
@@ -194,7 +194,7 @@ def _item(item: Any, where: str, items: str) -> tuple[Any, int | np.ndarray | No
 
 
 def _tensor(value: Any, where: str) -> Tensor:
-    """An array of numbers as a tensor."""
+    """Convert an array of numbers to a tensor."""
     if not isinstance(value, torch.Tensor):
         try:
             array = np.asarray(value)
@@ -209,7 +209,7 @@ def _tensor(value: Any, where: str) -> Tensor:
 
 
 def _check_same(value: Any, first: Any, where: str) -> None:
-    """Nothing, when two inputs can be of one batch. Raises DataError for other names or shapes."""
+    """Raise DataError if two inputs differ in names or shapes."""
     named, others = (part if isinstance(part, dict) else {"": part} for part in (value, first))
     if named.keys() != others.keys():
         raise DataError(f"{where} has the inputs {listed(named)}; others have {listed(others)}")
@@ -220,7 +220,7 @@ def _check_same(value: Any, first: Any, where: str) -> None:
 
 
 def _stacked(inputs: list[Any]) -> Tensor | dict[str, Tensor]:
-    """Inputs of one batch."""
+    """Stack the inputs of a batch."""
     if isinstance(inputs[0], dict):
         return {name: torch.stack([each[name] for each in inputs]) for name in inputs[0]}
     return torch.stack(inputs)

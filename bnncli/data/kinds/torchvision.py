@@ -24,13 +24,13 @@ from bnncli.names import quoted
 from bnncli.options.declaration import Form
 from bnncli.system.input_files import is_failure, open_regular
 
-DIGITS = tuple(map(str, range(10)))  # torchvision's "0 - zero", ... fit no model's names
+DIGITS = tuple(map(str, range(10)))  # torchvision's "0 - zero", ... match no model's class names
 FASHION = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
 )  # fmt: skip
 KUZUSHIJI = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
 _IDX_PARTS = {"train": "train", "test": "t10k"}
-# What pickles of NumPy arrays name, of Python 2 and 3 and of NumPy 1 and 2; nothing else is called.
+# What pickles of NumPy arrays refer to, for Python 2 and 3 and NumPy 1 and 2; nothing else is called.
 _OF_ARRAYS = {
     ("numpy.core.multiarray", "_reconstruct"): "numpy._core.multiarray",
     ("numpy._core.multiarray", "_reconstruct"): "numpy._core.multiarray",
@@ -45,7 +45,7 @@ _DAMAGE = (
 
 
 def mnist(name: str, classes: tuple[str, ...], root: Path, split: str) -> ArrayDataset:
-    """MNIST and the sets of its form: four idx files in ROOT/NAME/raw, gzipped or not."""
+    """Read MNIST or a data set of its form: four idx files in ROOT/NAME/raw, gzipped or not."""
     folder = root / name / "raw"
     names = (f"{_IDX_PARTS[split]}-{what}-ubyte" for what in ("images-idx3", "labels-idx1"))
     images, labels = (read_idx(_either(folder / file, folder / f"{file}.gz")) for file in names)
@@ -53,18 +53,18 @@ def mnist(name: str, classes: tuple[str, ...], root: Path, split: str) -> ArrayD
 
 
 def cifar10(root: Path, split: str) -> ArrayDataset:
-    """CIFAR-10: six pickles of arrays in ROOT/cifar-10-batches-py, and one of the names."""
+    """Read CIFAR-10: six pickles of arrays in ROOT/cifar-10-batches-py, and one of the names."""
     names = [f"data_batch_{number}" for number in range(1, 6)] if split == "train" else ["test_batch"]
     return _cifar(root / "cifar-10-batches-py", names, "labels", ("batches.meta", "label_names"))
 
 
 def cifar100(root: Path, split: str) -> ArrayDataset:
-    """CIFAR-100 with its 100 fine classes: pickles of arrays in ROOT/cifar-100-python."""
+    """Read CIFAR-100 with its 100 fine classes: pickles of arrays in ROOT/cifar-100-python."""
     return _cifar(root / "cifar-100-python", [split], "fine_labels", ("meta", "fine_label_names"))
 
 
 def svhn(root: Path, split: str) -> ArrayDataset:
-    """SVHN's cropped digits: ROOT/SPLIT_32x32.mat, whose label 10 is the digit 0."""
+    """Read SVHN's cropped digits: ROOT/SPLIT_32x32.mat, whose label 10 is the digit 0."""
     path = root / f"{split}_32x32.mat"
     found = read_mat(path, ("X", "y"))
     images, labels = np.moveaxis(found["X"], -1, 0), found["y"].reshape(-1).astype(np.int64)
@@ -72,7 +72,7 @@ def svhn(root: Path, split: str) -> ArrayDataset:
 
 
 def stl10(root: Path, split: str) -> ArrayDataset:
-    """STL-10: bytes of 3 x 96 x 96 images, columns first, in ROOT/stl10_binary."""
+    """Read STL-10: bytes of 3 x 96 x 96 images, column-major, in ROOT/stl10_binary."""
     folder = root / "stl10_binary"
     path = folder / f"{split}_X.bin"
     data = np.frombuffer(_bytes(path), np.uint8)
@@ -89,7 +89,7 @@ def stl10(root: Path, split: str) -> ArrayDataset:
 
 
 def _cifar(folder: Path, files: list[str], labels_key: str, named: tuple[str, str]) -> ArrayDataset:
-    """Images (N, 3, 32, 32) of pickled dictionaries, their labels, and the classes."""
+    """Read images (N, 3, 32, 32) from pickled dictionaries, with labels and classes."""
     meta, names_key = named
     images, labels = [], []
     for file in files:
@@ -105,7 +105,7 @@ def _cifar(folder: Path, files: list[str], labels_key: str, named: tuple[str, st
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Loads numbers, texts, lists, dictionaries and NumPy arrays; refuses whatever else a pickle names."""
+    """Loads numbers, texts, lists, dictionaries and NumPy arrays; refuses anything else a pickle refers to."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _OF_ARRAYS:
@@ -116,7 +116,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _entries(path: Path, expected: dict[str, type]) -> dict[str, Any]:
-    """Entries of the dictionary in a pickle of Python 2 or 3, of these types. Raises MissingInput, DataError, Untrusted."""
+    """Return entries of these types from a Python 2 or 3 pickle. Raises MissingInput, DataError, Untrusted."""
     with open_regular(path) as stream:
         try:
             found = _ArraysOnly(stream, encoding="latin1").load()
@@ -145,7 +145,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _either(*paths: Path) -> Path:
-    """The first that is there. Raises MissingInput with the first where none is."""
+    """Return the first existing file. Raises MissingInput with the first if none exists."""
     for path in paths:
         if path.is_file():
             return path
@@ -156,12 +156,12 @@ _FLOWER_SPLITS = {"train": "trnid", "val": "valid", "test": "tstid"}
 
 
 def folders(root: Path, preprocess: Preprocess) -> ImageDataset:
-    """A folder for each class."""
+    """Open one folder per class."""
     return open_images(str(root), preprocess)
 
 
 def flowers102(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    """Flowers102: ROOT/flowers-102/jpg, the splits and labels in MATLAB files; the set has no names of its classes."""
+    """Open Flowers102: ROOT/flowers-102/jpg, with splits and labels in MATLAB files; classes have no names."""
     folder = root / "flowers-102"
     key = _FLOWER_SPLITS[split]
     numbers = read_mat(folder / "setid.mat", (key,))[key].reshape(-1).astype(np.int64)
@@ -175,7 +175,7 @@ def flowers102(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
 
 
 def pets(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    """OxfordIIITPet: ROOT/oxford-iiit-pet/annotations/SPLIT.txt with names, classes from 1 on; 37 breeds."""
+    """Open OxfordIIITPet: ROOT/oxford-iiit-pet/annotations/SPLIT.txt with names, classes from 1; 37 breeds."""
     folder = root / "oxford-iiit-pet"
     path = folder / "annotations" / f"{split}.txt"
     try:
@@ -194,7 +194,7 @@ def pets(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
 
 
 def food101(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    """Food101: ROOT/food-101/meta/SPLIT.json with the images of each class."""
+    """Open Food101: ROOT/food-101/meta/SPLIT.json with the images of each class."""
     folder = root / "food-101"
     path = folder / "meta" / f"{split}.json"
     try:
@@ -208,14 +208,14 @@ def food101(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
 
 
 def textures(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    """DTD, the describable textures, in its first partition: ROOT/dtd/dtd/labels/SPLIT1.txt with a path a line."""
+    """Open DTD, the describable textures, partition 1: ROOT/dtd/dtd/labels/SPLIT1.txt with one path per line."""
     folder = root / "dtd" / "dtd"
     files = [line for line in map(str.strip, _lines(folder / "labels" / f"{split}1.txt")) if line]
     return _named(folder, [(file.partition("/")[0], f"images/{file}") for file in files], preprocess)
 
 
 def traffic_signs(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    """GTSRB: class folders in ROOT/gtsrb/GTSRB/Training, or the test images with a table of their classes."""
+    """Open GTSRB: class folders in ROOT/gtsrb/GTSRB/Training, or the test images with a table of their classes."""
     folder = root / "gtsrb" / "GTSRB"
     if split == "train":
         return folders(folder / "Training", preprocess)
@@ -232,7 +232,7 @@ def traffic_signs(root: Path, split: str, preprocess: Preprocess) -> ImageDatase
 
 
 def _named(folder: Path, pairs: Sequence[tuple[str, str]], preprocess: Preprocess) -> ImageDataset:
-    """Images with the name of their class each."""
+    """Open images, each with its class name."""
     classes = sorted({name for name, _ in pairs})
     place = {name: number for number, name in enumerate(classes)}
     labels = np.array([place[name] for name, _ in pairs], np.int64)
@@ -244,7 +244,7 @@ def _checked(labels: np.ndarray, path: Path) -> np.ndarray:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a text file. Raises MissingInput, DataError."""
+    """Return the lines of a text file. Raises MissingInput, DataError."""
     with open_regular(path) as stream:
         try:
             return stream.read().decode().splitlines()
@@ -259,7 +259,7 @@ _Dataset = ArrayDataset | ImageDataset
 
 
 class _Set(NamedTuple):
-    """The splits of a set, none where it has no such division, and what opens one of them."""
+    """The splits of a data set (none if undivided), and the function that opens one of them."""
 
     splits: tuple[str, ...]
     open: Callable[[Path, str, Preprocess], _Dataset]
@@ -270,7 +270,7 @@ def _arrays(read: Callable[[Path, str], ArrayDataset]) -> Callable[[Path, str, P
 
 
 def _folders(*within: str) -> Callable[[Path, str, Preprocess], ImageDataset]:
-    """Class folders in a folder of ROOT, of the split where it is named {split}."""
+    """Open class folders in a folder of ROOT, with {split} replaced by the split."""
     return lambda root, split, preprocess: folders(
         root.joinpath(*(name.format(split=split) for name in within)), preprocess
     )
@@ -297,19 +297,19 @@ _SETS = {
 
 
 def exists(place: str) -> bool:
-    """Whether the text names a set and a folder as it stands."""
+    """Return whether the text as it stands names a data set and a folder."""
     name, _, root = place.partition(":")
     return name in _SETS and Path(root).expanduser().is_dir()
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> _Dataset:
-    """A split of a set.
+    """Open a split of a data set.
 
     Raises:
-        UsageError: another set, or a split that it does not have, or none of several.
-        MissingInput: no such folder, or not the files that torchvision puts there.
-        DataError: a file is damaged or no file of the set.
-        Untrusted: a pickle that is no file of the set would call something.
+        UsageError: the data set or split is unknown, or no split is named of several.
+        MissingInput: there is no such folder, or it lacks the files that torchvision stores.
+        DataError: a file is damaged or does not belong to the data set.
+        Untrusted: a pickle that does not belong to the data set would call something.
     """
     name, _, rest = place.partition(":")
     if name not in _SETS or not rest:

@@ -1,8 +1,9 @@
 """`webdataset:PATTERN[:image=jpg,label=cls]`: tar files with each example's files next to each other.
 
-PATTERN is a file, or several by {0000..0010}, {train,extra}, * and ?. The input is `image` (jpg, png, webp and others), `text` (txt),
-`audio` (wav, flac, mp3 and others) or `x` (npy); the label is `cls`, or a field of a JSON file, as label=json.class. What is not named is found. Labels are whole
-numbers from 0 on, or names, numbered in their sorted order. Rows are the examples in the order of the shards.
+PATTERN is a file, or several by {0000..0010}, {train,extra}, * and ?. The input is `image` (jpg, png, webp and others),
+`text` (txt), `audio` (wav, flac, mp3 and others) or `x` (npy). The label is `cls`, or a field of a JSON file, as in
+label=json.class. What is not named is inferred. Labels are integers from 0, or names, numbered in sorted order. Rows
+are the examples in shard order.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ _MOST_LABEL_BYTES = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class ShardDataset:
-    """Examples in tar files, by the places of their inputs.
+    """Examples in tar files, by the location of their inputs.
 
     Attributes:
         kind: of the input: image, text, audio or x (an array).
         keys: names of the examples.
-        places: (N, 3) int64: number of the shard, first byte in it, and how many.
+        places: (N, 3) int64: shard number, first byte, and size.
     """
 
     shards: tuple[Path, ...]
@@ -81,12 +82,12 @@ class ShardDataset:
 
     @property
     def is_sized(self) -> bool:
-        """Images are resized and cropped when they are read."""
+        """Whether images are resized and cropped when read."""
         return self.kind == "image"
 
     @property
     def items(self) -> str:
-        """Images where the model brings a transform for them; texts; sound; else arrays."""
+        """images if the model has a transform for them; texts; audio; else arrays."""
         if self.kind in ("text", "audio"):
             return "texts" if self.kind == "text" else "audio"
         return "images" if self.kind == "image" and self.preprocess.transform is not None else "arrays"
@@ -95,11 +96,11 @@ class ShardDataset:
         return len(self.keys)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray | list[Any], np.ndarray | None]:
-        """Inputs and labels (n,) of the rows: an array (n, ...), or a list of images, texts or clips.
+        """Return inputs of the rows as an array (n, ...) or a list of images, texts or clips, and labels (n,).
 
         Raises:
-            DataError: a file that is cut off or cannot be decoded, arrays or images of unequal sizes.
-            Untrusted: an npy file that only a pickle can hold.
+            DataError: a file is truncated or cannot be decoded, or arrays or images differ in size.
+            Untrusted: an npy file has Python objects.
         """
         labels = None if self.labels is None else self.labels[rows]
         found: list[Any] = []
@@ -115,7 +116,7 @@ class ShardDataset:
         return np.stack(found) if self.items == "arrays" else found, labels
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
-        """Digests of the shards, the columns, the mode that images are decoded to, and the rows."""
+        """Return digests of the shards, the columns, the mode of decoded images, and the rows."""
         hashes = []
         for path in self.shards:
             with open_regular(path) as stream:
@@ -124,7 +125,7 @@ class ShardDataset:
         return {"sha256": np.array(hashes), "columns": columns, "rows": rows}
 
     def first_modes(self) -> str:
-        """L when the first image of every class is grey, else RGB."""
+        """Return L if the first image of every class is grey, else RGB."""
         rows = np.unique(self.labels, return_index=True)[1] if self.labels is not None else np.array([0])
         modes = set()
         for _, data, where in self._files(np.sort(rows)):
@@ -133,7 +134,7 @@ class ShardDataset:
         return mode_of(modes)
 
     def _files(self, rows: np.ndarray) -> Iterator[tuple[int, bytes, str]]:
-        """Row, bytes of its input, and what to call them; neighbours in a shard share the open file."""
+        """Yield row, input bytes and name for messages; neighbours in a shard share the open file."""
         numbers = self.places[rows, 0]
         for neighbours in np.split(rows, np.flatnonzero(np.diff(numbers)) + 1):
             path = self.shards[self.places[neighbours[0], 0]]
@@ -157,22 +158,22 @@ class ShardDataset:
 
 
 def exists(place: str) -> bool:
-    """Whether the text names a file as it stands."""
+    """Return whether the text as it stands is a file."""
     return Path(place).expanduser().is_file()
 
 
 def files(place: str) -> list[Path]:
-    """All that it is read from."""
+    """Return all files that it is read from."""
     return shard_paths(_divide(place)[0])
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> ShardDataset:
-    """The examples of the shards by their places: headers and labels are read, inputs are not.
+    """Index the examples of the shards; reads headers and labels, but no inputs.
 
     Raises:
-        UsageError: a column that is unknown, or could be several.
+        UsageError: a column is unknown or ambiguous.
         MissingInput: a shard is missing.
-        DataError: a shard is damaged, there are no examples, one lacks its input or its label, or labels break a rule.
+        DataError: a shard is damaged, there are no examples, one lacks its input or label, or labels break a rule.
     """
     pattern, named = _divide(place)
     where = f"webdataset:{pattern}"
@@ -195,13 +196,13 @@ def open_dataset(place: str, preprocess: Preprocess) -> ShardDataset:
 
 
 def _divide(place: str) -> tuple[str, str | None]:
-    """The pattern and the columns; a colon belongs to the pattern where no column is named behind it."""
+    """Split into pattern and columns; a colon belongs to the pattern if no column is named after it."""
     match = None if exists(place) else re.fullmatch(r"(.+):([^:=/{}]+=[^:]*)", place)
     return (match[1], match[2]) if match else (place, None)
 
 
 def _fields(path: Path, example: Example) -> Mapping[str, Any]:
-    """What the JSON file of an example has; empty where it has none that is an object."""
+    """Return the fields of an example's JSON file; empty if it has no JSON object."""
     part = example.parts.get("json")
     if part is None:
         return {}
@@ -216,7 +217,7 @@ def _fields(path: Path, example: Example) -> Mapping[str, Any]:
 def _index(
     shards: list[Path], kind: str, column: ShardColumn, label: ShardColumn | None
 ) -> tuple[list[str], np.ndarray, list[Any]]:
-    """Keys, places (N, 3) of the inputs, and labels of all examples."""
+    """Return keys, locations (N, 3) of the inputs, and labels of all examples."""
     keys: list[str] = []
     places = array("q")
     values: list[Any] = []
@@ -232,7 +233,7 @@ def _index(
 
 
 def _part(column: ShardColumn, example: Example, path: Path, kind: str) -> Part:
-    """The file of a column. Raises DataError where an example has none."""
+    """Return the file of a column. Raises DataError if an example has none."""
     part = column.part(example)
     if part is None:
         message = (
@@ -244,7 +245,7 @@ def _part(column: ShardColumn, example: Example, path: Path, kind: str) -> Part:
 
 
 def _label(column: ShardColumn, example: Example, path: Path, stream: IO[bytes]) -> Any:
-    """The label of an example: a whole number where its text is one."""
+    """Return the label of an example: an integer if its text is one."""
     part, where = _part(column, example, path, "label"), _where(path, example.key, "label")
     if part.size > _MOST_LABEL_BYTES:
         raise DataError(f"{where} has {part.size} bytes, which is too large for a label", path=path, code="bad_labels")
@@ -260,7 +261,7 @@ def _where(path: Path, key: str, kind: str) -> str:
 
 
 def _array(data: bytes, where: str) -> np.ndarray:
-    """The array of an npy file, in native byte order. Raises Untrusted for Python objects, DataError for what is none."""
+    """Read the array of an npy file, in native byte order. Raises Untrusted for Python objects, DataError if invalid."""
     stream = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(stream)

@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 
 def build() -> nn.Module:
-    """A module whose output (N, D) is its input (N, ...) with all other axes in one."""
+    """Return a module that flattens its input (N, ...) to (N, D)."""
     return torch.nn.Flatten()

@@ -32,18 +32,18 @@ class Lenet5(nn.Module):
         self.ll = nn.Linear(84, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (N, K) of images (N, channels, height, width)."""
+        """Return logits (N, K) for images (N, channels, height, width)."""
         logits: Tensor = self.ll(self.features(images))
         return logits
 
 
 def build(*, channels: int = 1, flattened: int = 256, classes: int = 10) -> nn.Module:
-    """A LeNet-5 with random weights; `flattened` is 256 for images of 28 x 28 and 400 for 32 x 32."""
+    """Return a LeNet-5 with random weights; `flattened` is 256 for images of 28 x 28 and 400 for 32 x 32."""
     return Lenet5(channels, flattened, classes)
 
 
 def arguments_from(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """The arguments of `build` that a state dict's shapes reveal."""
+    """Infer the arguments of `build` from a state dict's shapes."""
     axes = {
         "channels": ("features.0.weight", 1),
         "flattened": ("features.7.weight", 1),

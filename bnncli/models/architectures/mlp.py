@@ -29,7 +29,7 @@ class Mlp(nn.Module):
         self.ll = nn.Linear(sizes[-1], classes)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits (N, K) of inputs (N, ...)."""
+        """Return logits (N, K) for inputs (N, ...)."""
         logits: Tensor = self.ll(self.features(inputs.flatten(1)))
         return logits
 
@@ -37,10 +37,10 @@ class Mlp(nn.Module):
 def build(
     *, inputs: int = 784, hidden: tuple[int, ...] = (50, 50), classes: int = 10, activation: str = "relu"
 ) -> nn.Module:
-    """A fully connected network with random weights; `hidden` is written 50,50.
+    """Return a fully connected network with random weights; `hidden` is written 50,50.
 
     Raises:
-        UsageError: for an activation that is not relu, tanh or sigmoid, or a layer without units.
+        UsageError: the activation is not relu, tanh or sigmoid, or a layer has no units.
     """
     if activation not in _ACTIVATIONS:
         raise not_one_of("activation", activation, [*_ACTIVATIONS])
@@ -52,7 +52,7 @@ def build(
 
 
 def arguments_from(state: Mapping[str, Tensor]) -> dict[str, object]:
-    """The arguments of `build` that a state dict's shapes reveal: all but the activation."""
+    """Infer the arguments of `build` from a state dict's shapes: all but the activation."""
     keys = itertools.takewhile(state.__contains__, (f"features.{i}.weight" for i in itertools.count(0, 2)))
     shapes = [tuple(state[key].shape) for key in (*keys, "ll.weight") if key in state]
     if not shapes or any(len(shape) != 2 for shape in shapes):

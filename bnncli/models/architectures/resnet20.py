@@ -17,7 +17,7 @@ _BLOCKS_PER_STAGE = 3
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions around which the input is added back."""
+    """Two convolutions with a shortcut around them."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class BasicBlock(nn.Module):
         self.padding = (outputs - inputs) // 2
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Maps (N, inputs, height, width) to (N, outputs, height / stride, width / stride)."""
+        """Map (N, inputs, height, width) to (N, outputs, height / stride, width / stride)."""
         hidden = torch.relu(self.bn1(self.conv1(inputs)))
         residual = self.bn2(self.conv2(hidden))
         return torch.relu(residual + self.shortcut(inputs))
 
     def shortcut(self, inputs: Tensor) -> Tensor:
-        """The input subsampled by the stride, with half of the new channels as zeros before it and half after."""
+        """Return the input subsampled by the stride, zero-padded in the channels, half before and half after."""
         if self.stride == 1 and self.padding == 0:
             return inputs
         sampled = inputs[:, :, :: self.stride, :: self.stride]
@@ -55,7 +55,7 @@ class Resnet20(nn.Module):
         self.linear = nn.Linear(_WIDTHS[2], classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (N, K) of images (N, channels, height, width)."""
+        """Return logits (N, K) for images (N, channels, height, width)."""
         hidden = torch.relu(self.bn1(self.conv1(images)))
         hidden = self.layer3(self.layer2(self.layer1(hidden)))
         logits: Tensor = self.linear(hidden.mean(dim=(2, 3)))
@@ -68,11 +68,11 @@ def _stage(inputs: int, outputs: int, *, stride: int) -> nn.Sequential:
 
 
 def build(*, channels: int = 3, classes: int = 10) -> nn.Module:
-    """A ResNet-20 with random weights."""
+    """Return a ResNet-20 with random weights."""
     return Resnet20(channels, classes)
 
 
 def arguments_from(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """The arguments of `build` that a state dict's shapes reveal."""
+    """Infer the arguments of `build` from a state dict's shapes."""
     axes = {"channels": ("conv1.weight", 1), "classes": ("linear.weight", 0)}
     return {name: state[key].shape[axis] for name, (key, axis) in axes.items() if key in state and state[key].ndim}

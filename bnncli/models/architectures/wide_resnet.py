@@ -15,7 +15,7 @@ from bnncli.errors import UsageError
 
 
 class PreActivationBlock(nn.Module):
-    """Normalise, ReLU, convolve, twice; the input is added back, through a 1 x 1 convolution where sizes change."""
+    """Normalise, ReLU, convolve, twice; with a shortcut, through a 1 x 1 convolution if sizes change."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class PreActivationBlock(nn.Module):
         self.convShortcut = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False) if inputs != outputs else None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Maps (N, inputs, height, width) to (N, outputs, height / stride, width / stride)."""
+        """Map (N, inputs, height, width) to (N, outputs, height / stride, width / stride)."""
         active = torch.relu(self.bn1(inputs))
         residual: Tensor = self.conv2(torch.relu(self.bn2(self.conv1(active))))
         return residual + (inputs if self.convShortcut is None else self.convShortcut(active))
@@ -41,7 +41,7 @@ class Stage(nn.Module):
         self.layer = nn.Sequential(first, *(PreActivationBlock(outputs, outputs, 1) for _ in range(num_blocks - 1)))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Maps (N, inputs, height, width) to (N, outputs, height / stride, width / stride)."""
+        """Map (N, inputs, height, width) to (N, outputs, height / stride, width / stride)."""
         outputs: Tensor = self.layer(inputs)
         return outputs
 
@@ -61,17 +61,17 @@ class WideResnet(nn.Module):
         self.fc = nn.Linear(widths[2], classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (N, K) of images (N, channels, height, width)."""
+        """Return logits (N, K) for images (N, channels, height, width)."""
         hidden = self.block3(self.block2(self.block1(self.conv1(images))))
         logits: Tensor = self.fc(torch.relu(self.bn1(hidden)).mean(dim=(2, 3)))
         return logits
 
 
 def build(*, depth: int = 16, width: int = 4, channels: int = 3, classes: int = 10) -> nn.Module:
-    """A wide residual network with random weights.
+    """Return a wide residual network with random weights.
 
     Raises:
-        UsageError: when depth is not 6 n + 4 with n at least 1, or width is below 1.
+        UsageError: depth is not 6 n + 4 with n at least 1, or width is below 1.
     """
     if depth < 10 or (depth - 4) % 6 != 0:
         raise UsageError(f"depth: expected 10, 16, 22, 28, ... (6 n + 4); got {depth}")
@@ -81,7 +81,7 @@ def build(*, depth: int = 16, width: int = 4, channels: int = 3, classes: int = 
 
 
 def arguments_from(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """The arguments of `build` that a state dict's shapes reveal: all of them."""
+    """Infer all arguments of `build` from a state dict's shapes."""
     needed = ("conv1.weight", "block1.layer.0.conv1.weight", "fc.weight")
     if any(key not in state or state[key].ndim < 2 for key in needed):
         return {}

@@ -1,4 +1,4 @@
-"""`export:FILE.pt2`: a program of torch.export.save, read as data; it runs if it calls only PyTorch's own operators."""
+"""`export:FILE.pt2`: a program saved by torch.export.save, read as data; it may call only PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-_FLOAT = torch.float32  # in place of every smaller or larger type of real numbers
+_FLOAT = torch.float32  # replaces all other floating-point types
 DTYPES = {
     1: torch.uint8, 2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64, 6: _FLOAT, 7: _FLOAT, 8: _FLOAT,
     9: torch.complex64, 10: torch.complex64, 11: torch.complex64, 12: torch.bool, 13: _FLOAT,
@@ -44,7 +44,7 @@ _ON_NUMBERS: dict[str, Callable[..., Any]] = {
     "math.trunc": math.trunc, "torch.sym_max": max, "torch.sym_min": min, "torch.sym_float": float, "torch.sym_int": int,
     "torch.sym_not": operator.not_, "torch._sym_sqrt": math.sqrt, "torch.sym_sqrt": math.sqrt,
 }  # fmt: skip
-# Checks of sizes and types, which hold for the sizes and types that the program was exported with.
+# Checks of sizes and types, which hold for those that the program was exported with.
 CHECKS = re.compile(
     r"torch\.ops\.aten\.(_assert\w*|_functional_assert\w*|sym_constrain\w*|_functional_sym_constrain\w*)\.\w+"
 )
@@ -52,7 +52,7 @@ _OPERATOR = re.compile(r"torch\.ops\.aten\.([a-z_]\w*)\.(\w+)")
 
 
 class ExportCall:
-    """One call of an operator."""
+    """A call of an operator."""
 
     def __init__(self, node: Mapping[str, Any]) -> None:
         target = node["target"]
@@ -71,16 +71,16 @@ class ExportCall:
 
     @property
     def tensors(self) -> list[str | None]:
-        """Names of the tensors that it takes, in the operator's order; None for other arguments."""
+        """Names of its tensor arguments, in the operator's order; None for other arguments."""
         return [value["name"] if kind == "as_tensor" else None for _, kind, value in self.arguments]
 
     @property
     def uses(self) -> set[str]:
-        """Names of all the values that it takes."""
+        """Names of all values in its arguments."""
         return {name for _, kind, value in self.arguments for name in names_in(kind, value)}
 
     def run(self, values: dict[str, Any], device: torch.device) -> None:
-        """Makes the call, and puts what it returns among the values."""
+        """Make the call, and add its results to the values."""
         given = {name: _argument(kind, value, values, device) for name, kind, value in self.arguments}
         is_on_numbers = not isinstance(self.function, torch._ops.OpOverload)
         result = self.function(*given.values()) if is_on_numbers else self.function(**given)
@@ -93,7 +93,7 @@ class ExportCall:
 
 
 def _function(target: str) -> tuple[str, Callable[..., Any]]:
-    """Name and function of an operator that may be called. Raises DataError for any other."""
+    """Return name and function of an allowed operator. Raises DataError for any other."""
     if target in _ON_NUMBERS:
         return target.rpartition(".")[2], _ON_NUMBERS[target]
     match = _OPERATOR.fullmatch(target)
@@ -116,13 +116,13 @@ def _function(target: str) -> tuple[str, Callable[..., Any]]:
 
 
 def only(union: Mapping[str, Any]) -> tuple[str, Any]:
-    """Kind and content of a value that may be of several kinds."""
+    """Return kind and content of a union value."""
     ((kind, content),) = union.items()
     return kind, content
 
 
 def names_in(kind: str, content: Any) -> set[str]:
-    """Names of the values that an argument refers to."""
+    """Return the names of values that an argument refers to."""
     if kind in ("as_tensor", "as_sym_int", "as_sym_bool", "as_sym_float", "as_optional_tensor"):
         content = content.get("as_tensor", content) if kind == "as_optional_tensor" else content
         name = content.get("name", content.get("as_name"))
@@ -142,7 +142,7 @@ def names_in(kind: str, content: Any) -> set[str]:
 
 
 def _argument(kind: str, content: Any, values: Mapping[str, Any], device: torch.device) -> Any:
-    """What an argument stands for."""
+    """Return the value of an argument."""
     if kind == "as_none":
         return None
     if kind == "as_scalar_type":
@@ -162,7 +162,7 @@ def _argument(kind: str, content: Any, values: Mapping[str, Any], device: torch.
     }  # fmt: skip
     if kind in plural:
         return [_argument(plural[kind], one, values, device) for one in content]
-    if kind == "as_float":  # which JSON has no word for where it is infinite
+    if kind == "as_float":  # JSON has no infinite numbers
         return float(content)
     if kind in ("as_int", "as_bool", "as_string", "as_ints", "as_floats", "as_bools", "as_strings"):
         return content
@@ -173,17 +173,17 @@ _MAJOR = 8
 
 
 class ExportedGraph:
-    """What an exported program says: tensors by their place in the file, calls, and names of inputs and outputs.
+    """An exported program: tensors, calls, and names of inputs and outputs.
 
     Attributes:
-        tensors: by the name of the value that holds each in the graph.
-        inputs: what the program takes, by name: the JSON of the type and shape.
-        outputs: names of the values that it returns.
-        keys: names of the entries where it returns a mapping; None otherwise.
+        tensors: by the name of their value in the graph.
+        inputs: by name, the JSON of type and shape.
+        outputs: names of the returned values.
+        keys: names of the entries if it returns a mapping; else None.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
-        """Reads an open file. Raises DataError, Untrusted: it is damaged, or not such a program."""
+        """Read an open file. Raises DataError or Untrusted if it is damaged or not such a program."""
         with zipfile.ZipFile(stream) as archive:
             check_members(archive.infolist(), start_dir=archive.start_dir, size=stream.seek(0, 2))
             program = self._json(archive, r"[^/]+/models/[^/]+\.json")
@@ -214,7 +214,7 @@ class ExportedGraph:
         return content
 
     def _read_signature(self, signature: Mapping[str, Any], stored: Mapping[str, Tensor]) -> None:
-        """Which values are the program's own tensors, which it takes, and which it returns."""
+        """Find which values are the program's own tensors, its inputs and its outputs."""
         self.tensors: dict[str, Tensor] = {}
         self.inputs: dict[str, Any] = {}
         for spec in signature["input_specs"]:
@@ -240,7 +240,7 @@ class ExportedGraph:
 
 
 class ExportedProgram(nn.Module):
-    """The calls of an exported program, one after the other; values are let go after their last use."""
+    """Runs the calls of an exported program in order, freeing values after their last use."""
 
     def __init__(self, graph: ExportedGraph, features: str) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class ExportedProgram(nn.Module):
         ]
 
     def forward(self, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
-        """The outputs and the features."""
+        """Return the outputs and the features."""
         device = next(iter(inputs.values())).device
         own = dict(zip(self._names, self.buffers(), strict=True))
         values: dict[str, Any] = {**own, **inputs}
@@ -269,12 +269,12 @@ class ExportedProgram(nn.Module):
 
 
 def read_graph(path: Path) -> ExportedGraph:
-    """The exported program in a file.
+    """Read the exported program in a file.
 
     Raises:
         MissingInput: there is no such file.
-        DataError: it is damaged, or another kind of file.
-        Untrusted: it holds pickles, which are not loaded.
+        DataError: it is damaged, or of another kind.
+        Untrusted: it contains pickles, which are not loaded.
     """
     with open_regular(path) as stream:
         try:
@@ -296,7 +296,7 @@ def read_graph(path: Path) -> ExportedGraph:
 
 
 def constants_of(graph: ExportedGraph) -> Callable[[str], Tensor | None]:
-    """The value of a name where it does not depend on the inputs; None where it does."""
+    """Return a function that returns a value by name; None if it depends on the inputs."""
     makers = {content["name"]: call for call in graph.nodes for kind, content in call.outputs if kind == "as_tensor"}
     known: dict[str, Tensor | None] = {**graph.tensors, **dict.fromkeys(graph.inputs)}
 
@@ -315,7 +315,7 @@ def constants_of(graph: ExportedGraph) -> Callable[[str], Tensor | None]:
 
 
 def _needed(calls: list[ExportCall], wanted: set[str]) -> list[ExportCall]:
-    """The calls that the wanted values depend on, in their order; others, such as calls that change a value in place, too."""
+    """Return the calls that the wanted values depend on, in order, including in-place operations."""
     kept: list[ExportCall] = []
     for call in reversed(calls):
         gives = {name for kind, content in call.outputs for name in names_in(kind, content)}
@@ -326,7 +326,7 @@ def _needed(calls: list[ExportCall], wanted: set[str]) -> list[ExportCall]:
 
 
 def _payload(archive: zipfile.ZipFile, config: Mapping[str, Any], folder: str) -> dict[str, Tensor]:
-    """The tensors of a folder of the archive by their names, real numbers in float32."""
+    """Return the tensors in a folder of the archive by name, floats as float32."""
     root = archive.namelist()[0].partition("/")[0]
     found = {}
     for name, entry in config["config"].items():
@@ -346,12 +346,12 @@ def _payload(archive: zipfile.ZipFile, config: Mapping[str, Any], folder: str) -
 
 
 def _read_as(stored: torch.dtype) -> torch.dtype:
-    """The type that a stored one is computed in."""
+    """Return the type in which a stored type is computed."""
     return next(DTYPES[number] for number, dtype in STORED.items() if dtype == stored)
 
 
 def _keys(calls: list[Mapping[str, Any]], num_outputs: int) -> list[str] | None:
-    """Names of the entries where the program returns a mapping."""
+    """Return the names of the entries if the program returns a mapping."""
     signature = calls[0].get("signature") if calls else None
     tree = json.loads(signature["out_spec"])[1] if signature else {}
     if not tree.get("children_spec") or tree.get("type") in ("builtins.tuple", "builtins.list"):
@@ -370,7 +370,7 @@ class ExportedFile(GraphFile):
     """An exported program in a file."""
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
-        """The program as a network. Raises DataError, Untrusted, UsageError: it cannot be run, or has no head."""
+        """Build the network. Raises DataError, Untrusted or UsageError if it cannot run or has no head."""
         from bnncli.models.graphs import GraphInput, GraphNetwork, HeadSearch, aten_step, outputs_in_order
 
         self.refuse(state)
@@ -398,7 +398,7 @@ class ExportedFile(GraphFile):
 
 
 def open_model(place: str, asked: Asked) -> ExportedFile:
-    """The program in a file. Raises MissingInput: there is no such file."""
+    """Open the program in a file. Raises MissingInput if there is no such file."""
     path = Path(place).expanduser()
     with open_regular(path):
         pass

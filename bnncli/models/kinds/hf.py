@@ -38,7 +38,7 @@ TAKES: tuple[str, ...] = ("allow_download",)
 
 @dataclass(frozen=True)
 class Classifier:
-    """A model for sequence, image or audio classification; its weights are those of the folder, unless others fill it."""
+    """A sequence, image or audio classifier with the folder's weights, unless others are loaded."""
 
     folder: Path
     config: Mapping[str, Any] = field(repr=False)
@@ -48,18 +48,18 @@ class Classifier:
     task: str | None
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
-        """The network with the folder's weights, or with those of `state`; see `classifier`."""
-        from bnncli.models.huggingface import classifier, with_padding  # here, for torch
+        """Build the network with the folder's weights or those of `state`; see `classifier`."""
+        from bnncli.models.huggingface import classifier, with_padding  # imports torch
 
         return with_padding(classifier(self.folder, self.config, state), self.transform)
 
 
 def open_model(place: str, asked: Asked) -> Classifier:
-    """The classifier of a folder, or of a name on the Hugging Face Hub where downloads are allowed.
+    """Open the classifier in a folder, or of a name on the Hugging Face Hub if downloads are allowed.
 
     Raises:
-        MissingInput: no folder, no config.json in it, or a shard is missing.
-        DataError: a file is damaged, the model is no classifier, or its weights are quantised.
+        MissingInput: the folder, its config.json or a shard is missing.
+        DataError: a file is damaged, the model is not a classifier, or its weights are quantised.
     """
     folder = folder_of(place, option="\0model\0", allow_download=asked.allow_download)
     if not (folder / CONFIG).is_file():

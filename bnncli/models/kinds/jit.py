@@ -1,4 +1,4 @@
-"""`jit:FILE.pt`: a TorchScript program, scripted or traced; it runs if it calls only PyTorch's own operators."""
+"""`jit:FILE.pt`: a TorchScript program, scripted or traced; it may call only PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from bnncli.system import signals
 from bnncli.system.input_files import open_regular
 from bnncli.system.signals import interruptible
 
-_OPERATOR = re.compile(r"(aten|prim|quantized|_quantized)::(?!(save|from_file|rpc_\w+|PythonOp)$)\w+")  # that may run
-_CALLS_UNKNOWN = {"prim::CallMethod", "prim::CallFunction"}  # of objects that are known only while it runs
-_CLASSES = {"quantized", "rnn"}  # libraries of classes in C++ whose objects a program may hold
+# allowed operators
+_OPERATOR = re.compile(r"(aten|prim|quantized|_quantized)::(?!(save|from_file|rpc_\w+|PythonOp)$)\w+")
+_CALLS_UNKNOWN = {"prim::CallMethod", "prim::CallFunction"}  # calls of objects known only at run time
+_CLASSES = {"quantized", "rnn"}  # libraries of C++ classes whose objects a program may hold
 _CLASS = re.compile(rb"torch\s*\.\s*classes\s*\.\s*(\w+)|torch[.\n]classes[.\n](\w+)")
-_SOURCE_FAULTS = (  # in the text, where names are followed through no variable
+_SOURCE_FAULTS = (  # patterns in the source, where names are not followed through variables
     r"(?<![\w.])[\w.]*\.\s*(?:save|from_file)\b",
     r"\brpc_\w+",
     r"(?<![\w.])ops\b(?!\.(?:aten|prim|quantized|_quantized)\.\w)[\w.]*",
@@ -43,30 +44,31 @@ _WITH_COMMENTS = re.compile(
     "|".join((*_SOURCE_FAULTS, r"\b(?:save|from_file)\b")), re.ASCII
 )  # or escapes, before a name
 _LOOP = re.compile(rb"^\s*(?:while|for)\b", re.MULTILINE)
-_LOAD_SECONDS = 60.0  # that loading may take where it may loop
-_LOAD = (  # the alarm is for the case that nobody is left to end it
+_LOAD_SECONDS = 60.0  # limit on loading a program that may loop
+_LOAD = (  # the alarm ends it if the parent is gone
     "import io, signal, sys; signal.alarm(90); import torch; torch.jit.load(io.BytesIO(sys.stdin.buffer.read()), map_location='cpu')"
 )
 _MAX_UNPACKED = 1 << 28  # bytes that compressed members may take beyond their own
-_TRAINS_AT = {"dropout": 2, "dropout_": 2, "feature_dropout": 2, "batch_norm": 5}  # which argument tells them to
+# index of the argument that sets training mode
+_TRAINS_AT = {"dropout": 2, "dropout_": 2, "feature_dropout": 2, "batch_norm": 5}
 
 
 class ScriptGraph:
-    """The graph of a program's forward, its modules and weights inside it.
+    """The graph of a program's forward, with its modules and weights inlined.
 
     Attributes:
-        inputs: names of the tensors that it takes.
-        outputs: names of the values that it returns, one by one where it returns several.
-        keys: names of the entries where it returns a mapping; None otherwise.
+        inputs: names of the input tensors.
+        outputs: names of the returned values.
+        keys: names of the entries if it returns a mapping; else None.
     """
 
     def __init__(self, module: torch.jit.ScriptModule) -> None:
-        """Freezes a program. Raises DataError: it cannot be, or does not take and return tensors."""
+        """Freeze a program. Raises DataError if that fails, or if inputs or outputs are not tensors."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             frozen = torch.jit.freeze(module.eval().float(), optimize_numerics=False)
         self.graph = frozen.graph.copy()
-        self.kept = (module, frozen)  # errors say where in their source a call stands, and crash where that is gone
+        self.kept = (module, frozen)  # errors refer to their source, and crash if it is freed
         self.inputs = []
         for value in list(self.graph.inputs())[1:]:
             name = re.sub(r"\.\d+$", "", value.debugName())
@@ -80,7 +82,7 @@ class ScriptGraph:
         self._refuse_training()
 
     def _read_outputs(self) -> None:
-        """What the graph returns: a tensor, or a tuple or mapping of tensors made by its last node."""
+        """Read what the graph returns: a tensor, or a tuple or mapping of tensors built by its last node."""
         (returned,) = self.graph.outputs()
         maker, self.keys = returned.node(), None
         values = [returned]
@@ -96,7 +98,7 @@ class ScriptGraph:
         self.outputs = [value.debugName() for value in values]
 
     def _refuse_training(self) -> None:
-        """A program that was traced in training mode stays in it, whatever it is told later."""
+        """Refuse a program traced in training mode, which cannot leave it."""
         for name, place in _TRAINS_AT.items():
             for node in self.graph.findAllNodes(f"aten::{name}", True):
                 if [*node.inputs()][place].toIValue() is True:
@@ -106,7 +108,7 @@ class ScriptGraph:
                     )  # fmt: skip
 
     def steps(self) -> list[GraphStep]:
-        """The calls of the graph, as far as they are not inside its branches and loops."""
+        """Return the calls of the graph that are not inside branches and loops."""
         found = []
         for node in self.graph.nodes():
             if node.outputsSize():
@@ -117,7 +119,7 @@ class ScriptGraph:
         return found
 
     def constant(self, name: str) -> Any:
-        """The tensor of that name as an array, where it is one of the program's own; None otherwise."""
+        """Return the program's own tensor of that name as an array; else None."""
         value = next((one.output() for one in self._constants() if one.output().debugName() == name), None)
         tensor = None if value is None else value.toIValue()
         return tensor.detach().numpy() if isinstance(tensor, Tensor) else None
@@ -131,7 +133,7 @@ class ScriptGraph:
 
 
 class ScriptProgram(nn.Module):
-    """A graph whose weights are buffers, so that they are moved as those of any network."""
+    """A graph whose weights are buffers, so that they move like those of any network."""
 
     def __init__(self, graph: ScriptGraph, features: str) -> None:
         super().__init__()
@@ -154,7 +156,7 @@ class ScriptProgram(nn.Module):
         self._operations = math.inf if body.findAllNodes("prim::Loop", True) else 0.0
 
     def forward(self, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
-        """The outputs and the features."""
+        """Return the outputs and the features."""
         device = next(iter(inputs.values())).device
         if device not in self._functions:
             self._functions[device] = _function_on(self._body, device)
@@ -165,18 +167,18 @@ class ScriptProgram(nn.Module):
             )  # fmt: skip
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # a trace of the program's source, and in its last line what happened
+        except RuntimeError as error:  # its last line says what happened, after a trace of the program's source
             raise RuntimeError(str(error).strip().splitlines()[-1].removeprefix("RuntimeError: ")) from error
         return outputs, features
 
 
 def read_program(path: Path) -> ScriptGraph:
-    """The TorchScript program in a file.
+    """Read the TorchScript program in a file.
 
     Raises:
         MissingInput: there is no such file.
-        DataError: it is damaged, or another kind of file, or has no graph of tensors.
-        Untrusted: it calls operators that touch files, or of other libraries.
+        DataError: it is damaged, of another kind, or has no graph of tensors.
+        Untrusted: it calls operators that access files or belong to other libraries.
     """
     with open_regular(path) as stream:
         try:
@@ -209,11 +211,11 @@ def read_program(path: Path) -> ScriptGraph:
 
 
 def _checked_archive(stream: IO[bytes]) -> io.BytesIO:
-    """Return the program's archive, written anew after its source has been checked.
+    """Check a program's source, and return its archive rewritten.
 
     Raises:
-        DataError: its names or its source are not what torch.jit.save writes.
-        Untrusted: its source names what touches files or the network, or operators that are not PyTorch's own.
+        DataError: names or source are not what torch.jit.save writes.
+        Untrusted: the source refers to file or network access, or to operators other than PyTorch's own.
     """
     checked = io.BytesIO()
     found: set[str] = set()
@@ -246,11 +248,11 @@ def _checked_archive(stream: IO[bytes]) -> io.BytesIO:
 
 
 def _check_loading_ends(archive: io.BytesIO) -> None:
-    """Pass where loading the program runs no loop, or ends in a process of its own.
+    """Check that loading the program runs no loop, or ends when tried in a separate process.
 
     Raises:
         DataError: it does not end in time.
-        Interrupted: a signal has come.
+        Interrupted: a signal arrived.
     """
     with zipfile.ZipFile(archive) as members:
         sources = b"".join(members.read(name) for name in members.namelist() if name.lower().endswith(".py"))
@@ -264,7 +266,7 @@ def _check_loading_ends(archive: io.BytesIO) -> None:
         process = subprocess.Popen(words, stdin=copy, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         end = time.monotonic() + _LOAD_SECONDS
         try:
-            while process.poll() is None:  # an error there comes again here, and is reported then
+            while process.poll() is None:  # an error there recurs and is reported below
                 signals.raise_if_interrupted("loading the network's program")
                 if time.monotonic() > end:
                     raise DataError(
@@ -274,7 +276,7 @@ def _check_loading_ends(archive: io.BytesIO) -> None:
                     )
                 time.sleep(0.05)
             signals.raise_if_interrupted("loading the network's program")
-            if process.returncode < 0:  # and not by itself
+            if process.returncode < 0:  # killed by a signal
                 raise DataError(
                     f"the process loading the program was killed by signal {-process.returncode}", code="bad_program"
                 )
@@ -284,11 +286,11 @@ def _check_loading_ends(archive: io.BytesIO) -> None:
 
 
 def _source_faults(source: bytes) -> set[str]:
-    """Return what a file of source names that is not to be called.
+    """Return the forbidden names in a source file.
 
     Raises:
         ValueError: it is not UTF-8.
-        DataError: it declares another encoding: TorchScript reads UTF-8 whatever a source says.
+        DataError: it declares another encoding; TorchScript always reads UTF-8.
     """
     text = source.decode()
     if re.match(r"(?:[^\n]*\n)?[ \t\f]*#.*?coding[:=]", text):
@@ -298,13 +300,13 @@ def _source_faults(source: bytes) -> set[str]:
 
 
 def _check_operators(graph: Any, refused: Iterable[str] = ()) -> None:
-    """Raise Untrusted where a graph, or one inside it, calls an operator that is not known to keep to tensors."""
+    """Raise Untrusted if a graph, or a nested one, calls an operator not known to be limited to tensors."""
     kinds = {node.kind() for node in _nodes(graph)}
     _refuse({kind for kind in kinds if kind in refused or not _OPERATOR.fullmatch(kind)})
 
 
 def _nodes(block: Any) -> Iterator[Any]:
-    """Yield all nodes of a graph or block, with those inside them."""
+    """Yield all nodes of a graph or block, including nested ones."""
     for node in block.nodes():
         yield node
         graphs = [node.g(name) for name in node.attributeNames() if node.kindOf(name) == "g"]
@@ -322,7 +324,7 @@ def _refuse(found: set[str]) -> None:
 
 
 def _function_on(body: Any, device: torch.device) -> Any:
-    """The graph as a function, whose constants that are devices are this one."""
+    """Return the graph as a function on a device, replacing device constants."""
     graph = body.copy()
     for node in graph.findAllNodes("prim::Constant", True):
         if node.output().type().kind() == "DeviceObjType":
@@ -339,7 +341,7 @@ class ScriptFile(GraphFile):
     """A TorchScript program in a file."""
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
-        """The program as a network. Raises DataError, Untrusted, UsageError: it cannot be run, or has no head."""
+        """Build the network. Raises DataError, Untrusted or UsageError if it cannot run or has no head."""
         from bnncli.models.graphs import GraphInput, GraphNetwork, HeadSearch, outputs_in_order
 
         self.refuse(state)
@@ -352,7 +354,7 @@ class ScriptFile(GraphFile):
 
 
 def open_model(place: str, asked: Asked) -> ScriptFile:
-    """The program in a file. Raises MissingInput: there is no such file."""
+    """Open the program in a file. Raises MissingInput if there is no such file."""
     path = Path(place).expanduser()
     with open_regular(path):
         pass

@@ -27,7 +27,7 @@ from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.options.declaration import Form
 from bnncli.system.devices import available_memory
 
-# Largest difference of the two that rounding explains, of each number and in units of 1 + the largest.
+# Largest difference that rounding explains, of each number and in units of 1 + the largest.
 RELATIVE, ABSOLUTE = 1e-3, 1e-6
 _OF_TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Add": torch.add,
@@ -39,12 +39,12 @@ _OF_ALL: dict[str, Callable[[Tensor, int], Tensor]] = {"Softmax": torch.softmax,
 
 
 class TailStep(NamedTuple):
-    """One step behind a head.
+    """A step after a head.
 
     Attributes:
         does: as GraphStep.does.
         operator: such as Softmax.
-        inputs: constants in its order; None for what comes from the head.
+        inputs: constants in order; None for what comes from the head.
         attributes: of the node.
     """
 
@@ -62,7 +62,7 @@ class Tail(nn.Module):
         self._steps = steps
 
     def forward(self, logits: Tensor, output: Tensor) -> Tensor:
-        """What the steps make of the logits, in the output's shape, where that is the output; the output itself elsewhere."""
+        """Apply the steps to the logits, if that reproduces the output; otherwise return the output itself."""
         if not any(step.does not in (SHAPE, POOL) for step in self._steps) or logits.numel() != output.numel():
             return output
         found: Tensor | None = logits
@@ -76,7 +76,7 @@ class Tail(nn.Module):
 
 
 def _done(step: TailStep, logits: Tensor) -> Tensor | None:
-    """What a step makes of logits (n, K); None where that is not known."""
+    """Apply a step to logits (n, K); None if unsupported."""
     if step.does in (SHAPE, POOL):
         return logits
     if step.operator == "Sigmoid":
@@ -96,7 +96,7 @@ def _done(step: TailStep, logits: Tensor) -> Tensor | None:
 
 
 def _as_row(array: Tensor, num_outputs: int) -> Tensor | None:
-    """A constant for every logit or for each one; None for any other shape."""
+    """Return a constant as one value for all logits or one per logit; None for other shapes."""
     return array.reshape(-1) if array.numel() in (1, num_outputs) else None
 
 
@@ -116,19 +116,19 @@ _FOLDER_OF_TENSORS = "session.model_external_initializers_file_folder_path"
 
 
 class OnnxGraph:
-    """An ONNX file: its nodes, what it takes and returns, and its own tensors.
+    """An ONNX file: its nodes, inputs, outputs and tensors.
 
     Attributes:
-        model: as read, without the tensors in files beside it.
-        inputs: what it takes, by name.
-        outputs: names of the values that it returns.
+        model: without the tensors in external files.
+        inputs: by name.
+        outputs: names of the returned values.
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads a file. Raises DataError: it is damaged, or takes or returns more than tensors."""
+        """Read a file. Raises DataError if it is damaged, or inputs or outputs are not tensors."""
         try:
             self.model = onnx.load(path, load_external_data=False)
-        except Exception as error:  # of protobuf, whose errors have no base but this
+        except Exception as error:  # protobuf's errors have no common base
             raise DataError(
                 f"{quoted(path, limit=300)} is not an ONNX graph, or is damaged", code="not_onnx", path=path
             ) from error
@@ -147,11 +147,11 @@ class OnnxGraph:
             )
 
     def steps(self) -> list[GraphStep]:
-        """The nodes of the graph, as far as they are not inside its branches and loops."""
+        """Return the nodes of the graph that are not inside branches and loops."""
         return [self._step(self._named(node)) for node in self.model.graph.node if node.output]
 
     def constant(self, name: str) -> np.ndarray | None:
-        """The value of that name where it does not depend on the inputs; None where it does."""
+        """Return the value of that name; None if it depends on the inputs."""
         if name not in self._known:
             self._known[name] = None
             if name in self._stored:
@@ -163,7 +163,7 @@ class OnnxGraph:
         return self._known[name]
 
     def tail(self, values: Sequence[str]) -> Tail:
-        """The steps that give these values, behind the head."""
+        """Return the steps after the head that give these values."""
         steps = []
         for node in (self._named(self._makers[value]) for value in values):
             arrays = [None if name == "" else self.constant(name) for name in node.input]
@@ -171,9 +171,9 @@ class OnnxGraph:
         return Tail(steps)
 
     def _named(self, node: onnx.NodeProto) -> onnx.NodeProto:
-        """A softmax, or its logarithm, where a node is the last of those that one was written as; else the node itself.
+        """Return a softmax or log-softmax for the last node of an expanded one; else the node itself.
 
-        As jax2tf and tf2onnx write them: exp(x - max) over its own sum, and x - max less the logarithm of that sum.
+        As written by jax2tf and tf2onnx: exp(x - max) over its sum, and x - max minus the logarithm of that sum.
         """
         if node.op_type not in ("Div", "Sub"):
             return node
@@ -210,17 +210,17 @@ class OnnxGraph:
         return onnx.helper.make_node(operator, [shifted.input[0]], [node.output[0]], name=node.name, axis=axes.pop())
 
     def _way_to(self, name: str) -> str:
-        """The value that a name stands for, behind copies of it."""
+        """Return the value that a name is a copy of."""
         while (node := self._makers.get(name)) is not None and node.op_type == "Identity":
             name = node.input[0]
         return name
 
     def _maker_of(self, node: onnx.NodeProto, place: int) -> onnx.NodeProto | None:
-        """The node that gives an input of another; None where none does."""
+        """Return the node that gives an input of another, or None."""
         return self._makers.get(self._way_to(node.input[place]))
 
     def _axis(self, node: onnx.NodeProto) -> int | None:
-        """The one axis that a reduction is over and keeps; None for any other."""
+        """Return the single axis that a reduction reduces and keeps; else None."""
         own = _attributes(node)
         axes = own.get("axes")
         if axes is None and len(node.input) > 1 and node.input[1]:
@@ -259,13 +259,14 @@ class OnnxGraph:
             if external_data_helper.uses_external_data(whole):
                 external_data_helper.load_external_data_for_tensor(whole, str(self.path.parent))
             return numpy_helper.to_array(whole)
-        except (ValueError, TypeError, onnx.checker.ValidationError) as error:  # a file that is shorter than it was
+        # an external file is shorter than expected
+        except (ValueError, TypeError, onnx.checker.ValidationError) as error:
             raise self._error(
                 f"its tensor {quoted(tensor.name)} is incomplete; copy the graph's files again", "truncated"
             ) from error
 
     def _evaluated(self, node: onnx.NodeProto, name: str, values: Mapping[str, Any]) -> np.ndarray:
-        """One output of a node whose inputs are known."""
+        """Evaluate one output of a node with known inputs."""
         tensors = [numpy_helper.from_array(value, one) for one, value in values.items()]
         graph = onnx.helper.make_graph([node], "constant", [], [onnx.ValueInfoProto(name=name)], tensors)
         model = onnx.helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
@@ -273,18 +274,18 @@ class OnnxGraph:
         session = _session(model.SerializeToString(), self.path, is_on_gpu=False)
         try:
             (array,) = session.run([name], {})
-        except Exception as error:  # onnxruntime's errors have no base of their own
+        except Exception as error:  # onnxruntime's errors have no common base
             why = " ".join(str(error).split())[:200]
             raise self._error(f"cannot compute its constant {quoted(name)}: {why}", "bad_program") from error
         return np.asarray(array)
 
     def _require_memory(self, model: onnx.ModelProto, name: str) -> None:
-        """Raise DeviceError where a constant is larger than the memory that is free, as far as its shape can be told."""
+        """Raise DeviceError if a constant would exceed the free memory, as far as its shape can be inferred."""
         try:
             (value,) = onnx.shape_inference.infer_shapes(model, data_prop=True).graph.output
             sizes = [size.dim_value for size in value.type.tensor_type.shape.dim]
             item = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type).itemsize
-        except Exception:  # of a node that it does not know; onnxruntime has the last word
+        except Exception:  # an unknown node; onnxruntime decides
             return
         num_bytes, free = math.prod(sizes) * item, available_memory("cpu")
         if num_bytes > free:
@@ -299,11 +300,11 @@ class OnnxGraph:
 
 
 class OnnxProgram(nn.Module):
-    """A session of onnxruntime, on the device that the inputs are on as far as onnxruntime has been built for it.
+    """An onnxruntime session, on the device of the inputs if onnxruntime supports it.
 
     Args:
         features: name of their value.
-        digest: of the graph's files, in place of its tensors, which are not PyTorch's: it tells one network from another.
+        digest: of the graph's files; identifies the network, whose tensors are not PyTorch's.
     """
 
     def __init__(self, graph: OnnxGraph, features: str, *, digest: str) -> None:
@@ -318,14 +319,14 @@ class OnnxProgram(nn.Module):
         _PROGRAMS[self._number] = self
 
     def forward(self, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
-        """The outputs and the features, real numbers in float32."""
+        """Return the outputs and the features, floats as float32."""
         wanted = [*self._outputs, *([] if self._features in (*self._outputs, *inputs) else [self._features])]
         found = _operator()([*inputs.values()], self._number, wanted)
         values = dict(zip(wanted, found, strict=True))
         return [values[name] for name in self._outputs], {**inputs, **values}[self._features]
 
     def run(self, inputs: Sequence[Tensor], wanted: Sequence[str]) -> list[Tensor]:
-        """Values of these names, for inputs in the graph's order."""
+        """Return values by name, for inputs in the graph's order."""
         device = inputs[0].device
         is_on_gpu = device.type == "cuda"
         if is_on_gpu not in self._sessions:
@@ -333,7 +334,7 @@ class OnnxProgram(nn.Module):
         given = {name: tensor.cpu().numpy() for name, tensor in zip(self._inputs, inputs, strict=True)}
         try:
             found = self._sessions[is_on_gpu].run(wanted, given)
-        except Exception as error:  # onnxruntime's errors have no base of their own
+        except Exception as error:  # onnxruntime's errors have no common base
             raise RuntimeError(f"onnxruntime: {' '.join(str(error).split())[:200]}") from error
         return [_tensor(array, name).to(device) for name, array in zip(wanted, found, strict=True)]
 
@@ -344,7 +345,7 @@ _PROGRAMS: WeakValueDictionary[int, OnnxProgram] = WeakValueDictionary()
 
 @cache
 def _operator() -> Any:
-    """A session as an operator of PyTorch: whoever follows its operators sees that what comes out is made of the inputs."""
+    """Register a session as a PyTorch operator, so that tracers see the dependence of outputs on inputs."""
 
     def run(inputs: list[Tensor], number: int, wanted: list[str]) -> list[Tensor]:
         return _PROGRAMS[number].run(inputs, wanted)
@@ -358,7 +359,7 @@ def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def keys_of(outputs: Sequence[str]) -> list[str] | None:
-    """What the outputs are called, where there are several."""
+    """Return the names of the outputs if there are several."""
     return list(outputs) if len(outputs) > 1 else None
 
 
@@ -370,17 +371,18 @@ def _tensor(array: Any, name: str) -> Tensor:
 
 
 def _session(model: bytes, path: Path, *, is_on_gpu: bool) -> Any:
-    """A session of a graph. Raises DataError: onnxruntime cannot run it."""
+    """Create a session for a graph. Raises DataError if onnxruntime cannot run it."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors, which are raised too
+    options.log_severity_level = 3  # errors only, which are raised as well
     options.add_session_config_entry(_FOLDER_OF_TENSORS, str(path.parent.resolve()))
     providers = ["CPUExecutionProvider"]
     if is_on_gpu and "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         providers.insert(0, "CUDAExecutionProvider")
     try:
-        return onnxruntime.InferenceSession(model, options, providers=providers, enable_fallback=0)  # which it prints
-    except Exception as error:  # onnxruntime's errors have no base of their own
+        # a fallback would be printed
+        return onnxruntime.InferenceSession(model, options, providers=providers, enable_fallback=0)
+    except Exception as error:  # onnxruntime's errors have no common base
         why = " ".join(str(error).split())[:200]
         raise DataError(
             f"{quoted(path, limit=300)}: onnxruntime cannot run the graph: {why}", code="bad_program", path=path
@@ -396,7 +398,7 @@ class OnnxFile(GraphFile):
     """An ONNX graph in a file."""
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
-        """The graph as a network. Raises DataError, UsageError: it cannot be run, has no head, or a library is missing."""
+        """Build the network. Raises DataError or UsageError if it cannot run, has no head, or a library is missing."""
         self.refuse(state)
         for library in ("onnx", "onnxruntime"):
             require(library, extra="onnx")
@@ -413,5 +415,5 @@ class OnnxFile(GraphFile):
 
 
 def open_model(place: str, asked: Asked) -> OnnxFile:
-    """The graph in a file. Raises MissingInput, DataError, Untrusted: as onnx_files."""
+    """Open the graph in a file. Raises MissingInput, DataError or Untrusted as onnx_files does."""
     return OnnxFile(onnx_files(Path(place).expanduser()), asked.feature_node)

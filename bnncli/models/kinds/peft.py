@@ -47,23 +47,23 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-_COPIES = ".modules_to_save."  # with bias="all" the library writes the biases of modules that are saved whole twice
+_COPIES = ".modules_to_save."  # with bias="all" the library stores the biases of fully saved modules twice
 _PREFIX = "base_model.model."
 _WEIGHTS = "adapter_model.safetensors"
 
 
 def adapted(folder: Path, base: Path, kind: str, architecture: str | None, *, is_merged: bool = True) -> nn.Module:
-    """The classifier of a base folder with an adapter merged into it, or beside it, in evaluation mode, float32, on the CPU.
+    """Build the classifier of a base folder with an adapter merged or separate, in evaluation mode, float32, on the CPU.
 
-    What the adapter has whole (modules_to_save, such as the classifier) may be missing from the base; and where the base is
-    no classifier, its own head is left out.
+    What the adapter stores in full (modules_to_save, such as the classifier) may be missing from the base. If the base
+    is not a classifier, its own head is dropped.
 
     Args:
         kind: Sequence, Image or Audio.
-        architecture: the class that the base was saved from.
+        architecture: class that the base was saved from.
 
     Raises:
-        DataError: a weight is missing, unknown or of another shape, or the libraries cannot make the network.
+        DataError: a weight is missing, unknown or of another shape, or the libraries cannot build the network.
     """
     auto = getattr(require("transformers", extra="hf"), f"AutoModelFor{kind}Classification")
     saved = {
@@ -88,7 +88,7 @@ def adapted(folder: Path, base: Path, kind: str, architecture: str | None, *, is
 
 
 def _num_labels(empty: nn.Module, config: Any, saved: Mapping[str, tuple[int, ...]]) -> int | None:
-    """Outputs of the adapter's own head, where they are not as many as the base's config says."""
+    """Return the number of outputs of the adapter's own head, if it differs from the base's config."""
     own = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
     found = {
         shape[0]
@@ -99,7 +99,7 @@ def _num_labels(empty: nn.Module, config: Any, saved: Mapping[str, tuple[int, ..
 
 
 def _unknown(weights: Path, names: Sequence[str]) -> list[str]:
-    """Names that the library could not place, but for copies of tensors that it could."""
+    """Return the names that the library could not place, except copies of tensors that it could."""
     with safe_open(weights, "pt") as stored:
         known = {*stored.keys()}
         return [
@@ -112,7 +112,7 @@ def _unknown(weights: Path, names: Sequence[str]) -> list[str]:
 
 
 def _with_adapter(network: nn.Module, folder: Path, *, is_merged: bool) -> nn.Module:
-    """The network with the adapter's changes in its own weights, or in layers around its own.
+    """Apply the adapter to the network, merged into its weights or as wrapping layers.
 
     Raises:
         DataError: names of the adapter's file are missing or unknown, or its kind cannot be merged.
@@ -152,13 +152,13 @@ EXTRA: str | None = "peft"
 TAKES: tuple[str, ...] = ("base_model", "allow_download")
 
 _ADAPTER, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
-_CHOOSERS = {"XLORA": "selects adapters from other folders for each input"}  # which would be fetched
-_PROMPTS = ("PROMPT", "PREFIX", "P_TUNING")  # kinds of adapters that are more inputs, not other weights
+_CHOOSERS = {"XLORA": "selects adapters from other folders for each input"}  # which would be downloaded
+_PROMPTS = ("PROMPT", "PREFIX", "P_TUNING")  # adapters that are additional inputs, not other weights
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A classifier with an adapter; its weights are those of both folders.
+    """A classifier with an adapter, with the weights of both folders.
 
     Attributes:
         kind: Sequence, Image or Audio, what it classifies.
@@ -175,8 +175,8 @@ class Adapted:
     task: str | None
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
-        """The network with the adapter merged into its weights; see `adapted`. Raises UsageError for other weights."""
-        from bnncli.models.huggingface import with_padding  # here, for torch
+        """Build the network with the adapter merged; see `adapted`. Raises UsageError for other weights."""
+        from bnncli.models.huggingface import with_padding  # imports torch
 
         if state is not None:
             raise UsageError(
@@ -188,20 +188,20 @@ class Adapted:
         return with_padding(adapted(self.folder, self.base, self.kind, architecture_of(self.config)), self.transform)
 
     def build_apart(self) -> nn.Module:
-        """The same network with the adapter's parameters beside those that they change."""
-        from bnncli.models.huggingface import with_padding  # here, for torch
+        """Build the same network with separate adapter parameters."""
+        from bnncli.models.huggingface import with_padding  # imports torch
 
         apart = adapted(self.folder, self.base, self.kind, architecture_of(self.config), is_merged=False)
         return with_padding(apart, self.transform)
 
 
 def open_model(place: str, asked: Asked) -> Adapted:
-    """The classifier that an adapter's folder and its base folder make.
+    """Open the classifier of an adapter's folder and its base folder.
 
     Raises:
-        MissingInput: a folder or a file is missing.
-        DataError: a file is damaged, it is no classifier, or the adapter cannot be merged.
-        UsageError: the base folder is not known.
+        MissingInput: a folder or file is missing.
+        DataError: a file is damaged, it is not a classifier, or the adapter cannot be merged.
+        UsageError: the base folder is unknown.
     """
     folder = folder_of(place, option="\0model\0", allow_download=asked.allow_download)
     if not (folder / ADAPTER_CONFIG).is_file():
@@ -216,7 +216,7 @@ def open_model(place: str, asked: Asked) -> Adapted:
     check_plain(config, base)
     kind = _kind(adapter, config, folder)
     if kind == "Sequence" and any(feature_extractor(one) is not None for one in (folder, base)):
-        kind = "Audio"  # many networks of audio are called those of sequences
+        kind = "Audio"  # many audio models are named after sequences
     patterns = input_patterns(kind)
     inputs = folder if files_like(folder, patterns) else base
     return Adapted(
@@ -232,7 +232,7 @@ def open_model(place: str, asked: Asked) -> Adapted:
 
 
 def _weights(folder: Path, adapter: Mapping[str, Any]) -> Path:
-    """The adapter's own file. Raises MissingInput, or DataError where its kind is not supported."""
+    """Return the adapter's own file. Raises MissingInput, or DataError if its kind is not supported."""
     where, kind = quoted(folder, limit=300), str(adapter.get("peft_type")).upper()
     does = "adds inputs" if any(word in kind for word in _PROMPTS) else _CHOOSERS.get(kind)
     if does is not None:
@@ -251,7 +251,7 @@ def _weights(folder: Path, adapter: Mapping[str, Any]) -> Path:
 
 
 def _base_of(adapter: Mapping[str, Any], folder: Path, asked: Asked) -> Path:
-    """The base folder: as given, or as the adapter names it where that is on this machine."""
+    """Return the base folder: as given, or as named by the adapter if it exists on this machine."""
     named = adapter.get("base_model_name_or_path")
     place = asked.base_model or (named if isinstance(named, str) and named else None)
     if place is None:
@@ -266,7 +266,7 @@ def _base_of(adapter: Mapping[str, Any], folder: Path, asked: Asked) -> Path:
 
 
 def _kind(adapter: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> str:
-    """Sequence, Image or Audio. Raises DataError for an adapter that is for none of them."""
+    """Return Sequence, Image or Audio. Raises DataError for other adapters."""
     mapping, task = adapter.get("auto_mapping"), adapter.get("task_type")
     made_by = mapping.get("base_model_class") if isinstance(mapping, dict) else None
     kind = "Sequence" if task == "SEQ_CLS" else classified_by(made_by or architecture_of(config))
@@ -280,7 +280,7 @@ def _kind(adapter: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -
 
 
 def _classes(config: Mapping[str, Any], base: Path, weights: Path) -> tuple[str, ...] | None:
-    """The base model's, unless the adapter has a head of its own for another number of them."""
+    """Return the base model's classes, unless the adapter has its own head with another number of classes."""
     classes = classes_of(config, base)
     shapes = [shape for name, shape in safetensors_shapes(weights).items() if ".lora_" not in name]
     return classes if classes is None or not shapes or any(shape[:1] == (len(classes),) for shape in shapes) else None

@@ -23,7 +23,7 @@ from bnncli.system.input_files import open_regular
 
 
 class ScaledLinear(nn.Module):
-    """Features (n, D), shifted and divided by, through a linear layer."""
+    """A linear layer on features (n, D) that are first shifted and scaled."""
 
     shift: Tensor
     scale: Tensor
@@ -35,7 +35,7 @@ class ScaledLinear(nn.Module):
         self.register_buffer("scale", scale)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits (n, K) of inputs (n, D) or (n, ...)."""
+        """Return logits (n, K) for inputs (n, D) or (n, ...)."""
         features = inputs.flatten(1)
         if features.shape[1] != self.head.in_features:
             raise DataError(
@@ -49,7 +49,7 @@ class ScaledLinear(nn.Module):
 def linear_network(
     coefficients: np.ndarray, intercepts: np.ndarray | None, shift: np.ndarray | None, scale: np.ndarray | None
 ) -> nn.Module:
-    """The network of coefficients (K, D), intercepts (K,) and what features (D,) are shifted and divided by."""
+    """Build a network from coefficients (K, D), intercepts (K,), and shift and scale of features (D,)."""
     num_outputs, num_features = coefficients.shape
     head = nn.Linear(num_features, num_outputs, bias=intercepts is not None)
     with torch.no_grad():
@@ -69,7 +69,7 @@ EXTRA: str | None = None
 
 @dataclass(frozen=True)
 class LinearClassifier:
-    """Coefficients (K, D), intercepts (K,) or None, and what features (D,) are shifted and divided by before."""
+    """Coefficients (K, D), intercepts (K,) or None, and shift and scale of features (D,)."""
 
     files: tuple[Path, ...]
     coefficients: np.ndarray
@@ -81,7 +81,7 @@ class LinearClassifier:
     task: str | None = None
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
-        """The classifier as a network of features (n, D). Raises UsageError: it was to be filled with other weights."""
+        """Build the network of features (n, D). Raises UsageError if other weights are to be loaded."""
 
         if state is not None:
             raise UsageError(
@@ -92,12 +92,12 @@ class LinearClassifier:
 
 
 def open_model(place: str, asked: Asked) -> LinearClassifier:
-    """The classifier in a file.
+    """Open the classifier in a file.
 
     Raises:
         MissingInput: there is no such file.
-        DataError: it is damaged, or no classifier whose probabilities are a softmax or sigmoid of linear scores.
-        Untrusted: it names types of other libraries, or is a pickle.
+        DataError: it is damaged, or not a classifier whose probabilities are a softmax or sigmoid of linear scores.
+        Untrusted: it refers to types of other libraries, or is a pickle.
     """
     path = Path(place).expanduser()
     with open_regular(path) as stream:
@@ -112,7 +112,7 @@ def open_model(place: str, asked: Asked) -> LinearClassifier:
 
 
 def _is_skops(head: bytes, path: Path) -> bool:
-    """Whether a file, by its first bytes and members, is a skops file. Raises Untrusted for a pickle."""
+    """Return whether a file is a skops file, by its first bytes and members. Raises Untrusted for a pickle."""
     if head[:1] == b"\x80":
         raise Untrusted(
             f"{quoted(path, limit=300)} is a pickle, which can run code, so it was not loaded", code="needs_code",
@@ -125,7 +125,7 @@ def _is_skops(head: bytes, path: Path) -> bool:
 
 
 def _from_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an npz file. Raises DataError: coef_ is missing, or there are others than of a classifier."""
+    """Return the arrays of an npz file. Raises DataError if coef_ is missing or there are unknown arrays."""
     names = npz_names(path)
     odd = sorted({*names} - {*NAMES})
     if "coef_" not in names or odd:
@@ -136,7 +136,7 @@ def _from_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def _checked(path: Path, found: Mapping[str, np.ndarray]) -> LinearClassifier:
-    """The classifier of these arrays. Raises DataError: their shapes do not fit, or they are not finite."""
+    """Check the arrays and return their classifier. Raises DataError for mismatched shapes or non-finite values."""
     numbers = {name: np.asarray(found[name]) for name in NAMES if name in found and name != "classes_"}
     for name, array in numbers.items():
         if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
@@ -165,7 +165,7 @@ def _checked(path: Path, found: Mapping[str, np.ndarray]) -> LinearClassifier:
 
 
 def _class_names(classes: np.ndarray | None, num_outputs: int) -> tuple[str, ...] | None:
-    """Names of the classes; None where they are 0, 1, 2 and so on. Raises DataError: there are not as many as outputs need."""
+    """Return class names; None if they are 0, 1, 2 and so on. Raises DataError if their number does not fit the outputs."""
     if classes is None:
         return None
     if len(classes) != likelihood_of(num_outputs).num_classes:

@@ -1,7 +1,8 @@
-"""`timm:NAME`, a timm classifier filled with the checkpoint; `timm:DIR`, a folder that timm wrote, with its own weights.
+"""`timm:NAME`, a timm classifier filled with the checkpoint; `timm:DIR`, a folder written by timm, with its own weights.
 
-The preprocessing is timm's for evaluation, `create_transform(**resolve_data_config(...), is_training=False)`, of the pretrained_cfg of
-NAME (that of resnet50.a1_in1k is its tag's) or of the folder's config.json. The number of classes is the checkpoint's.
+The preprocessing is timm's for evaluation, `create_transform(**resolve_data_config(...), is_training=False)`, with the
+pretrained_cfg of NAME (for resnet50.a1_in1k, of its tag) or of the folder's config.json. The number of classes is the
+checkpoint's.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ EXTRA: str | None = "timm"
 TAKES: tuple[str, ...] = ("model_arg",)
 
 _CONFIG = "config.json"
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there, as timm itself looks for them
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in timm's own order of preference
 _NOT_ARGUMENTS = (
     "pretrained",
     "pretrained_cfg",
@@ -51,9 +52,9 @@ class EvaluationTransform:
     """timm's preprocessing for evaluation.
 
     Attributes:
-        name: of the network whose pretrained_cfg it is; empty where `config` says it all.
-        config: what a folder says of inputs, in JSON.
-        size: height and width in place of the configured ones.
+        name: network whose pretrained_cfg it uses; empty if `config` is complete.
+        config: a folder's input configuration, in JSON.
+        size: height and width that replace the configured ones.
     """
 
     name: str
@@ -63,25 +64,25 @@ class EvaluationTransform:
     takes: str = "images"
 
     def __call__(self, items: Sequence[Any]) -> Transformed:
-        """Inputs (n, C, H, W) float32 of PIL images."""
+        """Return inputs (n, C, H, W) float32 for PIL images."""
         return stacked(_made(self), items)
 
     def to_json(self) -> dict[str, Any]:
-        """The library, and the network or the configuration, which tells what is done."""
+        """Return the library, and the network or configuration that defines the transform."""
         what = {"network": self.name} if self.name else {"config": json.loads(self.config)}
         return {"library": "timm", **what, **({"size": list(self.size)} if self.size else {})}
 
 
 @dataclass(frozen=True)
 class TimmModel:
-    """A network of timm.
+    """A timm network.
 
     Attributes:
-        place: what the user names.
+        place: as typed by the user.
         network: its name in timm.
-        config: the pretrained_cfg of a folder; None for timm's own.
-        saved: arguments of timm.create_model that the folder tells.
-        arguments: of the user's, as typed.
+        config: pretrained_cfg of a folder; None for timm's own.
+        saved: arguments of timm.create_model from the folder.
+        arguments: from the user, as typed.
         files: config.json and the weights of a folder.
     """
 
@@ -96,13 +97,13 @@ class TimmModel:
     task: None = None
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
-        """The network with the weights of `state`, or of its folder.
+        """Build the network with the weights of `state` or of its folder.
 
         Raises:
-            UsageError: timm is missing, or has no such network, or an argument is wrong.
+            UsageError: timm is missing or has no such network, or an argument is wrong.
             DataError: names or shapes of the weights do not fit the network.
         """
-        from bnncli.models.build import fill_network  # here, for torch
+        from bnncli.models.build import fill_network  # imports torch
         from bnncli.models.checkpoints import load_checkpoint
         from bnncli.system.user_code import convert_arguments
 
@@ -119,7 +120,7 @@ class TimmModel:
         return network.float().eval()
 
     def published_classes(self, num_classes: int) -> tuple[str, ...] | None:
-        """Those of the part of ImageNet that the pretrained_cfg is for, by its number of classes, as timm itself tells it."""
+        """Return the classes of the ImageNet subset in the pretrained_cfg, chosen by their number, as timm does."""
         config = self.config if self.config is not None else _config_of(self.network)
         if config.get("num_classes") != num_classes:
             return None
@@ -131,12 +132,12 @@ class TimmModel:
 
 
 def open_model(place: str, asked: Asked) -> TimmModel:
-    """The network of a name, or of a folder.
+    """Open the network of a name or folder.
 
     Raises:
-        UsageError: an argument that is not the network's, or a name on the network.
-        MissingInput: no such folder, or no config.json or weights in it.
-        DataError: config.json is not one of timm.
+        UsageError: the network has no such argument, or the name refers to the Hub.
+        MissingInput: the folder, its config.json or its weights are missing.
+        DataError: config.json is not timm's.
     """
     for argument in asked.arguments:
         if argument in _NOT_ARGUMENTS:
@@ -157,9 +158,9 @@ def open_model(place: str, asked: Asked) -> TimmModel:
 
 
 def _of_folder(place: str, folder: Path, arguments: Mapping[str, str]) -> TimmModel:
-    """The model of a folder that timm's save_for_hf or push_to_hf_hub wrote."""
+    """Return the model in a folder written by timm's save_for_hf or push_to_hf_hub."""
     found = read_object(folder / _CONFIG)
-    config = found.get("pretrained_cfg", found)  # older ones have all in one
+    config = found.get("pretrained_cfg", found)  # older files have everything at the top level
     network = found.get("architecture")
     saved = found.get("model_args") or {}
     if not isinstance(network, str) or not isinstance(config, dict) or not isinstance(saved, dict):
@@ -181,7 +182,7 @@ def _of_folder(place: str, folder: Path, arguments: Mapping[str, str]) -> TimmMo
 
 
 def _folder_transform(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> EvaluationTransform | None:
-    """What the folder says of inputs; None where its means are not as many as the channels, or those of no image."""
+    """Return the folder's transform; None if its means do not match the channels, or the channels are not an image's."""
     told = {name: config[name] for name in _OF_INPUTS if config.get(name) is not None}
     channels = int(arguments.get("in_chans") or (told.get("input_size") or [3])[0])
     if len(told.get("mean", (0, 0, 0))) != channels or channels not in _MODES:
@@ -191,7 +192,7 @@ def _folder_transform(config: Mapping[str, Any], arguments: Mapping[str, Any]) -
 
 
 def _size(value: Any) -> tuple[int, int] | None:
-    """Height and width of an argument img_size, one number or two. Raises UsageError."""
+    """Return height and width from img_size, one number or two. Raises UsageError."""
     if value is None:
         return None
     try:
@@ -203,7 +204,7 @@ def _size(value: Any) -> tuple[int, int] | None:
 
 
 def _classes(names: Any) -> tuple[str, ...] | None:
-    """Label names in a list, or by their number without gaps; None for none."""
+    """Return label names from a list or a numbered mapping without gaps; None for none."""
     if isinstance(names, dict):
         names = [names.get(str(number)) for number in range(len(names))]
     is_list = isinstance(names, list) and bool(names) and all(isinstance(name, str) for name in names)
@@ -211,14 +212,14 @@ def _classes(names: Any) -> tuple[str, ...] | None:
 
 
 def _timm() -> Any:
-    """The library. Raises UsageError where it, or the torchvision that it needs, is missing."""
+    """Import timm. Raises UsageError if it, or the torchvision that it needs, is missing."""
     require_torchvision("timm")
     return require("timm", extra="timm")
 
 
 @cache
 def _config_of(name: str) -> Mapping[str, Any]:
-    """The pretrained_cfg of a network's name. Raises UsageError where timm has no such network, or no such tag of it."""
+    """Return the pretrained_cfg of a network. Raises UsageError if timm has no such network or tag."""
     timm = _timm()
     network, _, tag = name.partition(".")
     if not timm.is_model(network):
@@ -237,7 +238,7 @@ def _config_of(name: str) -> Mapping[str, Any]:
 
 @cache
 def _made(transform: EvaluationTransform) -> Callable[[Any], Tensor]:
-    """The transform of single images, made once in a process."""
+    """Return the transform of single images, created once per process."""
     _timm()
     from timm.data import create_transform, resolve_data_config
 
@@ -252,7 +253,7 @@ def _made(transform: EvaluationTransform) -> Callable[[Any], Tensor]:
 
 
 def _num_classes(classifier: Any, state: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of classes that the shape of the head in a checkpoint tells; nothing where it has no such head."""
+    """Return the number of classes from the shape of the checkpoint's head; nothing if it has no such head."""
     names = classifier if isinstance(classifier, (list, tuple)) else [classifier]
     found = (state.get(f"{name}.{part}") for name in names for part in ("weight", "bias"))
     return next(({"num_classes": int(tensor.shape[0])} for tensor in found if tensor is not None and tensor.ndim), {})

@@ -1,7 +1,8 @@
 """`torchvision:NAME[:WEIGHTS]`: a classifier of torchvision.models, filled with the checkpoint.
 
-WEIGHTS is a member of the builder's weights enum, such as IMAGENET1K_V1: its transforms are the preprocessing, and what its network
-has and a state dict does not tell (the size of a transformer's images) is built as it has it. Nothing is downloaded. Without WEIGHTS inputs are arrays. The number of classes is the checkpoint's.
+WEIGHTS is a member of the builder's weights enum, such as IMAGENET1K_V1. Its transforms are the preprocessing, and
+arguments that a state dict does not determine (the image size of a transformer) follow it. Nothing is downloaded.
+Without WEIGHTS, inputs are arrays. The number of classes is the checkpoint's.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ TAKES: tuple[str, ...] = ("model_arg",)
 
 _WITH_AUXILIARY_HEADS = ("inception_v3", "googlenet")
 _NOT_ARGUMENTS = ("weights", "progress", "pretrained")
-# DenseNets were published with names that modules can no longer have; torchvision renames them in the same way.
+# Published DenseNets have names that modules can no longer have; torchvision renames them in the same way.
 _OLD_DENSE_NAME = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\.(?:weight|bias|running_mean|running_var))")
 
 
 @dataclass(frozen=True)
 class WeightsTransform:
-    """The preprocessing that belongs to published weights."""
+    """The preprocessing of published weights."""
 
     name: str
     weights: str
@@ -47,17 +48,17 @@ class WeightsTransform:
     mode: str = "RGB"
 
     def __call__(self, items: Sequence[Any]) -> Transformed:
-        """Inputs (n, 3, H, W) float32 of PIL images."""
+        """Return inputs (n, 3, H, W) float32 for PIL images."""
         return stacked(_weights(self.name, self.weights).transforms(), items)
 
     def to_json(self) -> dict[str, Any]:
-        """The library, the network and the member of its weights enum, which together name what is done."""
+        """Return library, network and member of its weights enum, which define the transform."""
         return {"library": "torchvision", "network": self.name, "weights": self.weights}
 
 
 @dataclass(frozen=True)
 class Builder:
-    """A network of torchvision; its weights are the checkpoint's."""
+    """A torchvision network with the checkpoint's weights."""
 
     name: str
     arguments: Mapping[str, str]
@@ -67,13 +68,13 @@ class Builder:
     task: None = None
 
     def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
-        """The network with the weights of `state`.
+        """Build the network with the weights of `state`.
 
         Raises:
-            UsageError: torchvision is missing, or has no such network or weights, or an argument is wrong.
+            UsageError: torchvision is missing or has no such network or weights, or an argument is wrong.
             DataError: names or shapes of the weights do not fit the network.
         """
-        from bnncli.models.build import fill_network  # here, for torch
+        from bnncli.models.build import fill_network  # imports torch
         from bnncli.system.user_code import convert_arguments
 
         assert state is not None, "it has no files, so that the checkpoint is always read"
@@ -92,13 +93,13 @@ class Builder:
         return network.float().eval()
 
     def published_classes(self, num_classes: int) -> tuple[str, ...] | None:
-        """Those of WEIGHTS."""
+        """Return the classes of WEIGHTS."""
         names = () if self.transform is None else _weights(self.name, self.transform.weights).meta["categories"]
         return told_apart(names) if len(names) == num_classes else None
 
 
 def open_model(place: str, asked: Asked) -> Builder:
-    """The network of a name. Raises UsageError for arguments that are not the network's."""
+    """Open the network of a name. Raises UsageError for arguments that the network lacks."""
     name, colon, weights = place.partition(":")
     if not name or (colon and not weights):
         raise UsageError(f"\0model\0: expected {FORM.text}; got {'torchvision:' + place!r}")
@@ -118,7 +119,7 @@ def _current_name(name: str) -> str:
 
 @cache
 def _builder(name: str) -> Any:
-    """The function that builds a network. Raises UsageError where torchvision has no such classifier."""
+    """Return the builder of a network. Raises UsageError if torchvision has no such classifier."""
     models = require_torchvision("torchvision").models
     names = models.list_models(module=models)
     if name not in names:
@@ -131,7 +132,7 @@ def _builder(name: str) -> Any:
 
 @cache
 def _weights(name: str, weights: str) -> Any:
-    """The member of the builder's weights enum. Raises UsageError where there is none."""
+    """Return the member of the builder's weights enum. Raises UsageError if there is none."""
     _builder(name)
     enum = require_torchvision("torchvision").models.get_model_weights(name)
     if weights not in enum.__members__:
@@ -142,14 +143,14 @@ def _weights(name: str, weights: str) -> Any:
 
 
 def _of_weights(name: str, weights: Any) -> dict[str, Any]:
-    """Arguments that the builder changes when it is given these weights, other than the number of classes."""
+    """Return arguments other than the number of classes that these weights imply."""
     if name.startswith("vit_"):
         return {"image_size": weights.meta["min_size"][0]}
     return {"input_size": weights.meta["min_size"]} if name.startswith("maxvit") else {}
 
 
 def _of_auxiliary_heads(name: str, given: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Arguments of Inception and GoogLeNet that the checkpoint tells. Raises UsageError for the one that it cannot."""
+    """Infer arguments of Inception and GoogLeNet from the checkpoint. Raises UsageError for the one that it cannot."""
     if "transform_input" not in given:
         raise UsageError(
             f"\0model\0 torchvision:{name} normalises its input again if it was trained from published weights, "
@@ -161,14 +162,14 @@ def _of_auxiliary_heads(name: str, given: Mapping[str, Any], state: Mapping[str,
 
 
 def _num_classes(make: Any, arguments: dict[str, Any], state: Mapping[str, Tensor]) -> int | None:
-    """What the checkpoint's shapes say; None where it has no tensor whose shape depends on it."""
+    """Infer the number of classes from the checkpoint's shapes; None if no tensor's shape depends on it."""
     import torch
 
     def shapes(count: int) -> dict[str, torch.Size]:
         try:
             with torch.device("meta"):
                 network = make(**arguments, num_classes=count)
-        except NotImplementedError:  # its builder looks at the values of tensors
+        except NotImplementedError:  # its builder reads values of tensors
             network = make(**arguments, num_classes=count)
         return {name: tensor.shape for name, tensor in network.state_dict().items()}
 
