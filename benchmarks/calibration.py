@@ -23,9 +23,7 @@ from scipy.special import softmax
 
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.calibration import calibration_scores, class_wise_scores
-from bnncli.evaluation.example_statistics import examples_of
-from bnncli.evaluation.metric_rows import score_rows
-from bnncli.evaluation.weighted_scores import ScoreGroup
+from bnncli.evaluation.statistics import ScoreGroup, examples_of, score_rows
 
 Row = dict[str, Any]
 LEVEL = 0.95

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.confidence_set import confidence_set
+from bnncli.evaluation.comparison import Sample, confidence_set, difference, holm
 from bnncli.evaluation.detection import Ranking, auroc
-from bnncli.evaluation.paired import Sample, difference, holm
 
 ALPHA = 0.05
 

@@ -25,12 +25,17 @@ from scipy import stats
 
 from bnncli.artifacts.posteriors import read_decision
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.decisions.acceptance import AcceptanceRule, fit_acceptance
-from bnncli.decisions.levels import covering_rank
-from bnncli.decisions.outliers import OutlierRule, fit_outliers
-from bnncli.decisions.prediction_sets import SetRule, fit_thresholds
-from bnncli.decisions.set_scores import SetScore
-from bnncli.decisions.shift import ShiftRule
+from bnncli.evaluation.decisions import (
+    AcceptanceRule,
+    OutlierRule,
+    SetRule,
+    SetScore,
+    ShiftRule,
+    covering_rank,
+    fit_acceptance,
+    fit_outliers,
+    fit_thresholds,
+)
 
 COVERAGE, RISK, CERTAINTY, FALSE_ALARM, SHIFT_LEVEL = 0.9, 0.05, 0.95, 0.05, 0.01
 RULES = {

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from bnncli.artifacts.features import read_features
-from bnncli.evaluation.integration_error import DrawGroups, balanced_halves, integration_error
+from bnncli.evaluation.bootstrap import DrawGroups, balanced_halves, integration_error
 from bnncli.integrators import load_integrator
 from bnncli.parameters.prior import Prior
 from bnncli.session.inputs import open_posterior, posterior_prior

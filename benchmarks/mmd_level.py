@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 from bnncli.evaluation.convergence import convergence
-from bnncli.evaluation.draw_blocks import ThinnedDraws, compare_draws, thin_draws
-from bnncli.evaluation.mmd import NUM_DRAWS, median_of, squared_distances, thin
+from bnncli.evaluation.distances import (
+    NUM_DRAWS,
+    ThinnedDraws,
+    compare_draws,
+    median_of,
+    squared_distances,
+    thin,
+    thin_draws,
+)
 
 CASES = [
     (chains, length, correlation, other)

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from bnncli.artifacts.features import read_features
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.decisions.outliers import fit_outliers
-from bnncli.evaluation.combined_score import TailRanks
 from bnncli.evaluation.curves import roc_curve
+from bnncli.evaluation.decisions import fit_outliers
 from bnncli.evaluation.detectors import TrainingFeatures, declared, example_scores, of_predictions
-from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.feature_scores import TailRanks
+from bnncli.evaluation.statistics import examples_of
 
 MAKERS = {"network": "map.plug-in", "laplace": "laplace.mc"}
 PARTS = ("energy (network)", "mahalanobis", "knn")

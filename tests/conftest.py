@@ -208,11 +208,11 @@ def make_scores_rough(patch: pytest.MonkeyPatch) -> None:
     And few repeats, of a batch of one alone, of what export says the time of: that was half the time of its tests.
     """
     from bnncli.commands.export import build as export
-    from bnncli.evaluation import calibrated
-    from bnncli.evaluation.draw_blocks import compare_draws
+    from bnncli.evaluation import calibration
+    from bnncli.evaluation.distances import compare_draws
 
     patch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
-    patch.setattr(calibrated, "NUM_DRAWS", 200)
+    patch.setattr(calibration, "NUM_DRAWS", 200)
     patch.setattr(export, "_SECONDS", 0.0)
     patch.setattr(export, "_MOST_SECONDS", 0.0)
     patch.setitem(compare_draws.__kwdefaults__, "num_permutations", 99)

@@ -169,7 +169,7 @@ from bnncli.evaluation.scores import Score
 
 
 def of_split(split):
-    from bnncli.evaluation.weighted_scores import ScoreForm, means
+    from bnncli.evaluation.statistics import ScoreForm, means
 
     return [means([ScoreForm("NAME", {"classes": "all"}, True, bounds=(0.0, 1.0))], [split.examples.label_probability])]
 

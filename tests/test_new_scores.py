@@ -27,7 +27,7 @@ from bnncli.evaluation.scores import Score, ScoreOption
 
 
 def of_split(split):
-    from bnncli.evaluation.weighted_scores import NO_LABELS, ScoreForm, ScoreGroup, means
+    from bnncli.evaluation.statistics import NO_LABELS, ScoreForm, ScoreGroup, means
 
     one, examples = ScoreForm("spherical", {"classes": "all"}, True, bounds=(0.0, 1.0)), split.examples
     if examples.label_probability is None:
@@ -64,7 +64,7 @@ from bnncli.evaluation.scores import Score
 
 
 def of_draws():
-    from bnncli.evaluation.reference_distances import Distance
+    from bnncli.evaluation.distances import Distance
 
     def measure(pair):
         ours, theirs = (side.center() for side in pair.sides)

@@ -23,8 +23,8 @@ from bnncli.artifacts.headers import (
     parse_json,
     with_digest,
 )
-from bnncli.decisions.rules import Rule, from_arrays, to_arrays
 from bnncli.errors import DAMAGED_HINT, BnnError, DataError
+from bnncli.evaluation.decisions import Rule, from_arrays, to_arrays
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.system.input_files import reading
 

@@ -1,6 +1,7 @@
 """Values of options: parsed from the command line, the environment and the configuration file.
 
-Precedence: flag, BNNCLI_<COMMAND>_<OPTION>, BNNCLI_<OPTION> for options common to commands, configuration file, default."""
+Precedence: flag, BNNCLI_<COMMAND>_<OPTION>, BNNCLI_<OPTION> for options common to commands, configuration file, default.
+"""
 
 from __future__ import annotations
 

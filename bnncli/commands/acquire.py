@@ -193,8 +193,7 @@ def _taken(
     """What is predicted of the pool, and the rows that are chosen."""
     import torch
 
-    from bnncli.acquisition import batch_bald
-    from bnncli.acquisition.single import SCORES, highest
+    from bnncli.evaluation.acquisition import SCORES, batch_bald, highest
 
     seen = predictor.train.seen_by(predictor.header, pool)
     seen.check_fits(predictor.posterior.layout)

@@ -1,7 +1,8 @@
 """auto: from features to a recommended posterior in one command.
 
 The rungs are temperature, ensemble, stack, laplace and refine. Each is a command as a user would type it; val decides which one
-and which integrator to recommend."""
+and which integrator to recommend.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,6 @@ from bnncli.commands.fit_temperature import FitTemperatureOptions
 from bnncli.commands.hmc import HmcOptions
 from bnncli.commands.refine import RefineOptions
 from bnncli.commands.stack import FEWEST_ROWS, StackOptions
-from bnncli.decisions.outliers import fit_outliers
 from bnncli.errors import (
     BnnError,
     CheckFailed,
@@ -40,18 +40,21 @@ from bnncli.errors import (
     UsageError,
 )
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.decisions import fit_outliers
 from bnncli.evaluation.detection import detection_rows
 from bnncli.evaluation.detectors import DEFAULT_SCORE
-from bnncli.evaluation.excess import WORSE_SHARE, Scored, score
-from bnncli.evaluation.layer_gain import LEVEL
 from bnncli.evaluation.recommendation import (
     FALSE_ALARM,
+    LEVEL,
     PLAIN,
+    WORSE_SHARE,
     Detected,
     Predictive,
     Quality,
+    Scored,
     detection_sentence,
     recommend,
+    score,
     sentence,
 )
 from bnncli.evaluation.scores import detection_forms

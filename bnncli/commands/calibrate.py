@@ -13,16 +13,29 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import RULE_KIND, write_decision
 from bnncli.artifacts.predictions import stored_arrays
 from bnncli.artifacts.provenance import Source
-from bnncli.decisions import KINDS, LAC, OOD, RAPS, RISK, SCHEMES, SETS, SHIFT
-from bnncli.decisions.acceptance import fit_acceptance, least_accepted
-from bnncli.decisions.levels import least_for_coverage, least_for_rate
-from bnncli.decisions.outliers import fit_outliers
-from bnncli.decisions.prediction_sets import SetRule, choose_regularisation, fit_thresholds
-from bnncli.decisions.rules import Rule
-from bnncli.decisions.set_scores import SetScore
-from bnncli.decisions.shift import ShiftRule
 from bnncli.errors import BnnError, CheckFailed, DataError, MissingInput, UsageError
 from bnncli.evaluation import detectors
+from bnncli.evaluation.decisions import (
+    KINDS,
+    LAC,
+    OOD,
+    RAPS,
+    RISK,
+    SCHEMES,
+    SETS,
+    SHIFT,
+    Rule,
+    SetRule,
+    SetScore,
+    ShiftRule,
+    choose_regularisation,
+    fit_acceptance,
+    fit_outliers,
+    fit_thresholds,
+    least_accepted,
+    least_for_coverage,
+    least_for_rate,
+)
 from bnncli.evaluation.detectors import DEFAULT_SCORE, default_score
 from bnncli.names import percent
 from bnncli.numerics.random import stream_seed

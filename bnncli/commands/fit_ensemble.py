@@ -14,7 +14,7 @@ from bnncli.commands.fit_laplace import LOO, FitLaplaceOptions
 from bnncli.commands.fit_laplace import last_layer as laplace
 from bnncli.commands.fit_laplace.last_layer import structure_to_fit
 from bnncli.errors import DataError, UsageError
-from bnncli.evaluation.excess import score
+from bnncli.evaluation.recommendation import score
 from bnncli.inference.memory import MOST_LEFT_OUT, NUM_DRAWS
 from bnncli.inference.temperature import SHARED_RANGE, fit_shared_temperature
 from bnncli.lazy import no_grad, torch

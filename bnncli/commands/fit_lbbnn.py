@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.errors import NumericError, UsageError
-from bnncli.evaluation.density import used_density
-from bnncli.evaluation.input_selection import MAX_INPUTS, THRESHOLD, input_inclusions
+from bnncli.evaluation.latent_networks import MAX_INPUTS, THRESHOLD, input_inclusions, used_density
 from bnncli.inference import memory
 from bnncli.integrators.mc import Mc, affordable_draws
 from bnncli.latent.factors import initial_factors, initial_model, num_params

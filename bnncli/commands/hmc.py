@@ -15,8 +15,8 @@ from bnncli.artifacts.resume import DrawFile
 from bnncli.artifacts.samples import SampleFile, write_samples
 from bnncli.covariances import Covariance
 from bnncli.errors import CheckFailed, DataError, UsageError
-from bnncli.evaluation.bfmi import LOW_BFMI, lowest_bfmi
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding
+from bnncli.evaluation.verdict import LOW_BFMI, lowest_bfmi
 from bnncli.inference import memory
 from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, Workers, sample_hmc
 from bnncli.inference.laplace import complete, fit_gaussian

@@ -12,7 +12,7 @@ from bnncli.artifacts.freshness import carries_our_mark, is_same_file
 from bnncli.artifacts.posteriors import read_posterior
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import OutputExists, UsageError
-from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.statistics import examples_of
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.lazy import torch
 from bnncli.models.checkpoint_files import sniff

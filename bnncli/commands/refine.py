@@ -17,8 +17,7 @@ from bnncli.covariances._row_space import rows_of
 from bnncli.covariances._subspace import Subspace
 from bnncli.covariances.diag import Diag
 from bnncli.errors import DataError, NumericError, UsageError
-from bnncli.evaluation.gain import NEGLIGIBLE_NATS, reach
-from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
+from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, NEGLIGIBLE_NATS, reach
 from bnncli.flows import Recipe, build_layers, choose_recipe, choose_space, resolved_settings, settings_of
 from bnncli.flows._affine_sizes import num_elements
 from bnncli.inference import memory

@@ -19,7 +19,7 @@ from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.commands.fit_lbbnn import FitLbbnnOptions, check_memory, plan_of, short_plan, start_of
 from bnncli.commands.fit_sghmc import BASE, CYCLICAL, RMSPROP
 from bnncli.errors import CheckFailed, DataError, DeviceError, NumericError, UsageError
-from bnncli.evaluation.rank_uniformity import RankLaw
+from bnncli.evaluation.convergence import RankLaw
 from bnncli.inference import memory
 from bnncli.inference.sghmc import SghmcPlan
 from bnncli.inference.simulation import (
@@ -289,7 +289,7 @@ def _table(ranked: list[RankedQuantity], options: SbcOptions) -> Table:
 
 def _plot(path: Path, ranked: list[RankedQuantity], options: SbcOptions, name: str) -> list[dict[str, Any]]:
     """The figure, published; as the result's outputs."""
-    from bnncli.evaluation.rank_uniformity import RankLaw
+    from bnncli.evaluation.convergence import RankLaw
     from bnncli.figures import render
     from bnncli.figures.chains import draw_ranks
 

@@ -13,8 +13,7 @@ from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.data.prediction_files import divide, read_texts
 from bnncli.errors import CheckFailed, DataError, UsageError, WriteError
 from bnncli.evaluation.detectors import default_score
-from bnncli.evaluation.metric_rows import Row
-from bnncli.evaluation.weighted_scores import NO_LABELS
+from bnncli.evaluation.statistics import NO_LABELS, Row
 from bnncli.likelihoods import name_to_record
 from bnncli.names import quoted
 from bnncli.options.command import Argument, Command, CommonOptions

@@ -15,7 +15,7 @@ from bnncli.artifacts.posteriors import RULE_KIND as DECISION
 from bnncli.artifacts.posteriors import read_decision, read_trained
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, MissingInput
-from bnncli.evaluation.probabilities import check_probabilities
+from bnncli.evaluation.statistics import check_probabilities
 from bnncli.options.command import Argument, Command, CommonOptions
 from bnncli.session.inputs import open_posterior
 from bnncli.session.run import Result, Run, Table

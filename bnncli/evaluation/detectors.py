@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bnncli.evaluation.example_statistics import ExampleStatistics
+    from bnncli.evaluation.statistics import ExampleStatistics
 
 # The default detector of every command, and its replacements for predictions without it, best first: see
 # docs/explanation/outliers.md for measurements. The largest probability detects errors, not outliers (selective
@@ -105,7 +105,7 @@ def _negative_variance(examples: ExampleStatistics, values: NDArray | None) -> N
     import numpy as np
     import torch
 
-    from bnncli.evaluation.probabilities import row_blocks
+    from bnncli.evaluation.statistics import row_blocks
     from bnncli.numerics.dirichlet import total_variance
 
     assert values is not None

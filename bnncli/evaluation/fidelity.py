@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 
 from bnncli.errors import DataError
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.metric_rows import Row, score_rows
-from bnncli.evaluation.probabilities import row_blocks
-from bnncli.evaluation.weighted_scores import Floats, ScoreForm, ScoreGroup, means
+from bnncli.evaluation.statistics import Floats, Row, ScoreForm, ScoreGroup, means, row_blocks, score_rows
 from bnncli.lazy import special
 
 _THRESHOLD = 0.5  # above it, a label is predicted as present

@@ -23,11 +23,9 @@ if TYPE_CHECKING:
 
     from bnncli.evaluation.bootstrap import Bootstrap
     from bnncli.evaluation.detection import DetectionForm
-    from bnncli.evaluation.example_statistics import ExampleStatistics
+    from bnncli.evaluation.distances import Distance
     from bnncli.evaluation.fidelity import PredictionPair
-    from bnncli.evaluation.metric_rows import Row
-    from bnncli.evaluation.reference_distances import Distance
-    from bnncli.evaluation.weighted_scores import ScoreGroup
+    from bnncli.evaluation.statistics import ExampleStatistics, Row, ScoreGroup
 
 LAST = 1000
 
@@ -152,7 +150,7 @@ def accuracy_nll_brier(examples: ExampleStatistics) -> list[ScoreGroup]:
     """
     import numpy as np
 
-    from bnncli.evaluation.weighted_scores import (
+    from bnncli.evaluation.statistics import (
         NO_LABELS,
         SMALLEST_PROBABILITY,
         ScoreForm,
@@ -176,14 +174,14 @@ def accuracy_nll_brier(examples: ExampleStatistics) -> list[ScoreGroup]:
 
 def _scores_of_decisions(split: ScoredPredictions) -> list[ScoreGroup]:
     """Return accuracy of whole examples, and Hamming loss, NLL and Brier score of all decisions."""
-    from bnncli.evaluation.label_scores import decision_scores
+    from bnncli.evaluation.class_scores import decision_scores
 
     return decision_scores(split.probs, split.examples)
 
 
 def _top_k(split: ScoredPredictions) -> list[ScoreGroup]:
     """Return the accuracy of the k most probable classes."""
-    from bnncli.evaluation.weighted_scores import NO_LABELS, ScoreForm, ScoreGroup, means
+    from bnncli.evaluation.statistics import NO_LABELS, ScoreForm, ScoreGroup, means
 
     examples, k = split.examples, split.settings["top_k"]
     members = [ScoreForm("top_k", {"k": k}, True, bounds=(0.0, 1.0))]
@@ -215,35 +213,35 @@ def _calibration_of_labels(split: ScoredPredictions) -> list[ScoreGroup]:
 
 def _means_over_classes(split: ScoredPredictions) -> list[ScoreGroup]:
     """Return the scores that are means over classes."""
-    from bnncli.evaluation.per_class import per_class_scores
+    from bnncli.evaluation.class_scores import per_class_scores
 
     return per_class_scores(split.probs, split.examples)
 
 
 def _means_over_labels(split: ScoredPredictions) -> list[ScoreGroup]:
     """Return the scores that are means over labels, and the rankings of all decisions pooled."""
-    from bnncli.evaluation.label_scores import label_by_label_scores
+    from bnncli.evaluation.class_scores import label_by_label_scores
 
     return label_by_label_scores(split.probs, split.examples)
 
 
 def _selective(split: ScoredPredictions) -> list[ScoreGroup]:
     """Return AURC and E-AURC."""
-    from bnncli.evaluation.selective_prediction import selective_scores
+    from bnncli.evaluation.class_scores import selective_scores
 
     return [selective_scores(split.examples)]
 
 
 def _decomposition(split: ScoredPredictions) -> list[ScoreGroup]:
     """Return the three parts of the Brier score and of the NLL."""
-    from bnncli.evaluation.decomposition import decomposition_scores
+    from bnncli.evaluation.class_scores import decomposition_scores
 
     return [decomposition_scores(split.examples)]
 
 
 def _confidence_and_entropy(split: ScoredPredictions) -> list[ScoreGroup]:
     """Return mean confidence and mean entropy (nats), which need no labels."""
-    from bnncli.evaluation.weighted_scores import ScoreForm, means
+    from bnncli.evaluation.statistics import ScoreForm, means
 
     confidence = ScoreForm("mean_confidence", {}, None, bounds=(0.0, 1.0))
     vectors = [split.examples.confidence, split.examples.entropy]
@@ -252,14 +250,14 @@ def _confidence_and_entropy(split: ScoredPredictions) -> list[ScoreGroup]:
 
 def _entropy_of_labels(split: ScoredPredictions) -> list[ScoreGroup]:
     """Return the mean over examples of the sum of the labels' entropies (nats)."""
-    from bnncli.evaluation.weighted_scores import ScoreForm, means
+    from bnncli.evaluation.statistics import ScoreForm, means
 
     return [means([ScoreForm("mean_entropy", {}, None)], [split.examples.entropy])]
 
 
 def _mutual_info(split: ScoredPredictions) -> list[ScoreGroup]:
     """Return the mean mutual information (nats) of predictions that have it."""
-    from bnncli.evaluation.weighted_scores import ScoreForm, ScoreGroup, means
+    from bnncli.evaluation.statistics import ScoreForm, ScoreGroup, means
 
     members = [ScoreForm("mean_mutual_info", {}, None)]
     if split.mutual_info is None:
@@ -269,7 +267,7 @@ def _mutual_info(split: ScoredPredictions) -> list[ScoreGroup]:
 
 def _ranking(split: ScoredPredictions) -> list[ScoreGroup]:
     """Return all scores of the uncertainty-aware ranking."""
-    from bnncli.evaluation.ranking import ranking_scores
+    from bnncli.evaluation.class_scores import ranking_scores
 
     return ranking_scores(split.probs, split.examples, split.lengths, split.ranking)
 
@@ -328,42 +326,42 @@ def _mmc(examples: ExampleStatistics, ood: str, bootstrap: Bootstrap | None) -> 
 
 def _mmd2() -> Distance:
     """Return the unbiased estimate with its test, the biased and the published estimate."""
-    from bnncli.evaluation.reference_distances import MMD2
+    from bnncli.evaluation.distances import MMD2
 
     return MMD2
 
 
 def _wasserstein() -> Distance:
     """Return the mean and the largest distance over the parameters."""
-    from bnncli.evaluation.reference_distances import WASSERSTEIN
+    from bnncli.evaluation.distances import WASSERSTEIN
 
     return WASSERSTEIN
 
 
 def _mean_error() -> Distance:
     """Return the root mean square error over the parameters."""
-    from bnncli.evaluation.reference_distances import MEAN_ERROR
+    from bnncli.evaluation.distances import MEAN_ERROR
 
     return MEAN_ERROR
 
 
 def _covariance_error() -> Distance:
     """Return the relative error in the Frobenius norm."""
-    from bnncli.evaluation.reference_distances import COVARIANCE_ERROR
+    from bnncli.evaluation.distances import COVARIANCE_ERROR
 
     return COVARIANCE_ERROR
 
 
 def _agreement(pair: PredictionPair) -> ScoreGroup:
     """Return the share of examples with the same predicted class; with several labels, with the same labels."""
-    from bnncli.evaluation.weighted_scores import ScoreForm
+    from bnncli.evaluation.statistics import ScoreForm
 
     return pair.mean(ScoreForm("agreement", {}, True, bounds=(0.0, 1.0)), 0)
 
 
 def _total_variation(pair: PredictionPair) -> ScoreGroup:
     """Return the mean of half the L1 distance; with several labels, of the distance of each label's probability."""
-    from bnncli.evaluation.weighted_scores import ScoreForm
+    from bnncli.evaluation.statistics import ScoreForm
 
     return pair.mean(ScoreForm("total_variation", {"reduction": "mean"}, False, bounds=(0.0, 1.0)), 1)
 
@@ -372,7 +370,7 @@ def _jensen_shannon(pair: PredictionPair) -> ScoreGroup:
     """Return the mean Jensen-Shannon divergence, nats, at most log 2; with several labels, of each label's."""
     from math import log
 
-    from bnncli.evaluation.weighted_scores import ScoreForm
+    from bnncli.evaluation.statistics import ScoreForm
 
     return pair.mean(ScoreForm("jensen_shannon", {"reduction": "mean"}, False, bounds=(0.0, log(2))), 2)
 

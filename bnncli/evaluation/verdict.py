@@ -1,23 +1,84 @@
-"""The verdict on the posteriors of a run: which fits its target well enough to use.
-
-A pure function from numbers to a sentence. What to predict with is a separate question, answered in recommendation.py:
-a good fit to a bad prior predicts badly. A Gaussian or flow is good if its importance weights are (Yao et al. 2018,
-arXiv:1802.02538: Pareto k; and a small spread of the log weights, which bounds the divergence that k misses). Draws are
-good if their chains agree (Vehtari et al. 2021, arXiv:1903.08008).
-"""
+"""The verdict on the posteriors of a run: which fits its target well enough to use."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from bnncli.evaluation.bfmi import LOW_BFMI
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.evaluation.comparison import skewed_interval
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
-from bnncli.evaluation.gain import NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
+from bnncli.lazy import special
 from bnncli.names import counted, percent
 from bnncli.parameters.module import ALL
 from bnncli.parameters.prior import Prior
+
+ERROR_RATE = 0.01
+LOOKS = 5
+# Moving a Gaussian by one standard deviation along one of its P directions changes the ELBO by half a nat. The handful
+# of draws that predictions are made from cannot resolve this.
+NEGLIGIBLE_NATS = 0.5
+NUM_STANDARD_ERRORS = 3.0
+VERDICTS = ("helped", "hurt", "negligible", "undecided")
+
+
+@cache
+def reach(num_draws: int) -> float:
+    """Return the margin in standard errors: the quantile of Student's t at the level of three normal standard errors.
+
+    Args:
+        num_draws: number of draws behind the standard error, at least 2.
+    """
+    return float(-special.stdtrit(num_draws - 1, special.ndtr(-NUM_STANDARD_ERRORS)))
+
+
+def judge_gain(
+    gain: float, standard_error: float, num_draws: int, *, is_last: bool, skewness: float = 0.0
+) -> str | None:
+    """Return one of VERDICTS, or None if more draws are needed and available.
+
+    A significant gain that is not yet known to exceed half a nat waits for more draws; at the last look it counts as
+    "helped" or "hurt".
+
+    Args:
+        gain: nats.
+        standard_error: standard error of the gain, from num_draws draws.
+        is_last: no more draws are available.
+        skewness: skewness of the draws.
+    """
+    low, high = skewed_interval(gain, standard_error, skewness, num_draws, reach(num_draws))
+    if low > -NEGLIGIBLE_NATS and high < NEGLIGIBLE_NATS:
+        return "negligible"
+    if (low > 0 or high < 0) and (abs(gain) >= NEGLIGIBLE_NATS or is_last):
+        return "helped" if gain > 0 else "hurt"
+    return "undecided" if is_last else None
+
+
+LOW_BFMI = 0.3  # Stan's warning threshold
+
+
+def bfmi(energy: NDArray) -> NDArray[np.float64]:
+    """Return the E-BFMI (C,) of chains from their energies (C, T), nats; NaN for a chain whose energy is constant.
+
+    Raises:
+        ValueError: the energies have another shape or fewer than two draws per chain.
+    """
+    if energy.ndim != 2 or energy.shape[1] < 2:
+        raise ValueError(f"energy: expected shape (C, T) with T at least 2, got {energy.shape}")
+    values = energy.astype(np.float64)
+    variance = values.var(axis=1, ddof=1)
+    steps = np.square(np.diff(values, axis=1)).mean(axis=1)
+    return np.divide(steps, variance, out=np.full(len(values), np.nan), where=variance > 0)
+
+
+def lowest_bfmi(energy: NDArray) -> float:
+    """Return the lowest E-BFMI of chains with energies (C, T); a chain of constant energy explores nothing and counts as 0."""
+    return float(np.nan_to_num(bfmi(energy), nan=0.0).min())
+
 
 CLOSE_LOG_WEIGHT_SD = 2.0  # nats; the KL divergence of log-normal weights is half its square
 GOOD_ESS = 400.0  # Vehtari et al. (2021), section 4: below it, the diagnostics themselves are noise

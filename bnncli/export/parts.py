@@ -16,7 +16,7 @@ from bnncli.covariances.diag import Diag
 from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
 from bnncli.errors import UsageError
-from bnncli.evaluation.combined_score import Combined
+from bnncli.evaluation.feature_scores import Combined
 from bnncli.export import steps
 from bnncli.export.steps import PortableHead, Step, Values, independent_weights, own_directions, shared_directions
 from bnncli.integrators import Integrator, Ready

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.rank_uniformity import RankLaw
+from bnncli.evaluation.convergence import RankLaw
 from bnncli.figures.style import BLUE, GREY, PAGE_WIDTH, PALE, VERMILION, Cell, FigureNumbers, line_style, plain_axes
 
 if TYPE_CHECKING:

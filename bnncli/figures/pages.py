@@ -1,6 +1,7 @@
 """The HTML page of a report: one self-contained file, the same bytes for the same content.
 
-Text is escaped unless it is markup already. A page that would be too large drops its least important sections and says so."""
+Text is escaped unless it is markup already. A page that would be too large drops its least important sections and says so.
+"""
 
 from __future__ import annotations
 

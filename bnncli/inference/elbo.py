@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bnncli.evaluation.gain import LOOKS, judge_gain
-from bnncli.evaluation.paired import skewness_of
+from bnncli.evaluation.comparison import skewness_of
+from bnncli.evaluation.verdict import LOOKS, judge_gain
 from bnncli.lazy import torch
 from bnncli.posteriors import HasNoise, made_at_once, noise_blocks
 from bnncli.progress import SILENT, Progress, Task
@@ -76,7 +76,7 @@ class Gain:
         before, after: the two estimates, from the same noise.
         value: nats.
         standard_error: of the value, from paired differences of the draws, which share much of their noise.
-        verdict: one of bnncli.evaluation.gain.VERDICTS.
+        verdict: one of bnncli.evaluation.verdict.VERDICTS.
     """
 
     before: ElboEstimate

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from bnncli.covariances import Covariance
 from bnncli.errors import NumericError, UsageError
-from bnncli.evaluation.excess import WORSE_SHARE
+from bnncli.evaluation.recommendation import WORSE_SHARE
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER, NUM_DRAWS
 from bnncli.inference.mode import LocalCovariance, covariance_at, mode_of, tolerance_factor

@@ -1,6 +1,7 @@
 """Declare options as dataclass fields with default, help, choices and bounds, and read what parts of a family declare.
 
-What a file declares (`SETTINGS = {...}`, `COMMAND = Command(...)`) is read without importing the file, which may take seconds."""
+What a file declares (`SETTINGS = {...}`, `COMMAND = Command(...)`) is read without importing the file, which may take seconds.
+"""
 
 from __future__ import annotations
 

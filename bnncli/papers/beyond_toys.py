@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from bnncli import registry
 from bnncli.errors import DataError
-from bnncli.evaluation.agreement import Estimate
 from bnncli.evaluation.calibration import NUM_BINS, PUBLISHED_BINS, calibration_scores
-from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
+from bnncli.evaluation.comparison import Estimate
+from bnncli.evaluation.statistics import ExampleStatistics, examples_of
 from bnncli.inference.elbo import diagnose_importance, measure_gain
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow

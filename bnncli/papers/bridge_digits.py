@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.agreement import Estimate
+from bnncli.evaluation.comparison import Estimate
 from bnncli.evaluation.detection import Ranking, auroc
 from bnncli.lazy import torch
 from bnncli.logits import root_of_covariances

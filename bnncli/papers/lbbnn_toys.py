@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.errors import DataError
-from bnncli.evaluation.agreement import Estimate
+from bnncli.evaluation.comparison import Estimate
 from bnncli.lazy import torch
 from bnncli.papers.digit_network import images
 from bnncli.papers.recipe import Files, Measurements, Settings

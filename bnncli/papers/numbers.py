@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bnncli.errors import DataError
-from bnncli.evaluation.agreement import LEVEL, Estimate, sign
+from bnncli.evaluation.comparison import LEVEL, Estimate, sign
 
 Replicates = tuple[Estimate, ...]  # of one number: one estimate for each checkpoint, or a single one
 Correlations = Mapping[tuple[str, str], float]  # of two numbers, by their names in either order

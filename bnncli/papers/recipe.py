@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import UsageError
-from bnncli.evaluation.agreement import Estimate
+from bnncli.evaluation.comparison import Estimate
 from bnncli.options.toml import closest
 from bnncli.papers import PUBLISHED, RIGHT, SCALES
 from bnncli.papers.numbers import Formula, Replicates, Rule, Unmeasured

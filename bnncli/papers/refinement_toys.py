@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bnncli.covariances.diag import Diag
 from bnncli.covariances.full import inverse
 from bnncli.errors import NumericError
-from bnncli.evaluation.agreement import Estimate
+from bnncli.evaluation.comparison import Estimate
 from bnncli.evaluation.convergence import convergence
-from bnncli.evaluation.mmd import median_bandwidth, mmd2
+from bnncli.evaluation.distances import median_bandwidth, mmd2
 from bnncli.inference.elbo import elbo
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from bnncli.artifacts.atomic import publish_bytes
 from bnncli.artifacts.outputs import write_figure
-from bnncli.evaluation.agreement import LEVEL, Agreement, Estimate, agreement
-from bnncli.evaluation.marginal_density import apart, density, grid_of, spread_over
+from bnncli.evaluation.comparison import LEVEL, Agreement, Estimate, agreement
+from bnncli.evaluation.curves import apart, density, grid_of, spread_over
 from bnncli.figures import render
 from bnncli.figures.posteriors import Marginal, Marginals
 from bnncli.names import counted

@@ -26,7 +26,7 @@ from bnncli.commands.demo import fixture_path
 from bnncli.commands.grid.plan import Job, options_of, plan_jobs, read_grid
 from bnncli.commands.grid.running import check_apart
 from bnncli.errors import BnnError, Interrupted, MissingInput, ReadError, WriteError
-from bnncli.evaluation.agreement import Estimate
+from bnncli.evaluation.comparison import Estimate
 from bnncli.names import counted
 from bnncli.numerics.digests import file_sha256, json_sha256
 from bnncli.options.command import (

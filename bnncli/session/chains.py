@@ -6,8 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from bnncli.evaluation.convergence import Convergence, convergence, deciding
-from bnncli.evaluation.predictive_convergence import MAX_ROWS, held_out_convergence, label_convergence
+from bnncli.evaluation.convergence import (
+    MAX_ROWS,
+    Convergence,
+    convergence,
+    deciding,
+    held_out_convergence,
+    label_convergence,
+)
 from bnncli.lazy import torch
 from bnncli.names import counted
 from bnncli.session.inputs import Split

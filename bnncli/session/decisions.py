@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.posteriors import DecisionFile, read_decision
 from bnncli.artifacts.provenance import Source
-from bnncli.decisions import OOD, RISK, SETS, SHIFT
 from bnncli.errors import BnnError, DataError, MissingInput
-from bnncli.evaluation.weighted_scores import ScoreGroup
+from bnncli.evaluation.decisions import OOD, RISK, SETS, SHIFT
+from bnncli.evaluation.statistics import ScoreGroup
 from bnncli.session.run import Run
 from bnncli.session.score_rows import PredictedSplit, bootstrap_of
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from bnncli.artifacts.predictions import PredictionFile
     from bnncli.evaluation.bootstrap import Bootstrap
     from bnncli.evaluation.detection import ExampleScores
-    from bnncli.evaluation.example_statistics import ExampleStatistics
-    from bnncli.evaluation.metric_rows import Row
+    from bnncli.evaluation.statistics import ExampleStatistics, Row
     from bnncli.options.scoring import EvaluateOptions
     from bnncli.session.predictions import PredictionGroup
 
@@ -186,7 +185,7 @@ def decision_rows(
     Args:
         ood: the name of the split, where it is out-of-distribution.
     """
-    from bnncli.evaluation.metric_rows import score_rows
+    from bnncli.evaluation.statistics import score_rows
 
     kind, choices = decision.kind, described(decision)
     other = {} if ood is None else {"ood": ood}
@@ -206,25 +205,23 @@ def _groups(
     decision: DecisionFile, split: PredictedSplit, choices: dict[str, Any], *, is_ood: bool
 ) -> list[ScoreGroup]:
     """The scores of a rule but the shift alarm."""
-    from bnncli.decisions import scored
-    from bnncli.decisions.acceptance import AcceptanceRule
-    from bnncli.decisions.outliers import OutlierRule
-    from bnncli.decisions.prediction_sets import SetRule
+    from bnncli.evaluation import decisions
+    from bnncli.evaluation.decisions import AcceptanceRule, OutlierRule, SetRule
 
     rule, file = decision.rule, split.file
     if isinstance(rule, SetRule):
         uniform = rule.score.uniform(split.name, len(file.probs))
-        return scored.set_scores(rule, file.probs, split.examples.labels, uniform, choices)
+        return decisions.set_scores(rule, file.probs, split.examples.labels, uniform, choices)
     if isinstance(rule, AcceptanceRule):
-        return scored.acceptance_scores(rule.accepts(split.examples.confidence), split.examples.is_right, choices)
+        return decisions.acceptance_scores(rule.accepts(split.examples.confidence), split.examples.is_right, choices)
     assert isinstance(rule, OutlierRule)
     is_outlier = rule.is_outlier(scores_of(split, choices["by"]))
-    return scored.alarm_scores(is_outlier, choices, is_ood=is_ood)
+    return decisions.alarm_scores(is_outlier, choices, is_ood=is_ood)
 
 
 def _shift_row(decision: DecisionFile, split: PredictedSplit, choices: dict[str, Any]) -> Row:
     """The p-value of a split as a batch; it has no interval of its own."""
-    from bnncli.decisions.shift import ShiftRule
+    from bnncli.evaluation.decisions import ShiftRule
 
     assert isinstance(decision.rule, ShiftRule)
     p_value = decision.rule.p_value(scores_of(split, choices["by"]))

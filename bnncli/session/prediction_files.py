@@ -18,9 +18,8 @@ from bnncli.data.labels import FROM_1, common_task
 from bnncli.data.prediction_files import HDF5_MAGIC, GivenFile, divide, magic_of, read_given, read_labels
 from bnncli.errors import DataError, UsageError
 from bnncli.evaluation.detectors import example_scores
-from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
-from bnncli.evaluation.probabilities import ROW_SUM_TOLERANCE, row_blocks
 from bnncli.evaluation.scores import ScoredPredictions, fidelities
+from bnncli.evaluation.statistics import ROW_SUM_TOLERANCE, ExampleStatistics, examples_of, row_blocks
 from bnncli.lazy import torch
 from bnncli.likelihoods import MULTILABEL, Likelihood, has_exclusive_classes, likelihood_of, recorded_name
 from bnncli.names import quoted

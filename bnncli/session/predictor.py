@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bnncli.evaluation.combined_score import Combined
+    from bnncli.evaluation.feature_scores import Combined
     from bnncli.session.network import RecordedNetwork
     from bnncli.session.network_splits import NetworkReader
     from bnncli.targets.target import CurvedTarget
@@ -464,7 +464,7 @@ class TrainData:
         What takes long to fit is kept beside the features, for later commands on the same features, seed and device. Processes
         that work in step fit it together.
         """
-        from bnncli.evaluation.combined_score import REVISION, Combined, fit_cost
+        from bnncli.evaluation.feature_scores import REVISION, Combined, fit_cost
 
         if not self.detector_splits:
             return None

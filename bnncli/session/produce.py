@@ -1,6 +1,7 @@
 """Make an artifact: lock, decide, compute, publish. The order is the contract.
 
-Long fits save resume states, so that a killed one continues where it was."""
+Long fits save resume states, so that a killed one continues where it was.
+"""
 
 from __future__ import annotations
 

@@ -14,17 +14,16 @@ from bnncli.artifacts.files import read_metrics
 from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import DetectionForm, Ranking, form_rows
-from bnncli.evaluation.layer_gain import LEVEL, loss_interval
-from bnncli.evaluation.recommendation import Quality, accuracy_interval
+from bnncli.evaluation.recommendation import LEVEL, Quality, accuracy_interval, loss_interval
 from bnncli.evaluation.scores import detection_forms
-from bnncli.evaluation.weighted_scores import ScoreGroup
+from bnncli.evaluation.statistics import ScoreGroup
 from bnncli.options.scoring import Quantity
 from bnncli.session.revisions import AUTO
 from bnncli.session.run import Run
 from bnncli.session.score_rows import find_metric
 
 if TYPE_CHECKING:
-    from bnncli.evaluation.example_statistics import ExampleStatistics
+    from bnncli.evaluation.statistics import ExampleStatistics
 
 
 Row = dict[str, Any]
@@ -221,7 +220,7 @@ class SplitProbabilities:
     @cached_property
     def examples(self) -> ExampleStatistics:
         """The numbers of each example."""
-        from bnncli.evaluation.example_statistics import examples_of
+        from bnncli.evaluation.statistics import examples_of
 
         return examples_of(self.probs, self.labels, is_exclusive=self.labels is None or self.labels.ndim == 1)
 
@@ -243,7 +242,7 @@ def qualities(
     """
     found = []
     if own.labels is not None and len(own.labels):
-        from bnncli.evaluation.excess import score
+        from bnncli.evaluation.recommendation import score
 
         mine, theirs = (score(side.name, side.probs, own.labels, losses=side.losses) for side in (own, base))
         low, high = loss_interval(mine.losses, theirs.losses, level) or (None, None)
@@ -271,7 +270,7 @@ def _measured_calibration(
 
 def paired_quality(name: str, measured: Sequence[Sequence[Measured]], *, level: float) -> Quality | None:
     """Return the quality of a score measured of both sides, with a bootstrap interval of the difference; None where it is undefined of either."""
-    from bnncli.evaluation.paired import Sample, difference
+    from bnncli.evaluation.comparison import Sample, difference
     from bnncli.evaluation.scores import declared
 
     if any(not side or side[0].value is None for side in measured):

@@ -14,14 +14,10 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.evaluation.class_scores import one_sided_labels, rare_classes
 from bnncli.evaluation.detectors import example_scores, of_features, usual_score
-from bnncli.evaluation.example_statistics import ExampleStatistics, check_labels, examples_of
-from bnncli.evaluation.label_scores import one_sided_labels
-from bnncli.evaluation.label_statistics import check_label_sets
-from bnncli.evaluation.metric_rows import Row
-from bnncli.evaluation.per_class import rare_classes
-from bnncli.evaluation.probabilities import row_blocks
 from bnncli.evaluation.scores import ScoredPredictions, declared, detection_forms, other_split_rows, split_scores
+from bnncli.evaluation.statistics import ExampleStatistics, Row, check_label_sets, check_labels, examples_of, row_blocks
 from bnncli.integrators import load_integrator
 from bnncli.likelihoods import name_to_record, recorded_name
 from bnncli.names import FEATURES_NAME, posterior_title, quoted
@@ -204,7 +200,7 @@ def split_rows(
     split: Scorable, settings: Mapping[str, Any], bootstrap: Bootstrap | None, *, poll: Callable[[], None]
 ) -> list[Row]:
     """The rows of one split's own scores, set by the options that these bring."""
-    from bnncli.evaluation.metric_rows import score_rows
+    from bnncli.evaluation.statistics import score_rows
 
     scores = split_scores(split.scored(settings))
     poll()

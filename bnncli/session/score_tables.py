@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from bnncli.errors import DataError
 from bnncli.evaluation.detectors import DEFAULT_SCORE
-from bnncli.evaluation.metric_rows import Row
 from bnncli.evaluation.scores import declared
+from bnncli.evaluation.statistics import Row
 from bnncli.likelihoods import recorded_name
 from bnncli.names import percent, posterior_title
 from bnncli.options.scoring import EvaluateOptions, ScoreOptions

@@ -34,7 +34,7 @@ from bnncli.system.workers import Parts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bnncli.evaluation.excess import Scored
+    from bnncli.evaluation.recommendation import Scored
 
 # Numbers that the activations of all passes have, while the draws of a network's weights are measured: two minutes or so on one core.
 _MOST_NUMBERS = {"cpu": 2**34, "cuda": 2**39}
@@ -105,7 +105,7 @@ def measure_on_val(
         others: further posteriors to compare with, and their integrators, by name (the base of a flow).
         prefer: the integrator to recommend, whose predictions the posterior was chosen for.
     """
-    from bnncli.evaluation.excess import score
+    from bnncli.evaluation.recommendation import score
 
     own = default_integrator_of(method, is_last_layer=val.is_last_layer)
     val = _measurable(run, posterior, val, own)
@@ -159,7 +159,7 @@ def _gain_shares(references: Mapping[str, Scored], center: Scored | None, averag
 
 def _best_integrator(own: Scored, others: Sequence[Scored]) -> str:
     """The name of a predictive: the first, or the best of those that predict significantly better."""
-    from bnncli.evaluation.excess import excesses
+    from bnncli.evaluation.recommendation import excesses
 
     worse_than = [gap.reference for gap in excesses(own, others) if gap.is_worse]
     return min((one for one in others if one.name in worse_than), key=lambda one: one.nll, default=own).name
@@ -200,7 +200,7 @@ def measure_probs_on_val(
         integrator, num_draws: what gave them.
         losses: (N,), held out, where something of them was fitted to val.
     """
-    from bnncli.evaluation.excess import score
+    from bnncli.evaluation.recommendation import score
 
     assert val.content.labels is not None
     found = score(method, probs, val.content.labels, losses=losses)
@@ -233,7 +233,7 @@ def _comparison(
     integrator: str,
 ) -> dict[str, Any]:
     """What measure_on_val gives, of the scores. others: that are told of without being compared with."""
-    from bnncli.evaluation.excess import FALSE_ALARM, excesses
+    from bnncli.evaluation.recommendation import FALSE_ALARM, excesses
 
     gaps = excesses(chosen, list(references.values()))
     told = {**references, **others, chosen.name: chosen}
@@ -282,7 +282,7 @@ def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: s
 
 def _untold(metrics: Mapping[str, Any]) -> str | None:
     """The predictive that a network's is worse than by most, and by what would be worth a warning; None where there is none."""
-    from bnncli.evaluation.excess import WORSE_SHARE
+    from bnncli.evaluation.recommendation import WORSE_SHARE
 
     is_of_network = (metrics.get("cost") or {}).get("through") == "network"
     gaps = (metrics.get("val_excess") or {}) if is_of_network else {}
@@ -407,7 +407,7 @@ def _to_scale(run: Run, base: str | None) -> str:
 
 def predictive_on_val(run: Run, posterior: Any, val: Split, integrator: str, *, key: str) -> Scored:
     """A posterior by an integrator, as predict gives it, scored on val under a name."""
-    from bnncli.evaluation.excess import score
+    from bnncli.evaluation.recommendation import score
 
     assert val.content.labels is not None
     return score(key, _predicted(run, posterior, val, integrator)[0], val.content.labels)
@@ -474,7 +474,7 @@ def _at_best_temperature(run: Run, posterior: Any, val: Split, key: str) -> tupl
 
     None where val sets no lower bound, all its labels having the largest logit: losses of 0 there say nothing of others.
     """
-    from bnncli.evaluation.excess import score
+    from bnncli.evaluation.recommendation import score
     from bnncli.inference.temperature import LabelledLogits, fit_temperature, held_out_losses
 
     assert val.content.labels is not None

@@ -12,9 +12,8 @@ from problems.seeds import seeded
 from scipy.stats import entropy
 from torch import Tensor
 
-from bnncli.acquisition import batch_bald
-from bnncli.acquisition.single import SCORES, highest
 from bnncli.errors import UsageError
+from bnncli.evaluation.acquisition import SCORES, batch_bald, highest
 
 
 def make_probs(draws: int, rows: int, classes: int, *, seed: int = 0, scale: float = 2.0) -> Tensor:

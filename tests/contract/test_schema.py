@@ -19,7 +19,7 @@ from bnncli.artifacts.files import read_header, read_metrics
 from bnncli.artifacts.posteriors import read_decision
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.artifacts.samples import read_samples
-from bnncli.decisions.prediction_sets import SetRule
+from bnncli.evaluation.decisions import SetRule
 from bnncli.session.inputs import open_posterior
 from bnncli.session.revisions import is_another
 

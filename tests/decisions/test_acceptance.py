@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from bnncli.decisions.acceptance import DOUBTS, fit_acceptance, least_accepted
+from bnncli.evaluation.decisions import DOUBTS, fit_acceptance, least_accepted
 
 REPEATS = 400
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bnncli.decisions.levels import covering_rank, excluding_rank, least_for_coverage, least_for_rate
+from bnncli.evaluation.decisions import covering_rank, excluding_rank, least_for_coverage, least_for_rate
 
 SIZES = (1, 8, 9, 10, 19, 99, 100, 999)
 LEVELS = (0.5, 0.7, 0.9, 0.93, 0.95, 0.99)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bnncli.decisions.outliers import fit_outliers
+from bnncli.evaluation.decisions import fit_outliers
 
 
 def test_false_alarms_are_as_often_as_is_said() -> None:

@@ -10,9 +10,14 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from bnncli.decisions.prediction_sets import SetRule, choose_regularisation, fit_thresholds
-from bnncli.decisions.scored import set_scores
-from bnncli.decisions.set_scores import SetScore, label_ranks
+from bnncli.evaluation.decisions import (
+    SetRule,
+    SetScore,
+    choose_regularisation,
+    fit_thresholds,
+    label_ranks,
+    set_scores,
+)
 
 STORED = json.loads(Path(__file__).with_name("torchcp-sets.json").read_text())["sets"]
 NUM_SPLITS = 100

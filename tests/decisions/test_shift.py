@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bnncli.decisions import shift
-from bnncli.decisions.shift import SMALLEST_P, ShiftRule, distance_p_value, largest_gap
+from bnncli.evaluation import decisions
+from bnncli.evaluation.decisions import SMALLEST_P, ShiftRule, distance_p_value, largest_gap
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 6), (4, 4), (3, 7), (6, 5), (8, 2)])
@@ -37,7 +37,7 @@ def test_p_values_are_those_of_scipy(n: int, m: int) -> None:
 def test_the_level_holds_for_batches_of_any_size_and_with_ties(
     monkeypatch: pytest.MonkeyPatch, size: int, digits: int
 ) -> None:
-    monkeypatch.setattr(shift, "distance_p_value", cache(distance_p_value))  # of the few gaps that there are
+    monkeypatch.setattr(decisions, "distance_p_value", cache(distance_p_value))  # of the few gaps that there are
     generator, level, repeats = np.random.default_rng(11), 0.1, 2000
     alarms = 0
     for _ in range(repeats):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bnncli.evaluation.agreement import LEVEL, Estimate, agreement, factor_of, quantile, sign
+from bnncli.evaluation.comparison import LEVEL, Estimate, agreement, factor_of, quantile, sign
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 4.5, 30, math.inf])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bnncli.evaluation.bfmi import LOW_BFMI, bfmi, lowest_bfmi
+from bnncli.evaluation.verdict import LOW_BFMI, bfmi, lowest_bfmi
 
 
 def test_it_is_the_ratio_of_mean_squared_steps_to_the_variance() -> None:

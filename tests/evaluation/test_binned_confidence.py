@@ -6,13 +6,24 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bnncli.evaluation.binned_confidence import MOST_POINTS, bin_confidence
-from bnncli.evaluation.chain_figures import BAND, block_means, histogram, rank_band, rank_counts
 from bnncli.evaluation.convergence import convergence, parameter_statistics
-from bnncli.evaluation.curves import reliability_curve, risk_coverage_curve, roc_curve
-from bnncli.evaluation.example_statistics import examples_of
-from bnncli.evaluation.marginal_density import apart, density, grid_of, spread_over
-from bnncli.evaluation.probabilities import BLOCK_VALUES
+from bnncli.evaluation.curves import (
+    BAND,
+    MOST_POINTS,
+    apart,
+    bin_confidence,
+    block_means,
+    density,
+    grid_of,
+    histogram,
+    rank_band,
+    rank_counts,
+    reliability_curve,
+    risk_coverage_curve,
+    roc_curve,
+    spread_over,
+)
+from bnncli.evaluation.statistics import BLOCK_VALUES, examples_of
 
 
 def predictions(num_examples: int, seed: int, sharpness: float = 3.0) -> tuple[np.ndarray, np.ndarray]:

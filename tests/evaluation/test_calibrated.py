@@ -8,13 +8,17 @@ from numpy.typing import NDArray
 from scipy import stats
 from scipy.special import softmax
 
-from bnncli.evaluation import calibrated
+from bnncli.evaluation import calibration
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.calibrated import drawn_gaps, largest_gap, shrunk
-from bnncli.evaluation.calibration import calibration_scores, class_bins, class_wise_scores
-from bnncli.evaluation.example_statistics import examples_of
-from bnncli.evaluation.metric_rows import Row, score_rows
-from bnncli.evaluation.weighted_scores import ScoreGroup
+from bnncli.evaluation.calibration import (
+    calibration_scores,
+    class_bins,
+    class_wise_scores,
+    drawn_gaps,
+    largest_gap,
+    shrunk,
+)
+from bnncli.evaluation.statistics import Row, ScoreGroup, examples_of, score_rows
 
 FORMS = [("equal-width", "l1"), ("equal-mass", "l1"), ("equal-mass", "l2"), ("published", "l1"), ("class-wise", "l1")]
 
@@ -85,7 +89,7 @@ def test_the_floor_is_the_mean_error_of_labels_drawn_from_the_predictions(classe
 
 @pytest.mark.parametrize("classes", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_the_test_of_calibration_rejects_as_often_as_it_says(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrated, "NUM_DRAWS", 250)
+    monkeypatch.setattr(calibration, "NUM_DRAWS", 250)
     generator, trials = np.random.default_rng(3), 80
     p_values: dict[tuple[str, str], list[float]] = {}
     for _ in range(trials):
@@ -110,7 +114,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(
     choices: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of 40 intervals of 90 %: three standard errors below. benchmarks/calibration.py has the long simulation.
-    monkeypatch.setattr(calibrated, "NUM_DRAWS", 250)
+    monkeypatch.setattr(calibration, "NUM_DRAWS", 250)
     generator, trials = np.random.default_rng(4), 40
     truth = plain_errors(*world(np.random.default_rng(9), 40_000, **QUICK, **choices))
     hits = dict.fromkeys([*FORMS, ("equal-mass", "mce")], 0)
@@ -202,7 +206,7 @@ def test_floors_are_there_without_a_bootstrap_and_repeat_with_the_seed() -> None
 def test_many_bins_get_fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     bins = [np.full(500, v) for v in (4.0, 2.0, 1.0, 1.0)]
     assert len(drawn_gaps(*bins, generator=np.random.default_rng(0)).noise) == 200
-    monkeypatch.setattr(calibrated, "_MOST_VALUES", 500 * 300)
+    monkeypatch.setattr(calibration, "_MOST_VALUES", 500 * 300)
     assert len(drawn_gaps(*bins, generator=np.random.default_rng(0)).noise) == 300
 
 

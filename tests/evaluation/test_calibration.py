@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bnncli.evaluation import probabilities
+from bnncli.evaluation import statistics
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.calibration import Reliability, calibration_scores, class_wise_scores, reliability
-from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
-from bnncli.evaluation.metric_rows import Row, score_rows
+from bnncli.evaluation.statistics import ExampleStatistics, Row, examples_of, score_rows
 
 
 def rows_of(probs: NDArray, labels: NDArray, *, num_bins: int = 15, bootstrap: Bootstrap | None = None) -> list[Row]:
@@ -266,7 +265,7 @@ def test_the_class_wise_error_is_the_loop_over_classes(num_classes: int) -> None
 def test_the_class_wise_error_needs_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     probs, labels = predictions(5)
     whole = value(probs, labels, "ece", "class-wise")
-    monkeypatch.setattr(probabilities, "BLOCK_VALUES", 60)
+    monkeypatch.setattr(statistics, "BLOCK_VALUES", 60)
     assert value(probs, labels, "ece", "class-wise") == pytest.approx(whole, rel=1e-12)
 
 

@@ -14,10 +14,10 @@ from sklearn.metrics import roc_auc_score
 from sklearn.neighbors import NearestNeighbors
 from torch import Tensor
 
-from bnncli.decisions.outliers import fit_outliers
-from bnncli.evaluation import combined_score
-from bnncli.evaluation.combined_score import NUM_NEIGHBORS, Combined, TailRanks
+from bnncli.evaluation import feature_scores
+from bnncli.evaluation.decisions import fit_outliers
 from bnncli.evaluation.detectors import default_score, usual_score
+from bnncli.evaluation.feature_scores import NUM_NEIGHBORS, Combined, TailRanks
 from bnncli.parameters.layouts import HeadLayout
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_many_references_are_thinned_but_for_the_lowest() -> None:
     references = torch.randn(20_000, generator=seeded(4), dtype=torch.float64)
     scores = torch.linspace(-5, 5, 500, dtype=torch.float64)
     found = TailRanks.of(references)
-    assert len(found.knots) <= combined_score.MOST_KNOTS
+    assert len(found.knots) <= feature_scores.MOST_KNOTS
     np.testing.assert_allclose(found.log_p(scores), np.log(expected_p(references.numpy(), scores.numpy())), atol=0.02)
 
 
@@ -97,8 +97,8 @@ def test_without_a_class_or_a_head_the_other_views_remain() -> None:
 
 
 def test_many_training_examples_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(combined_score, "COVARIANCE_ROWS", 100)
-    monkeypatch.setattr(combined_score, "NEIGHBOR_ROWS", 50)
+    monkeypatch.setattr(feature_scores, "COVARIANCE_ROWS", 100)
+    monkeypatch.setattr(feature_scores, "NEIGHBOR_ROWS", 50)
     train, labels = make_split(300, seed=0)
     found = fit(train, labels, make_split(100, seed=1)[0])
     again = fit(train, labels, make_split(100, seed=1)[0])

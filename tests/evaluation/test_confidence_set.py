@@ -13,10 +13,8 @@ from problems.score_samples import means, noisy_scores
 from scipy import stats
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.confidence_set import confidence_set
+from bnncli.evaluation.comparison import Sample, confidence_set, holm, standings
 from bnncli.evaluation.detection import Ranking, auroc
-from bnncli.evaluation.paired import Sample, holm
-from bnncli.evaluation.standings import standings
 
 Draw = Callable[[np.random.Generator, tuple[int, int], int], NDArray]  # (examples, trials) and posteriors
 

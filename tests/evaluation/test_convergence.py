@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from bnncli.errors import DataError
 from bnncli.evaluation import convergence as module
-from bnncli.evaluation.convergence import convergence
-from bnncli.evaluation.rank_statistics import rank_statistics
+from bnncli.evaluation.convergence import convergence, rank_statistics
 
 
 def chains(*shape: int, correlation: float = 0.0, seed: int = 0) -> NDArray:

@@ -9,8 +9,8 @@ from sklearn.isotonic import IsotonicRegression
 from sklearn.metrics import brier_score_loss, log_loss
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.decomposition import decomposition_scores
-from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.class_scores import decomposition_scores
+from bnncli.evaluation.statistics import examples_of
 
 
 def forecasts(count: int = 400) -> tuple[NDArray, NDArray]:

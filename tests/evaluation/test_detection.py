@@ -16,8 +16,8 @@ from bnncli.evaluation import detection
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import Ranking, detection_rows
 from bnncli.evaluation.detectors import example_scores, of_predictions
-from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 from bnncli.evaluation.scores import detection_forms, other_split_rows
+from bnncli.evaluation.statistics import ExampleStatistics, examples_of
 
 FORMS = detection_forms()
 STATISTICS = {
@@ -244,6 +244,6 @@ def test_the_dirichlet_variance_is_that_of_torch_in_any_blocks(monkeypatch: pyte
     examples = examples_of(np.full((50, 4), 0.25))
     (whole,) = example_scores(["dirichlet_variance"], examples, lambda name: log_a).values()
     np.testing.assert_allclose(whole, -expected, rtol=1e-10)
-    monkeypatch.setattr("bnncli.evaluation.probabilities.BLOCK_VALUES", 28)
+    monkeypatch.setattr("bnncli.evaluation.statistics.BLOCK_VALUES", 28)
     (blocked,) = example_scores(["dirichlet_variance"], examples, lambda name: log_a).values()
     np.testing.assert_allclose(blocked, whole, rtol=1e-14)

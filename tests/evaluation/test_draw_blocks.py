@@ -12,8 +12,17 @@ import torch
 from problems.seeds import normal, seeded
 from torch import Tensor
 
-from bnncli.evaluation.draw_blocks import Compared, ThinnedDraws, compare_draws, thin_draws
-from bnncli.evaluation.mmd import median_of, mmd2, permutation_p_value, squared_distances, thin
+from bnncli.evaluation.distances import (
+    Compared,
+    ThinnedDraws,
+    compare_draws,
+    median_of,
+    mmd2,
+    permutation_p_value,
+    squared_distances,
+    thin,
+    thin_draws,
+)
 
 Case = tuple[int, int, float, str]  # chains, draws of each, their correlation, what they are compared with
 CASES: list[Case] = [

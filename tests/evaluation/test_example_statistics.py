@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from bnncli.errors import DataError
-from bnncli.evaluation import probabilities
-from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
+from bnncli.evaluation import statistics
+from bnncli.evaluation.statistics import ExampleStatistics, examples_of
 
 
 def predictions(num_classes: int, *, count: int = 300) -> tuple[NDArray, NDArray]:
@@ -53,7 +53,7 @@ def test_blocks_of_a_mapped_file_give_the_same_bits(
     path = tmp_path_factory.mktemp("mapped") / "probs.npy"
     np.save(path, probs)
     whole = vectors(examples_of(probs, labels))
-    monkeypatch.setattr(probabilities, "BLOCK_VALUES", 5 * 7)
+    monkeypatch.setattr(statistics, "BLOCK_VALUES", 5 * 7)
     blocks = vectors(examples_of(np.load(path, mmap_mode="r"), labels))
     for name, values in whole.items():
         assert values.dtype == blocks[name].dtype

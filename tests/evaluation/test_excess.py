@@ -9,8 +9,17 @@ import scipy.optimize
 from numpy.typing import NDArray
 from scipy import stats
 
-from bnncli.evaluation.excess import FALSE_ALARM, WORSE_SHARE, Relabelled, Scored, excesses, p_value, score
-from bnncli.evaluation.layer_gain import loss_interval, mean_interval
+from bnncli.evaluation.recommendation import (
+    FALSE_ALARM,
+    WORSE_SHARE,
+    Relabelled,
+    Scored,
+    excesses,
+    loss_interval,
+    mean_interval,
+    p_value,
+    score,
+)
 
 SPREAD = 6.0  # of the true logit: most labels are nearly certain, as those of a good network
 

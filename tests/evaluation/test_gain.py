@@ -13,8 +13,8 @@ from problems.command_line import Cli
 from problems.seeds import seeded
 from scipy import stats
 
-from bnncli.evaluation.gain import ERROR_RATE, LOOKS, NEGLIGIBLE_NATS, VERDICTS, judge_gain, reach
-from bnncli.evaluation.paired import skewness_of
+from bnncli.evaluation.comparison import skewness_of
+from bnncli.evaluation.verdict import ERROR_RATE, LOOKS, NEGLIGIBLE_NATS, VERDICTS, judge_gain, reach
 from bnncli.flows.affine import Affine
 from bnncli.inference import elbo as module
 from bnncli.inference.elbo import elbo, measure_gain

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from problems.seeds import seeded
 
 from bnncli.errors import DataError
-from bnncli.evaluation.integration_error import DrawGroups, balanced_halves, integration_error, integration_errors
+from bnncli.evaluation.bootstrap import DrawGroups, balanced_halves, integration_error, integration_errors
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import load_integrator
 from bnncli.integrators._partitions import DrawPartition, group_ends

@@ -10,16 +10,20 @@ from numpy.typing import NDArray
 from sklearn import metrics
 
 from bnncli.errors import DataError
-from bnncli.evaluation import label_scores
+from bnncli.evaluation import class_scores
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.calibration import label_reliability, pooled_calibration
+from bnncli.evaluation.class_scores import decision_scores, one_sided_labels
 from bnncli.evaluation.curves import curve_of_bins
-from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
-from bnncli.evaluation.label_scores import decision_scores, one_sided_labels
-from bnncli.evaluation.metric_rows import Row, score_rows
-from bnncli.evaluation.probabilities import check_probabilities
 from bnncli.evaluation.scores import ScoredPredictions, split_scores
-from bnncli.evaluation.weighted_scores import nll_per_example
+from bnncli.evaluation.statistics import (
+    ExampleStatistics,
+    Row,
+    check_probabilities,
+    examples_of,
+    nll_per_example,
+    score_rows,
+)
 
 SIZE, NUM_LABELS = 150, 5
 NEVER, ALWAYS = 3, 4
@@ -161,7 +165,7 @@ def test_without_labels_nothing_is_said_of_them_and_what_classes_need_is_not_the
 
 
 def test_weights_count_examples_as_repeating_them_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(label_scores, "_AT_ONCE", 1)  # pooled rankings a replicate at a time
+    monkeypatch.setattr(class_scores, "_AT_ONCE", 1)  # pooled rankings a replicate at a time
     probs, labels = predictions(one_sided=False)
     weights = np.random.default_rng(1).multinomial(SIZE, np.full(SIZE, 1 / SIZE), size=2).astype(np.float32)
     scored = ScoredPredictions(probs, examples(probs, labels), settings={"bins": 10})

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bnncli.evaluation.excess import p_value
-from bnncli.evaluation.layer_gain import LayerGain, layer_gains, mean_interval
+from bnncli.evaluation.recommendation import LayerGain, layer_gains, mean_interval, p_value
 
 SETS, SIZE = 500, 300
 SLACK = 3 * np.sqrt(0.05 * 0.95 / SETS)  # three standard errors of a share of 5 %

@@ -13,8 +13,8 @@ from sklearn.metrics.pairwise import rbf_kernel
 from torch import Tensor
 
 from bnncli.errors import DataError
-from bnncli.evaluation import mmd as mmd_module
-from bnncli.evaluation.mmd import median_bandwidth, mmd2, num_compared, published_bandwidth, thin
+from bnncli.evaluation import distances as mmd_module
+from bnncli.evaluation.distances import median_bandwidth, mmd2, num_compared, published_bandwidth, thin
 
 
 def test_long_draws_are_compared_by_fewer() -> None:

@@ -12,7 +12,15 @@ from problems.score_samples import means, noisy_scores
 from scipy import stats
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.paired import Sample, bootstrap_p_value, correlation, difference, holm, integration, t_difference
+from bnncli.evaluation.comparison import (
+    Sample,
+    bootstrap_p_value,
+    correlation,
+    difference,
+    holm,
+    integration,
+    t_difference,
+)
 
 
 def test_the_t_test_over_checkpoints_is_that_of_scipy() -> None:

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from bnncli.commands.compare import compared
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import Ranking, detection_rows
-from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
-from bnncli.evaluation.metric_rows import score_rows
 from bnncli.evaluation.scores import ScoredPredictions, detection_forms, split_scores
+from bnncli.evaluation.statistics import ExampleStatistics, examples_of, score_rows
 from bnncli.options.scoring import parse_score
 from bnncli.session.recommendation import measure_detection, measure_split, needed_scores
 

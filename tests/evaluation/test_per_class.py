@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from problems.command_line import Cli, new_run
 from sklearn import metrics
 
-from bnncli.evaluation import per_class
+from bnncli.evaluation import class_scores
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.example_statistics import examples_of
-from bnncli.evaluation.metric_rows import Row, score_rows
-from bnncli.evaluation.per_class import per_class_scores, rare_classes
+from bnncli.evaluation.class_scores import per_class_scores, rare_classes
+from bnncli.evaluation.statistics import Row, examples_of, score_rows
 
 SIZE = 150
 
@@ -110,7 +109,7 @@ def test_scores_without_labels_or_of_one_class_or_of_too_many_are_undefined_with
     assert one["class_auroc"]["value"] is None
     assert one["class_auroc"]["undefined"] == "no class has both positive and negative examples"
     assert one["balanced_accuracy"]["value"] == np.mean(probs.argmax(axis=1) == 0)
-    monkeypatch.setattr(per_class, "MOST_PROBABILITIES", 700)
+    monkeypatch.setattr(class_scores, "MOST_PROBABILITIES", 700)
     many = rows_of(probs, labels)
     assert "750 probabilities are more than the 700" in many["class_auroc"]["undefined"]
     assert many["macro_f1"]["value"] is not None

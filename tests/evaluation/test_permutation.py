@@ -7,7 +7,7 @@ import torch
 from problems.seeds import normal, seeded
 
 from bnncli.errors import DataError
-from bnncli.evaluation.mmd import _relabelled, median_bandwidth, mmd2, permutation_p_value
+from bnncli.evaluation.distances import _relabelled, median_bandwidth, mmd2, permutation_p_value
 
 
 @pytest.mark.parametrize(("n", "m"), [(9, 9), (7, 12)])

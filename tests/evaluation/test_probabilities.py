@@ -7,8 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from bnncli.errors import DataError
-from bnncli.evaluation import probabilities
-from bnncli.evaluation.probabilities import check_probabilities, row_blocks
+from bnncli.evaluation import statistics
+from bnncli.evaluation.statistics import check_probabilities, row_blocks
 
 
 def some_probs(num_classes: int = 7, *, count: int = 200) -> NDArray:
@@ -47,7 +47,7 @@ def test_probabilities_pass_and_the_same_rows_a_little_too_large_do_not(probs: N
 
 
 def test_a_bad_row_is_found_in_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probabilities, "BLOCK_VALUES", 7 * 9)
+    monkeypatch.setattr(statistics, "BLOCK_VALUES", 7 * 9)
     probs = some_probs()
     check_probabilities(probs, 7)
     probs[-1] = 0.2
@@ -59,7 +59,7 @@ def test_a_bad_row_is_found_in_the_last_block(monkeypatch: pytest.MonkeyPatch) -
 def test_blocks_cover_every_row_once_within_the_budget(
     monkeypatch: pytest.MonkeyPatch, num_rows: int, row_size: int
 ) -> None:
-    monkeypatch.setattr(probabilities, "BLOCK_VALUES", 16)
+    monkeypatch.setattr(statistics, "BLOCK_VALUES", 16)
     blocks = [range(num_rows)[rows] for rows in row_blocks(num_rows, row_size)]
     assert [row for block in blocks for row in block] == list(range(num_rows))
     assert all(len(block) == 1 or len(block) * row_size <= 16 for block in blocks)

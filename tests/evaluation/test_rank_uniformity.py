@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from bnncli.evaluation.rank_uniformity import RankLaw
+from bnncli.evaluation.convergence import RankLaw
 
 SMALL = RankLaw(num_simulations=5, num_draws=3)
 

@@ -9,11 +9,10 @@ import pytest
 from numpy.typing import NDArray
 from sklearn.metrics import top_k_accuracy_score
 
-from bnncli.evaluation import probabilities
+from bnncli.evaluation import statistics
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.example_statistics import examples_of
-from bnncli.evaluation.metric_rows import Row, score_rows
-from bnncli.evaluation.ranking import largest_probabilities, ranking_scores
+from bnncli.evaluation.class_scores import largest_probabilities, ranking_scores
+from bnncli.evaluation.statistics import Row, examples_of, score_rows
 
 RANKING = {"rule": "best", "threshold": 0.05, "cap": 5}
 
@@ -90,5 +89,5 @@ def test_without_a_ranking_or_labels_the_reason_is_told() -> None:
 
 def test_the_largest_probabilities_are_found_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     probs, _ = predictions()
-    monkeypatch.setattr(probabilities, "BLOCK_VALUES", 8 * 7)
+    monkeypatch.setattr(statistics, "BLOCK_VALUES", 8 * 7)
     np.testing.assert_array_equal(largest_probabilities(probs, 3), -np.sort(-probs.astype(float), axis=1)[:, :3])

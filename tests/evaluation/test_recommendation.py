@@ -11,9 +11,16 @@ import torch
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax
 
-from bnncli.evaluation.excess import Scored
-from bnncli.evaluation.layer_gain import mean_interval
-from bnncli.evaluation.recommendation import Predictive, Quality, accuracy_interval, loses_accuracy, recommend, sentence
+from bnncli.evaluation.recommendation import (
+    Predictive,
+    Quality,
+    Scored,
+    accuracy_interval,
+    loses_accuracy,
+    mean_interval,
+    recommend,
+    sentence,
+)
 from bnncli.inference.temperature import stacking_weights
 
 SIZE = 400

@@ -11,11 +11,23 @@ import torch
 from problems.seeds import seeded
 from torch import Tensor
 
-from bnncli.evaluation.draw_blocks import ThinnedDraws, compare_draws, thin_draws
-from bnncli.evaluation.mmd import median_bandwidth, mmd2, published_bandwidth, squared_distances, thin
-from bnncli.evaluation.reference_distances import WeightDraws, num_draws_for, reference_rows
+from bnncli.evaluation.distances import (
+    ThinnedDraws,
+    WeightDraws,
+    compare_draws,
+    mean_error,
+    median_bandwidth,
+    mmd2,
+    num_draws_for,
+    published_bandwidth,
+    reference_rows,
+    reference_scale,
+    squared_distances,
+    thin,
+    thin_draws,
+    wasserstein_distances,
+)
 from bnncli.evaluation.scores import distances
-from bnncli.evaluation.weight_space import mean_error, reference_scale, wasserstein_distances
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

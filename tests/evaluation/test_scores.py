@@ -13,20 +13,15 @@ from numpy.typing import NDArray
 from scipy import stats
 from sklearn.metrics import accuracy_score, log_loss, top_k_accuracy_score
 
-from bnncli.decisions.prediction_sets import SetRule
-from bnncli.decisions.scored import acceptance_scores, alarm_scores, set_scores
-from bnncli.decisions.set_scores import SetScore
 from bnncli.errors import DataError
 from bnncli.evaluation import bootstrap as bootstrap_module
-from bnncli.evaluation import metric_rows
+from bnncli.evaluation import statistics
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.density import density_rows, used_density
+from bnncli.evaluation.class_scores import NO_RANKING
+from bnncli.evaluation.decisions import SetRule, SetScore, acceptance_scores, alarm_scores, set_scores
 from bnncli.evaluation.detection import form_rows
-from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.fidelity import Forecasts, PredictionPair
-from bnncli.evaluation.input_selection import selection_rows
-from bnncli.evaluation.metric_rows import Row, score_rows
-from bnncli.evaluation.ranking import NO_RANKING
+from bnncli.evaluation.latent_networks import density_rows, selection_rows, used_density
 from bnncli.evaluation.scores import (
     ScoredPredictions,
     declared,
@@ -36,7 +31,7 @@ from bnncli.evaluation.scores import (
     other_split_rows,
     split_scores,
 )
-from bnncli.evaluation.weighted_scores import nll, nll_per_example
+from bnncli.evaluation.statistics import Row, examples_of, nll, nll_per_example, score_rows
 
 
 def rows_of(
@@ -264,13 +259,13 @@ def test_one_example_has_scores_but_no_uncertainty() -> None:
 def test_dear_scores_get_the_replicates_that_they_can_afford(monkeypatch: pytest.MonkeyPatch) -> None:
     probs, labels = predictions(5)
     every = {row["name"] + str(row.get("strategy")): row for row in rows_of(probs, labels, bootstrap=Bootstrap(300))}
-    monkeypatch.setattr(metric_rows, "MOST_OPERATIONS", 150 * 5 * 200)
+    monkeypatch.setattr(statistics, "MOST_OPERATIONS", 150 * 5 * 200)
     monkeypatch.setattr(bootstrap_module, "BLOCK_WEIGHTS", 70 * 200)
     some = {row["name"] + str(row.get("strategy")): row for row in rows_of(probs, labels, bootstrap=Bootstrap(300))}
     assert every["ececlass-wise"]["standard_error"] != some["ececlass-wise"]["standard_error"]
     assert every["ececlass-wise"]["interval"] == some["ececlass-wise"]["interval"]
     assert some["accuracyNone"] == every["accuracyNone"]
-    monkeypatch.setattr(metric_rows, "MOST_OPERATIONS", 90 * 5 * 200)
+    monkeypatch.setattr(statistics, "MOST_OPERATIONS", 90 * 5 * 200)
     none = {row["name"] + str(row.get("strategy")): row for row in rows_of(probs, labels, bootstrap=Bootstrap(300))}
     assert none["ececlass-wise"]["standard_error"] is None
     assert none["ececlass-wise"]["interval"] == every["ececlass-wise"]["interval"]

@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.example_statistics import ExampleStatistics
-from bnncli.evaluation.selective_prediction import selective_scores
+from bnncli.evaluation.class_scores import selective_scores
+from bnncli.evaluation.statistics import ExampleStatistics
 
 
 def examples(confidence: Sequence[float] | NDArray, is_right: Sequence[bool] | NDArray) -> ExampleStatistics:

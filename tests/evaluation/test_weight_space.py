@@ -13,8 +13,8 @@ from scipy.integrate import quad
 from scipy.stats import norm, wasserstein_distance
 
 from bnncli.errors import DataError
-from bnncli.evaluation import weight_space
-from bnncli.evaluation.weight_space import (
+from bnncli.evaluation import distances as weight_space
+from bnncli.evaluation.distances import (
     GAUSSIAN_WASSERSTEIN,
     covariance_error,
     covariance_floor,

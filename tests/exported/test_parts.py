@@ -14,7 +14,7 @@ from torch import Tensor
 from bnncli.commands.export import EXPORTED_SCORES
 from bnncli.covariances.diag import Diag
 from bnncli.errors import UsageError
-from bnncli.evaluation.combined_score import Combined
+from bnncli.evaluation.feature_scores import Combined
 from bnncli.export import parts as exported_parts
 from bnncli.export import parts as spreads
 from bnncli.export.parts import HeadParts, head_parts, thinned, with_combined_score, with_ood_score, with_sets

@@ -16,8 +16,7 @@ from torch import Tensor
 from bnncli.artifacts.resume import DrawFile
 from bnncli.curvature import ggn
 from bnncli.errors import Interrupted
-from bnncli.evaluation.convergence import convergence
-from bnncli.evaluation.predictive_convergence import held_out_convergence
+from bnncli.evaluation.convergence import convergence, held_out_convergence
 from bnncli.inference.dynamics import DrawStore, MemoryDraws
 from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian

@@ -10,7 +10,7 @@ from problems.seeds import seeded
 from torch import Tensor, nn
 
 from bnncli.covariances.diag import Diag
-from bnncli.evaluation.predictive_convergence import held_out_convergence, label_convergence
+from bnncli.evaluation.convergence import held_out_convergence, label_convergence
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.nuts import sample_nuts
 from bnncli.parameters.layouts import HeadLayout

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from bnncli.commands.fit_lbbnn import FitLbbnnOptions, plan_of, start_of
-from bnncli.evaluation.rank_uniformity import RankLaw
+from bnncli.evaluation.convergence import RankLaw
 from bnncli.inference.simulation import (
     LOG_LIKELIHOOD,
     LatentRefit,

@@ -9,7 +9,7 @@ import torch
 from problems.heads import LAYOUTS, at_random, draw_examples
 from problems.seeds import seeded
 
-from bnncli.evaluation.rank_uniformity import RankLaw
+from bnncli.evaluation.convergence import RankLaw
 from bnncli.inference import simulation
 from bnncli.inference.dynamics import SomeDraws, WhiteCoordinates
 from bnncli.inference.sghmc import SghmcPlan, SghmcRun, planned, sample_sghmc

@@ -12,7 +12,7 @@ from problems.long_run import long_but
 from problems.seeds import seeded
 from torch import Tensor
 
-from bnncli.evaluation.rank_uniformity import RankLaw
+from bnncli.evaluation.convergence import RankLaw
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.simulation import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from problems.command_line import Cli, new_run
 
-from bnncli.evaluation.excess import WORSE_SHARE
+from bnncli.evaluation.recommendation import WORSE_SHARE
 from bnncli.inference import memory
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.mode import covariance_at

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import hessian
 
-from bnncli.likelihoods import likelihood_of, outputs_for
-from bnncli.likelihoods.categorical import Categorical
+from bnncli.likelihoods import Categorical, likelihood_of, outputs_for
 
 OUTPUTS = (1, 2, 10)
 LARGEST = 1e4

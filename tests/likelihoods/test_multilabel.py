@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.likelihoods import MULTILABEL, likelihood_of
-from bnncli.likelihoods.multilabel import Multilabel
+from bnncli.likelihoods import MULTILABEL, Multilabel, likelihood_of
 from bnncli.parameters.layouts import HeadLayout, NetworkLayout
 from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import HeldOutFeatures, LastLayerTarget

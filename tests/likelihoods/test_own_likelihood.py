@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot, softplus
 
 from bnncli import registry
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.likelihoods.categorical import Categorical
+from bnncli.likelihoods import Categorical
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget

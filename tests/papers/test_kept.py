@@ -11,7 +11,7 @@ from problems.arrays import make_arrays
 from problems.command_line import Cli
 from problems.recipes import TABLE, WORK, Recipes, steps_of
 
-from bnncli.evaluation.agreement import Estimate
+from bnncli.evaluation.comparison import Estimate
 from bnncli.papers import beyond_toys
 from bnncli.papers.recipe import Claim, Experiment, Files, Grid, Measurements, Results, Row, needs, study
 from bnncli.papers.runner import MEASURED as NAME

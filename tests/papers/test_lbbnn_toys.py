@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bnncli.errors import DataError
-from bnncli.evaluation.agreement import Estimate
+from bnncli.evaluation.comparison import Estimate
 from bnncli.lazy import torch
 from bnncli.papers.lbbnn_toys import (
     apart,

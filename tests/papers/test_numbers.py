@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from bnncli.evaluation.agreement import LEVEL, Estimate
+from bnncli.evaluation.comparison import LEVEL, Estimate
 from bnncli.papers.numbers import Formula, Numbers, Rule, Unmeasured, all_of, any_of, mean, names_in, smallest
 
 FOUND = {

@@ -10,7 +10,7 @@ from problems.command_line import Cli
 from problems.recipes import Recipes, small_recipe
 
 from bnncli.commands.grid.plan import plan_jobs, read_grid
-from bnncli.evaluation.agreement import Estimate
+from bnncli.evaluation.comparison import Estimate
 from bnncli.papers import SCALES, studies
 from bnncli.papers.numbers import Unmeasured
 from bnncli.papers.recipe import FILES, Cell, Claim, LineFigure, Reading, Results, Study, find_recipe, recipe_names

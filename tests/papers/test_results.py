@@ -12,7 +12,7 @@ import pytest
 from problems.command_line import Cli
 from problems.recipes import SMALL, TABLE, WORK, Recipes, small_recipe, small_study
 
-from bnncli.evaluation.agreement import Estimate
+from bnncli.evaluation.comparison import Estimate
 from bnncli.numerics import random as seeds
 from bnncli.papers.numbers import Numbers, Unmeasured
 from bnncli.papers.recipe import Cell, Claim, MarginalFigure, PaperRecipe, Reading, Results, Row, step

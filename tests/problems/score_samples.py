@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.paired import Sample, integration
+from bnncli.evaluation.comparison import Sample, integration
 
 
 def means(columns: NDArray, seed: int = 0, replicates: int = 1000) -> list[Sample]:

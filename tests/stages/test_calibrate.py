@@ -16,8 +16,7 @@ from problems.label_sets import label_arrays
 from bnncli.artifacts.files import read_header, read_metrics, write_metrics
 from bnncli.artifacts.posteriors import read_decision
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.decisions.prediction_sets import SetRule
-from bnncli.decisions.shift import ShiftRule
+from bnncli.evaluation.decisions import SetRule, ShiftRule
 
 LAPLACE = ("--posterior", "laplace", "--integrator", "mc")
 ALL = ("--sets", "lac", "--coverage", 0.8, "--risk", 0.2, "--false-alarm", 0.1, "--shift-level", 0.05)

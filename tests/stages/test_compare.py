@@ -17,8 +17,7 @@ from scipy import stats
 
 from bnncli.commands.compare.measure import Column, Entry
 from bnncli.commands.compare.output import Comparison, Name, as_csv, as_latex, as_markdown, as_table
-from bnncli.evaluation.paired import Difference, Sample
-from bnncli.evaluation.standings import Standing
+from bnncli.evaluation.comparison import Difference, Sample, Standing
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from problems.command_line import Cli, new_run
 
-from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.confidence_set import confidence_set
-from bnncli.evaluation.integration_error import DrawGroups, integration_errors
-from bnncli.evaluation.paired import Sample, integration
+from bnncli.evaluation.bootstrap import Bootstrap, DrawGroups, integration_errors
+from bnncli.evaluation.comparison import Sample, confidence_set, integration
 
 TWO = ("--split", "test", "--split", "far")  # what is compared; val is not
 

@@ -12,7 +12,7 @@ from problems.command_line import Cli
 from scipy import stats
 
 from bnncli.errors import WriteError
-from bnncli.evaluation.paired import Sample, integration
+from bnncli.evaluation.comparison import Sample, integration
 from bnncli.figures.scores import Line, ScorePanel, draw_comparison
 
 LINES = [

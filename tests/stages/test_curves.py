@@ -17,7 +17,7 @@ from sklearn import metrics
 from bnncli.evaluation import curves
 from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.curves import MAX_POINTS, reliability_curve, risk_coverage_curve, roc_curve
-from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.statistics import examples_of
 from bnncli.figures import predictions, render
 
 

@@ -13,8 +13,8 @@ from problems.command_line import Cli, new_run
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.posteriors import read_decision
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.decisions.outliers import OutlierRule
-from bnncli.evaluation.combined_score import Combined
+from bnncli.evaluation.decisions import OutlierRule
+from bnncli.evaluation.feature_scores import Combined
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.session import predictor, revisions
 from bnncli.session.predictor import TrainData

@@ -10,7 +10,7 @@ import pytest
 from problems.command_line import Cli, new_run
 
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.evaluation import probabilities
+from bnncli.evaluation import statistics
 from bnncli.session.score_tables import score_table
 
 
@@ -148,7 +148,7 @@ def test_scores_do_not_depend_on_how_many_rows_are_read_at_once(
 ) -> None:
     words = ("evaluate", small_run, "--posterior", "laplace", "--force", "--json", "--bootstrap", 20)
     whole = cli(*words).json["rows"]
-    monkeypatch.setattr(probabilities, "BLOCK_VALUES", 3 * 11)
+    monkeypatch.setattr(statistics, "BLOCK_VALUES", 3 * 11)
     for row, other in zip(whole, cli(*words).json["rows"], strict=True):
         theirs = by_form(other)
         for name, metric in by_form(row).items():

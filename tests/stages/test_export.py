@@ -23,9 +23,7 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.posteriors import read_decision
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
 from bnncli.commands.export import build
-from bnncli.decisions.acceptance import AcceptanceRule
-from bnncli.decisions.outliers import OutlierRule
-from bnncli.decisions.prediction_sets import SetRule
+from bnncli.evaluation.decisions import AcceptanceRule, OutlierRule, SetRule
 from bnncli.export import steps
 
 TORCH = ("--format", "torch", "--head-only")

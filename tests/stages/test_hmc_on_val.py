@@ -11,7 +11,7 @@ from problems.command_line import Cli, new_run
 
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.commands import hmc
-from bnncli.evaluation.excess import score
+from bnncli.evaluation.recommendation import score
 
 SMALL = ("--chains", 4, "--warmup", 30, "--draws", 30)
 

@@ -22,9 +22,8 @@ from bnncli.artifacts.samples import read_samples
 from bnncli.commands import hmc
 from bnncli.commands.hmc import HmcOptions, hmc_warnings
 from bnncli.errors import WriteError
-from bnncli.evaluation.bfmi import bfmi
-from bnncli.evaluation.convergence import convergence
-from bnncli.evaluation.predictive_convergence import log_probabilities
+from bnncli.evaluation.convergence import convergence, log_probabilities
+from bnncli.evaluation.verdict import bfmi
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.session import chains

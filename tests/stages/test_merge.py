@@ -16,7 +16,7 @@ from problems.command_line import Cli
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.samples import SampleFile, read_samples, write_samples
-from bnncli.evaluation.bfmi import bfmi
+from bnncli.evaluation.verdict import bfmi
 
 HMC = ("--chains", 4, "--warmup", 10, "--draws", 20)
 TWO = ("--posterior", "one", "--posterior", "two")

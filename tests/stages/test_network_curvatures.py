@@ -118,7 +118,7 @@ def test_numbers_of_directions_are_written_out(count: float, text: str) -> None:
 def test_a_posterior_far_from_its_network_is_told_by_a_first_look(
     cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bnncli.evaluation.mmd._MOST_VALUES", 23 * 70)
+    monkeypatch.setattr("bnncli.evaluation.distances._MOST_VALUES", 23 * 70)
     monkeypatch.setattr("bnncli.inference.elbo._FAR_NATS", 13.0)
     for name, precision in (("near", 10), ("far", 0.1)):
         words = ("--structure", "diag", "--prior-precision", precision, "--name", name)

@@ -11,7 +11,7 @@ from problems.command_line import Cli
 
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.cli.execute import run_command_line
-from bnncli.evaluation.excess import score
+from bnncli.evaluation.recommendation import score
 from bnncli.session import val_report
 
 MODEL = ("--model", "mlp", "--model-arg", "inputs=6", "--model-arg", "hidden=8", "--model-arg", "classes=3")

@@ -23,7 +23,7 @@ from bnncli.artifacts.predictions import read_predictions
 from bnncli.cli.execute import run_command_line
 from bnncli.commands.evaluate import curves as evaluate_density
 from bnncli.commands.prune import chosen_weights
-from bnncli.evaluation.density import density_rows, density_thresholds, inclusion_histogram
+from bnncli.evaluation.latent_networks import density_rows, density_thresholds, inclusion_histogram
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.model import LatentModel, SpikeAndSlab
 from bnncli.parameters.layouts import NetworkLayout

@@ -11,7 +11,7 @@ from problems.command_line import Cli, new_run
 
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.evaluation.excess import score
+from bnncli.evaluation.recommendation import score
 
 QUICK = ("--epochs", 30, "--elbo-draws", 16)
 

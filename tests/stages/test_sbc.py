@@ -253,7 +253,7 @@ def test_it_is_said_how_draws_are_off(shape: tuple[float, float], fault: str | N
 
 
 def test_a_right_fit_is_doubted_no_more_often_than_the_level_says() -> None:
-    from bnncli.evaluation.rank_uniformity import RankLaw
+    from bnncli.evaluation.convergence import RankLaw
 
     generator, law, options = np.random.default_rng(0), RankLaw(40, 19), SbcOptions(simulations=40, draws=19, level=0.2)
     doubted = 0

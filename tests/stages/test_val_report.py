@@ -12,7 +12,7 @@ from problems.command_line import Cli, new_run
 from sklearn.linear_model import LogisticRegression
 
 from bnncli.artifacts.predictions import read_predictions
-from bnncli.evaluation.excess import score
+from bnncli.evaluation.recommendation import score
 from bnncli.integrators import load_integrator, mc
 
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.provenance import Source
 from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.evaluation.comparison import Sample, Standing, fewest_replicates, standings
 from bnncli.evaluation.detectors import of_predictions
-from bnncli.evaluation.paired import Sample
 from bnncli.evaluation.scores import declared
-from bnncli.evaluation.standings import Standing, fewest_replicates, standings
 from bnncli.options.command import READ, Argument, Command, InputOptions, WriteOptions
 from bnncli.options.declaration import Checked, collected, option
 from bnncli.options.scoring import Quantity, of_compared_scores, parse_score

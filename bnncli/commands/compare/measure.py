@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bnncli.artifacts.headers import Header
-from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.bootstrap import Bootstrap, DrawGroups, IntegrationError, integration_errors
+from bnncli.evaluation.comparison import Sample, integration
 from bnncli.evaluation.detectors import example_scores, of_predictions, of_probabilities
-from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
-from bnncli.evaluation.integration_error import DrawGroups, IntegrationError, integration_errors
-from bnncli.evaluation.paired import Sample, integration
 from bnncli.evaluation.scores import ScoredPredictions, declared, split_scores
+from bnncli.evaluation.statistics import ExampleStatistics, examples_of
 from bnncli.integrators import load_integrator
 from bnncli.numerics.random import stream_seed
 from bnncli.options.scoring import Quantity

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.commands.compare.measure import Column
 from bnncli.errors import WriteError
-from bnncli.evaluation.paired import Difference, Sample, correlation
+from bnncli.evaluation.comparison import Difference, Sample, Standing, correlation
 from bnncli.evaluation.scores import declared
-from bnncli.evaluation.standings import Standing
 from bnncli.names import percent, posterior_title
 from bnncli.session.posteriors import HEAD, NETWORK, TotalCost
 from bnncli.session.run import Result, Run, Table

@@ -17,11 +17,24 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.provenance import Source
 from bnncli.commands.hmc import HmcOptions
 from bnncli.errors import CheckFailed, DataError, MissingInput, Untrusted
-from bnncli.evaluation.draw_blocks import compare_draws
-from bnncli.evaluation.excess import Scored, excesses
-from bnncli.evaluation.layer_gain import LayerGain, layer_gains
-from bnncli.evaluation.mmd import comparing_bytes, median_bandwidth, mmd2_of, num_compared, squared_distances
-from bnncli.evaluation.recommendation import PLAIN, Predictive, recommend, sentence
+from bnncli.evaluation.distances import (
+    compare_draws,
+    comparing_bytes,
+    median_bandwidth,
+    mmd2_of,
+    num_compared,
+    squared_distances,
+)
+from bnncli.evaluation.recommendation import (
+    PLAIN,
+    LayerGain,
+    Predictive,
+    Scored,
+    excesses,
+    layer_gains,
+    recommend,
+    sentence,
+)
 from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, Commands, Judged, Verdict, doubts, give_verdict
 from bnncli.inference.elbo import MOST_DRAWS
 from bnncli.inference.network_memory import first_use_bytes, judging_bytes

@@ -14,12 +14,10 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.headers import Header
 from bnncli.artifacts.samples import SampleFile
 from bnncli.errors import DataError
-from bnncli.evaluation.bfmi import lowest_bfmi
 from bnncli.evaluation.convergence import convergence, deciding
-from bnncli.evaluation.draw_blocks import ThinnedDraws, thin_draws
-from bnncli.evaluation.excess import Scored, score
-from bnncli.evaluation.mmd import num_compared
-from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, Judged, doubts
+from bnncli.evaluation.distances import ThinnedDraws, num_compared, thin_draws
+from bnncli.evaluation.recommendation import Scored, score
+from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, Judged, doubts, lowest_bfmi
 from bnncli.inference.elbo import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagnose_importance, network_draws
 from bnncli.integrators import load_integrator
 from bnncli.parameters.module import ModuleNetwork

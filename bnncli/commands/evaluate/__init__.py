@@ -29,9 +29,9 @@ from bnncli.evaluation.detectors import (
     default_score,
     of_features,
 )
-from bnncli.evaluation.metric_rows import Row
-from bnncli.evaluation.reference_distances import WeightDraws, num_draws_for, reference_rows, undefined_rows
+from bnncli.evaluation.distances import WeightDraws, num_draws_for, reference_rows, undefined_rows
 from bnncli.evaluation.scores import detection_forms, distances, fidelities, further_names
+from bnncli.evaluation.statistics import Row
 from bnncli.lazy import torch
 from bnncli.names import FEATURES_NAME
 from bnncli.numerics.digests import file_sha256
@@ -593,7 +593,7 @@ class Reference:
     @cached_property
     def draws(self) -> WeightDraws:
         """Every draw, and about how many of them are independent."""
-        from bnncli.evaluation.reference_distances import WeightDraws
+        from bnncli.evaluation.distances import WeightDraws
 
         assert self.path is not None
         posterior, header = open_posterior(self.path)

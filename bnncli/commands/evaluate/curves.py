@@ -13,13 +13,16 @@ from bnncli.artifacts.files import read_header
 from bnncli.artifacts.outputs import check_figure_path, write_figure
 from bnncli.errors import UsageError, WriteError
 from bnncli.evaluation.calibration import calibration_scores, pooled_calibration
-from bnncli.evaluation.density import density_rows, density_thresholds, inclusion_histogram, used_density
-from bnncli.evaluation.example_statistics import examples_of
-from bnncli.evaluation.input_selection import selection_rows
-from bnncli.evaluation.label_scores import decision_scores
-from bnncli.evaluation.metric_rows import Row, score_rows
+from bnncli.evaluation.class_scores import decision_scores
+from bnncli.evaluation.latent_networks import (
+    density_rows,
+    density_thresholds,
+    inclusion_histogram,
+    selection_rows,
+    used_density,
+)
 from bnncli.evaluation.scores import accuracy_nll_brier, input_numbers
-from bnncli.evaluation.weighted_scores import ScoreGroup
+from bnncli.evaluation.statistics import Row, ScoreGroup, examples_of, score_rows
 from bnncli.integrators import load_integrator
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.lazy import torch

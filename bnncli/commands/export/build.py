@@ -18,12 +18,10 @@ from bnncli.artifacts.headers import Header
 from bnncli.artifacts.outputs import check_side_output
 from bnncli.artifacts.posteriors import DecisionFile, write_tensors
 from bnncli.data.splits import Inputs
-from bnncli.decisions.acceptance import AcceptanceRule
-from bnncli.decisions.outliers import OutlierRule
-from bnncli.decisions.prediction_sets import SetRule
 from bnncli.errors import DataError, NumericError, UsageError
+from bnncli.evaluation.decisions import AcceptanceRule, OutlierRule, SetRule
 from bnncli.evaluation.detectors import DEFAULT_SCORE
-from bnncli.evaluation.excess import score
+from bnncli.evaluation.recommendation import score
 from bnncli.export import MARK
 from bnncli.integrators import Prediction, Ready
 from bnncli.lazy import torch

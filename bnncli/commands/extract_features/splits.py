@@ -13,13 +13,7 @@ import numpy as np
 
 from bnncli import data
 from bnncli.artifacts.atomic import check_free_space
-from bnncli.artifacts.features import (
-    FeatureFile,
-    check_split,
-    head_digest,
-    read_features,
-    write_features,
-)
+from bnncli.artifacts.features import FeatureFile, check_split, head_digest, read_features, write_features
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.freshness import (
     SHARED_PARAMS,

@@ -1,6 +1,7 @@
 """fit-laplace: fit a Gaussian posterior to the last layer or to other layers.
 
-The last layer is fitted in last_layer.py, other layers in network.py."""
+The last layer is fitted in last_layer.py, other layers in network.py.
+"""
 
 from __future__ import annotations
 

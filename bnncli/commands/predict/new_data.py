@@ -28,9 +28,7 @@ from bnncli.artifacts.predictions import PredictionFile
 from bnncli.artifacts.run_folder import artifact_lock
 from bnncli.commands.extract_features import ExtractFeaturesOptions
 from bnncli.commands.extract_features.network import NetworkExtraction
-from bnncli.commands.extract_features.splits import (
-    is_of_other_data,
-)
+from bnncli.commands.extract_features.splits import is_of_other_data
 from bnncli.commands.predict.stored import params_of, predictions_of
 from bnncli.commands.predict.table import (
     NONE,
@@ -45,11 +43,11 @@ from bnncli.commands.predict.table import (
 )
 from bnncli.data.kinds.images import image_dataset
 from bnncli.data.pixels import SUFFIXES
-from bnncli.decisions.shift import ShiftRule
 from bnncli.errors import BnnError, DataError, MissingInput, OutputExists, ReadError, UsageError, WriteError
+from bnncli.evaluation.decisions import ShiftRule
 from bnncli.evaluation.detection import ExampleScores
 from bnncli.evaluation.detectors import example_scores
-from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
+from bnncli.evaluation.statistics import ExampleStatistics, examples_of
 from bnncli.lazy import torch
 from bnncli.likelihoods import has_exclusive_classes
 from bnncli.models.features import Extracted, InputSums, padding_warning

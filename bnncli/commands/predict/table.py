@@ -25,13 +25,9 @@ from bnncli.artifacts.outputs import (
 )
 from bnncli.artifacts.posteriors import DecisionFile
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
-from bnncli.decisions import KINDS, OOD, RISK, SETS, SHIFT
-from bnncli.decisions.acceptance import AcceptanceRule
-from bnncli.decisions.outliers import OutlierRule
-from bnncli.decisions.prediction_sets import SetRule
-from bnncli.decisions.shift import ShiftRule
 from bnncli.errors import MissingInput, UsageError
-from bnncli.evaluation.label_statistics import THRESHOLD
+from bnncli.evaluation.decisions import KINDS, OOD, RISK, SETS, SHIFT, AcceptanceRule, OutlierRule, SetRule, ShiftRule
+from bnncli.evaluation.statistics import THRESHOLD
 from bnncli.integrators._partitions import LEVEL
 from bnncli.lazy import torch
 from bnncli.names import percent

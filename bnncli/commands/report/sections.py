@@ -14,15 +14,25 @@ from bnncli.artifacts.posteriors import DecisionFile, read_posterior
 from bnncli.commands.diagnose import Judgement
 from bnncli.commands.diagnose.diagnosis import diagnosis_tables
 from bnncli.commands.report.subject import MOST_DRAWN, Subject, parameter_name, tried
-from bnncli.decisions import KINDS, OOD, RISK, SETS
-from bnncli.evaluation.binned_confidence import HISTOGRAM_EDGES, MOST_POINTS
-from bnncli.evaluation.chain_figures import block_means, histogram, rank_band, rank_counts
-from bnncli.evaluation.convergence import GOOD_RHAT, parameter_statistics
-from bnncli.evaluation.curves import Curve, reliability_of, roc_curve
-from bnncli.evaluation.marginal_density import apart, density, grid_of, spread_over
-from bnncli.evaluation.metric_rows import Row
-from bnncli.evaluation.rank_statistics import RankStatistics
+from bnncli.evaluation.convergence import GOOD_RHAT, RankStatistics, parameter_statistics
+from bnncli.evaluation.curves import (
+    HISTOGRAM_EDGES,
+    MOST_POINTS,
+    Curve,
+    apart,
+    block_means,
+    density,
+    grid_of,
+    histogram,
+    rank_band,
+    rank_counts,
+    reliability_of,
+    roc_curve,
+    spread_over,
+)
+from bnncli.evaluation.decisions import KINDS, OOD, RISK, SETS
 from bnncli.evaluation.scores import declared
+from bnncli.evaluation.statistics import Row
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, DENSITIES, GOOD_ESS, POINTS
 from bnncli.figures.chains import ChainTraces, Histogram, Mixing, RankHistograms, Trace
 from bnncli.figures.fits import LABELS, LinePanel, LinePanels, PriorPrecisionCurve, Series

@@ -29,7 +29,7 @@ from bnncli.commands.verify import check_artifact
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import InputSplit
 from bnncli.errors import DAMAGED_HINT, NOT_OF_CONTENT, BnnError, DataError, MissingInput
-from bnncli.evaluation.binned_confidence import BinnedConfidence, PredictedRow, bin_confidence
+from bnncli.evaluation.curves import BinnedConfidence, PredictedRow, bin_confidence
 from bnncli.evaluation.detectors import usual_score
 from bnncli.evaluation.verdict import POINTS
 from bnncli.figures.pages import Block, DataTable, Gallery, Missing, ShownInput, TableCell, commands, paragraph

@@ -12,8 +12,8 @@ from bnncli.commands.diagnose import Judgement
 from bnncli.commands.report.sections import score_metric, score_value
 from bnncli.commands.report.subject import Damaged, Subject, tried
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.comparison import holm
 from bnncli.evaluation.detectors import DEFAULT_SCORE
-from bnncli.evaluation.paired import holm
 from bnncli.evaluation.recommendation import Quality
 from bnncli.figures.pages import (
     Block,

@@ -1,11 +1,8 @@
-"""The density of a latent binary network, the share of its weights that are included: metric rows, a histogram, and thresholds.
-
-Skaaret-Lund (2022), section 5.3, defines the density of one draw. Its expectation is the mean inclusion probability;
-the median probability model counts the probabilities above 1/2. Pooled over all weights, and per layer.
-"""
+"""Latent binary networks: how many weights are in, and which inputs they select."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +10,7 @@ from bnncli.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 NUM_BINS = 20
 NUM_THRESHOLDS = 20
@@ -78,3 +76,54 @@ def density_thresholds(inclusion: Tensor, count: int = NUM_THRESHOLDS) -> list[f
     places = len(ordered) - 1 - (shares[1:] * len(ordered)).round().long().clamp(min=1)
     found = set(ordered[places.clamp(min=0)].tolist())
     return [-1.0, *sorted(threshold for threshold in found if threshold < ordered[-1])]
+
+
+THRESHOLD = 0.5
+MAX_INPUTS = 1000  # longest list of inputs
+
+
+def input_inclusions(inclusion: Tensor) -> list[Row]:
+    """Return, per input (numbered from 1), mean and standard deviation of its inclusion and the share of repeats that select it.
+
+    Args:
+        inclusion: (R, D), inclusion probabilities; one repeat has no standard deviation.
+    """
+    doubled = inclusion.double()
+    num_repeats, num_inputs = doubled.shape
+    sd = doubled.std(dim=0).tolist() if num_repeats > 1 else [None] * num_inputs
+    shares = (doubled > THRESHOLD).double().mean(dim=0).tolist()
+    each = zip(doubled.mean(dim=0).tolist(), sd, shares, strict=True)
+    return [{"input": i, "mean": m, "sd": s, "share_in": share} for i, (m, s, share) in enumerate(each, start=1)]
+
+
+def selection_rows(inclusion: Tensor, true_inputs: Sequence[int]) -> list[Row]:
+    """Return metric rows: true and false positive rates of the selection, means over repeats with standard errors.
+
+    Args:
+        inclusion: (R, D), inclusion probabilities.
+        true_inputs: numbered from 1.
+    """
+    selected = (inclusion.double() > THRESHOLD).double()
+    num_repeats, num_inputs = selected.shape
+    is_true = torch.zeros(num_inputs, dtype=torch.bool, device=selected.device)
+    is_true[[number - 1 for number in true_inputs]] = True
+    rows = []
+    for name, which in (("true_positive_rate", is_true), ("false_positive_rate", ~is_true)):
+        row: Row = {
+            "name": name,
+            "value": None,
+            "n": int(which.sum()),
+            "threshold": THRESHOLD,
+            "repeats": num_repeats,
+            "standard_error": None,
+            "higher_is_better": name == "true_positive_rate",
+        }
+        if row["n"] == 0:
+            row["undefined"] = "every input is a true input"
+        else:
+            rates = selected[:, which].mean(dim=1)
+            row["value"] = float(rates.mean())
+            if num_repeats > 1:
+                row["standard_error"] = float(rates.std()) / math.sqrt(num_repeats)
+        rows.append(row)
+    return rows

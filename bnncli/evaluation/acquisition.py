@@ -1,15 +1,4 @@
-"""BatchBALD: choose the batch whose labels are most informative about the weights (Kirsch, van Amersfoort and Gal 2019, arXiv:1906.08158).
-
-The greedy algorithm adds in each step the example n with the largest gain in the mutual information of the batch's
-labels and the weights,
-
-    I(y_1 .. y_m, y_n ; w) - I(y_1 .. y_m ; w) = E[H(y_n | y_1 .. y_m)] - E_w[H(y_n | w)],
-
-with the expectation over labels of the batch so far (their equations 8 and 14). For every labelling y_1 .. y_m the
-algorithm stores the posterior probabilities of the weight draws instead of the labelling's probability under each draw,
-so that products of many factors never underflow. All labellings are enumerated while they are few; later they are
-sampled, each label given the previous ones.
-"""
+"""Which examples of a pool to label next: scores of each, and BatchBALD (Kirsch et al. 2019)."""
 
 from __future__ import annotations
 
@@ -18,11 +7,45 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from bnncli.errors import UsageError
 from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Array = np.ndarray
+
+
+def _entropy(probs: Array, mutual_info: Array | None) -> Array:
+    p = probs.astype(np.float64)
+    return -(p * np.log(np.where(p > 0, p, 1))).sum(axis=1)
+
+
+def _margin(probs: Array, mutual_info: Array | None) -> Array:
+    two = np.sort(probs.astype(np.float64), axis=1)[:, -2:]
+    return two[:, 0] - two[:, 1]
+
+
+def _bald(probs: Array, mutual_info: Array | None) -> Array:
+    if mutual_info is None:
+        raise UsageError("\0by\0 bald needs draws, but this posterior or integrator has none: choose another")
+    return mutual_info.astype(np.float64)
+
+
+SCORES: dict[str, Callable[[Array, Array | None], Array]] = {"bald": _bald, "entropy": _entropy, "margin": _margin}
+"""Map a name to a function of probs (N, C) and mutual_info (N,) or None that returns scores (N,), in nats except for
+margin.
+"""
+
+
+def highest(scores: Array, count: int) -> Array:
+    """Return the rows (count,) of the highest scores (N,), highest first, ties by row."""
+    return np.argsort(-scores, kind="stable")[:count]
+
 
 LABELLINGS = 4096  # stored at once
 _NUMBERS = 1 << 24  # float32 values held at once
@@ -59,7 +82,7 @@ def batch_bald(
         raise ValueError(f"count: expected 1 to {num_rows}; got {count}")
     probs = probs.float()
     probs = probs / probs.sum(dim=2, keepdim=True)
-    own = _entropy(probs, dim=2)  # H(y_n | w) of each draw, (S, N)
+    own = _joint_entropy(probs, dim=2)  # H(y_n | w) of each draw, (S, N)
     # weights of the draws given each labelling
     weights = torch.full((1, num_draws), 1 / num_draws, device=probs.device)
     chances = torch.ones(1, dtype=torch.float64, device=probs.device)  # probabilities of the labellings
@@ -115,11 +138,11 @@ def _conditional_entropy(probs: Tensor, weights: Tensor, chances: Tensor) -> Ten
     for start in range(0, num_rows, size):
         block = probs[:, start : start + size]
         predictive = (weights @ block.reshape(num_draws, -1)).view(len(weights), -1, num_classes)
-        found.append(chances @ _entropy(predictive, dim=2).double())
+        found.append(chances @ _joint_entropy(predictive, dim=2).double())
     return torch.cat(found)
 
 
-def _entropy(probs: Tensor, dim: int) -> Tensor:
+def _joint_entropy(probs: Tensor, dim: int) -> Tensor:
     return torch.special.entr(probs).sum(dim=dim)
 
 

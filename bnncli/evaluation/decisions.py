@@ -1,0 +1,518 @@
+"""Decision rules with guarantees: prediction sets, acceptance, outliers, shift; calibrated on examples that chose nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from bnncli.evaluation.statistics import NO_LABELS, Floats, ScoreForm, ScoreGroup, means, row_blocks
+from bnncli.lazy import np, special
+from bnncli.numerics.random import stream_seed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def covering_rank(num_scores: int, coverage: float, confidence: float | None = None) -> int | None:
+    """Return the smallest k such that scores up to the k-th smallest have the coverage; None if no k does.
+
+    Args:
+        coverage: in (0, 1).
+        confidence: share of calibration sets that must each reach the coverage. None: reach it on average over
+            calibration sets, k = ceil((n + 1) coverage).
+    """
+    if confidence is None:
+        rank = math.ceil((num_scores + 1) * exact(coverage))
+        return rank if rank <= num_scores else None
+    low, high = 1, num_scores + 1  # coverage grows with k
+    while low < high:
+        middle = (low + high) // 2
+        has_it = float(special.bdtr(middle - 1, num_scores, coverage)) >= confidence
+        low, high = (low, middle) if has_it else (middle + 1, high)
+    return low if low <= num_scores else None
+
+
+def excluding_rank(num_scores: int, rate: float, confidence: float | None = None) -> int | None:
+    """Return the largest k such that scores below the k-th smallest have at most this rate; None if no k does.
+
+    Args:
+        rate: in (0, 1).
+        confidence: share of calibration sets that must each keep the rate. None: keep it on average over calibration
+            sets, k = floor((n + 1) rate).
+    """
+    if confidence is None:
+        return math.floor((num_scores + 1) * exact(rate)) or None
+    low, high = 0, num_scores  # the rate grows with k
+    while low < high:
+        middle = (low + high + 1) // 2
+        has_it = float(special.betainc(middle, num_scores + 1 - middle, rate)) >= confidence
+        low, high = (middle, high) if has_it else (low, middle - 1)
+    return low or None
+
+
+def least_for_coverage(coverage: float, confidence: float | None = None) -> int:
+    """Return the number of scores needed for a threshold of this coverage."""
+    return _least(1 - exact(coverage), confidence)
+
+
+def least_for_rate(rate: float, confidence: float | None = None) -> int:
+    """Return the number of scores needed for a threshold of this false-alarm rate."""
+    return _least(exact(rate), confidence)
+
+
+def _least(missed: Fraction, confidence: float | None) -> int:
+    """Return the smallest n such that the largest (or smallest) score excludes at most this share of new scores."""
+    if confidence is None:
+        return math.ceil(1 / missed) - 1
+    least = max(1, math.floor(math.log1p(-confidence) / math.log1p(-float(missed))))
+    while -math.expm1(least * math.log1p(-float(missed))) < confidence:  # at most one step, due to rounded logarithms
+        least += 1
+    return least
+
+
+def exact(level: float) -> Fraction:
+    """Return the level as the decimal number the user typed, so that rounding never shifts (n + 1) 0.1 by a rank."""
+    return Fraction(repr(float(level)))
+
+
+SetScores: TypeAlias = "NDArray[np.float64]"
+
+
+@dataclass(frozen=True)
+class SetScore:
+    """A nonconformity score.
+
+    Args:
+        scheme: one of SCHEMES.
+        seed: seed of the uniform number that APS and RAPS draw per example to randomise how much of its own probability
+            a class uses up, which makes the coverage exact even for probabilities rounded to one. None: use all of it.
+        penalty: RAPS penalty on each rank beyond the free ranks (lambda).
+        free_ranks: number of unpenalised ranks in RAPS (k_reg).
+    """
+
+    scheme: str
+    seed: int | None = None
+    penalty: float = 0.0
+    free_ranks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}; got {self.scheme!r}")
+        if self.seed is not None and self.scheme == LAC:
+            raise ValueError("lac does not support randomisation")
+        if self.scheme != RAPS and (self.penalty, self.free_ranks) != (0.0, 0):
+            raise ValueError(f"{self.scheme} does not support a penalty")
+
+    def uniform(self, split: str, count: int) -> SetScores | None:
+        """Return the uniform numbers (N,) of a split's examples, equal for all its predictions; None without a seed."""
+        if self.seed is None:
+            return None
+        return np.random.default_rng(stream_seed(self.seed, f"sets/{split}")).random(count)
+
+    def of_classes(self, probs: NDArray, uniform: NDArray | None = None) -> SetScores:
+        """Return the scores (n, K) of all classes.
+
+        LAC: 1 - p_k. APS: the total probability of the classes ranked before k, plus u p_k. RAPS: APS plus penalty
+        max(0, rank - free_ranks). Classes are ranked by probability, ties by class index.
+
+        Args:
+            probs: (n, K).
+            uniform: (n,) in [0, 1), required if the score has a seed; otherwise u is 1.
+        """
+        wide = np.asarray(probs, dtype=np.float64)
+        if self.scheme == LAC:
+            return 1 - wide
+        if (self.seed is None) != (uniform is None):
+            raise ValueError("expected one uniform number per example if and only if the score has a seed")
+        order = np.argsort(-wide, axis=1, kind="stable")
+        ordered = np.take_along_axis(wide, order, axis=1)
+        used = np.cumsum(ordered, axis=1)
+        if uniform is not None:
+            used = used - ordered + uniform[:, None] * ordered
+        ranks = np.arange(1, wide.shape[1] + 1)
+        scores = np.empty_like(wide)
+        np.put_along_axis(scores, order, used + self.penalty * np.maximum(0, ranks - self.free_ranks), axis=1)
+        return scores
+
+    def of_labels(self, probs: NDArray, labels: NDArray, uniform: NDArray | None = None) -> SetScores:
+        """Return the scores (N,) of the examples' own classes, equal to those of `of_classes`; probs (N, K) may be memory-mapped."""
+        found = np.empty(len(probs))
+        for rows in row_blocks(*probs.shape):
+            scores = self.of_classes(probs[rows], None if uniform is None else uniform[rows])
+            found[rows] = np.take_along_axis(scores, np.asarray(labels[rows], dtype=np.int64)[:, None], axis=1)[:, 0]
+        return found
+
+
+def label_ranks(probs: NDArray, labels: NDArray) -> NDArray[np.int64]:
+    """Return the rank (N,) of each example's own class by probability, starting at 1."""
+    wide = np.asarray(probs, dtype=np.float64)
+    own = np.take_along_axis(wide, labels[:, None], axis=1)
+    is_before = (wide == own) & (np.arange(wide.shape[1]) < labels[:, None])
+    ranks: NDArray[np.int64] = 1 + (wide > own).sum(axis=1) + is_before.sum(axis=1)
+    return ranks
+
+
+PENALTIES = (0.001, 0.01, 0.1, 0.2, 0.5)  # the grid of Angelopoulos et al. (2021), appendix E
+
+
+@dataclass(frozen=True)
+class SetRule:
+    """The set of an example holds the classes whose score is at most the threshold.
+
+    Args:
+        thresholds: (1,) or, per class, (K,).
+        is_filled: put the most probable class into otherwise empty sets, which can only raise the coverage.
+    """
+
+    score: SetScore
+    thresholds: NDArray[np.float64]
+    is_filled: bool = False
+
+    def sets(self, probs: NDArray, uniform: NDArray | None = None) -> NDArray[np.bool_]:
+        """Return which classes are in the set of each example, (n, K). Arguments as in SetScore.of_classes."""
+        found: NDArray[np.bool_] = self.score.of_classes(probs, uniform) <= self.thresholds
+        if self.is_filled:
+            empty = np.flatnonzero(~found.any(axis=1))
+            found[empty, np.argmax(probs[empty], axis=1)] = True
+        return found
+
+    def set_blocks(self, probs: NDArray, uniform: NDArray | None = None) -> Iterator[tuple[slice, NDArray[np.bool_]]]:
+        """Yield blocks of rows and their sets; probs (N, K) may be memory-mapped."""
+        for rows in row_blocks(*probs.shape):
+            yield rows, self.sets(probs[rows], None if uniform is None else uniform[rows])
+
+
+def fit_thresholds(
+    scores: NDArray, labels: NDArray | None, coverage: float, *, num_classes: int, confidence: float | None = None
+) -> NDArray[np.float64]:
+    """Return the threshold (1,) for the scores (n,) of the examples' own classes, or (K,) thresholds if labels (n,) are given.
+
+    Raises:
+        ValueError: there are too few examples, overall or of a class (see least_for_coverage).
+    """
+    groups = [scores] if labels is None else [scores[labels == k] for k in range(num_classes)]
+    thresholds = []
+    for group in groups:
+        rank = covering_rank(len(group), coverage, confidence)
+        if rank is None:
+            raise ValueError(f"{len(group)} examples are too few for coverage {coverage}")
+        thresholds.append(np.partition(group, rank - 1)[rank - 1])
+    return np.array(thresholds, dtype=np.float64)
+
+
+def choose_regularisation(
+    probs: NDArray, labels: NDArray, coverage: float, *, seed: int | None = None, uniform: NDArray | None = None
+) -> SetScore:
+    """Return the RAPS score with the smallest sets on these examples, which must not be used for calibration.
+
+    The unpenalised ranks are those that cover enough of the labels; the penalty is the one in PENALTIES that gives the
+    smallest sets (Angelopoulos et al. 2021, appendix E). Shapes: probs (m, K), labels (m,), uniform (m,).
+    """
+    rank = covering_rank(len(labels), coverage) or len(labels)
+    free = int(np.sort(label_ranks(probs, labels))[rank - 1])
+    choices = [SetScore(RAPS, seed, penalty, free) for penalty in PENALTIES]
+    return min(choices, key=lambda score: _mean_size(score, probs, labels, rank=rank, uniform=uniform))
+
+
+def _mean_size(score: SetScore, probs: NDArray, labels: NDArray, *, rank: int, uniform: NDArray | None) -> float:
+    scores = score.of_classes(probs, uniform)
+    own = np.take_along_axis(scores, labels[:, None], axis=1)[:, 0]
+    return float((scores <= np.sort(own)[rank - 1]).sum(axis=1).mean())
+
+
+# Thresholds on the doubt (1 - confidence), from strict to lenient: twenty per decade, down to float32 resolution.
+DOUBTS: NDArray[np.float64] = 10.0 ** (-np.arange(120, -1, -1) / 20)
+# every tenth threshold gets a share of the level; those between only inherit level, so a finer grid costs nothing
+_STARTS = 10
+_NUM_SHARES = len(DOUBTS[::_STARTS])
+
+
+@dataclass(frozen=True)
+class AcceptanceRule:
+    """A threshold that decides which predictions to accept.
+
+    Args:
+        most_doubt: largest accepted doubt (1 - largest probability); None accepts no prediction, for lack of evidence.
+        num_accepted, num_wrong: counts on the calibration examples.
+        level: level at which the risk at the threshold was tested.
+        p_value: p-value of that test; if no threshold passed, the smallest of all.
+    """
+
+    most_doubt: float | None
+    num_accepted: int
+    num_wrong: int
+    level: float
+    p_value: float
+
+    def accepts(self, confidence: NDArray) -> NDArray[np.bool_]:
+        """Return which predictions are accepted, (n,), given their largest probabilities, (n,)."""
+        if self.most_doubt is None:
+            return np.zeros(len(confidence), dtype=bool)
+        found: NDArray[np.bool_] = 1 - np.asarray(confidence, dtype=np.float64) <= self.most_doubt
+        return found
+
+
+def fit_acceptance(confidence: NDArray, is_right: NDArray, risk: float, certainty: float) -> AcceptanceRule:
+    """Return the most lenient threshold whose risk is shown to be at most `risk`.
+
+    The risk is the share of wrong predictions among the accepted ones. The bound holds with probability `certainty`
+    over calibration sets. If the true risk of a threshold exceeds `risk`, at most e of its m accepted predictions are
+    wrong with probability at most P(Binomial(m, risk) <= e). Each threshold is tested at its share of 1 - certainty
+    plus the level it inherits; if the test passes, it hands this level on to the next threshold.
+
+    Args:
+        confidence: (n,), largest probabilities.
+        is_right: (n,), whether the prediction is correct.
+    """
+    doubt = np.sort(1 - np.asarray(confidence, dtype=np.float64))
+    wrong = np.sort(1 - np.asarray(confidence, dtype=np.float64)[~np.asarray(is_right, dtype=bool)])
+    accepted, errors = (np.searchsorted(side, DOUBTS, side="right") for side in (doubt, wrong))
+    p_values = np.where(accepted > 0, special.bdtr(errors, np.maximum(accepted, 1), risk), 1.0)
+    share = (1 - certainty) / _NUM_SHARES
+    level, best = 0.0, None
+    for place, p_value in enumerate(p_values):
+        level += share if place % _STARTS == 0 else 0.0
+        if 0 < level >= p_value:
+            best = (place, level)
+        else:
+            level = 0.0
+    place, level = best if best is not None else (int(np.argmin(p_values)), share)
+    return AcceptanceRule(
+        float(DOUBTS[place]) if best is not None else None,
+        int(accepted[place]),
+        int(errors[place]),
+        level,
+        float(p_values[place]),
+    )
+
+
+def least_accepted(risk: float, certainty: float) -> int:
+    """Return the smallest number of accepted predictions, all of them right, that can show the risk."""
+    return math.ceil(math.log((1 - certainty) / _NUM_SHARES) / math.log1p(-risk))
+
+
+@dataclass(frozen=True)
+class OutlierRule:
+    """Flag examples whose score is below the threshold; scores are higher for in-distribution examples."""
+
+    threshold: float
+
+    def is_outlier(self, scores: NDArray) -> NDArray[np.bool_]:
+        """Return which of the scores (n,) are outliers, (n,)."""
+        found: NDArray[np.bool_] = np.asarray(scores, dtype=np.float64) < self.threshold
+        return found
+
+
+def fit_outliers(scores: NDArray, false_alarm: float, confidence: float | None = None) -> OutlierRule:
+    """Fit the rule to in-distribution calibration scores (n,).
+
+    An example is an outlier if its conformal p-value, (1 + number of calibration scores at most its own) / (n + 1), is
+    at most the rate.
+
+    Args:
+        confidence: share of calibration sets that must each keep the false-alarm rate; None: on average over them.
+
+    Raises:
+        ValueError: there are too few examples.
+    """
+    rank = excluding_rank(len(scores), false_alarm, confidence)
+    if rank is None:
+        raise ValueError(f"{len(scores)} examples are too few for a false-alarm rate of {false_alarm}")
+    return OutlierRule(float(np.partition(np.asarray(scores, dtype=np.float64), rank - 1)[rank - 1]))
+
+
+SMALLEST_P = 1e-9  # smaller p-values, computed as 1 - sum, would be rounding errors
+_BAND = 1 << 28  # limit on the number of states (seconds of work); beyond it the bound in distance_p_value decides
+
+
+@dataclass(frozen=True)
+class ShiftRule:
+    """A shift alarm.
+
+    Args:
+        scores: (n,), calibration scores in ascending order.
+        level: largest probability of an alarm without shift, over calibration sets and batches.
+    """
+
+    scores: NDArray[np.float64]
+    level: float
+
+    def p_value(self, batch: NDArray) -> float | None:
+        """Return the p-value of a batch's scores (m,); None if the batch is empty."""
+        if len(batch) == 0:
+            return None
+        return distance_p_value(largest_gap(self.scores, batch), len(self.scores), len(batch))
+
+
+def largest_gap(first: NDArray, second: NDArray) -> int:
+    """Return the Kolmogorov-Smirnov distance of samples (n,) and (m,) times n m, an integer."""
+    one, other = (np.sort(np.asarray(side, dtype=np.float64)) for side in (first, second))
+    places = np.concatenate([one, other])
+    below, others = (np.searchsorted(side, places, side="right").astype(np.int64) for side in (one, other))
+    return int(np.abs(below * len(other) - others * len(one)).max())
+
+
+def distance_p_value(gap: int, n: int, m: int) -> float:
+    """Return the probability that samples of sizes n and m from one continuous distribution are at least this far apart.
+
+    `gap` is the distance in units of 1 / (n m). The result is at least SMALLEST_P.
+    """
+    if gap == 0:
+        return 1.0
+    n, m = min(n, m), max(n, m)
+    squared = (gap / (n * m)) ** 2 * n * m / (n + m)
+    # Wei and Dudley (2012, arXiv:1107.5356) prove this bound for equal sizes; it holds for all unequal sizes ever
+    # computed. It decides only if the exact value is far below SMALLEST_P or would take too long.
+    bound = math.e * math.exp(-2 * squared)
+    if bound < SMALLEST_P * 1e-3 or n * (2 * gap // n + 1) > _BAND:
+        return max(SMALLEST_P, min(1.0, bound))
+    return max(SMALLEST_P, min(1.0, 1 - _stays_within(gap, n, m)))
+
+
+def _stays_within(gap: int, n: int, m: int) -> float:
+    """Return the probability that a uniform lattice path of n and m steps keeps |i m - j n| < gap after i and j steps."""
+    from scipy.signal import lfilter
+
+    chance = n / (n + m)  # probability of a step of the n; any value is correct, this one keeps the numbers near one
+    start = 0
+    row: NDArray[np.floating] = np.ones(1)
+    for i in range(n + 1):
+        first, last = max(0, (i * m - gap) // n + 1), min(m, -((-i * m - gap) // n) - 1)
+        if last < first:
+            return 0.0
+        if i == 0:
+            row = (1 - chance) ** np.arange(last + 1)
+        else:
+            arriving = np.zeros(last - first + 1)
+            kept = row[first - start :]
+            arriving[: len(kept)] = chance * kept
+            row = lfilter([1.0], [1.0, -(1 - chance)], arriving)
+        start = first
+    log_ending = (
+        special.gammaln(n + m + 1) - special.gammaln(n + 1) - special.gammaln(m + 1)
+        + n * math.log(chance) + m * math.log1p(-chance)
+    )  # fmt: skip
+    return float(row[m - start] / math.exp(log_ending))
+
+
+Rule = SetRule | AcceptanceRule | OutlierRule | ShiftRule
+_SCORE = ("scheme", "seed", "penalty", "free_ranks")
+_TESTED = ("num_accepted", "num_wrong", "level", "p_value")
+
+
+def kind_of(rule: Rule) -> str:
+    """Return the kind of a rule, one of KINDS."""
+    return {SetRule: SETS, AcceptanceRule: RISK, OutlierRule: OOD, ShiftRule: SHIFT}[type(rule)]
+
+
+def to_arrays(rule: Rule) -> tuple[dict[str, NDArray[np.float64]], dict[str, Any]]:
+    """Return the arrays of a rule and its other values."""
+    if isinstance(rule, SetRule):
+        known = {name: getattr(rule.score, name) for name in _SCORE}
+        return {"thresholds": rule.thresholds}, {**known, "is_filled": rule.is_filled}
+    if isinstance(rule, AcceptanceRule):
+        found = [] if rule.most_doubt is None else [rule.most_doubt]
+        return {"most_doubt": np.array(found, dtype=np.float64)}, {name: getattr(rule, name) for name in _TESTED}
+    if isinstance(rule, OutlierRule):
+        return {"threshold": np.array([rule.threshold], dtype=np.float64)}, {}
+    return {"scores": rule.scores}, {"level": rule.level}
+
+
+def from_arrays(kind: str, arrays: Mapping[str, NDArray[np.float64]], known: Mapping[str, Any], size: int) -> Rule:
+    """Rebuild a rule of this kind for `size` classes.
+
+    Raises:
+        KeyError, TypeError, ValueError: the arrays and values do not describe such a rule.
+    """
+    if kind == SETS:
+        thresholds = arrays["thresholds"]
+        if thresholds.shape not in ((1,), (size,)):
+            raise ValueError(f"thresholds: expected 1 or {size} values; got shape {thresholds.shape}")
+        return SetRule(SetScore(**{name: known[name] for name in _SCORE}), thresholds, bool(known["is_filled"]))
+    if kind == RISK:
+        found = [float(value) for value in arrays["most_doubt"]]
+        if len(found) > 1:
+            raise ValueError(f"most_doubt: expected at most one number; got {len(found)}")
+        return AcceptanceRule(found[0] if found else None, **{name: known[name] for name in _TESTED})
+    if kind == OOD:
+        return OutlierRule(float(arrays["threshold"].item()))
+    if kind != SHIFT:
+        raise ValueError(f"expected one of {', '.join(KINDS)}; got {kind!r}")
+    scores = arrays["scores"]
+    if scores.ndim != 1 or len(scores) == 0 or np.any(np.diff(scores) < 0):
+        raise ValueError("scores: expected numbers in ascending order")
+    return ShiftRule(scores, float(known["level"]))
+
+
+_SHARE = (0.0, 1.0)
+
+
+def set_scores(
+    rule: SetRule, probs: NDArray, labels: NDArray | None, uniform: NDArray | None, choices: dict[str, Any]
+) -> list[ScoreGroup]:
+    """Return coverage, worst-class coverage, mean set size, and the shares of empty and of singleton sets."""
+    size, covered = np.empty(len(probs), dtype=np.int64), np.zeros(len(probs), dtype=bool)
+    for rows, sets in rule.set_blocks(probs, uniform):
+        size[rows] = sets.sum(axis=1)
+        if labels is not None:
+            covered[rows] = np.take_along_axis(sets, np.asarray(labels[rows], dtype=np.int64)[:, None], axis=1)[:, 0]
+    coverage = ScoreForm("set_coverage", choices, None, bounds=_SHARE)
+    worst = ScoreForm("worst_class_coverage", choices, True, bounds=_SHARE)
+    sizes = [
+        ScoreForm("set_size", choices, False, bounds=(0.0, float(probs.shape[1]))),
+        ScoreForm("empty_sets", choices, None, bounds=_SHARE),
+        ScoreForm("singleton_sets", choices, True, bounds=_SHARE),
+    ]
+    found = [means(sizes, [size, size == 0, size == 1])]
+    if labels is None:
+        return [ScoreGroup([coverage, worst], None, NO_LABELS), *found]
+    return [means([coverage], [covered]), _worst_class(worst, covered, labels), *found]
+
+
+def _worst_class(form: ScoreForm, covered: NDArray, labels: NDArray) -> ScoreGroup:
+    """Return the lowest coverage over the classes that occur."""
+    order = np.argsort(labels, kind="stable")
+    starts = np.flatnonzero(np.diff(np.asarray(labels)[order], prepend=-1))
+    is_covered = covered[order].astype(np.float64)
+
+    def statistic(weights: NDArray) -> Floats:
+        ordered = weights[:, order].astype(np.float64)
+        counts = np.add.reduceat(ordered, starts, axis=1)
+        shares = np.add.reduceat(ordered * is_covered, starts, axis=1) / np.maximum(counts, 1)
+        found: Floats = np.where(counts > 0, shares, np.inf).min(axis=1, keepdims=True)
+        return found
+
+    return ScoreGroup([form], statistic, cost=3.0)
+
+
+def acceptance_scores(accepted: NDArray, is_right: NDArray | None, choices: dict[str, Any]) -> list[ScoreGroup]:
+    """Return the share of accepted predictions (N,) and the share of wrong predictions among them."""
+    share = means([ScoreForm("acceptance", choices, True, bounds=_SHARE)], [accepted])
+    form = ScoreForm("selective_risk", choices, False, bounds=_SHARE, when_nan="no predictions are accepted")
+    if is_right is None:
+        return [share, ScoreGroup([form], None, NO_LABELS)]
+    columns = np.stack([accepted & ~np.asarray(is_right, dtype=bool), accepted], axis=1).astype(np.float64)
+
+    def statistic(weights: NDArray) -> Floats:
+        wrong, count = (weights.astype(np.float64) @ columns).T
+        return np.where(count > 0, wrong / np.maximum(count, 1), np.nan)[:, None]
+
+    return [share, ScoreGroup([form], statistic)]
+
+
+def alarm_scores(is_outlier: NDArray, choices: dict[str, Any], *, is_ood: bool) -> list[ScoreGroup]:
+    """Return the share of examples (N,) flagged as outliers: detection rate on an OOD split, false-alarm rate otherwise."""
+    name = "detection_rate" if is_ood else "false_alarm_rate"
+    return [means([ScoreForm(name, choices, is_ood, bounds=_SHARE)], [is_outlier])]
+
+
+SETS, RISK, OOD, SHIFT = KINDS = (
+    "sets",
+    "risk",
+    "ood",
+    "shift",
+)  # kinds of rules, also the default names of rules
+LAC, APS, RAPS = SCHEMES = ("lac", "aps", "raps")  # schemes of prediction sets
