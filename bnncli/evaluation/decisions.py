@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bnncli.evaluation.statistics import NO_LABELS, Floats, ScoreForm, ScoreGroup, means, row_blocks
@@ -223,11 +224,16 @@ def _mean_size(score: SetScore, probs: NDArray, labels: NDArray, *, rank: int, u
     return float((scores <= np.sort(own)[rank - 1]).sum(axis=1).mean())
 
 
-# Thresholds on the doubt (1 - confidence), from strict to lenient: twenty per decade, down to float32 resolution.
-DOUBTS: NDArray[np.float64] = 10.0 ** (-np.arange(120, -1, -1) / 20)
+@cache
+def doubts() -> NDArray[np.float64]:
+    """Return thresholds on the doubt (1 - confidence), from strict to lenient: twenty per decade, down to float32 resolution."""
+    found: NDArray[np.float64] = 10.0 ** (-np.arange(120, -1, -1) / 20)
+    return found
+
+
 # every tenth threshold gets a share of the level; those between only inherit level, so a finer grid costs nothing
 _STARTS = 10
-_NUM_SHARES = len(DOUBTS[::_STARTS])
+_NUM_SHARES = 13  # of 121 thresholds
 
 
 @dataclass(frozen=True)
@@ -269,7 +275,8 @@ def fit_acceptance(confidence: NDArray, is_right: NDArray, risk: float, certaint
     """
     doubt = np.sort(1 - np.asarray(confidence, dtype=np.float64))
     wrong = np.sort(1 - np.asarray(confidence, dtype=np.float64)[~np.asarray(is_right, dtype=bool)])
-    accepted, errors = (np.searchsorted(side, DOUBTS, side="right") for side in (doubt, wrong))
+    thresholds = doubts()
+    accepted, errors = (np.searchsorted(side, thresholds, side="right") for side in (doubt, wrong))
     p_values = np.where(accepted > 0, special.bdtr(errors, np.maximum(accepted, 1), risk), 1.0)
     share = (1 - certainty) / _NUM_SHARES
     level, best = 0.0, None
@@ -281,7 +288,7 @@ def fit_acceptance(confidence: NDArray, is_right: NDArray, risk: float, certaint
             level = 0.0
     place, level = best if best is not None else (int(np.argmin(p_values)), share)
     return AcceptanceRule(
-        float(DOUBTS[place]) if best is not None else None,
+        float(thresholds[place]) if best is not None else None,
         int(accepted[place]),
         int(errors[place]),
         level,

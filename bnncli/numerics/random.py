@@ -7,10 +7,8 @@ import zlib
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from bnncli.errors import UsageError
-from bnncli.lazy import torch
+from bnncli.lazy import np, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from bnncli.evaluation.decisions import DOUBTS, fit_acceptance, least_accepted
+from bnncli.evaluation.decisions import doubts, fit_acceptance, least_accepted
 
 REPEATS = 400
 
@@ -22,17 +22,17 @@ def drawn(generator: np.random.Generator, count: int, kind: str) -> tuple[NDArra
 def true_risks(kind: str) -> NDArray:
     """The share of wrong ones among what each threshold accepts, of a million examples."""
     if kind == "flat":
-        return np.full(len(DOUBTS), 0.0205)
+        return np.full(len(doubts()), 0.0205)
     confidence, is_right = drawn(np.random.default_rng(99), 1_000_000, kind)
     doubt = 1 - confidence
-    accepted = np.searchsorted(np.sort(doubt), DOUBTS, side="right")
-    return np.searchsorted(np.sort(doubt[~is_right]), DOUBTS, side="right") / np.maximum(accepted, 1)
+    accepted = np.searchsorted(np.sort(doubt), doubts(), side="right")
+    return np.searchsorted(np.sort(doubt[~is_right]), doubts(), side="right") / np.maximum(accepted, 1)
 
 
 @pytest.mark.parametrize("kind", ["calibrated", "overconfident", "flat"])
 @pytest.mark.parametrize("certainty", [0.95, 0.8])
 def test_the_risk_is_exceeded_no_more_often_than_is_said(kind: str, certainty: float) -> None:
-    generator, risks = np.random.default_rng(4), dict(zip(DOUBTS.tolist(), true_risks(kind), strict=True))
+    generator, risks = np.random.default_rng(4), dict(zip(doubts().tolist(), true_risks(kind), strict=True))
     exceeded = 0
     for _ in range(REPEATS):
         rule = fit_acceptance(*drawn(generator, 1500, kind), 0.02, certainty)
@@ -49,9 +49,9 @@ def test_more_is_accepted_than_where_every_threshold_has_the_same_level() -> Non
         rule = fit_acceptance(confidence, is_right, 0.05, 0.95)
         handed.append(rule.accepts(confidence).mean())
         doubt = 1 - confidence
-        accepted = np.array([(doubt <= most).sum() for most in DOUBTS])
-        errors = np.array([((doubt <= most) & ~is_right).sum() for most in DOUBTS])
-        passed = np.flatnonzero(stats.binom.cdf(errors, accepted, 0.05) <= 0.05 / len(DOUBTS))
+        accepted = np.array([(doubt <= most).sum() for most in doubts()])
+        errors = np.array([((doubt <= most) & ~is_right).sum() for most in doubts()])
+        passed = np.flatnonzero(stats.binom.cdf(errors, accepted, 0.05) <= 0.05 / len(doubts()))
         alone.append(accepted[passed[-1]] / 2000)
     assert np.mean(handed) > np.mean(alone) + 0.02
 
