@@ -25,11 +25,23 @@ import numpy as np
 from problems.arrays import make_arrays
 from problems.command_line import SCRIPT, STEPS, Cli, Invocation, extended_run
 
+SLOW = ("long", "nightly", "exhaustive")  # from the fastest
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave long tests out of `-m gpu`, which replaces the `not long` of pyproject.toml."""
-    if config.option.markexpr == "gpu":
-        config.option.markexpr = "gpu and not long"
+    """Leave out tests slower than -m names: `-m core` replaces pyproject.toml's `not long`, and `-m long` is not nightly."""
+    asked = config.option.markexpr
+    slower = SLOW[max((n + 1 for n, mark in enumerate(SLOW) if mark in asked), default=0) :]
+    if asked:
+        config.option.markexpr = " and ".join([f"({asked})", *(f"not {mark}" for mark in slower)])
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no other files for `-m core` and `-m libraries`: other releases need not suit the rest of the suite."""
+    asked = re.match(r"\((core|libraries)\)", config.option.markexpr)
+    if asked is None or not collection_path.name.startswith("test_"):
+        return None
+    return f"pytest.mark.{asked[1]}" not in collection_path.read_text() or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -190,10 +190,7 @@ LINES = (
         "fit-laplace tiny.pt --layers all --structure subnetwork --size 5 --prior-precision 20 --name some",
         TRAINED,  # five variances change the predictions by 4e-5, of which a p-value is told
     ),
-    Line(
-        "fit-laplace tiny.pt --layers all --structure diag --draws 4 --prior-precision 20 --name drawn",
-        SOLVED,
-    ),
+    Line("fit-laplace tiny.pt --layers all --structure diag --draws 4 --prior-precision 20 --name drawn", SOLVED),
     Line(
         "predict tiny.pt --posterior laplace-all --posterior first --samples 20 --split test --integrator logit-mc --integrator mc",
         SOLVED,

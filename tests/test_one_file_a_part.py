@@ -1,23 +1,20 @@
-"""Parts of every family, one small file or entry each: in a copy of the package, and in a distribution installed beside it."""
+"""Parts of every family, one small file each, in a copy of the package and in an installed distribution."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from copied_package import PACKAGE, run_with_files
-from new_parts import FAMILIES, OURS, THEIRS, text_of
+from new_parts import OURS, THEIRS, text_of
 from problems.command_line import Invocation
 from torch import nn
 
@@ -39,6 +36,11 @@ HELPS = (
     "salute --help",
 )
 TABLES = {"scores": ("SCORES", "SCORE"), "detectors": ("DETECTORS", "DETECTOR")}  # whose parts are entries, not files
+FOLDERS = {
+    "data": "data/kinds",
+    "models": "models/kinds",
+    "networks": "models/architectures",
+}  # of the others: the family
 NEVER = "SETTINGS = {}\nraise RuntimeError('it was imported')\n"
 
 
@@ -59,7 +61,7 @@ def lines_of(run: str, part: dict[str, str]) -> dict[str, str]:
         "inspect": f"inspect {net}.bnn/posteriors/refine.safetensors --json",
         "base": f"inspect {net}.bnn/posteriors/laplace.safetensors --json",
         "verify": f"verify {net}.bnn",
-        "command": f"{part['stages']} {net} --times 3",
+        "command": f"{part['commands']} {net} --times 3",
     }
 
 
@@ -100,7 +102,11 @@ def readme_part() -> tuple[str, str, tuple[str, str]]:
 def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Invocation]:
     """What every line did, with our parts in a copy of the package and theirs in a distribution."""
     folder = tmp_path_factory.mktemp("parts")
-    files = {f"{family}/{name}.py": text_of(family, name) for family, name in OURS.items() if family not in TABLES}
+    files = {
+        f"{FOLDERS.get(family, family)}/{name}.py": text_of(family, name)
+        for family, name in OURS.items()
+        if family not in TABLES
+    }
     appended = {
         f"evaluation/{family}.py": f'{text_of(family, OURS[family])}\n{table}["{OURS[family]}"] = {constant}\n'
         for family, (table, constant) in TABLES.items()
@@ -135,7 +141,7 @@ def write_inputs(folder: Path) -> None:
 
 def test_help_lists_parts_and_their_options_without_importing_them(done: dict[str, Invocation]) -> None:
     for parts in PARTS.values():
-        assert f"  {parts['stages']} " in done["--help"].stdout
+        assert f"  {parts['commands']} " in done["--help"].stdout
         assert parts["flows"] in done["refine --help-all"].stdout
         assert f"--{parts['flows']}-push" in done["refine --help-all"].stdout
         assert parts["integrators"] in done["predict --help-all"].stdout
@@ -145,7 +151,7 @@ def test_help_lists_parts_and_their_options_without_importing_them(done: dict[st
         assert parts["scores"] in done["evaluate --help"].stdout
         assert parts["detectors"] in done["evaluate --help"].stdout
         assert f"{parts['curvature']} (one variance for all)" in " ".join(done["fit-laplace --help"].stdout.split())
-        assert "--times" in done[f"{parts['stages']} --help"].stdout
+        assert "--times" in done[f"{parts['commands']} --help"].stdout
     assert "(halfway, middle)" in " ".join(done["predict --help-all"].stdout.split())
     assert "idle" in done["refine --help-all"].stdout
     assert "never" in done["refine --help-all"].stdout
@@ -169,7 +175,7 @@ def test_every_part_runs_and_what_it_made_is_read_back(run: str, done: dict[str,
     assert own["content_digest"] == again["content_digest"]
     structure = PARTS[run]["curvature"]
     assert json.loads(did["base"].stdout)["meta"]["structure"] == structure
-    assert did["command"].stdout.split("\n")[:3] == [f"{PARTS[run]['stages']} {run}.pt"] * 3
+    assert did["command"].stdout.split("\n")[:3] == [f"{PARTS[run]['commands']} {run}.pt"] * 3
 
 
 def test_a_structures_short_way_to_the_logits_says_what_pulling_back_says(done: dict[str, Invocation]) -> None:
@@ -181,19 +187,10 @@ def test_a_structures_short_way_to_the_logits_says_what_pulling_back_says(done: 
     assert found[0]["nll"] == pytest.approx(found[1]["nll"], rel=1e-5)
 
 
-def test_every_family_has_a_part_here() -> None:
-    assert set(FAMILIES) == set(registry._NEEDS)
-
-
-def test_a_part_that_is_not_asked_for_changes_nothing_of_what_is_recorded(done: dict[str, Invocation]) -> None:
-    params = json.loads(done[LINES["ours"]["inspect"]].stdout)["provenance"]["params"]
-    assert "eddy_push" not in params
-
-
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
     """Puts distributions on the search path of this process; what is known of them is forgotten behind the test."""
-    caches: list[Any] = [registry._entry_points, registry._installed, registry.load_module, registry.has_attribute]
+    caches = [one for one in vars(registry).values() if hasattr(one, "cache_clear")]
 
     def put(parts: dict[str, str], *, name: str = "theirs") -> Path:
         folder = install(tmp_path / name, parts, name=name)
@@ -218,8 +215,8 @@ def test_a_name_that_is_ours_already_is_refused_and_says_whose_it_is(installed: 
 
 
 def test_a_name_that_two_distributions_have_is_refused(installed: Callable[..., Path]) -> None:
-    installed({"flows": "eddy"})
-    installed({"flows": "eddy"}, name="others")
+    for name in ("theirs", "others"):
+        installed({"flows": "eddy"}, name=name)
     with pytest.raises(UsageError, match=r"the package '(theirs|others)' also has a part with this name"):
         registry.names("flows")
 
@@ -235,59 +232,10 @@ def test_a_part_that_fails_to_import_is_told_in_one_line(installed: Callable[...
     assert told.value.hint == "pip uninstall theirs, or install another release of it"
 
 
-@pytest.mark.parametrize(
-    ("family", "text", "lack"),
-    [
-        ("flows", "class Eddy:\n    recipe = None\n", "its class Eddy has no settings"),
-        ("integrators", "", "its class Eddy has no needs"),
-        ("networks", "", "its module has no build"),
-        ("data", "FORM = ''\n", "its module has no exists"),
-        ("models", "FORM = ''\n", "its module has no EXTRA"),
-    ],
-)
-def test_a_part_without_what_its_family_needs_is_told(
-    family: str, text: str, lack: str, installed: Callable[..., Path]
-) -> None:
-    installed({family: "eddy"} if family != "data" else {"data": "eddy"}).joinpath(f"{family}_part.py").write_text(text)
-    with pytest.raises(UsageError, match=lack):
-        registry.load_module(family, "eddy")
-
-
-@pytest.mark.parametrize("given", ["push_together = None", "if True:\n        def push_together(self): ..."])
-def test_what_a_class_has_without_a_def_of_it_is_seen(installed: Callable[..., Path], given: str) -> None:
-    path = installed({"flows": "eddy"}) / "flows_part.py"
-    text = path.read_text()
-    assert not registry.has_attribute("flows", "eddy", "push_together")
-    registry.has_attribute.cache_clear()
-    path.write_text(text.replace("    def summary(self):", f"    {given}\n\n    def summary(self):"))
-    assert registry.has_attribute("flows", "eddy", "push_together")
-
-
-def test_a_command_without_a_declaration_is_told(installed: Callable[..., Path], cli: Any) -> None:
-    (installed({"commands": "salute"}) / "stages_part.py").write_text("COMMAND = Command('x')\n")
-    said = cli("salute")
-    assert (said.code, said.stdout, said.stderr.count("\n")) == (2, "", 2)  # and a hint
-    assert "'theirs' cannot be used: COMMAND cannot be read: NameError" in said.stderr
-
-
-def test_a_name_of_ours_is_found_without_looking_at_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_installed", lambda family: pytest.fail("it was looked at"))
-    assert registry.has_name("flows", "radial")
-    assert registry.load_class("integrators", "mc").__name__ == "Mc"
-
-
-def test_an_installed_score_that_is_no_good_is_told_by_the_commands_that_score(tmp_path: Path) -> None:
-    (install(tmp_path, {"scores": "aplomb"}) / "theirs/scores_part.py").write_text("")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(tmp_path)])}
-    command = [sys.executable, "-m", "bnncli"]
-    run = partial(subprocess.run, capture_output=True, text=True, env=environment, timeout=60)
-    assert "score" not in run([*command, "status", "x"]).stderr
-    done = run([*command, "evaluate", "x"])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == [
-        "error: the part 'aplomb' of bnncli.scores from the package 'theirs' cannot be used: its module has no SCORE",
-        "hint: pip uninstall theirs, or install another release of it",
-    ]
+def test_a_part_without_what_its_family_needs_is_told(installed: Callable[..., Path]) -> None:
+    installed({"flows": "eddy"}).joinpath("flows_part.py").write_text("class Eddy:\n    recipe = None\n")
+    with pytest.raises(UsageError, match="its class Eddy has no settings"):
+        registry.load_module("flows", "eddy")
 
 
 def test_the_part_of_ones_own_that_the_readme_shows_runs(done: dict[str, Invocation]) -> None:

@@ -81,6 +81,7 @@ def test_engine_compares_every_job_and_says_how_far_the_floor_is(tiny_features: 
     assert equal["elbo"] <= equal["elbo_at_mode"] + 1
 
 
+@pytest.mark.nightly
 def test_decisions_keep_their_word_until_the_data_shift(report_here: Report) -> None:
     fixtures = BENCHMARKS.parent / "fixtures"
     files = (

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import network_memory
 
-pytestmark = pytest.mark.long  # in `.ci/run`
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.parametrize("case", ["lenet5 kron", "tanh diagnose"])

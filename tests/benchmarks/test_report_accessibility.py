@@ -13,7 +13,7 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/report_acces
 AXE = Path(os.environ.get("BNNCLI_AXE", "absent"))
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.skipif(SCRIPT["browser"]() is None or not AXE.is_file(), reason="no Chromium, or no axe"),
 ]
 

@@ -26,6 +26,8 @@ from bnncli.errors import DataError, MissingInput, Untrusted
 from bnncli.models.checkpoints import convert_checkpoint, load_checkpoint
 from bnncli.numerics.digests import canonical_json, file_sha256, json_sha256, tensor_digest
 
+pytestmark = [pytest.mark.core, pytest.mark.libraries]
+
 STATE = {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.tensor([0.5, -0.5])}
 
 

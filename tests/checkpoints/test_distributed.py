@@ -22,7 +22,10 @@ from bnncli.models.checkpoints import convert_checkpoint, load_checkpoint
 
 NETWORK = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
 STATE = NETWORK.state_dict()
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of its storage classes and of its pickles
+pytestmark = [
+    pytest.mark.libraries,
+    pytest.mark.filterwarnings("ignore"),
+]  # torch's own, of its storage classes and of its pickles
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor] = STATE) -> bool:
@@ -166,7 +169,7 @@ def _train(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_fsdp_saves_from_two_processes_is_put_together(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_train, (str(tmp_path),), nprocs=2)
     assert len(list((tmp_path / "step").glob("*.distcp"))) == 2

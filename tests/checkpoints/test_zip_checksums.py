@@ -18,6 +18,8 @@ from bnncli.models.checkpoint_files import UNCHECKED, check_checksums
 from bnncli.models.checkpoints import convert_checkpoint, load_checkpoint
 from bnncli.numerics.digests import tensor_digest
 
+pytestmark = pytest.mark.libraries
+
 STATE = {"fc.weight": torch.linspace(-1, 1, 600).reshape(20, 30), "fc.bias": torch.arange(20.0)}
 
 

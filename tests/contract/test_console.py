@@ -20,6 +20,8 @@ from bnncli.names import printable
 from bnncli.options.command import CommonOptions
 from bnncli.system import signals
 
+pytestmark = pytest.mark.core
+
 
 class Clock:
     """A clock that stands still unless told."""

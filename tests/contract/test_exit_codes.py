@@ -313,6 +313,7 @@ def test_78_is_a_wrong_configuration_file(cli: Cli, tmp_path: Path) -> None:
     assert "bnncli.toml:2: unknown key 'epochz' in [refine]; did you mean 'epochs'?" in done.stderr
 
 
+@pytest.mark.long
 def test_a_terminated_refine_exits_143_and_says_how_to_go_on(small_run: Path) -> None:
     words = ["refine", str(small_run), "--name", "endless", "--epochs", "10000000", "--progress", "log"]
     process = start(run_to_files, [*words, "--save-every", "0"], small_run.parent)

@@ -13,6 +13,8 @@ from problems.command_line import Cli
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.session import inputs
 
+pytestmark = pytest.mark.core
+
 Arrays = dict[str, np.ndarray]
 
 
@@ -108,10 +110,7 @@ def test_nuts_has_no_dynamics_and_gradients_to_choose(cli: Cli, small_run: Path,
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("refine", "--base", "hmc", "--name", "r"),
-        ("predict", "--posterior", "hmc", "--integrator", "probit"),
-    ],
+    [("refine", "--base", "hmc", "--name", "r"), ("predict", "--posterior", "hmc", "--integrator", "probit")],
     ids=lambda words: words[0],
 )
 def test_a_dry_run_exits_as_the_real_run_would(cli: Cli, small_run: Path, words: tuple[str, ...]) -> None:

@@ -1,13 +1,19 @@
-"""status, inspect, verify, clean: what a person and a script learn about a run."""
+"""status and inspect on runs."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from problems.command_line import Cli
+
+from bnncli.session import states as artifact_states
 
 
 def states(cli: Cli, run: Path) -> dict[str, str]:
@@ -118,3 +124,33 @@ def test_evaluate_rows_carry_the_choices_that_define_each_number(cli: Cli, small
 def test_a_hand_made_copy_of_a_run_is_a_run(cli: Cli, small_run: Path) -> None:
     shutil.copytree(small_run.with_name("small.bnn"), small_run.with_name("copy.bnn"))
     assert cli("status", small_run.with_name("copy"), "--check").code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("last", [1, 12])
+def test_status_ends_at_a_signal_and_says_where(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, last: int
+) -> None:
+    count, plain = 0, artifact_states.read_header
+
+    def signalled(path: Path) -> Any:
+        nonlocal count
+        count += 1
+        if count == last:
+            os.kill(os.getpid(), number)
+        return plain(path)
+
+    monkeypatch.setattr(artifact_states, "read_header", signalled)
+    done = cli("status", small_run)
+    assert done.code == 128 + number
+    assert f"interrupted by {number.name} at " in done.stderr
+    assert count == last
+
+
+def test_a_bootstrap_ends_at_a_signal(cli: Cli, tmp_path: Path) -> None:
+    np.savez(tmp_path / "p.npz", probs=np.full((5000, 2), 0.5), label=np.arange(5000) % 2)
+    later = threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
+    later.start()
+    done = cli("score", tmp_path / "p.npz", "--bootstrap", 1_000_000)
+    later.cancel()
+    assert (done.code, "interrupted by SIGTERM at bootstrap" in done.stderr) == (143, True), done.stderr

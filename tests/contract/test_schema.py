@@ -23,6 +23,8 @@ from bnncli.evaluation.decisions import SetRule
 from bnncli.session.inputs import open_posterior
 from bnncli.session.revisions import is_another
 
+pytestmark = pytest.mark.core
+
 SCHEMA = Path(__file__).parents[2] / "fixtures" / "schema"
 VERSIONS = sorted(path for path in SCHEMA.iterdir() if path.is_dir() and path.name[0].isdigit())
 KINDS = {"features", "posterior", "samples", "predictions", "metrics", "decision", "export"}

@@ -1,23 +1,30 @@
-"""Commands in several processes: the same artifacts for any number of them, one voice, one writer, and one end."""
+"""Several workers give what one gives, and end together."""
 
 from __future__ import annotations
 
 import hashlib
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from problems.command_line import Cli, new_run
-from problems.workers import ended, run_processes, run_workers, start_workers
+import torch
+from problems.command_line import Cli, Invocation, new_run
+from problems.workers import ended, free_port, run_processes, run_workers, start_workers
+from torch import nn
 
 from bnncli.cli import spread
+from bnncli.commands.demo import fixture_path
 from bnncli.errors import UsageError
 from bnncli.inference import mode
 from bnncli.options.command import ComputeOptions
-from bnncli.system import memory
+from bnncli.system import memory as panels
 
 FITS = {
     "fit-laplace": ("--structure", "full"),
@@ -54,7 +61,7 @@ def problem(num_examples: int, num_features: int = 4) -> dict[str, np.ndarray]:
     [
         pytest.param(2, 211, ("hmc/chains",), id="2"),
         *(
-            pytest.param(size, count, lines, id=f"{size} {count}", marks=pytest.mark.long)
+            pytest.param(size, count, lines, id=f"{size} {count}", marks=pytest.mark.nightly)
             for size, count, lines in (
                 (1, 150, ("fit-laplace", "hmc", "hmc/examples")),
                 (2, 211, ("hmc/examples",)),
@@ -90,7 +97,7 @@ SMALL_DEVICES = """
 import os
 from bnncli.inference import local_covariance, memory, mode
 from bnncli.inference import mode
-from bnncli.system import panels
+from bnncli.machine import panels
 panels._WIDTH, panels._LARGE = {"cpu": 5}, 10
 mode.MAX_FULL_PRECONDITIONER = 0
 memory.has_room_whole = lambda layout, device: False
@@ -99,12 +106,12 @@ local_covariance._spread = lambda *a, **k: os.write(2, b"rows are spread ") and 
 """
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_rows_spread_over_devices_without_room_are_the_covariance_of_one_with_room(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(memory, "_WIDTH", {"cpu": 5})
-    monkeypatch.setattr(memory, "_LARGE", 10)
+    monkeypatch.setattr(panels, "_WIDTH", {"cpu": 5})
+    monkeypatch.setattr(panels, "_LARGE", 10)
     monkeypatch.setattr(mode, "MAX_FULL_PRECONDITIONER", 0)  # as of any head that has no room
     arrays = problem(150)
     alone, run = (new_run(cli, tmp_path / name, arrays) for name in ("alone", "shared"))
@@ -122,11 +129,12 @@ REPEATS = {
     "4": (4, ("--repeats", 3, "--estimator", "mnf", "--flow-hidden", 5)),
     "4 one": (4, ("--repeats", 1, "--standardize")),
 }
+MARKS = {"2": (), "3": pytest.mark.long}
 
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [pytest.param(*case, id=name, marks=() if name == "2" else pytest.mark.long) for name, case in REPEATS.items()],
+    [pytest.param(*case, id=name, marks=MARKS.get(name, pytest.mark.nightly)) for name, case in REPEATS.items()],
 )
 def test_repeats_of_a_network_are_the_same_for_any_number_of_workers(
     cli: Cli, tmp_path: Path, size: int, words: tuple[object, ...]
@@ -135,7 +143,7 @@ def test_repeats_of_a_network_are_the_same_for_any_number_of_workers(
     check_latent_fits(cli, tmp_path, size, "--hidden", "250,200", "--epochs", 2, *words)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [2, 3])
 def test_candidates_for_a_slab_are_the_same_for_any_number_of_workers(cli: Cli, tmp_path: Path, size: int) -> None:
     check_latent_fits(cli, tmp_path, size, "--epochs", 2, "--repeats", 2, num_features=3000)
@@ -155,7 +163,7 @@ def check_latent_fits(cli: Cli, tmp_path: Path, size: int, *words: object, num_f
     assert [(one.code, one.stdout, one.stderr) for one in others] == [(0, "", "")] * (size - 1)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [2, 4])
 def test_seeds_of_a_network_are_the_same_for_any_number_of_workers(cli: Cli, tmp_path: Path, size: int) -> None:
     arrays = problem(70)
@@ -251,7 +259,7 @@ def test_each_worker_has_a_gpu_of_its_own_or_all_know_that_there_are_too_few(
         assert spread.own_device(ComputeOptions()).device == given
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_command_whose_work_is_not_shared_is_done_by_the_first_worker(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "run", problem(70))
     assert cli("fit-laplace", run, "--prior-precision", 3).code == 0
@@ -260,7 +268,7 @@ def test_a_command_whose_work_is_not_shared_is_done_by_the_first_worker(cli: Cli
     assert "diagnose does not run in parallel: worker 0 of 2 does all the work" in first.stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [3])
 def test_an_interrupted_sampler_goes_on_with_another_number_of_workers(cli: Cli, tmp_path: Path, size: int) -> None:
     words = ("--chains", 4, "--warmup", 20, "--draws", 150, "--save-every", 0)
@@ -295,7 +303,10 @@ def test_what_ends_another_worker_alone_is_said_by_the_first(cli: Cli, tmp_path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stop", [signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "stop",
+    [*(pytest.param(stop, marks=pytest.mark.nightly) for stop in (signal.SIGSTOP, signal.SIGTERM)), signal.SIGKILL],
+)
 def test_a_worker_that_hangs_or_is_killed_ends_all(cli: Cli, tmp_path: Path, stop: signal.Signals) -> None:
     run = new_run(cli, tmp_path / "run", problem(211))
     assert cli("fit-laplace", run, "--prior-precision", 3).code == 0
@@ -319,3 +330,404 @@ def test_a_worker_that_hangs_or_is_killed_ends_all(cli: Cli, tmp_path: Path, sto
     assert expected[stop] in said
     assert "Traceback" not in said
     assert not (tmp_path / "run.bnn/posteriors/hmc.nc").exists()
+
+
+NETWORK = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+"""
+ROUGH = """
+import pytest
+from conftest import make_scores_rough
+make_scores_rough(pytest.MonkeyPatch())
+"""  # as `cli` has it
+SIZES = {"train": 211, "val": 1300, "test": 1300, "two": 2, "far": 1100}
+ALONE, TRUST = ("--shards", 64, "--threads", 1, "--json"), ("--trust-code",)
+
+
+def row_problem(*splits: str) -> dict[str, np.ndarray]:
+    """Features of three classes, of numbers of rows that no number of workers divides."""
+    generator = np.random.default_rng(0)
+    weight = generator.normal(size=(3, 4))
+    arrays = {"head_weight": weight.astype(np.float32), "head_bias": np.zeros(3, np.float32)}
+    for split in splits:
+        features = generator.normal(size=(SIZES[split], 4), scale=3 if split == "far" else 1).astype(np.float32)
+        arrays[f"features_{split}"] = features
+        if split != "far":
+            noise = generator.gumbel(size=(SIZES[split], 3))
+            arrays[f"labels_{split}"] = (features @ weight.T + noise).argmax(axis=1)
+    return arrays
+
+
+def fitted(cli: Cli, run: Path, arrays: dict[str, np.ndarray], *words: str) -> Path:
+    """A run with these features and a Gaussian; words go to extract-features."""
+    new_run(cli, run, arrays, *words)
+    assert cli("fit-laplace", run, "--prior-precision", 3, *ALONE).code == 0
+    return run
+
+
+def digests(done: Invocation) -> dict[str, str]:
+    """Of each output that a command has written, by its role."""
+    assert done.code == 0, done.stderr
+    return {output["role"]: output["content_digest"] for output in done.json["outputs"]}
+
+
+def assert_equal(alone: Invocation, workers: Sequence[Invocation]) -> None:
+    """Workers have made what one process has, the first has said what it says, and the others nothing."""
+    first, *others = workers
+    assert digests(first) == digests(alone)
+    assert first.json["warnings"] == alone.json["warnings"]
+    assert [(one.code, one.stdout, one.stderr) for one in others] == [(0, "", "")] * len(others)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        pytest.param(2, ("--integrator", "mc", "--integrator", "probit"), id="2"),
+        pytest.param(3, ("--integrator", "all", "--top-k", "best"), id="3", marks=pytest.mark.long),
+        pytest.param(4, ("--integrator", "mc", "--qmc", "--keep-samples"), id="4", marks=pytest.mark.long),
+    ],
+)
+def test_predictions_are_equal_for_any_number_of_workers(
+    cli: Cli, tmp_path: Path, size: int, words: tuple[str, ...]
+) -> None:
+    arrays = row_problem("train", "test", "two")
+    alone, run = (fitted(cli, tmp_path / name, arrays) for name in ("alone", "run"))
+    done = cli("predict", alone, *words, "--table", tmp_path / "alone.csv", *ALONE)
+    assert_equal(done, run_workers(size, "predict", run, *words, "--table", "run.csv", "--json", cwd=tmp_path))
+    assert cli("verify", tmp_path / "run.bnn").code == 0
+    assert cli("predict", run, *words, "--json").json["action"] == "up_to_date"
+
+
+@pytest.mark.long
+def test_predictions_by_whole_networks_are_equal_for_any_number_of_workers(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NETWORK)
+    rng, space = np.random.default_rng(0), dict[str, Any]()
+    for name, count in (("train", 40), ("test", 700)):
+        inputs = rng.normal(size=(count, 1, 2, 2)).astype(np.float32)
+        np.savez(f"{name}.npz", x=inputs, y=rng.integers(0, 3, count))
+    exec(NETWORK, space)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        torch.save(space["make"]().state_dict(), f"{seed}.pt")
+    splits = [word for name in ("train", "test") for word in ("--data", f"{name}=npz:{name}.npz")]
+    assert cli("extract-features", "0.pt", "--model", "net.py:make", *splits).code == 0
+    assert cli("fit-laplace", "0.pt", "--prior-precision", 3, "--layers", "all", "--name", "whole", *TRUST).code == 0
+    assert cli("fit-ensemble", "0.pt", "1.pt", *TRUST).code == 0
+    words = ("predict", "0.pt", "--posterior", "whole", "--posterior", "ensemble", "--force", *TRUST)
+    for more in ((), ("--integrator", "mc")):
+        done = cli(*words, *more, *ALONE)
+        assert_equal(done, run_workers(3, *words, *more, "--json", cwd=tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_scores_are_equal_for_any_number_of_workers(cli: Cli, tmp_path: Path, size: int) -> None:
+    arrays = row_problem("train", "test", "two", "far")
+    alone, run = (fitted(cli, tmp_path / name, arrays, "--ood", "far") for name in ("alone", "run"))
+    for one in (alone, run):
+        assert cli("hmc", one, "--chains", 4, "--warmup", 8, "--draws", 8, *ALONE).code == 0
+        assert cli("predict", one, *ALONE).code == 0
+    words = ("--score", "all", "--per-class", "--reference", "hmc", "--bootstrap", 1000, "--json", "--plot")
+    done = cli("evaluate", alone, *words, tmp_path / "alone", "--threads", 1)
+    workers = run_workers(size, "evaluate", run, *words, "run", cwd=tmp_path, before=ROUGH)
+    assert_equal(done, workers)
+    assert workers[0].json["rows"] == done.json["rows"]
+
+
+@pytest.mark.long
+def test_what_val_says_of_a_fit_is_the_same_for_any_number_of_workers(cli: Cli, tmp_path: Path) -> None:
+    arrays = row_problem("train", "val")
+    alone, run = (new_run(cli, tmp_path / name, arrays) for name in ("alone", "run"))
+    words = ("--prior-precision", 3, "--structure", "full")
+    done = cli("fit-laplace", alone, *words, *ALONE)
+    first = run_workers(3, "fit-laplace", run, *words, "--json", cwd=tmp_path)[0]
+    assert first.json["metrics"]["val"] == done.json["metrics"]["val"]
+    assert first.json["metrics"]["val_excess"] == done.json["metrics"]["val_excess"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_that_one_worker_cannot_predict_end_all(cli: Cli, tmp_path: Path, size: int) -> None:
+    arrays = row_problem("train", "test")
+    arrays["features_test"][-1] = 3e38  # whose logits are infinite
+    run = fitted(cli, tmp_path / "run", arrays)
+    words = ("predict", run, "--posterior", "laplace", "--integrator", "mc", "--json")
+    first, *others = run_processes(size, *words, cwd=tmp_path)
+    assert first.code == 70
+    assert all(one.code in (69, 70) for one in others)  # 69 where it has lost the first before it heard why
+    said = f"worker {size - 1}: class probabilities are not finite for 1 of 434 examples"
+    assert (first.json["error"]["code"], first.json["error"]["message"]) == ("numeric", said)
+    assert first.stderr.count(said) == 1
+    assert [one.stdout + one.stderr for one in others] == [""] * (size - 1)
+    assert not (tmp_path / "run.bnn/predictions/laplace.mc/test.h5").exists()
+
+
+EXTRACTED_NETWORK = """
+import os, time
+from torch import nn
+class Slow(nn.Module):
+    def forward(self, inputs):
+        time.sleep(0.02)
+        return inputs
+class Same(Slow):
+    forward = lambda self, inputs: inputs
+def layers(first):
+    return nn.Sequential(nn.Linear(4, 6), first, nn.Linear(6, 3))
+def make():
+    print("a factory that prints")
+    return layers(Same())
+def slow():
+    return layers(Slow())
+def only_first():
+    if os.environ.get("RANK") == "1":
+        raise ValueError("no network here")
+    return make()
+"""
+DATA = """
+import os, time
+import numpy as np
+class Data:
+    def __len__(self):
+        return 250
+    def __getitem__(self, row):
+        return np.sin(np.arange(4, dtype="f4") + row), row % 3
+class Broken(Data):
+    def __getitem__(self, row):
+        if row == 130:
+            raise KeyError("nothing there")
+        return super().__getitem__(row)
+class Exits(Data):
+    def __getitem__(self, row):
+        time.sleep(3 if row == 50 and os.environ.get("RANK") == "0" else 0)
+        if row == 130:
+            raise SystemExit("enough")
+        return super().__getitem__(row)
+class Dies(Exits):
+    def __getitem__(self, row):
+        if row == 130:
+            os.kill(os.getpid(), 9)
+        return super().__getitem__(row)
+class Other(Data):
+    def __init__(self):
+        self.names = [f"{os.environ.get('RANK', 0)}/{row}" for row in range(250)]
+"""
+LENET = ("--model", "lenet5", "--data", f"test=npz:{fixture_path('test.npz')}@700", "--batch-size", 128)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint, its network's code, arrays and a Dataset, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(EXTRACTED_NETWORK)
+    Path("data.py").write_text(DATA)
+    rng = np.random.default_rng(1)
+    arrays = {"x": rng.normal(size=(911, 4)).astype("f4"), "y": rng.integers(3, size=911)}
+    np.savez("train.npz", **arrays)  # type: ignore[arg-type]
+    np.savez("bad_label.npz", **{**arrays, "y": np.where(np.arange(911) == 130, 7, arrays["y"])})  # type: ignore[arg-type]
+    far = arrays["x"].copy()
+    far[[130, 250], 2] = np.inf
+    np.savez("bad_input.npz", x=far)
+    torch.manual_seed(1)
+    torch.save(nn.Sequential(nn.Linear(4, 6), nn.Identity(), nn.Linear(6, 3)).state_dict(), "net.pt")
+    return tmp_path
+
+
+def line(
+    *words: object, data: str = "train=npz:train.npz", make: str = "make", batch_size: int = 100
+) -> tuple[object, ...]:
+    """A command of the small network."""
+    named = ("--model", f"net.py:{make}", "--data", data, "--batch-size", batch_size)
+    return ("extract-features", "net.pt", *named, *words)
+
+
+def feature_digests(done: Invocation) -> dict[str, str]:
+    return {output["role"]: output["content_digest"] for output in done.json["outputs"]}
+
+
+def last_words(done: Invocation) -> list[str]:
+    return [text for text in done.stderr.splitlines() if text.startswith(("error:", "hint:"))]
+
+
+def left_behind(run: Path) -> list[str]:
+    return sorted(path.name for path in run.rglob(".*") if path.is_file() and not path.name.endswith(".lock"))
+
+
+def test_two_workers_give_the_features_of_one_process(cli: Cli, tmp_path: Path) -> None:
+    for name in ("alone.pt", "shared.pt"):
+        (tmp_path / name).write_bytes(fixture_path("lenet5-fmnist.pt").read_bytes())
+    alone = cli("extract-features", tmp_path / "alone.pt", *LENET, "--threads", 1, "--json")
+    first, second = run_workers(2, "extract-features", tmp_path / "shared.pt", *LENET, "--json", "-v", cwd=tmp_path)
+    assert first.code == 0, first.stderr
+    assert feature_digests(first) == feature_digests(alone)
+    assert (second.code, second.stdout, second.stderr) == (0, "", "")
+    received = int(first.stderr.split("received ")[1].split()[0])
+    assert received > (128 + 128 + 60) * 84 * 4  # three batches of six are the second worker's
+    assert left_behind(tmp_path / "shared.pt.bnn") == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (3, ()),
+        (4, ("--ood", "few=npz:train.npz@3", "--data", "late=py:data.py:Data", "--num-workers", 1)),
+        (3, ("--hold-out", "val=train:211", "--autocast", "bf16")),
+        (2, ("--dtype", "float16", "--data", "late=py:data.py:Data")),
+    ],
+)
+def test_features_are_equal_for_any_number_of_workers(
+    cli: Cli, folder: Path, size: int, words: Sequence[object]
+) -> None:
+    alone = cli(*line(*words, "--run-dir", "alone.bnn", "--threads", 1, "--json"))
+    first, *others = run_workers(size, *line(*words, "--json"), cwd=folder)
+    assert first.code == 0, first.stderr
+    assert feature_digests(first) == feature_digests(alone)
+    assert first.json["warnings"] == alone.json["warnings"]
+    assert [(one.code, one.stdout, one.stderr) for one in others] == [(0, "", "")] * (size - 1)
+    assert cli("verify", folder / "net.pt.bnn").code == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 0)])
+def test_an_interrupted_extraction_goes_on_with_another_number_of_workers(
+    cli: Cli, folder: Path, before: int, after: int
+) -> None:
+    words = line("--save-every", 0, make="slow", batch_size=8)
+    whole = feature_digests(cli(*words, "--run-dir", "whole.bnn", "--threads", 1, "--json"))
+    started = start_workers(before, words, cwd=folder)
+    state = folder / "net.pt.bnn/features/.train.resume.safetensors"
+    while not state.exists() and started[0].poll() is None:
+        time.sleep(0.02)
+    for one in started:
+        one.send_signal(signal.SIGTERM)
+    first, *others = ended(started)
+    assert first.code == 128 + signal.SIGTERM, first.stderr
+    assert "--resume" in first.stderr.splitlines()[-1]
+    assert [(one.stdout, one.stderr) for one in others] == [("", "")] * (before - 1)
+    words = (*words, "--resume", "--json")
+    done = run_workers(after, *words, cwd=folder)[0] if after else cli(*words, "--threads", 1)
+    assert done.code == 0, done.stderr
+    assert "resuming after" in done.stderr
+    assert feature_digests(done) == whole
+    assert left_behind(folder / "net.pt.bnn") == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("train=npz:bad_label.npz", "row 130 has label 7"),
+        ("train=npz:bad_input.npz", "the first is in row 130"),  # worker 2 meets one in row 250
+        ("train=py:data.py:Broken", "row 130 raised KeyError"),
+        ("train=py:data.py:Exits", "called exit('enough')"),
+    ],
+)
+def test_an_error_that_only_another_worker_meets_is_that_of_one_process(
+    cli: Cli, folder: Path, data: str, said: str
+) -> None:
+    alone = cli(*line("--run-dir", "alone.bnn", data=data))
+    first, *others = run_processes(3, *line(data=data), cwd=folder)
+    assert said in first.stderr
+    assert first.code == alone.code != 0
+    number = "worker 1: " if "Exits" in data else ""  # that is none of the row's, but what ends the process
+    assert last_words(first) == [text.replace("error: ", f"error: {number}") for text in last_words(alone)]
+    assert [(one.stdout, one.stderr) for one in others] == [("", "")] * 2
+    assert all(one.code for one in others)
+    assert left_behind(folder / "net.pt.bnn") == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("data", "make", "code", "said"),
+    [
+        ("train=npz:train.npz", "only_first", 65, "worker 1: --model: 'net.py:only_first' raised ValueError"),
+        (
+            "train=py:data.py:Other",
+            "make",
+            65,
+            "worker 1: py:data.py:Other has different examples here and on worker 0",
+        ),
+    ],
+)
+def test_what_ends_another_worker_alone_is_said_with_its_number(
+    folder: Path, data: str, make: str, code: int, said: str
+) -> None:
+    first, second = run_processes(2, *line(data=data, make=make), cwd=folder)
+    assert (first.code, second.stdout, second.stderr) == (code, "", ""), first.stderr
+    assert said in last_words(first)[0]
+    assert second.code == code
+
+
+def by_torchrun(*words: object) -> Invocation:
+    """Two processes, started by torchrun itself."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "bnncli")
+    command = [sys.executable, *torchrun, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return Invocation(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.long
+def test_torchrun_gives_the_one_document_of_the_first(cli: Cli, folder: Path) -> None:
+    alone = cli(*line("--run-dir", "alone.bnn", "--threads", 1, "--json"))
+    assert feature_digests(by_torchrun(*line("--json"))) == feature_digests(alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("Exits", "error: worker 1: user code called exit('enough')"),
+        ("Dies", "error: worker 1 stopped without an error message (it may have been killed): stopping all workers"),
+    ],
+)
+def test_torchrun_ends_the_first_when_that_has_said_why(folder: Path, data: str, said: str) -> None:
+    """Which is at work while the other ends: torchrun ends all at once, as far as they can be."""
+    done = by_torchrun(*line("--save-every", 0, data=f"train=py:data.py:{data}"))
+    assert last_words(done)[0] == said
+    assert "interrupted" not in done.stderr
+
+
+@pytest.mark.long
+def test_a_killed_worker_ends_an_extraction(folder: Path) -> None:
+    words = line("--save-every", 0, make="slow", batch_size=2)
+    started = start_workers(3, words, cwd=folder)
+    state = folder / "net.pt.bnn/features/.train.resume.safetensors"
+    while not state.exists() and started[0].poll() is None:
+        time.sleep(0.02)
+    started[1].kill()
+    first, _, third = ended(started)
+    assert (first.code, last_words(first)) == (
+        69,
+        ["error: worker 1 stopped without an error message (it may have been killed): stopping all workers"],
+    )
+    assert (third.code, third.stdout, third.stderr) == (69, "", "")
+    assert not (folder / "net.pt.bnn/features/train.h5").exists()
+
+
+@pytest.mark.long
+def test_what_has_no_network_is_done_by_the_first_worker(cli: Cli, folder: Path) -> None:
+    words = ("--model", "flatten", "--data", "train=npz:train.npz")
+    first, second = run_workers(2, "extract-features", "flat", *words, cwd=folder)
+    assert (first.code, second.code, second.stdout, second.stderr) == (0, 0, "", "")
+    assert "without a network does not run in parallel: worker 0 of 2 does all the work" in first.stderr
+
+
+@pytest.mark.long
+def test_a_plan_and_a_refusal_are_those_of_one_process(cli: Cli, folder: Path) -> None:
+    first, second = run_workers(2, *line("--dry-run"), cwd=folder)
+    assert (first.code, second.code, second.stdout, second.stderr) == (0, 0, "", "")
+    assert not (folder / "net.pt.bnn").exists()
+    assert cli(*line()).code == 0
+    first, second = run_workers(2, *line(), cwd=folder)
+    assert (first.code, second.code, second.stdout, second.stderr) == (0, 0, "", "")
+    assert "artifacts are up to date" in first.stderr
+    first, second = run_processes(2, *line("--dtype", "float16"), cwd=folder)
+    assert (first.code, second.stdout, second.stderr) == (73, "", "")
+    assert "already exists with other options" in first.stderr
+    assert second.code != 0

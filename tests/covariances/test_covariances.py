@@ -14,12 +14,14 @@ from bnncli.covariances import block, cheapest_root
 from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
 from bnncli.curvature import ggn
-from bnncli.errors import NumericError, UsageError
+from bnncli.errors import NumericError
 from bnncli.logits._head import head_spread
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.targets import blocks as stream
 from bnncli.targets import grams
+
+pytestmark = pytest.mark.core
 
 every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))
 PRIOR = 0.7
@@ -84,30 +86,6 @@ def test_kron_factors_are_sums_over_examples(layout: HeadLayout) -> None:
     p = target.probabilities(theta).T
     outer = [q.diag() - q.outer(q) if layout.num_outputs > 1 else (q * (1 - q)).diag() for q in p]
     torch.testing.assert_close(output_factor, torch.stack(outer).sum(dim=0))
-
-
-@every_layout
-def test_kron_is_exact_for_one_example(layout: HeadLayout) -> None:
-    target, theta = make_target(layout, num_examples=1), draw_theta(layout)
-    dense = kron_to_dense(ggn(target, theta, "kron"), layout)
-    torch.testing.assert_close(dense, hessian_of_loss(target, theta))
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_softmax_hessian_has_a_null_direction_for_each_feature(has_bias: bool) -> None:
-    layout = HeadLayout(3, 4, has_bias=has_bias)
-    eigenvalues = torch.linalg.eigvalsh(ggn(make_target(layout), draw_theta(layout), "full")["hessian.full"])
-    assert int((eigenvalues < 1e-10).sum()) == 4 + has_bias
-
-
-@every_structure
-@every_layout
-def test_twice_the_data_is_twice_the_hessian(structure: str, layout: HeadLayout) -> None:
-    theta = draw_theta(layout)
-    plain = make_target(layout)
-    again = replace(plain, features=plain.features.repeat(2, 1), labels=plain.labels.repeat(2))
-    once, twice = (DENSE[structure](ggn(target, theta, structure), layout) for target in (plain, again))
-    torch.testing.assert_close(twice, 2 * once)
 
 
 @every_structure
@@ -238,15 +216,6 @@ def test_projected_variance_takes_single_precision_and_is_never_negative(structu
     assert single.min() >= 0
 
 
-def test_only_the_prior_pins_a_common_offset_of_the_logits() -> None:
-    layout = LAYOUTS[0]
-    covariance, _ = make_covariance("full", layout)
-    features = make_target(layout).features
-    row_sums = head_spread(covariance, layout).covariance(features).sum(dim=2)
-    expected = (features.square().sum(dim=1) + 1) / PRIOR
-    torch.testing.assert_close(row_sums, expected[:, None].expand(-1, 3))
-
-
 @every_structure
 @every_layout
 def test_tensors_bring_the_covariance_back(structure: str, layout: HeadLayout) -> None:
@@ -292,8 +261,3 @@ def test_a_hessian_that_is_not_finite_is_an_error(structure: str, value: float) 
     broken = {name: torch.full_like(part, value) for name, part in parts.items()}
     with pytest.raises(NumericError, match="not finite"):
         registry.load_class("covariances", structure).from_hessian(broken, Prior(1.0), LAYOUTS[0])
-
-
-def test_an_unknown_structure_is_refused_with_the_choices() -> None:
-    with pytest.raises(UsageError, match="block, diag, full, kron"):
-        ggn(make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0]), "low-rank")

@@ -10,22 +10,15 @@ from problems.seeds import seeded
 from problems.threads import in_threads
 from torch import Tensor
 
-from bnncli.covariances import _panels, _roots
+from bnncli.covariances import root_for_many
 from bnncli.covariances._panels import panelled_root
 from bnncli.covariances._roots import inverse_root, root_of_sum
 from bnncli.covariances.full import Full
 from bnncli.errors import Interrupted, NumericError
-from bnncli.system import memory, signals
+from bnncli.system import signals
 from bnncli.system.workers import Team
 
 ALONE = Team(0, 1)
-
-
-@pytest.fixture(autouse=True)
-def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Panels of seven columns, for matrices of more than ten rows."""
-    monkeypatch.setattr(memory, "_WIDTH", {"cpu": 7})
-    monkeypatch.setattr(memory, "_LARGE", 10)
 
 
 def precision_of(size: int) -> Tensor:
@@ -42,7 +35,7 @@ def root_by(team: Team, matrix: Tensor) -> Tensor | None:
     return panelled_root(columns, size, team, device=matrix.device)
 
 
-@pytest.mark.parametrize("size", [1, 7, 11, 30, 49])
+@pytest.mark.parametrize("size", [1, 256, 257, 700])
 def test_a_root_is_lower_triangular_and_gives_the_inverse(size: int) -> None:
     precision = precision_of(size)
     root = root_by(ALONE, precision)
@@ -55,22 +48,19 @@ def test_a_root_is_lower_triangular_and_gives_the_inverse(size: int) -> None:
 
 @pytest.mark.parametrize("workers", [2, 3, 9])
 def test_any_number_of_workers_has_the_same_bits(workers: int) -> None:
-    precision = precision_of(40)
+    precision = precision_of(700)
     expected = root_by(ALONE, precision)
     for found in in_threads(workers, lambda team: root_by(team, precision)):
         assert torch.equal(found, expected)
 
 
-def test_a_large_matrix_has_the_root_that_a_factor_and_a_solve_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    precision = precision_of(40)
-    found, jitter = inverse_root(precision.clone())
-    monkeypatch.setattr(memory, "_LARGE", 100)
-    expected, _ = inverse_root(precision.clone())
-    assert jitter == 0
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    precisions = torch.rand(40, generator=seeded(), dtype=torch.float64)
+def test_a_large_matrix_has_the_root_that_a_factor_and_a_solve_give() -> None:
+    precision, precisions = precision_of(1100), torch.rand(1100, generator=seeded(), dtype=torch.float64)
     summed, _ = root_of_sum(lambda start, stop: precision[start:stop], precisions, mean=1.0)
-    torch.testing.assert_close(summed, inverse_root(precision + precisions.diag())[0], rtol=1e-9, atol=1e-9)
+    for found, matrix in ((inverse_root(precision.clone()), precision), ((summed, 0), precision + precisions.diag())):
+        assert found[1] == 0
+        factor = torch.linalg.cholesky(matrix.flip(0, 1)).flip(0, 1)
+        torch.testing.assert_close(found[0] @ factor.T, torch.eye(1100, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -91,15 +81,16 @@ def test_jitter_is_added_where_there_is_no_factor_and_told(workers: int) -> None
 @pytest.mark.parametrize(
     ("change", "message"), [(-1e9, "not positive definite"), (float("nan"), "not finite"), (float("inf"), "not finite")]
 )
-def test_what_has_no_root_is_refused(change: float, message: str) -> None:
-    precision = precision_of(40)
+@pytest.mark.parametrize("size", [40, 1100])
+def test_what_has_no_root_is_refused(change: float, message: str, size: int) -> None:
+    precision = precision_of(size)
     precision[20, 20] = change
     with pytest.raises(NumericError, match=message):
         inverse_root(precision)
 
 
 def test_a_signal_ends_it_between_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, total = [20], precision_of(40)
+    left, total = [5], precision_of(1100)
 
     def poll(where: str) -> None:
         left[0] -= 1
@@ -109,8 +100,6 @@ def test_a_signal_ends_it_between_two_products(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(signals, "raise_if_interrupted", poll)
     with pytest.raises(Interrupted, match="a Cholesky factorisation"):
         inverse_root(total)
-    assert _panels.NAME == "a Cholesky factorisation"
-    assert _roots.JITTERS[0] == 0
 
 
 @pytest.mark.parametrize("size", [2049, 2500])
@@ -120,4 +109,15 @@ def test_products_with_a_large_root_leave_out_only_what_is_zero(size: int) -> No
     z = torch.randn(3, size, dtype=torch.float64, generator=generator)
     torch.testing.assert_close(Full(root).unwhiten(z), z @ root.T, rtol=1e-11, atol=1e-10)
     torch.testing.assert_close(Full(root).pull_back(z), z @ root, rtol=1e-11, atol=1e-10)
-    assert len(Full(root)._panels()) == 3
+
+
+@pytest.mark.parametrize("size", [2049, 2500])
+@pytest.mark.parametrize("num_vectors", [1, 16])
+def test_a_root_laid_out_for_many_products_gives_those_of_the_dense_one(size: int, num_vectors: int) -> None:
+    root = torch.randn(size, size, generator=seeded(), dtype=torch.float64).tril() / size**0.5
+    for dtype, accuracy in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        laid_out = root_for_many(Full(root), torch.device("cpu"), dtype)
+        vectors = torch.randn(num_vectors, size, generator=seeded(1), dtype=torch.float64)
+        assert laid_out.unwhiten(vectors).dtype == dtype
+        torch.testing.assert_close(laid_out.unwhiten(vectors).double(), vectors @ root.T, rtol=accuracy, atol=accuracy)
+        torch.testing.assert_close(laid_out.pull_back(vectors).double(), vectors @ root, rtol=accuracy, atol=accuracy)

@@ -22,6 +22,8 @@ from bnncli.data.splits import InputSplit, load_split
 from bnncli.data.tables import numbers_of, zeros_and_ones
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
+pytestmark = [pytest.mark.core, pytest.mark.libraries]
+
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
@@ -360,7 +362,7 @@ except UsageError as error:
     assert done.stdout == "\0data\0 parquet needs pyarrow, which is not installed|pip install 'bnncli[parquet]'\n", done
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_folders_of_the_library_itself_are_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=NAMES)})

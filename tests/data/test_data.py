@@ -1,11 +1,15 @@
-"""Data specs, preprocessing, labels and splits, against arrays written by other libraries."""
+"""Data sets: arrays, images, classes, shifts, and their loaders."""
 
 from __future__ import annotations
 
 import gzip
+import multiprocessing
+import os
 import re
+import signal
 import struct
 import sys
+import time
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -16,11 +20,22 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from bnncli.data.arrays import read_feature_arrays
-from bnncli.data.pixels import Preprocess
-from bnncli.data.splits import InputSplit, hold_out, hold_out_rows, load_split, parse_split
-from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
+from bnncli.data import (
+    InputSplit,
+    Preprocess,
+    hold_out,
+    hold_out_rows,
+    load_split,
+    matched_to,
+    parse_split,
+    read_feature_arrays,
+)
+from bnncli.errors import BnnError, DataError, DeviceError, MissingInput, Untrusted, UsageError
+
+pytestmark = [pytest.mark.core, pytest.mark.libraries]
+
 
 RANDOM = np.random.default_rng(0)
 GREY = RANDOM.integers(0, 256, (12, 5, 4), dtype=np.uint8)
@@ -551,3 +566,151 @@ def test_two_arrays_of_one_name_in_an_npz_file_are_refused(tmp_path: Path) -> No
         archive.writestr("y.npy", archive.read("x.npy"))
     with pytest.raises(DataError, match="several arrays with the same name: 'y'"):
         load_split(spec)
+
+
+PARENT = os.getpid()
+
+
+class Deadly:
+    """Rows of zeros; a process that reads row 2 is killed."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
+        if row == 2 and os.getpid() != PARENT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.zeros(3, np.float32), 0
+
+
+def test_a_killed_process_is_told_of_and_no_other_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bnncli.data.kinds.py.user_code.load_factory", lambda *_, **__: Deadly)
+    split = load_split("py:deadly.py:make")
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))  # seconds; else 5
+    batches = split.batches(2, num_workers=2)
+    next(batches)
+    time.sleep(0.2)  # the network, busy while the process dies: it is not to blame
+    with pytest.raises(DeviceError, match="a data loading worker was killed by SIGKILL") as caught:
+        next(batches)
+    assert caught.value.code == "reader_died"
+    assert not multiprocessing.active_children()
+
+
+class Numbers:
+    """Four rows, each of its own number."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
+        return np.full(3, row, np.float32), row
+
+
+def test_batches_need_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    def overdue(*_: object) -> None:
+        raise TimeoutError("the batch never came")
+
+    monkeypatch.setattr("bnncli.data.kinds.py.user_code.load_factory", lambda *_, **__: Numbers)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", full)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_filename_cpu_", full)
+    split = load_split("py:numbers.py:make")
+    before = signal.signal(signal.SIGALRM, overdue)
+    signal.alarm(60)
+    try:
+        batches = list(split.batches(2, num_workers=2))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert [batch.labels.tolist() for batch in batches if batch.labels is not None] == [[0, 1], [2, 3]]
+
+
+def split_of(folder: Path, *names: str) -> InputSplit:
+    """One image in a folder for each class."""
+    for name in names:
+        (folder / name).mkdir()
+        Image.new("L", (2, 2)).save(folder / name / "0.png")
+    return load_split(f"images:{folder}", name="train")
+
+
+def class_labels(split: InputSplit) -> list[int]:
+    """Those of the batches, which are those that the split tells of beforehand."""
+    found = [label for batch in split.batches(2) if batch.labels is not None for label in batch.labels.tolist()]
+    assert split.labels is not None
+    assert found == split.labels.tolist()
+    return found
+
+
+MATCHES = {
+    ("cat", "dog"): (("dog", "cat"), [1, 0]),
+    ("neg", "pos"): (("POS", " Neg"), [1, 0]),
+    ("b", "c"): (("a", "b", "c"), [1, 2]),  # some of the classes alone
+    ("0", "10", "2"): (tuple("abcdefghijk"), [0, 2, 10]),  # numbers are the model's own
+    ("1", "2"): (("2", "1"), [1, 0]),  # and names where it has names like them
+    ("A", "a"): (("a", "A"), [1, 0]),
+}
+
+
+@pytest.mark.parametrize("names", MATCHES)
+def test_labels_are_matched_by_name(tmp_path: Path, names: tuple[str, ...]) -> None:
+    classes, expected = MATCHES[names]
+    split = matched_to(split_of(tmp_path, *names), classes)
+    assert class_labels(split) == expected
+    assert split.classes == classes
+    assert class_labels(split.take(np.array([1]))) == expected[1:2]
+
+
+def test_whole_numbers_are_the_models_own(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((3, 2)), y=[2, 0, 1])
+    split = matched_to(load_split(f"npz:{tmp_path / 'a.npz'}"), ("a", "b", "c"))
+    assert class_labels(split) == [2, 0, 1]
+    assert split.classes == ("a", "b", "c")
+
+
+def test_a_model_that_names_no_classes_leaves_the_datas(tmp_path: Path) -> None:
+    split = split_of(tmp_path, "cat", "dog")
+    assert matched_to(split, None) is split
+
+
+@pytest.mark.parametrize(("names", "expected"), [(("0", "10", "2"), [0, 2, 10]), (("1", "0010"), [1, 10])])
+def test_folders_that_are_numbers_are_these_numbers(
+    tmp_path: Path, names: tuple[str, ...], expected: list[int]
+) -> None:
+    split = matched_to(split_of(tmp_path, *names), None)
+    assert class_labels(split) == expected
+    assert split.classes is None
+
+
+@pytest.mark.parametrize(
+    ("names", "message"), [(("1", "01"), "the classes '01', '1' have the same number"), (("1", "99999999"), "expected at most 999999")]
+)  # fmt: skip
+def test_folders_that_are_no_numbers_of_classes_are_refused(
+    tmp_path: Path, names: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        matched_to(split_of(tmp_path, *names), None)
+
+
+def test_other_classes_are_no_error_where_they_are_out_of_distribution(tmp_path: Path) -> None:
+    split = split_of(tmp_path, "bird", "fish").as_ood()
+    assert matched_to(split, ("cat", "dog")) is split
+
+
+MISMATCHES = {
+    ("cat", "fish"): (("cat", "dog"), "split 'train' has the classes 'cat', 'fish'; the model has 'cat', 'dog'$"),
+    ("Cat", "cat"): (("cat", "dog"), "has the classes 'Cat', 'cat'; the model has 'cat', 'dog'$"),
+    ("0", "3"): (("cat", "dog"), "has the classes '0', '3'; the model has 'cat', 'dog'$"),
+    ("a", "z"): (tuple("abcdefghijkl"), "'g', 'h' and 4 more; not in the model: 'z'$"),
+}
+
+
+@pytest.mark.parametrize("names", MISMATCHES)
+def test_classes_that_the_model_does_not_have_are_refused_with_both_lists(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    classes, message = MISMATCHES[names]
+    with pytest.raises(DataError, match=message) as caught:
+        matched_to(split_of(tmp_path, *names), classes)
+    assert caught.value.code == "class_mismatch"

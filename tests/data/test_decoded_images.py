@@ -21,6 +21,8 @@ from bnncli.data.pixels import ImageCounts, Preprocess
 from bnncli.data.splits import load_split
 from bnncli.models.architectures.mlp import build
 
+pytestmark = [pytest.mark.core, pytest.mark.libraries]
+
 PIXELS = np.random.default_rng(0).integers(256, size=(4, 4, 3), dtype=np.uint8)
 STORED_TURN = {
     2: lambda image: image[:, ::-1],

@@ -18,6 +18,8 @@ from bnncli.data.kinds import csv, jsonl, webdataset
 from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import InputSplit, hold_out, load_split
 
+pytestmark = [pytest.mark.core, pytest.mark.libraries]
+
 TEXTS = ["a b", "c", "d e f", "g"]
 LABELS = ["no", "yes", "maybe", "no"]
 

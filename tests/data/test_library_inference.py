@@ -22,7 +22,7 @@ from bnncli.data.splits import InputSplit, load_split
 from bnncli.models import Asked, open_model
 from bnncli.models.head import run_network
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.core, pytest.mark.libraries, pytest.mark.long]
 transformers = library("transformers")
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -20,6 +20,8 @@ from bnncli.data.splits import load_split
 from bnncli.data.transform import Transformed
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
+pytestmark = [pytest.mark.core, pytest.mark.libraries]
+
 LONG = clip(0.2)
 
 

@@ -22,6 +22,8 @@ from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import load_split
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 
+pytestmark = [pytest.mark.core, pytest.mark.libraries]
+
 N = 6
 RNG = np.random.default_rng(3)
 

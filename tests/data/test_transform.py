@@ -1,7 +1,8 @@
-"""What a model brings for images and texts: applied beside the network, refused where it does not fit."""
+"""Transforms and augmentations of images."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from PIL import Image
 from problems.transforms import Halved, WordLengths
 
-from bnncli.data.pixels import Preprocess
-from bnncli.data.splits import Batch, InputSplit, load_split
+from bnncli.data import Augmentation, Batch, InputSplit, Preprocess, Shift, load_split
 from bnncli.errors import BnnError, DataError, UsageError
+
+pytestmark = [pytest.mark.core, pytest.mark.libraries]
+
 
 RANDOM = np.random.default_rng(0)
 COLOUR = RANDOM.integers(0, 256, (6, 4, 4, 3), dtype=np.uint8)
@@ -197,3 +200,131 @@ def test_named_inputs_are_not_normalised(datasets: Path) -> None:
     split: InputSplit = load_split(f"py:{datasets}:named", preprocess=Preprocess(mean=(0.5,)))
     with pytest.raises(UsageError, match="\0mean\0 applies to images, but the inputs are 'input_ids', 'weight'"):
         next(split.batches(2))
+
+
+FILL = torch.tensor([-1.0, 2.0])
+
+
+@pytest.mark.parametrize(("padding", "flips"), [(2, True), (1, False), (0, True)])
+def test_images_are_shifted_and_mirrored_as_drawn(padding: int, flips: bool) -> None:
+    augmentation = Augmentation(padding, flips, FILL)
+    shifts = 2 * padding + 1
+    num_kinds = shifts**2 * (1 + flips)
+    images = torch.randn(num_kinds, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    found = augmentation.apply(images, torch.arange(num_kinds))
+    expected = []
+    for number, image in enumerate(images):
+        padded = FILL.view(2, 1, 1).expand(2, 5 + 2 * padding, 4 + 2 * padding).clone()
+        padded[:, padding : padding + 5, padding : padding + 4] = image
+        top, left = number // shifts % shifts, number % shifts
+        cropped = padded[:, top : top + 5, left : left + 4]
+        expected.append(cropped.flip(2) if number >= shifts**2 else cropped)
+    # Shifted, then mirrored: the order of torchvision's RandomCrop and RandomHorizontalFlip.
+    assert torch.equal(found, torch.stack(expected))
+
+
+def test_every_shift_is_as_likely() -> None:
+    augmentation = Augmentation(1, True, FILL)
+    counts = augmentation.draw(18_000, torch.Generator().manual_seed(1)).bincount(minlength=18)
+    assert len(counts) == 18
+    # 1,000 each, standard deviation sqrt(18,000 / 18 x 17 / 18) = 30.7
+    assert bool(((counts - 1000).abs() < 4 * 30.7).all())
+
+
+@pytest.fixture
+def images() -> np.ndarray:
+    """Smooth, so that interpolation errs little."""
+    coarse = np.random.default_rng(0).integers(256, size=(5, 4, 4, 3), dtype=np.uint8)
+    return np.stack([np.asarray(Image.fromarray(one).resize((28, 28), Image.Resampling.BICUBIC)) for one in coarse])
+
+
+def split_of(path: Path, images: np.ndarray, shift: Shift | None) -> InputSplit:
+    np.savez(path / "x.npz", x=images, y=np.arange(len(images)))
+    return replace(load_split(f"npz:{path}/x.npz"), shift=shift)
+
+
+def inputs_of(split: InputSplit, batch_size: int = 2, num_workers: int = 0) -> np.ndarray:
+    batches: list[Any] = [one.inputs for one in split.batches(batch_size, num_workers=num_workers)]
+    return np.concatenate([one.numpy() for one in batches])
+
+
+@pytest.mark.parametrize("quarters", [-1, 0, 1, 2, 4])
+@pytest.mark.parametrize("size", [28, 27])
+def test_quarter_turns_are_counter_clockwise_and_exact(images: np.ndarray, quarters: int, size: int) -> None:
+    image = images[0][:size, :size]
+    assert np.array_equal(Shift(rotate=90.0 * quarters).apply(image, 0), np.rot90(image, quarters))
+
+
+@pytest.mark.parametrize("degrees", [15.0, -40.0, 130.0])
+def test_other_turns_are_pillows_inside(images: np.ndarray, degrees: float) -> None:
+    found = Shift(rotate=degrees).apply(images[1], 0).astype(int)
+    expected = np.asarray(Image.fromarray(images[1]).rotate(degrees, Image.Resampling.BILINEAR)).astype(int)
+    rows, columns = np.mgrid[:28, :28] - 13.5
+    inside = np.hypot(rows, columns) < 12
+    assert np.abs(found - expected)[inside].max() <= 1
+    assert not Shift(rotate=45.0).apply(images[1], 0)[0, 0].any()
+
+
+def test_noise_belongs_to_the_row_whatever_the_batches(tmp_path: Path, images: np.ndarray) -> None:
+    split = split_of(tmp_path, images, Shift(corrupt="gaussian-noise:3", seed=7))
+    whole = inputs_of(split)
+    assert np.array_equal(whole, inputs_of(split, batch_size=5))
+    assert np.array_equal(whole, inputs_of(split, num_workers=2))
+    assert np.array_equal(whole[[1, 4]], inputs_of(split.take(np.array([1, 4]))))
+    assert not np.array_equal(whole, inputs_of(replace(split, shift=Shift(corrupt="gaussian-noise:3", seed=8))))
+
+
+def test_rows_have_noise_of_their_own_and_the_same_at_every_severity(tmp_path: Path) -> None:
+    grey = np.full((2, 30, 30), 128, np.uint8)
+    first, second = (
+        inputs_of(split_of(tmp_path, grey, Shift(corrupt=f"gaussian-noise:{severity}"))) - 128 / 255
+        for severity in (1, 2)
+    )
+    assert abs(np.corrcoef(first[0].ravel(), first[1].ravel())[0, 1]) < 5 / 30
+    assert np.corrcoef(first[0].ravel(), second[0].ravel())[0, 1] > 0.98
+
+
+def test_channels_first_and_last_are_shifted_alike(tmp_path: Path, images: np.ndarray) -> None:
+    shift = Shift(rotate=20.0, corrupt="impulse-noise:2")
+    last = inputs_of(split_of(tmp_path, images, shift))
+    assert np.array_equal(last, inputs_of(split_of(tmp_path, np.moveaxis(images, 3, 1), shift)))
+
+
+def test_it_rotates_before_it_corrupts(images: np.ndarray) -> None:
+    turned = Shift(rotate=45.0).apply(images[0], 3)
+    both = Shift(rotate=45.0, corrupt="brightness:1").apply(images[0], 3)
+    assert np.array_equal(both, Shift(corrupt="brightness:1").apply(turned, 3))
+    assert both[0, 0].all()
+
+
+def test_images_for_a_transform_are_shifted_too(images: np.ndarray) -> None:
+    shift = Shift(rotate=90.0)
+    found = shift.of_stored([Image.fromarray(one) for one in images], np.arange(len(images)), "x")
+    assert all(np.array_equal(np.asarray(one), np.rot90(image)) for one, image in zip(found, images, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("stored", "what"),
+    [
+        (np.zeros((2, 4, 4), np.float32), "float32"),
+        (np.zeros((2, 4), np.uint8), r"\(4,\)"),
+        (["a", "b"], "texts"),
+        ({"ids": np.zeros((2, 3))}, "ids"),
+    ],
+)
+def test_anything_but_images_of_bytes_is_refused(stored: Any, what: str) -> None:
+    with pytest.raises(DataError, match=f"uint8 images.*{what}"):
+        Shift(rotate=5.0).of_stored(stored, np.arange(2), "x")
+
+
+def test_the_digest_is_that_of_the_data(tmp_path: Path, images: np.ndarray) -> None:
+    split = split_of(tmp_path, images, Shift(rotate=5.0))
+    assert split.order_digest == replace(split, shift=None).order_digest
+
+
+@pytest.mark.parametrize("text", ["fog:1", "jpeg", "jpeg:0", "jpeg:6", "jpeg:two"])
+def test_unknown_corruptions_are_refused_with_the_kinds(text: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"KIND:SEVERITY, such as gaussian-noise:3, with KIND one of gaussian-noise.*jpeg"
+    ):
+        Shift(corrupt=text)

@@ -18,6 +18,8 @@ from bnncli.data.pixels import Preprocess
 from bnncli.data.splits import load_split
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 
+pytestmark = [pytest.mark.core, pytest.mark.libraries]
+
 RNG = np.random.default_rng(5)
 PIXELS = RNG.integers(0, 256, (12, 6, 5, 3), dtype=np.uint8)
 

@@ -7,6 +7,8 @@ import pytest
 
 from bnncli.evaluation.verdict import LOW_BFMI, bfmi, lowest_bfmi
 
+pytestmark = pytest.mark.core
+
 
 def test_it_is_the_ratio_of_mean_squared_steps_to_the_variance() -> None:
     energy = np.random.default_rng(0).normal(size=(5, 200)).cumsum(axis=1)

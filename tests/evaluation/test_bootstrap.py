@@ -39,7 +39,6 @@ def test_counts_have_the_moments_of_a_multinomial() -> None:
 def test_weights_depend_on_seed_name_and_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     (alone,) = all_weights(Bootstrap(30), ("test", 50))
     monkeypatch.setattr(bootstrap, "BLOCK_WEIGHTS", 400)
-    monkeypatch.setattr(bootstrap, "_COUNTED", 100)
     beside, other = all_weights(Bootstrap(30), ("test", 50), ("far", 50))
     np.testing.assert_array_equal(alone, beside)
     (longer,) = all_weights(Bootstrap(60), ("test", 50))
@@ -52,7 +51,6 @@ def test_weights_depend_on_seed_name_and_size_alone(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("only", [range(0, 4, 2), range(1, 4, 2), range(0)])
 def test_blocks_that_are_left_out_change_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch, only: range) -> None:
     monkeypatch.setattr(bootstrap, "BLOCK_WEIGHTS", 800)
-    monkeypatch.setattr(bootstrap, "_COUNTED", 150)
     splits = ("test", 50), ("far", 30)
     every = list(Bootstrap(40).weights(*splits))
     assert [len(block) for block in Bootstrap(40).blocks(*splits)] == [len(one) for one, _ in every] == [10] * 4

@@ -1,16 +1,34 @@
-"""Calibration errors, in all their forms, against brute-force loops and cases with known answers."""
+"""Calibration errors, their decomposition and excess."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from functools import cache
 
 import numpy as np
 import pytest
+import scipy.optimize
 from numpy.typing import NDArray
+from scipy import stats
+from sklearn.isotonic import IsotonicRegression
+from sklearn.metrics import brier_score_loss, log_loss
 
-from bnncli.evaluation import statistics
+from bnncli.evaluation import statistics as probabilities
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.calibration import Reliability, calibration_scores, class_wise_scores, reliability
+from bnncli.evaluation.class_scores import decomposition_scores
+from bnncli.evaluation.recommendation import (
+    FALSE_ALARM,
+    WORSE_SHARE,
+    Relabelled,
+    Scored,
+    excesses,
+    loss_interval,
+    mean_interval,
+    p_value,
+    score,
+)
 from bnncli.evaluation.statistics import ExampleStatistics, Row, examples_of, score_rows
 
 
@@ -93,37 +111,12 @@ def test_ece_and_mce_are_those_of_the_loop(num_classes: int, num_bins: int) -> N
     assert measured == pytest.approx(expected, rel=1e-10)
 
 
-def test_bins_are_closed_on_the_right() -> None:
-    examples = with_confidence(np.array([0.25, 0.250001, 0.5, 0.75, 1.0]))
-    assert reliability(examples, num_bins=4).count.tolist() == [1, 2, 1, 1]
-
-
-def test_confidence_zero_is_in_the_first_bin_and_one_in_the_last() -> None:
-    bins = reliability(with_confidence(np.array([0.0, 1.0, 1.0 + 1e-7])))
-    assert bins.count.tolist() == [1] + [0] * 13 + [2]
-
-
-def test_no_example_is_left_out() -> None:
-    probs, labels = predictions(3)
-    assert bins_of(probs, labels).count.sum() == len(labels)
-
-
 def test_empty_bins_have_no_confidence_and_no_gap() -> None:
     bins = bins_of(*binary(0.9, 6, 4))
     assert bins.count.tolist() == [0] * 13 + [10] + [0]
     assert np.isnan(bins.confidence[:13]).all()
     assert np.isnan(bins.accuracy[14])
     assert (bins.confidence[13], bins.accuracy[13]) == pytest.approx((0.9, 0.6))
-
-
-@pytest.mark.parametrize(
-    ("confidence", "num_right", "num_wrong", "expected"),
-    [(0.999, 50, 0, 0.001), (0.995, 50, 50, 0.495), (1.0, 3, 1, 0.25), (0.75, 3, 1, 0.0)],
-)
-def test_one_confidence_has_the_known_error(confidence: float, num_right: int, num_wrong: int, expected: float) -> None:
-    probs, labels = binary(confidence, num_right, num_wrong)
-    assert ece(probs, labels) == pytest.approx(expected, abs=1e-12)
-    assert mce(probs, labels) == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_error_of_calibrated_predictions_vanishes_with_their_number() -> None:
@@ -144,12 +137,6 @@ def test_no_form_depends_on_the_order_of_examples() -> None:
     order = np.random.default_rng(1).permutation(len(labels))
     for row, other in zip(rows_of(probs, labels), rows_of(probs[order], labels[order]), strict=True):
         assert row["value"] == pytest.approx(other["value"], rel=1e-9)
-
-
-def test_the_largest_error_is_at_least_the_expected_one() -> None:
-    probs, labels = predictions(4)
-    for strategy in ("equal-width", "equal-mass"):
-        assert 0 < value(probs, labels, "ece", strategy) < value(probs, labels, "mce", strategy) <= 1
 
 
 @pytest.mark.parametrize("count", [400, 397, 7])
@@ -193,19 +180,6 @@ def test_the_debiased_error_of_bins_of_one_example_is_undefined() -> None:
     (row,) = [row for row in rows_of(probs, labels, bootstrap=Bootstrap(20)) if row.get("estimator") == "debiased"]
     assert (row["value"], row["undefined"]) == (None, "no bin holds two examples, so the noise cannot be estimated")
     assert value(probs, labels, "ece", "equal-mass", norm="l2", num_bins=14) >= 0
-
-
-def test_the_debiased_error_of_calibrated_predictions_is_lower_than_the_plain_one() -> None:
-    generator = np.random.default_rng(5)
-    found: dict[str, list[float]] = {"l1": [], "l2": []}
-    for _ in range(30):
-        probs = generator.dirichlet(np.ones(3), size=500)
-        labels = (probs.cumsum(axis=1) < generator.random((500, 1))).sum(axis=1)
-        for norm, values in found.items():
-            values.append(value(probs, labels, "ece", "equal-mass", norm=norm))
-    # Half of the debiased squares are below zero, where the error is cut off.
-    assert np.mean(np.array(found["l2"]) == 0) == pytest.approx(0.5, abs=0.35)
-    assert min(found["l1"]) > 0.015
 
 
 def published_by_loop(probs: NDArray, labels: NDArray) -> float:
@@ -265,7 +239,7 @@ def test_the_class_wise_error_is_the_loop_over_classes(num_classes: int) -> None
 def test_the_class_wise_error_needs_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     probs, labels = predictions(5)
     whole = value(probs, labels, "ece", "class-wise")
-    monkeypatch.setattr(statistics, "BLOCK_VALUES", 60)
+    monkeypatch.setattr(probabilities, "BLOCK_VALUES", 60)
     assert value(probs, labels, "ece", "class-wise") == pytest.approx(whole, rel=1e-12)
 
 
@@ -281,3 +255,243 @@ def test_replicates_are_the_errors_of_repeated_examples() -> None:
     ):
         if other["strategy"] != "equal-mass":  # whose edges stay those of the sample
             assert row == pytest.approx(other["value"], rel=1e-5)
+
+
+def forecasts(count: int = 400) -> tuple[NDArray, NDArray]:
+    """Probabilities of class 1, with ties, that are overconfident, and labels."""
+    generator = np.random.default_rng(0)
+    forecast = generator.beta(0.6, 0.6, count).round(2)
+    return forecast, (generator.random(count) < 0.2 + 0.6 * forecast).astype(int)
+
+
+def parts(forecast: NDArray, labels: NDArray, weights: NDArray | None = None) -> NDArray:
+    """Rows of miscalibration, discrimination and uncertainty: of the Brier score, of the NLL."""
+    probs = np.column_stack([1 - forecast, forecast]).astype(np.float32)
+    statistic = decomposition_scores(examples_of(probs, labels)).statistic
+    assert statistic is not None
+    return statistic(np.ones((1, len(labels))) if weights is None else weights).reshape(-1, 2, 3)
+
+
+def test_the_recalibrated_score_is_that_of_scikit_learn() -> None:
+    forecast, labels = forecasts()
+    fitted = IsotonicRegression(y_min=0, y_max=1).fit_transform(forecast, labels)
+    _, discrimination, uncertainty = parts(forecast, labels)[0].T
+    expected = [2 * brier_score_loss(labels, fitted), log_loss(labels, fitted)]
+    assert uncertainty - discrimination == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_parts_add_up_to_the_score() -> None:
+    forecast, labels = forecasts()
+    forecast = forecast.clip(0.01, 0.99)
+    miscalibration, discrimination, uncertainty = parts(forecast, labels)[0].T
+    expected = [2 * brier_score_loss(labels, forecast), log_loss(labels, forecast)]
+    assert miscalibration - discrimination + uncertainty == pytest.approx(expected, rel=1e-5)
+    assert min(miscalibration) > 0.01
+
+
+def test_equal_forecasts_do_not_differ_by_their_label() -> None:
+    # Float32: 1 - p rounds to 1 for one label and p stays 1e-9 for the other.
+    probs = np.tile(np.array([1, 1e-9], dtype=np.float32), (40, 1))
+    statistic = decomposition_scores(examples_of(probs, np.repeat([0, 1], [30, 10]))).statistic
+    assert statistic is not None
+    assert statistic(np.ones((1, 40)))[0, [1, 4]] == pytest.approx([0, 0], abs=1e-12)
+
+
+def test_weights_count_as_repeated_examples() -> None:
+    forecast, labels = forecasts(150)
+    (weights,) = next(Bootstrap(4).weights(("test", 150)))
+    for row, measured in zip(weights.astype(int), parts(forecast, labels, weights), strict=True):
+        again = np.repeat(np.arange(150), row)
+        assert parts(forecast[again], labels[again])[0] == pytest.approx(measured, rel=1e-9)
+
+
+def test_labels_of_one_class_have_no_uncertainty() -> None:
+    found = parts(np.linspace(0.1, 0.9, 9), np.ones(9, dtype=int))[0]
+    assert found[:, 1:] == pytest.approx(np.zeros((2, 2)), abs=1e-12)
+
+
+def test_more_classes_have_no_decomposition() -> None:
+    scores = decomposition_scores(examples_of(np.full((4, 3), 1 / 3), np.zeros(4, dtype=int)))
+    assert (scores.statistic, scores.undefined) == (None, "expected two classes, got 3")
+
+
+SPREAD = 6.0  # of the true logit: most labels are nearly certain, as those of a good network
+
+
+def sigmoid(logit: NDArray) -> NDArray:
+    return 1 / (1 + np.exp(-logit))
+
+
+def losses(logit: NDArray, labels: NDArray) -> NDArray:
+    return np.logaddexp(0, np.where(labels, -logit, logit))
+
+
+def risk(scale: float, grid: NDArray) -> float:
+    """The true NLL of a network whose logits are `scale` times the true ones."""
+    truth = sigmoid(grid)
+    return float(np.mean(truth * losses(scale * grid, np.ones(1)) + (1 - truth) * losses(scale * grid, np.zeros(1))))
+
+
+@cache
+def as_good_as(scale: float) -> float:
+    """The hedging scale, below 1, whose true NLL is that of an overconfident one: the null holds exactly."""
+    grid = SPREAD * stats.norm.ppf((np.arange(4000) + 0.5) / 4000)
+    return scipy.optimize.brentq(lambda other: risk(other, grid) - risk(scale, grid), 1e-3, 1.0)
+
+
+def draw(size: int, trials: int, *scales: float) -> list[NDArray]:
+    """Losses (trials, size) of each scale on the same labels."""
+    generator = np.random.default_rng(0)
+    truth = SPREAD * generator.normal(size=(trials, size))
+    labels = generator.random((trials, size)) < sigmoid(truth)
+    return [losses(scale * truth, labels) for scale in scales]
+
+
+def alarms(chosen: NDArray, *references: NDArray) -> float:
+    """The share of trials with any p-value, after Holm's correction, at the level; no least excess asked for."""
+    count = 0
+    for trial, row in enumerate(chosen):
+        others = [Scored(str(place), reference[trial]) for place, reference in enumerate(references)]
+        found = excesses(Scored("chosen", row), others)
+        count += any(one.p_adjusted is not None and one.p_adjusted <= FALSE_ALARM for one in found)
+    return count / len(chosen)
+
+
+def tolerated(trials: int) -> float:
+    """3.3 binomial standard errors: one test in a thousand fails by chance."""
+    return 3.3 * math.sqrt(FALSE_ALARM * (1 - FALSE_ALARM) / trials)
+
+
+@pytest.mark.parametrize("scale", [1.5, 2.5])
+@pytest.mark.parametrize("is_hedged", [True, False], ids=["hedged against sure", "sure against hedged"])
+def test_predictives_that_are_equally_good_alarm_no_oftener_than_stated(scale: float, is_hedged: bool) -> None:
+    sure, hedged = draw(300, 1500, scale, as_good_as(scale))
+    share = alarms(*((hedged, sure) if is_hedged else (sure, hedged)))
+    assert share <= FALSE_ALARM + tolerated(1500)
+    assert share >= 0.2 * FALSE_ALARM  # it is a test, and not silence
+
+
+@pytest.mark.parametrize("size", [30, 100])
+@pytest.mark.parametrize("kind", ["mixed", "sure", "very sure"])
+def test_samples_that_lack_the_large_losses_prove_nothing(size: int, kind: str) -> None:
+    """Two predictives that are equally good at every example, most of them sure: Hall's test alone alarms in up to 59 of 100."""
+    generator, trials = np.random.default_rng(5), 600
+    uniform = generator.random((trials, size))
+    confidence = {"mixed": 0.5 + uniform / 2, "sure": 0.5 + uniform ** (1 / 20) / 2, "very sure": 1 - uniform**6 / 2}[
+        kind
+    ]
+    logit = np.log(confidence) - np.log(np.maximum(1 - confidence, 1e-12))
+    sure, hedged = sigmoid(1.7 * logit), sigmoid(0.7 * logit)
+    right, wrong = np.log(sure / hedged), np.log(np.maximum(1 - sure, 1e-15) / (1 - hedged))
+    truth = np.where(right - wrong > 1e-9, wrong / np.minimum(wrong - right, -1e-9), 0.5)
+    labels = generator.random((trials, size)) < truth
+    chosen, reference = losses(0.7 * logit, labels), losses(1.7 * logit, labels)
+    alone = np.mean([(p_value(gap) or 0) <= FALSE_ALARM for gap in chosen - reference])
+    assert alarms(chosen, reference) <= FALSE_ALARM + tolerated(trials)
+    if (size, kind) in ((30, "sure"), (100, "sure"), (30, "very sure")):
+        assert alone > 0.1
+
+
+def test_students_t_would_not_keep_the_level() -> None:
+    sure, hedged = draw(300, 2000, 2.5, as_good_as(2.5))
+    gaps = hedged - sure
+    statistic = math.sqrt(300) * gaps.mean(axis=1) / gaps.std(axis=1, ddof=1)
+    assert np.mean(stats.t.sf(statistic, 299) <= FALSE_ALARM) > FALSE_ALARM + tolerated(2000)
+
+
+def test_three_references_that_are_as_good_alarm_no_oftener_than_stated() -> None:
+    scales = (1.5, as_good_as(1.5))
+    sure, hedged = draw(300, 800, *scales)
+    noise = np.random.default_rng(1).normal(size=(2, *sure.shape))
+    share = alarms(hedged, sure, hedged + 0.1 * noise[0], hedged + 0.1 * noise[1])
+    assert share <= FALSE_ALARM + tolerated(800)
+
+
+def test_a_predictive_that_is_much_worse_is_found() -> None:
+    sure, worse = draw(300, 200, 1.0, 0.3)
+    assert alarms(worse, sure) > 0.95
+
+
+def test_the_p_value_is_halls_statistic_by_hand() -> None:
+    values = np.array([0.0, 0.0, 0.0, 1.0])
+    # mean 1/4, standard deviation 1/2, central moments 3/16 and 3/32: skewness 2 / sqrt(3)
+    skewness, ratio = 2 / math.sqrt(3), 0.5
+    corrected = ratio + skewness * ratio**2 / 3 + skewness**2 * ratio**3 / 27 + skewness / 24
+    assert p_value(values) == pytest.approx(stats.t.sf(2 * corrected, 3), rel=1e-12)
+    assert p_value(1e-120 * values) == pytest.approx(p_value(values), rel=1e-12)
+
+
+def test_relabelled_differences_have_mean_zero_and_their_tail_is_exact_or_bounded() -> None:
+    own, other = np.array([0.1, 0.5, 2.0]), np.array([0.05, 0.9, 2.0])
+    found = Relabelled.of(own, other)
+    assert len(found.seen) == 2  # the third is the same
+    q, p = np.exp(-own[:2]), np.exp(-other[:2])
+    np.testing.assert_allclose(found.seen, np.log(p / q))
+    np.testing.assert_allclose(found.unseen, np.log((1 - p) / (1 - q)))
+    np.testing.assert_allclose(found.share * found.seen + (1 - found.share) * found.unseen, 0, atol=1e-12)
+    four = {
+        found.share[0] ** a * (1 - found.share[0]) ** (1 - a) * found.share[1] ** b * (1 - found.share[1]) ** (1 - b):
+        (found.seen[0] if a else found.unseen[0]) + (found.seen[1] if b else found.unseen[1])
+        for a in (0, 1) for b in (0, 1)
+    }  # fmt: skip
+    for total in four.values():
+        exact = sum(chance for chance, value in four.items() if value >= total - 1e-12)
+        assert found.p_value(total) == pytest.approx(exact, abs=0.04)
+    many = Relabelled.of(np.tile(own, 200), np.tile(own - 0.05, 200))
+    largest, least = float(many.seen.sum()), math.exp(float(np.log(many.share).sum()))
+    assert least <= many.p_value(largest) <= least**0.9  # the observed label everywhere, and no other way
+    sd = math.sqrt(-(many.seen * many.unseen).sum())
+    assert 1e-9 < many.p_value(4 * sd) < 10 * stats.norm.sf(4)  # large differences are of the other sign: a light tail
+    opposite = many.opposite()
+    assert opposite.p_value(-4 * sd) > 0.99
+    np.testing.assert_allclose(Relabelled.of(np.tile(own - 0.05, 200), np.tile(own, 200)).sums, opposite.sums)
+
+
+def test_without_skewness_it_is_students_t() -> None:
+    values = np.array([-1.0, 0.5, 1.0, 1.5, 3.0])
+    assert stats.skew(values) == 0
+    assert p_value(values) == pytest.approx(stats.ttest_1samp(values, 0, alternative="greater").pvalue, rel=1e-12)
+
+
+def test_what_does_not_vary_tells_no_p_value_unless_it_is_zero() -> None:
+    assert p_value(np.zeros(5)) == 1
+    assert p_value(np.full(5, 0.3)) is None
+    assert p_value(np.array([0.3])) is None
+
+
+def test_a_loss_too_small_to_matter_is_no_alarm_however_sure_it_is() -> None:
+    base = np.random.default_rng(2).exponential(size=1000)
+    reference = Scored("network", base)
+    noise = 1e-4 * np.random.default_rng(3).normal(size=1000)
+    below, above = (Scored("laplace", base + share * WORSE_SHARE * reference.nll + noise) for share in (0.9, 1.1))
+    small, large = (excesses(one, [reference])[0] for one in (below, above))
+    assert small.p_adjusted is not None
+    assert small.p_adjusted < 1e-3
+    assert (small.is_worse, large.is_worse) == (False, True)
+    assert large.value == pytest.approx(1.1 * WORSE_SHARE * reference.nll, rel=1e-2)
+    assert large.standard_error == pytest.approx(noise.std(ddof=1) / math.sqrt(1000))
+
+
+def test_a_scored_predictive_has_the_nll_and_the_ece_by_hand() -> None:
+    probs = np.array([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.3, 0.7]])
+    found = score("network", probs, np.array([0, 1, 1, 1]))
+    assert found.nll == pytest.approx(-np.mean(np.log([0.9, 0.1, 0.6, 0.7])))
+    assert found.ece == pytest.approx((2 * 0.4 + 0.4 + 0.3) / 4)  # bins (0.87, 0.93], (0.53, 0.6], (0.67, 0.73]
+    assert found.standard_error == pytest.approx(np.std(-np.log([0.9, 0.1, 0.6, 0.7]), ddof=1) / 2)
+    held_out = np.ones(4)
+    assert score("temperature", probs, np.array([0, 1, 1, 1]), losses=held_out).nll == 1.0
+
+
+def test_a_bound_beyond_all_numbers_says_nothing() -> None:
+    rare = Relabelled(np.array([100.0]), np.array([-1e-6]), np.array([1e-8]), np.zeros(10))
+    assert rare.p_value(50.0) == 1 / 11  # that of the draws
+
+
+def test_the_interval_of_two_skewed_losses_holds_their_equality() -> None:
+    scale = 4.0
+    pairs = list(zip(*draw(100, 400, scale, as_good_as(scale)), strict=True))
+    ends = [loss_interval(sure, hedging) for sure, hedging in pairs]
+    missed = np.mean([low > 0 or high < 0 for low, high in ends])  # type: ignore[misc]
+    assert missed <= 0.05 + tolerated(400)
+    alone = [mean_interval(sure - hedging) for sure, hedging in pairs]
+    assert np.mean([low > 0 or high < 0 for low, high in alone]) > missed  # type: ignore[misc]

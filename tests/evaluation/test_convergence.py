@@ -16,6 +16,8 @@ from bnncli.errors import DataError
 from bnncli.evaluation import convergence as module
 from bnncli.evaluation.convergence import convergence, rank_statistics
 
+pytestmark = pytest.mark.core
+
 
 def chains(*shape: int, correlation: float = 0.0, seed: int = 0) -> NDArray:
     """Autoregressive chains (C, T, P) with standard normal margins."""
@@ -50,19 +52,6 @@ def test_the_one_parameter_that_does_not_mix_decides() -> None:
     assert result.ess_bulk is not None
     assert result.r_hat > 1.5
     assert result.ess_bulk < 20
-
-
-def test_independent_draws_have_r_hat_one_and_full_sample_size() -> None:
-    result = convergence(chains(4, 2000, 1))
-    assert result.r_hat == pytest.approx(1, abs=0.005)
-    # The spread of the estimate at 8,000 independent draws is a few percent.
-    assert result.ess_bulk == pytest.approx(8000, rel=0.15)
-
-
-def test_correlated_draws_count_as_the_autoregression_says() -> None:
-    correlation = 0.8
-    result = convergence(chains(8, 5000, 1, correlation=correlation))
-    assert result.ess_bulk == pytest.approx(40_000 * (1 - correlation) / (1 + correlation), rel=0.15)
 
 
 def test_one_chain_has_sample_sizes_but_no_r_hat() -> None:

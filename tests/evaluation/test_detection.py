@@ -1,4 +1,4 @@
-"""Out-of-distribution scores against scikit-learn, brute force and known cases; their rows and replicates."""
+"""Detection of what lies outside: rankings and combined scores."""
 
 from __future__ import annotations
 
@@ -9,15 +9,27 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
+from problems.seeds import seeded
+from scipy.special import logsumexp
+from scipy.stats import combine_pvalues
+from sklearn.covariance import EmpiricalCovariance
+from sklearn.metrics import average_precision_score, roc_auc_score, top_k_accuracy_score
+from sklearn.neighbors import NearestNeighbors
+from torch import Tensor
 
 from bnncli.errors import DataError
 from bnncli.evaluation import detection
+from bnncli.evaluation import feature_scores as combined_score
+from bnncli.evaluation import statistics as probabilities
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.class_scores import largest_probabilities, ranking_scores
+from bnncli.evaluation.decisions import fit_outliers
 from bnncli.evaluation.detection import Ranking, detection_rows
-from bnncli.evaluation.detectors import example_scores, of_predictions
+from bnncli.evaluation.detectors import default_score, example_scores, of_predictions, usual_score
+from bnncli.evaluation.feature_scores import NUM_NEIGHBORS, Combined, TailRanks
 from bnncli.evaluation.scores import detection_forms, other_split_rows
-from bnncli.evaluation.statistics import ExampleStatistics, examples_of
+from bnncli.evaluation.statistics import Row, examples_of, score_rows
+from bnncli.parameters.layouts import HeadLayout
 
 FORMS = detection_forms()
 STATISTICS = {
@@ -55,63 +67,14 @@ def expected_scores(scores_in: NDArray, scores_out: NDArray, counts_in: NDArray,
 
 
 @pytest.mark.parametrize("decimals", [1, 2, 9])
-def test_all_scores_are_those_of_scikit_learn_under_any_counts(decimals: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_scores_are_those_of_scikit_learn_under_any_counts(decimals: int) -> None:
     scores_in, scores_out = random_pair(decimals=decimals)
-    monkeypatch.setattr(detection, "_BLOCK", 700)  # four replicates at a time
-    (weights_in, weights_out), *_ = Bootstrap(30).weights(("test", 101), ("svhn", 67))
+    (weights_in, weights_out), *_ = Bootstrap(1600).weights(("test", 101), ("svhn", 67))  # more than one block
     found = Ranking(scores_in, scores_out).evaluate(list(STATISTICS.values()), weights_in, weights_out)
-    for row in range(30):
+    for row in range(0, 1600, 53):
         counts = [weights[row].astype(int) for weights in (weights_in, weights_out)]
         expected = expected_scores(scores_in, scores_out, *counts)
         np.testing.assert_allclose(found[row], expected, rtol=1e-12)
-
-
-def test_the_estimate_is_that_of_scikit_learn() -> None:
-    scores_in, scores_out = random_pair()
-    ones = (np.ones(101, dtype=int), np.ones(67, dtype=int))
-    found = estimate(Ranking(scores_in.astype(np.float32), scores_out.astype(np.float32)))
-    assert tuple(found) == NAMES
-    np.testing.assert_allclose(list(found.values()), expected_scores(scores_in, scores_out, *ones), rtol=1e-6)
-
-
-def test_auroc_is_the_share_of_pairs_in_the_right_order_with_ties_half() -> None:
-    scores_in, scores_out = random_pair()
-    difference = scores_in[:, None] - scores_out
-    assert (difference == 0).any()
-    expected = (difference > 0).mean() + 0.5 * (difference == 0).mean()
-    assert estimate(Ranking(scores_in, scores_out))["auroc"] == pytest.approx(expected, rel=1e-12)
-
-
-def test_swapping_splits_and_signs_swaps_the_positive_side() -> None:
-    scores_in, scores_out = random_pair()
-    one, other = estimate(Ranking(scores_in, scores_out)), estimate(Ranking(-scores_out, -scores_in))
-    assert one["auroc"] == pytest.approx(other["auroc"], rel=1e-12)
-    for name in ("aupr", "fpr95"):
-        assert one[f"{name}_in"] == pytest.approx(other[f"{name}_out"], rel=1e-12)
-        assert one[f"{name}_out"] == pytest.approx(other[f"{name}_in"], rel=1e-12)
-    backwards = estimate(Ranking(scores_out, scores_in))
-    assert one["auroc"] + backwards["auroc"] == pytest.approx(1, rel=1e-12)
-
-
-def test_fpr95_lies_on_the_roc_curve_where_95_percent_are_accepted() -> None:
-    generator = np.random.default_rng(1)
-    scores_in, scores_out = generator.beta(6, 2, 1001), generator.beta(3, 3, 700)
-    is_in = np.repeat([1, 0], [1001, 700])
-    false, true, _ = roc_curve(is_in, np.concatenate([scores_in, scores_out]), drop_intermediate=False)
-    measured = estimate(Ranking(scores_in, scores_out))["fpr95_in"]
-    assert measured == pytest.approx(false[np.argmax(true >= 0.95)], abs=1 / 700)
-
-
-def test_identical_splits_cannot_be_told_apart() -> None:
-    scores = np.random.default_rng(2).uniform(0.5, 1, 1000)
-    found = estimate(Ranking(scores, scores))
-    assert found["auroc"] == pytest.approx(0.5, abs=1e-12)
-    assert (found["fpr95_in"], found["fpr95_out"]) == (0.95, 0.95)
-
-
-def test_separated_splits_are_told_apart_without_error() -> None:
-    found = estimate(Ranking(np.linspace(0.9, 1, 50), np.linspace(0.5, 0.8, 40)))
-    assert tuple(found.values()) == (1.0, 1.0, 1.0, 0.0, 0.0)
 
 
 def test_saturated_scores_accept_everything() -> None:
@@ -197,19 +160,12 @@ def test_a_score_that_is_not_there_says_why_beside_one_that_is() -> None:
     assert (found["aupr", "out", "b"]["value"], found["aupr", "out", "b"]["undefined"]) == (None, "no b")
 
 
-def sure(confidence: NDArray) -> ExampleStatistics:
-    """Statistics of examples with this largest probability (N,) and nothing else."""
-    nothing = np.zeros(len(confidence))
-    return ExampleStatistics(2, confidence, nothing.astype(np.int64), nothing, nothing)
-
-
 def test_mmc_is_the_mean_of_the_largest_probabilities() -> None:
     confidence = random_pair()[1]
-    (row,) = other_split_rows(sure(confidence), "svhn", Bootstrap(2000))
+    row = other_split_rows(confidence, ood="svhn", bootstrap=Bootstrap(2000))
     assert (row["name"], row["value"], row["n"], row["ood"]) == ("mmc", pytest.approx(confidence.mean()), 67, "svhn")
     assert row["standard_error"] == pytest.approx(confidence.std() / np.sqrt(67), rel=0.08)
-    (row,) = other_split_rows(sure(np.empty(0)), "svhn", None)
-    assert row["undefined"] == "split svhn is empty"
+    assert other_split_rows(np.empty(0), ood="svhn")["undefined"] == "split svhn is empty"
 
 
 def test_every_score_is_higher_for_what_looks_in_distribution() -> None:
@@ -247,3 +203,223 @@ def test_the_dirichlet_variance_is_that_of_torch_in_any_blocks(monkeypatch: pyte
     monkeypatch.setattr("bnncli.evaluation.statistics.BLOCK_VALUES", 28)
     (blocked,) = example_scores(["dirichlet_variance"], examples, lambda name: log_a).values()
     np.testing.assert_allclose(blocked, whole, rtol=1e-14)
+
+
+RANKING = {"rule": "best", "threshold": 0.05, "cap": 5}
+
+
+def predictions(num_classes: int = 8, count: int = 300) -> tuple[NDArray, NDArray]:
+    generator = np.random.default_rng(0)
+    probs = generator.dirichlet(np.full(num_classes, 0.5), size=count).astype(np.float32)
+    return probs, (probs.cumsum(axis=1) < generator.random((count, 1))).sum(axis=1).clip(max=num_classes - 1)
+
+
+def rows_of(probs: NDArray, labels: NDArray | None, lengths: NDArray | None, **keywords: Any) -> dict[str, Row]:
+    scores = ranking_scores(probs, examples_of(probs, labels), lengths, None if lengths is None else RANKING)
+    return {row["name"]: row for row in score_rows(scores, ("test", len(probs)), **keywords)}
+
+
+def test_the_ranking_is_right_where_the_label_is_among_the_classes_kept() -> None:
+    probs, labels = predictions()
+    lengths = np.random.default_rng(1).integers(1, 6, size=300)
+    rows = rows_of(probs, labels, lengths)
+    kept = [list(np.argsort(-row, kind="stable")[:size]) for row, size in zip(probs, lengths, strict=True)]
+    hits = [label in classes for label, classes in zip(labels, kept, strict=True)]
+    assert rows["ranked_accuracy"]["value"] == pytest.approx(np.mean(hits), rel=1e-12)
+    assert rows["ranked_length"]["value"] == pytest.approx(lengths.mean(), rel=1e-12)
+    assert rows["ranked_accuracy"].items() >= RANKING.items()
+
+
+def test_the_plain_rule_keeps_as_many_classes_by_one_threshold() -> None:
+    probs, labels = predictions()
+    lengths = np.repeat([1, 3], 150)
+    rows = rows_of(probs, labels, lengths)
+    sums = -np.sort(-probs.astype(float), axis=1).cumsum(axis=1)
+
+    def sizes(threshold: float) -> NDArray:
+        return np.minimum(1 + (sums < threshold).sum(axis=1), 5)
+
+    # Sizes change where the threshold passes one of the sums.
+    threshold = next(t for t in np.sort(sums, axis=None) + 1e-12 if sizes(t).mean() >= lengths.mean())
+    assert sizes(threshold).mean() == pytest.approx(2, abs=1 / 300)
+    rank = examples_of(probs, labels).label_rank
+    expected = np.mean(rank < sizes(threshold))
+    assert rows["cumulative_accuracy"]["value"] == pytest.approx(expected, abs=1.01 / 300)
+    gain = rows["ranked_accuracy"]["value"] - rows["cumulative_accuracy"]["value"]
+    assert rows["ranked_gain"]["value"] == pytest.approx(gain, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_the_shortest_and_the_longest_sets_are_top_k_by_either_rule(size: int) -> None:
+    probs, labels = predictions()
+    rows = rows_of(probs, labels, np.full(300, size))
+    expected = top_k_accuracy_score(labels, probs, k=size, labels=range(8))
+    assert rows["ranked_accuracy"]["value"] == pytest.approx(expected, rel=1e-12)
+    assert rows["cumulative_accuracy"]["value"] == pytest.approx(expected, rel=1e-12)
+    assert rows["ranked_gain"]["value"] == 0
+
+
+def test_the_gain_is_resampled_in_pairs() -> None:
+    probs, labels = predictions()
+    rows = rows_of(probs, labels, np.repeat([1, 3], 150), bootstrap=Bootstrap(1000))
+    apart = np.hypot(rows["ranked_accuracy"]["standard_error"], rows["cumulative_accuracy"]["standard_error"])
+    assert 0 < rows["ranked_gain"]["standard_error"] < apart
+
+
+def test_without_a_ranking_or_labels_the_reason_is_told() -> None:
+    probs, labels = predictions()
+    assert {row["undefined"] for row in rows_of(probs, labels, None).values()} == {
+        "the predictions have no ranking; create one with predict \0top_k\0"
+    }
+    rows = rows_of(probs, None, np.ones(300, dtype=int))
+    assert rows["ranked_length"]["value"] == 1
+    assert rows["ranked_gain"]["undefined"] == "no labels"
+    empty = rows_of(probs[:0], labels[:0], np.ones(0, dtype=int))
+    assert {row["undefined"] for row in empty.values()} == {"empty split"}
+
+
+def test_the_largest_probabilities_are_found_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    probs, _ = predictions()
+    monkeypatch.setattr(probabilities, "BLOCK_VALUES", 8 * 7)
+    np.testing.assert_array_equal(largest_probabilities(probs, 3), -np.sort(-probs.astype(float), axis=1)[:, :3])
+
+
+CPU = torch.device("cpu")
+LAYOUT = HeadLayout(3, 6)
+THETA = torch.randn(LAYOUT.num_params, generator=seeded(11), dtype=torch.float64)
+
+
+def make_split(num_rows: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Correlated features around three class means, and labels."""
+    labels = torch.arange(num_rows) % 3
+    mixing = torch.randn(6, 6, generator=seeded(7))
+    means = 4 * torch.randn(3, 6, generator=seeded(8))
+    return torch.randn(num_rows, 6, generator=seeded(seed)) @ mixing + means[labels], labels
+
+
+def fit(train: Tensor, labels: Tensor | None, val: Tensor) -> Combined:
+    return Combined.fit(train, labels, val, layout=LAYOUT, theta=THETA, device=CPU, generator=seeded(0))
+
+
+def expected_views(train: Tensor, labels: Tensor, features: Tensor) -> list[NDArray]:
+    """Energy, distance to the nearest class and to the nearest features, by scipy and scikit-learn."""
+    x, y, new = train.double().numpy(), labels.numpy(), features.double().numpy()
+    weight, bias = (part.numpy() for part in LAYOUT.split(THETA) if part is not None)
+    means = np.stack([x[y == label].mean(axis=0) for label in range(3)])
+    within = EmpiricalCovariance(assume_centered=True).fit(x - means[y])
+    unit, far = (side / np.linalg.norm(side, axis=1, keepdims=True) for side in (x, new))
+    distances, _ = NearestNeighbors(n_neighbors=NUM_NEIGHBORS).fit(unit).kneighbors(far)
+    nearest = np.min([within.mahalanobis(new - mean) for mean in means], axis=0)
+    return [logsumexp(new @ weight.T + bias, axis=1), -nearest, -distances[:, -1]]
+
+
+def expected_p(references: NDArray, scores: NDArray) -> NDArray:
+    """p-values by ranks, interpolated; below all references they fall as the reciprocal of the distance."""
+    ordered, size = np.sort(references), len(references)
+    inside = (1 + np.interp(scores, ordered, np.arange(1, size + 1))) / (size + 1)
+    lowest = ordered[: size // 10]
+    distance = np.maximum(0, ordered[0] - scores) / (ordered[size // 10] - lowest).mean()
+    return inside / (1 + distance)
+
+
+def test_the_score_is_fishers_statistic_of_three_p_values() -> None:
+    train, labels = make_split(300, seed=0)
+    val = make_split(120, seed=1)[0]
+    features = torch.cat([make_split(40, seed=2)[0], 6 * torch.randn(40, 6, generator=seeded(3))])
+    views = zip(expected_views(train, labels, val), expected_views(train, labels, features), strict=True)
+    p_values = np.stack([expected_p(*view) for view in views])
+    statistic, _ = combine_pvalues(p_values, method="fisher", axis=0)
+    np.testing.assert_allclose(fit(train, labels, val).scores(features), -statistic / 2, rtol=1e-5, atol=1e-5)
+
+
+def test_many_references_are_thinned_but_for_the_lowest() -> None:
+    references = torch.randn(20_000, generator=seeded(4), dtype=torch.float64)
+    scores = torch.linspace(-5, 5, 500, dtype=torch.float64)
+    found = TailRanks.of(references)
+    assert len(found.knots) <= combined_score.MOST_KNOTS
+    np.testing.assert_allclose(found.log_p(scores), np.log(expected_p(references.numpy(), scores.numpy())), atol=0.02)
+
+
+def test_references_that_are_all_alike_tell_higher_from_lower() -> None:
+    found = TailRanks.of(torch.full((50,), 3.0)).log_p(torch.tensor([2.0, 3.0, 4.0]))
+    assert torch.isfinite(found).all()
+    assert found[0] < found[1] <= found[2] == 0
+
+
+def test_without_a_class_or_a_head_the_other_views_remain() -> None:
+    train, labels = make_split(300, seed=0)
+    val = make_split(100, seed=1)[0]
+    assert list(fit(train, None, val).ranks) == ["energy", "knn"]
+    assert list(fit(train, torch.stack([labels, labels], 1), val).ranks) == [
+        "energy",
+        "knn",
+    ]  # several labels an example
+    headless = Combined.fit(train, labels, val, device=CPU, generator=seeded(0))
+    assert list(headless.ranks) == ["mahalanobis", "knn"]
+    constant = labels.float().unsqueeze(1).expand(-1, 6)  # no feature varies within a class
+    assert "mahalanobis" not in fit(constant, labels, constant).ranks
+
+
+def test_many_training_examples_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combined_score, "COVARIANCE_ROWS", 100)
+    monkeypatch.setattr(combined_score, "NEIGHBOR_ROWS", 50)
+    train, labels = make_split(300, seed=0)
+    found = fit(train, labels, make_split(100, seed=1)[0])
+    again = fit(train, labels, make_split(100, seed=1)[0])
+    assert len(found.neighbors.features) == 50
+    assert found.gaussians is not None
+    assert again.gaussians is not None
+    assert torch.equal(found.gaussians.total, again.gaussians.total)
+    far = make_split(50, seed=5)[0]
+    assert torch.equal(found.scores(far), again.scores(far))
+
+
+def test_nothing_has_no_scores() -> None:
+    train, labels = make_split(300, seed=0)
+    assert fit(train, labels, train[:50]).scores(train[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("num_val", [30, 400])
+def test_outliers_that_one_view_alone_sees_are_caught(num_val: int) -> None:
+    """Each kind is plain to one of the parts and hidden from another; a few references do not blunt the sum."""
+    train, labels = make_split(600, seed=0)
+    inside = make_split(500, seed=2)[0]
+    found = fit(train, labels, make_split(num_val, seed=1)[0])
+    between = train[labels == 0].mean(dim=0) / 2 + train[labels == 1].mean(dim=0) / 2 + 0.1 * inside
+    for outside in (between, 20 * torch.randn(500, 6, generator=seeded(3))):
+        scores = torch.cat([found.scores(inside), found.scores(outside)])
+        assert roc_auc_score([1] * 500 + [0] * 500, scores) > 0.95
+
+
+@pytest.mark.parametrize("is_labeled", [True, False])
+@pytest.mark.parametrize("theta", [THETA, None])
+def test_a_score_out_of_its_tensors_is_the_same(is_labeled: bool, theta: Tensor | None) -> None:
+    train, labels = make_split(600, seed=0)
+    val, new = make_split(700, seed=1)[0], make_split(90, seed=2)[0]
+    own = {"layout": LAYOUT, "theta": theta, "device": CPU}
+    found = Combined.fit(train, labels if is_labeled else None, val, generator=seeded(0), **own)
+    again = Combined.from_tensors(found.to_tensors(), **own)
+    assert [*again.ranks] == [*found.ranks] == ["energy"] * (theta is not None) + ["mahalanobis"] * is_labeled + ["knn"]
+    assert torch.equal(again.scores(new), found.scores(new))
+
+
+@pytest.mark.parametrize("is_separate", [True, False])
+def test_thresholds_hold_their_rate_of_false_alarms(is_separate: bool) -> None:
+    """On calibration examples of their own exactly; on val itself, whose ranks the score goes by, as auto has it, within half a point."""
+    train, labels = make_split(300, seed=0)
+    rates = []
+    for trial in range(60):
+        val, calib, new = make_split(800, seed=100 + trial)[0].split([100, 100, 600])
+        found = fit(train, labels, val)
+        rule = fit_outliers(found.scores(calib if is_separate else val).numpy(), 0.05)
+        rates.append(rule.is_outlier(found.scores(new).numpy()).mean())
+    error = np.std(rates) / len(rates) ** 0.5
+    assert abs(np.mean(rates) - 5 / 101) < 3 * error + (0 if is_separate else 0.005)
+
+
+def test_the_default_score_is_the_best_that_all_predictions_have() -> None:
+    assert default_score([{"combined", "mutual_info"}, {"combined"}]) == "combined"
+    assert default_score([{"combined", "mutual_info"}, {"mutual_info"}]) == "mutual_info"
+    assert default_score([{"combined"}, {"energy"}]) == "max_prob"
+    assert usual_score(["max_prob", "mutual_info", None]) == "mutual_info"
+    assert usual_score([]) == "combined"

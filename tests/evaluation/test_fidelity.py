@@ -129,7 +129,7 @@ def covered(trials: int, size: int, replicates: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("trials", "size", "replicates"), [(150, 150, 120), pytest.param(1500, 400, 400, marks=pytest.mark.long)]
+    ("trials", "size", "replicates"), [(150, 150, 120), pytest.param(1500, 400, 400, marks=pytest.mark.nightly)]
 )
 def test_intervals_hold_the_truth_as_often_as_they_say(trials: int, size: int, replicates: int) -> None:
     found = covered(trials, size, replicates)

@@ -1,8 +1,9 @@
-"""The verdict on a refinement: every branch, how often each is wrong by simulation, and the noise it goes by."""
+"""Gains of refinement, of layers, and the verdict on them."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,20 @@ from problems.seeds import seeded
 from scipy import stats
 
 from bnncli.evaluation.comparison import skewness_of
-from bnncli.evaluation.verdict import ERROR_RATE, LOOKS, NEGLIGIBLE_NATS, VERDICTS, judge_gain, reach
+from bnncli.evaluation.recommendation import LayerGain, layer_gains, mean_interval, p_value
+from bnncli.evaluation.verdict import (
+    ERROR_RATE,
+    LOOKS,
+    NEGLIGIBLE_NATS,
+    VERDICTS,
+    Commands,
+    Judged,
+    Verdict,
+    doubts,
+    give_verdict,
+    judge_gain,
+    reach,
+)
 from bnncli.flows.affine import Affine
 from bnncli.inference import elbo as module
 from bnncli.inference.elbo import elbo, measure_gain
@@ -103,7 +117,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", ["normal", "skewed", pytest.param("heavy", marks=pytest.mark.long)])
+@pytest.mark.parametrize("shape", ["normal", "skewed", pytest.param("heavy", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("gain", "spread", "wrong"),
     [
@@ -197,3 +211,183 @@ def test_the_report_gives_the_paired_error(cli: Cli, small_run: Path) -> None:
     assert 0 < paired < 0.5 * math.hypot(*(metrics[f"elbo_{side}"]["standard_error"] for side in ("before", "after")))
     assert metrics["verdict"] in VERDICTS
     assert metrics["elbo_draws"] in [256 * 2**look for look in range(LOOKS)]
+
+
+SETS, SIZE = 500, 300
+SLACK = 3 * np.sqrt(0.05 * 0.95 / SETS)  # three standard errors of a share of 5 %
+
+
+def losses(rng: np.random.Generator, shift: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Losses of two predictives, the first sure and now and then wrong, so that differences are skewed; their true means differ by `shift`."""
+    theirs = rng.gamma(0.5, 0.6, size=SIZE)
+    is_wrong = rng.random(SIZE) < 0.1
+    return theirs + np.where(is_wrong, 0.18, -0.02) * rng.gamma(2.0, 0.5, size=SIZE) + shift, theirs
+
+
+def gain(own: NDArray[np.float64], theirs: NDArray[np.float64]) -> LayerGain:
+    return layer_gains({"all": own}, {"all": ("last", theirs)})[0]
+
+
+def test_where_nothing_differs_a_difference_is_told_five_times_in_a_hundred_and_the_interval_covers() -> None:
+    rng = np.random.default_rng(0)
+    found = [gain(*losses(rng, 0.0)) for _ in range(SETS)]
+    told = np.mean([one.finding in ("better", "worse") for one in found])
+    covered = np.mean([one.low is not None and one.low <= 0 <= (one.high or 0) for one in found])
+    assert told <= 0.05 + SLACK
+    assert covered >= 0.95 - SLACK
+
+
+def test_the_last_layer_is_rarely_as_good_where_the_others_gain_the_margin() -> None:
+    rng = np.random.default_rng(1)
+    found = [gain(*losses(rng, -0.003)) for _ in range(SETS)]  # a hundredth of the mean loss, 0.3
+    assert np.mean([one.finding == "as good" for one in found]) <= 0.05 + SLACK
+
+
+@pytest.mark.long
+def test_many_posteriors_are_told_together() -> None:
+    rng = np.random.default_rng(2)
+    told = []
+    for _ in range(120):
+        pairs = {str(place): losses(rng, 0.0) for place in range(5)}
+        found = layer_gains({n: own for n, (own, _) in pairs.items()}, {n: ("last", t) for n, (_, t) in pairs.items()})
+        told.append(any(one.finding in ("better", "worse") for one in found))
+    assert np.mean(told) <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 120)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_interval_ends_where_the_p_value_is_a_fortieth(seed: int) -> None:
+    values = np.subtract(*losses(np.random.default_rng(seed), 0.0))
+    low, high = mean_interval(values) or (np.nan, np.nan)
+    assert p_value(values - low) == pytest.approx(0.025, rel=1e-6)
+    assert p_value(high - values) == pytest.approx(0.025, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("differences", "finding", "words"),
+    [
+        (np.tile([-0.2, -0.1], 50), "better", "all predicts better than the last-layer posterior last"),
+        (np.tile([0.2, 0.1], 50), "worse", "the last-layer posterior last predicts better than all"),
+        (np.tile([1e-4, -1e-4], 50), "as good", "the last-layer posterior last predicts as well as all"),
+        (np.zeros(100), "as good", "val NLL +0.0000 (no interval, p 1, paired)"),
+        (np.tile([1.0, -1.0], 10), "untold", "val is too small to distinguish all from"),
+    ],
+)
+def test_what_is_found_is_said_plainly(differences: NDArray[np.float64], finding: str, words: str) -> None:
+    theirs = np.full(len(differences), 0.5)
+    found = gain(theirs + differences, theirs)
+    assert found.finding == finding
+    assert words in found.sentence
+
+
+def test_the_p_of_several_says_that_it_allows_for_them_all() -> None:
+    theirs = np.full(100, 0.5)
+    both = {"one": theirs + np.tile([-0.2, 0.1], 50), "two": theirs + np.tile([-0.1, 0.1], 50)}
+    found = layer_gains(both, dict.fromkeys(both, ("last", theirs)))
+    assert [one.to_json()["num_compared"] for one in found] == [2, 2]
+    assert all("after Holm correction for 2 posteriors, paired)" in one.sentence for one in found)
+
+
+COMMANDS = Commands(
+    predict=lambda name: f"<predict {name}>",
+    sample=lambda judged: f"<sample {judged.target}>",
+    fit="<fit>",
+    tune="<tune>",
+)
+POINT = Judged("map", "point")
+GAUSSIAN = Judged("laplace", "gaussian", Prior(10.0), elbo=-100.0, elbo_error=0.05, log_weight_sd=0.8, pareto_k=0.3)
+FLOW = replace(GAUSSIAN, name="refine", type="flow", elbo=-99.9)
+CHAINS = Judged(
+    "hmc", "samples", Prior(10.0), r_hat=1.004, ess_bulk=1500.0, ess_tail=900.0, divergences=0, lowest_acceptance=0.7,
+    lowest_bfmi=0.9,
+)  # fmt: skip
+FAR = replace(GAUSSIAN, log_weight_sd=14.0, pareto_k=1.2, elbo=-130.0)
+FAR_FLOW = replace(FLOW, log_weight_sd=9.0, pareto_k=1.1, elbo=-120.0)
+BAD_CHAINS = replace(CHAINS, r_hat=1.3)
+
+
+def judge(*posteriors: Judged) -> Verdict:
+    return give_verdict(posteriors, COMMANDS, "predict with map")
+
+
+@pytest.mark.parametrize(
+    ("judged", "changes", "doubt"),
+    [
+        (GAUSSIAN, {}, None),
+        (GAUSSIAN, {"log_weight_sd": 2.1}, "log-weight sd 2.1 (above 2)"),
+        (GAUSSIAN, {"pareto_k": 0.65, "k_threshold": 0.63}, "Pareto k 0.65 (above 0.63)"),
+        (GAUSSIAN, {"pareto_k": 0.62, "k_threshold": 0.63}, None),
+        (GAUSSIAN, {"pareto_k": None}, "Pareto k unknown"),
+        (GAUSSIAN, {"pareto_k": None, "log_weight_sd": 0.0}, None),
+        (GAUSSIAN, {"shortfall": 2.04}, "its ELBO is about 2.04 nats below its maximum"),
+        (FLOW, {"log_weight_sd": None, "pareto_k": None}, "its importance weights are undefined"),
+        (CHAINS, {}, None),
+        (CHAINS, {"r_hat": 1.06}, "R-hat 1.060 (above 1.05)"),
+        (CHAINS, {"r_hat": None}, "R-hat undefined"),
+        (CHAINS, {"ess_tail": 399.0}, "ESS 399 (below 400)"),
+        (CHAINS, {"divergences": 1}, "1 divergence"),
+        (CHAINS, {"divergences": 2}, "2 divergences"),
+        (CHAINS, {"lowest_acceptance": 0.01}, "a chain accepts only 1.0% of its moves"),
+        (CHAINS, {"lowest_bfmi": 0.2}, "E-BFMI 0.20 (below 0.3)"),
+        (CHAINS, {"lowest_bfmi": None, "divergences": None, "lowest_acceptance": None}, None),
+        (POINT, {}, "a point posterior is a single point, not a distribution"),
+    ],
+)
+def test_good_is_defined_by_these_bounds(judged: Judged, changes: dict[str, float], doubt: str | None) -> None:
+    assert doubts(replace(judged, **changes)) == ([] if doubt is None else [doubt])
+
+
+@pytest.mark.parametrize(
+    ("posteriors", "use", "run"),
+    [
+        ([POINT, GAUSSIAN, FLOW, CHAINS], "laplace", "<predict laplace>"),
+        ([replace(GAUSSIAN, elbo=-102.0), FLOW, CHAINS], "refine", "<predict refine>"),
+        ([replace(GAUSSIAN, elbo=-102.0, elbo_error=1.0), FLOW], "laplace", "<predict laplace>"),
+        ([FAR, FLOW, CHAINS], "refine", "<predict refine>"),
+        ([FAR, FAR_FLOW, CHAINS], "hmc", "<predict hmc>"),
+        ([CHAINS, replace(CHAINS, name="longer", ess_bulk=9000.0)], "longer", "<predict longer>"),
+        ([FAR, FAR_FLOW], None, "<sample 10>"),
+        ([FAR, BAD_CHAINS], None, "<sample 10>"),
+        ([POINT], None, "<fit>"),
+    ],
+)
+def test_the_simplest_good_posterior_is_used(posteriors: list[Judged], use: str | None, run: str) -> None:
+    verdict = judge(*posteriors)
+    assert (verdict.use, verdict.run, verdict.is_good) == (use, run, use is not None)
+    assert (use or run) in verdict.sentence
+    assert verdict.sentence.endswith("; predict with map")
+
+
+@pytest.mark.parametrize(
+    ("posteriors", "words"),
+    [
+        ([GAUSSIAN], "laplace matches the exact posterior closely (log-weight sd 0.80, Pareto k 0.30); predict"),
+        ([replace(GAUSSIAN, reference="hmc", mmd2=1e-4, mmd_p=0.4)], "matches the exact posterior as closely as draws can show"),
+        ([replace(GAUSSIAN, reference="hmc", mmd2=1e-2, mmd_p=0.001)], "matches the exact posterior closely (log-weight sd 0.80"),
+        ([FAR, FAR_FLOW, CHAINS], "no Gaussian or flow matches the exact posterior (best: refine, log-weight sd 9.00, Pareto k 1.10); hmc has converged"),
+        ([CHAINS], "hmc has converged to the exact posterior (R-hat 1.004, ESS 1500 bulk, 900 tail"),
+        ([FAR], "(best: laplace, log-weight sd 14.00, Pareto k 1.20): run <sample 10>"),
+        ([BAD_CHAINS], "hmc has not converged (R-hat 1.300 (above 1.05)): run <sample 10>"),
+    ],
+)  # fmt: skip
+def test_the_sentence_says_why(posteriors: list[Judged], words: str) -> None:
+    assert words in judge(*posteriors).sentence
+
+
+def test_elbos_of_different_targets_are_not_compared() -> None:
+    other = replace(GAUSSIAN, name="weak", target=Prior(1.0), elbo=-50.0)
+    verdict = judge(GAUSSIAN, other)
+    assert (verdict.use, verdict.target) == ("laplace", Prior(10.0))
+    assert verdict.sentence.startswith("at prior precision 10, laplace")
+    assert judge(FAR, other).use == "weak"  # good for its own target, where no posterior is for the first
+    assert judge(FAR, other, CHAINS).use == "hmc"
+
+
+@pytest.mark.parametrize(
+    ("is_worse", "is_tuned", "is_warned"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_good_fit_that_predicts_worse_than_the_network_may_have_a_bad_prior(
+    is_worse: bool, is_tuned: bool, is_warned: bool
+) -> None:
+    found = judge(POINT, replace(CHAINS, is_worse=is_worse, is_tuned=is_tuned))
+    assert found.use == "hmc"
+    assert ("choose its prior on val (<tune>)" in found.sentence) == is_warned

@@ -220,7 +220,7 @@ def draw_correlated(generator: np.random.Generator, size: int, shift: float) -> 
     return probs, (draws < probs - shift).astype(np.uint8)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("shift", [0.0, 0.1])
 def test_intervals_hold_the_truth_as_often_as_they_say_where_labels_are_correlated(shift: float) -> None:
     generator, trials = np.random.default_rng(0), 120

@@ -1,4 +1,4 @@
-"""Paired differences against SciPy and closed forms, and their p-values under the null by simulation."""
+"""Paired comparisons of scores."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from problems.score_samples import means, noisy_scores
 from scipy import stats
 
+from bnncli.commands.compare import compared
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.comparison import (
     Sample,
@@ -21,6 +22,11 @@ from bnncli.evaluation.comparison import (
     integration,
     t_difference,
 )
+from bnncli.evaluation.detection import detection_rows
+from bnncli.evaluation.scores import ScoredPredictions, detection_forms, split_scores
+from bnncli.evaluation.statistics import ExampleStatistics, examples_of, score_rows
+from bnncli.options.scoring import parse_score
+from bnncli.session.recommendation import measure_detection, measure_split, needed_scores
 
 
 def test_the_t_test_over_checkpoints_is_that_of_scipy() -> None:
@@ -44,10 +50,6 @@ def test_replicates_that_do_not_vary_tell_no_p_value_unless_the_scores_are_equal
     found = difference(right, wrong)
     assert (found.value, found.standard_error, found.low, found.p_value) == (1.0, None, None, None)
     assert difference(right, right).p_value == 1
-
-
-def test_two_checkpoints_have_little_power() -> None:
-    assert t_difference(np.array([0.10, 0.12])).p_value == pytest.approx(2 * stats.t.sf(11, 1), rel=1e-9)  # 0.058
 
 
 def test_a_paired_standard_error_is_that_of_the_differences() -> None:
@@ -253,3 +255,113 @@ def test_correlations_give_the_standard_error_of_the_difference() -> None:
         assert math.sqrt(errors[0] ** 2 + errors[1] ** 2 - 2 * known * errors[0] * errors[1]) == pytest.approx(expected)
     assert correlation(own, Sample(np.array([0.0, 1.0]))) is None
     assert correlation(own, Sample(np.array([0.0]), np.zeros(4000))) is None
+
+
+SIZE = 150
+
+
+def wanted(*texts: str) -> list:
+    return [parse_score(text, "--metric", compared()) for text in texts]
+
+
+def predictions(seed: int, labels: NDArray) -> tuple[NDArray, ExampleStatistics]:
+    logits = np.random.default_rng(seed).normal(size=(len(labels), 4)) + 1.5 * np.eye(4)[labels]
+    probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    return probs, examples_of(probs, labels)
+
+
+@pytest.fixture
+def labels() -> NDArray:
+    return np.random.default_rng(0).integers(4, size=SIZE)
+
+
+def test_scores_and_their_standard_errors_are_those_of_evaluate(labels: NDArray) -> None:
+    groups = [split_scores(ScoredPredictions(*predictions(seed, labels))) for seed in (1, 2, 3)]
+    resampling = Bootstrap(50, seed=3)
+    found = measure_split(
+        groups, wanted("nll", "ece:equal-mass", "accuracy", "ece"), split=("test", SIZE), bootstrap=resampling
+    )
+    assert [one.row["name"] for one in found[0]] == ["nll", "ece", "accuracy", "ece"]
+    for own, scores in zip(found, groups, strict=True):
+        rows = score_rows(scores, ("test", SIZE), resampling)
+        for one in own:
+            (row,) = [row for row in rows if row.items() >= one.row.items()]
+            assert one.value == pytest.approx(row["value"], rel=1e-12)
+            assert one.replicates is not None
+            assert np.std(one.replicates, ddof=1) == pytest.approx(row["standard_error"], rel=1e-9)
+
+
+def test_replicates_are_paired_between_predictions(labels: NDArray) -> None:
+    scores = split_scores(ScoredPredictions(*predictions(1, labels)))
+    one, same = measure_split([scores, scores], wanted("brier"), split=("test", SIZE), bootstrap=Bootstrap(20))
+    np.testing.assert_array_equal(one[0].replicates, same[0].replicates)
+    assert one[0].key == same[0].key
+
+
+def test_differences_below_the_rounding_of_float32_keep_their_digits() -> None:
+    generator = np.random.default_rng(4)
+    logits, labels = generator.normal(size=(5000, 4)), generator.integers(4, size=5000)
+    groups, losses = [], []
+    for shift in (0.0, 1e-6):
+        shifted = logits + shift * generator.normal(size=logits.shape)
+        probs = np.exp(shifted) / np.exp(shifted).sum(axis=1, keepdims=True)
+        groups.append(split_scores(ScoredPredictions(probs, examples_of(probs, labels))))
+        losses.append(-np.log(probs[np.arange(5000), labels]))
+    resampling = Bootstrap(50)
+    one, other = measure_split(groups, wanted("nll"), split=("test", 5000), bootstrap=resampling)
+    assert one[0].replicates is not None
+    counts = np.concatenate([block.astype(float) for (block,) in resampling.weights(("test", 5000))])
+    expected = counts @ (losses[0] - losses[1]) / 5000
+    assert np.std(expected) < 2e-8
+    np.testing.assert_allclose(one[0].replicates - other[0].replicates, expected, rtol=0, atol=1e-12)
+
+
+def test_an_undefined_score_has_its_reason(labels: NDArray) -> None:
+    probs, _ = predictions(1, labels)
+    (found,) = measure_split(
+        [split_scores(ScoredPredictions(probs, examples_of(probs)))],
+        wanted("nll", "mean_entropy"),
+        split=("test", SIZE),
+    )
+    assert [(one.value is None, one.undefined) for one in found] == [(True, "no labels"), (False, None)]
+    assert found[1].replicates is None
+
+
+def test_detection_is_that_of_evaluate() -> None:
+    generator = np.random.default_rng(4)
+    pairs = [
+        (
+            {
+                "max_prob": generator.normal(1, 1, size=80),
+                "entropy": generator.normal(size=80),
+                "energy": "none stored",
+            },
+            {"max_prob": generator.normal(size=60), "entropy": generator.normal(size=60), "energy": "none stored"},
+        )
+        for _ in range(2)
+    ]
+    sizes = {"split": ("test", 80), "ood": ("far", 60)}
+    resampling = Bootstrap(40)
+    found = measure_detection(pairs, wanted("fpr95", "auroc:entropy", "auroc:energy"), **sizes, bootstrap=resampling)
+    for own, (inside, outside) in zip(found, pairs, strict=True):
+        rows = detection_rows(inside, outside, detection_forms(), split="test", ood="far", bootstrap=resampling)
+        assert [(one.row["name"], one.row["score"], one.row["positive"]) for one in own] == [
+            ("fpr95", "max_prob", "in"), ("auroc", "entropy", "in"), ("auroc", "energy", "in"),
+        ]  # fmt: skip
+        for one in own[:2]:
+            (row,) = [row for row in rows if row.items() >= one.row.items()]
+            assert one.value == pytest.approx(row["value"], rel=1e-12)
+            assert np.std(one.replicates, ddof=1) == pytest.approx(row["standard_error"], rel=1e-9)
+        assert (own[2].value, own[2].undefined) == (None, "none stored")
+
+
+def test_the_scores_that_are_needed_are_those_that_are_asked_for() -> None:
+    names = ("max_prob", "entropy", "energy")
+    assert needed_scores(names, wanted("auroc", "fpr95:far:entropy"), "far") == ["max_prob", "entropy"]
+    assert needed_scores(names, wanted("auroc:near"), "far") == []
+
+
+def test_an_empty_split_leaves_detection_undefined() -> None:
+    pairs = [({"max_prob": np.zeros(3)}, {"max_prob": np.zeros(0)})]
+    ((one,),) = measure_detection(pairs, wanted("auroc"), split=("test", 3), ood=("far", 0), bootstrap=Bootstrap(5))
+    assert (one.value, one.undefined) == (None, "only one class is present: split far is empty")

@@ -33,6 +33,8 @@ from bnncli.evaluation.scores import (
 )
 from bnncli.evaluation.statistics import Row, examples_of, nll, nll_per_example, score_rows
 
+pytestmark = pytest.mark.core
+
 
 def rows_of(
     probs: NDArray,
@@ -80,13 +82,6 @@ def test_nll_is_that_of_scikit_learn(num_classes: int) -> None:
     assert nll(probs, labels) == pytest.approx(log_loss(labels, probs, labels=range(num_classes)), rel=1e-12)
 
 
-@pytest.mark.parametrize("num_classes", [2, 5])
-def test_the_row_of_nll_is_the_mean_of_the_losses(num_classes: int) -> None:
-    probs, labels = predictions(num_classes)
-    assert value("nll", probs, labels) == pytest.approx(nll(probs, labels), rel=1e-12)
-    assert nll(probs, labels) == pytest.approx(nll_per_example(probs, labels).mean(), rel=1e-12)
-
-
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_top_k_accuracy_is_that_of_scikit_learn(k: int) -> None:
     probs, labels = predictions(5)
@@ -118,32 +113,12 @@ def test_brier_is_the_mean_squared_distance_to_the_one_hot_label(num_classes: in
     assert brier(probs, labels) == pytest.approx(total / len(labels), rel=1e-12)
 
 
-def test_uniform_predictions_of_ten_classes_have_brier_nine_tenths_and_nll_log_ten() -> None:
-    probs, labels = np.full((30, 10), 0.1), np.arange(30) % 10
-    assert brier(probs, labels) == pytest.approx(0.9)
-    assert nll(probs, labels) == pytest.approx(math.log(10))
-
-
-def test_sure_and_right_scores_zero_loss() -> None:
-    labels = np.array([0, 2, 1])
-    probs = np.eye(3, dtype=np.float32)[labels]
-    assert (accuracy(probs, labels), nll(probs, labels), brier(probs, labels)) == (1.0, 0.0, 0.0)
-
-
 def test_a_label_of_probability_zero_costs_the_log_of_the_smallest_float32() -> None:
     probs = np.array([[1.0, 0.0]], dtype=np.float32)
     assert nll(probs, np.array([1])) == pytest.approx(126 * math.log(2))
     (row,) = [row for row in rows_of(probs, np.array([1])) if row["name"] == "nll"]
     assert (row["value"], row["num_clamped"]) == (pytest.approx(126 * math.log(2)), 1)
     assert brier(probs, np.array([1])) == 2.0
-
-
-@pytest.mark.parametrize("score", [accuracy, nll, brier])
-def test_scores_do_not_depend_on_the_order_of_examples(score: object) -> None:
-    assert callable(score)
-    probs, labels = predictions(4)
-    order = np.random.default_rng(1).permutation(len(labels))
-    assert score(probs[order], labels[order]) == pytest.approx(score(probs, labels), rel=1e-12)
 
 
 def test_nll_of_float32_probabilities_is_summed_in_float64() -> None:
@@ -206,10 +181,7 @@ def test_every_row_has_the_direction_of_the_table() -> None:
 
 @pytest.mark.parametrize(
     ("probs", "labels", "reason"),
-    [
-        (predictions(3)[0], None, "no labels"),
-        (np.empty((0, 3)), np.empty(0, dtype=int), "empty split"),
-    ],
+    [(predictions(3)[0], None, "no labels"), (np.empty((0, 3)), np.empty(0, dtype=int), "empty split")],
 )
 def test_undefined_rows_are_none_with_a_reason(probs: NDArray, labels: NDArray | None, reason: str) -> None:
     rows = rows_of(probs, labels, bootstrap=Bootstrap(10))

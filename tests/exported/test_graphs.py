@@ -30,6 +30,8 @@ from bnncli.export.parts import head_parts, with_ood_score, with_sets
 from bnncli.export.steps import PortableHead
 from bnncli.integrators import load_integrator
 
+pytestmark = pytest.mark.libraries
+
 Writer = Callable[..., ExportedModel]
 # Every step once.
 HEADS = [

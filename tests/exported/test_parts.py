@@ -27,6 +27,8 @@ from bnncli.posteriors.point import Point
 from bnncli.registry import names
 from bnncli.targets.last_layer import LastLayerTarget
 
+pytestmark = pytest.mark.libraries
+
 LABELS = HeadLayout(3, 4, likelihood_name="multilabel")
 LAYOUTS = [ONE, TWO, THREE, HeadLayout(3, 4, has_bias=False), LABELS]
 SETTINGS: dict[str, list[dict[str, Any]]] = {

@@ -1,7 +1,8 @@
-"""Extraction: the right layer, proven; the right numbers, in order; every wrong network or input named."""
+"""Features from networks: data order, precision, parts of batches, repeats and links."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli
 from torch import Tensor, nn
 
+import bnncli
+from bnncli.artifacts.features import read_features
 from bnncli.commands.demo import fixture_path
-from bnncli.data.splits import InputSplit, load_split
+from bnncli.data import Inputs, InputSplit, load_split
 from bnncli.errors import DataError, NumericError, UsageError
-from bnncli.models.build import load_network
+from bnncli.models import features as parts
+from bnncli.models.architectures import load_network
 from bnncli.models.checkpoints import load_checkpoint
-from bnncli.models.features import collect, counted, extract
-from bnncli.models.head import Head, head_of, prove_head
+from bnncli.models.features import Head, InParts, PrecisionLoss, collect, counted, extract, head_of, prove_head
+from bnncli.models.head import BeforeLinks, logits_before
 from bnncli.models.head_search import find_head
+from bnncli.parameters.tensor_bytes import peak_bytes
 from bnncli.progress import Task
+
+pytestmark = pytest.mark.libraries
+
 
 INPUTS = torch.randn(10, 6, generator=torch.Generator().manual_seed(0))
 
@@ -315,3 +324,192 @@ def test_a_network_whose_forward_raises_is_the_users_error() -> None:
     with pytest.raises(DataError, match="the network raised AttributeError") as caught:
         find(Broken(), torch.zeros(1, 2))
     assert caught.value.code == "user_code"
+
+
+NETWORK = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, {k}))\n"
+
+
+def network(classes: int) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, classes)).eval()
+
+
+@pytest.fixture(params=[3, 1])
+def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Sequential:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NETWORK.format(k=request.param))
+    rng = np.random.default_rng(1)
+    np.savez("train.npz", x=rng.normal(size=(300, 4)).astype("f4"), y=rng.integers(2, size=300))
+    torch.save(network(request.param).state_dict(), "net.pt")
+    return network(request.param)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_features_are_those_of_autocast_and_the_difference_is_said(
+    cli: Cli, model: nn.Sequential, name: str, dtype: torch.dtype
+) -> None:
+    words = ("extract-features", "net.pt", "--model", "net.py:make", "--data", "train=npz:train.npz")
+    done = cli(*words, "--autocast", name)
+    assert done.code == 0, done.stderr
+    stored = read_features(Path("net.pt.bnn/features/train.h5"))
+    inputs = torch.from_numpy(np.load("train.npz")["x"])
+    with torch.inference_mode():
+        exact = model(inputs[:256]).double()
+        with torch.autocast("cpu", dtype=dtype):
+            features = model[:2](inputs).float()
+        logits = features.double() @ model[2].weight.double().T + model[2].bias.double()
+    assert np.array_equal(stored.features[:256], features[:256].numpy())
+    np.testing.assert_allclose(stored.check_logits, logits[:256].numpy(), atol=1e-6)
+    largest = float((logits[:256] - exact).abs().max())
+    assert largest > 1e-4
+    spread = float(exact.std(dim=1, correction=0).square().mean().sqrt()) if len(exact[0]) > 1 else None
+    assert f"at most {largest:.2g}" in done.stderr
+    assert spread is None or f"spread of the logits: {spread:.2g}" in done.stderr
+    assert "of 256 predicted classes are the same" in done.stderr
+    assert cli(*words).code == 73  # those of float32 are others
+
+    # From Python the same network computes the same.
+    cli("fit-laplace", "net.pt", "--prior-precision", "1")
+    run = bnncli.open("net.pt", model="net.py:make")
+    found = run.predict(inputs.numpy(), posterior="map", integrator="plug-in")
+    assert np.array_equal(found.probs, run.predict(stored.features, posterior="map", integrator="plug-in").probs)
+
+
+def test_what_precision_loses_is_measured_on_logits() -> None:
+    exact = torch.tensor([[1.0, 0.0], [0.0, 3.0], [0.2, 0.1]])
+    loss = PrecisionLoss.between(exact + torch.tensor([[0.0, 0.0], [0.5, 0.0], [0.0, 0.4]]), exact)
+    assert loss.num_rows == 3
+    assert loss.largest == 0.5
+    assert loss.num_same == 2
+    assert loss.spread == pytest.approx(np.sqrt(np.mean([0.25, 2.25, 0.0025])))
+    single = PrecisionLoss.between(torch.tensor([[-0.1], [2.0]]), torch.tensor([[0.1], [2.0]]))
+    assert (single.num_same, single.spread) == (1, pytest.approx(np.sqrt((0.01 + 4) / 2)))
+
+
+def test_much_loss_is_warned_of(cli: Cli, model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bnncli.commands.extract_features import network
+
+    monkeypatch.setattr(network, "MUCH", 1e-6)
+    done = cli(
+        "extract-features",
+        "net.pt",
+        "--model",
+        "net.py:make",
+        "--data",
+        "train=npz:train.npz",
+        "--autocast",
+        "bf16",
+        "--json",
+    )
+    assert any("in bf16" in text for text in done.json["warnings"])
+
+
+@pytest.mark.parametrize(
+    "words", [("--model", "flatten", "--data", "train=npz:train.npz"), ("--from-npz", "train.npz")]
+)
+def test_without_a_network_there_is_nothing_to_compute(cli: Cli, model: nn.Sequential, words: tuple[str, ...]) -> None:
+    refused = cli("extract-features", "net.pt", *words, "--autocast", "bf16")
+    assert (refused.code, "--autocast needs a network" in refused.stderr) == (2, True)
+
+
+CONFIDENT = 50.0  # logits: a float64 of the probability is 1
+ENDS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "method": ("softmax", lambda logits: logits.softmax(-1)),
+    "function": ("softmax", lambda logits: nn.functional.softmax(input=logits, dim=-1)),
+    "module": ("softmax", nn.Softmax(-1)),
+    "logarithm": ("log_softmax", lambda logits: torch.log(torch.softmax(logits, -1))),
+    "sigmoid": ("sigmoid", lambda logits: torch.sigmoid(logits).unsqueeze(1).flatten(1)),
+    "in place": ("sigmoid", lambda logits: logits.sigmoid_()),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_logits_of_confident_outputs_are_those_that_went_in(end: str) -> None:
+    link, apply = ENDS[end]
+    weight = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    inputs = torch.tensor([[CONFIDENT], [-CONFIDENT], [0.5]], dtype=torch.float64)
+
+    def logits(weight: Tensor, example: Tensor) -> Tensor:
+        with BeforeLinks():
+            output = apply((example.unsqueeze(0) @ weight.T) * 1)
+        return logits_before(output, link)[0]
+
+    of_all = torch.func.vmap(logits, in_dims=(None, 0))
+    torch.testing.assert_close(of_all(weight, inputs), inputs @ weight.T, rtol=0, atol=0)
+    rows = torch.func.vmap(torch.func.jacrev(logits), in_dims=(None, 0))(weight, inputs)
+    pushed = torch.func.jvp(lambda one: of_all(one, inputs), (weight,), (torch.ones_like(weight),))[1]
+    torch.testing.assert_close(rows.sum(dim=(2, 3)), inputs.expand(3, 2))
+    torch.testing.assert_close(pushed, inputs.expand(3, 2))
+
+
+def test_probabilities_of_unseen_origin_are_undone_as_far_as_numbers_go() -> None:
+    logits = torch.tensor([[0.0, -60.0, 3.0]])
+    undone = logits_before(logits.softmax(-1), "softmax")
+    torch.testing.assert_close(undone - undone.mean(), logits - logits.mean(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_before(torch.sigmoid(logits / 10), "sigmoid"), logits / 10)
+    assert torch.isfinite(logits_before(torch.tensor([0.0, 1.0]), "sigmoid")).all()
+
+
+CPU = torch.device("cpu")
+
+
+def images(count: int) -> Tensor:
+    return torch.randn(count, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+
+
+class Counted:
+    """Features and output of a small network, and how many examples came at once."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.sizes: list[int] = []
+
+    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        values = inputs["x"] if isinstance(inputs, dict) else inputs
+        self.sizes.append(len(values))
+        with torch.inference_mode():
+            features = self.network(values)
+        return features, features.sum(dim=1)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_parts_give_what_the_batch_gives_with_bounded_activations(
+    is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, batch = Counted(), images(50)
+    expected = read(batch)
+    room = peak_bytes(lambda: read(batch)) // 5
+    monkeypatch.setattr(parts, "_CPU_BYTES", room)
+    in_parts = InParts(read, CPU)
+    inputs: Inputs = {"x": batch} if is_named else batch
+    read.sizes.clear()
+    found = in_parts(inputs)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    measured, *sizes = read.sizes
+    assert (measured, sum(sizes)) == (2, 50)
+    assert all(2 <= size <= 10 for size in sizes)
+    assert peak_bytes(lambda: in_parts(inputs)) < 1.3 * room
+    read.sizes.clear()
+    in_parts(inputs)
+    assert read.sizes == sizes  # measured once
+
+
+def test_batches_that_have_room_go_through_as_they_are() -> None:
+    read = Counted()
+    InParts(read, CPU)(images(50))
+    assert read.sizes == [50]
+
+
+def test_a_network_of_one_batch_size_gets_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Counted()
+
+    def fixed(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        if len(inputs) != 50:
+            raise DataError("the network takes 50 inputs")
+        return read(inputs)
+
+    monkeypatch.setattr(parts, "_CPU_BYTES", 1000)
+    InParts(fixed, CPU)(images(50))
+    assert read.sizes == [50]

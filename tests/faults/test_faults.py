@@ -101,7 +101,7 @@ def test_a_command_survives_faults_and_damaged_inputs(
     assert failures(requests, prepared, tmp_path, key, FEW, seconds=120) == []
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("key", LINES)
 def test_a_command_survives_a_fault_at_every_call_and_much_damage(
     requests: Connection, prepared: Path, tmp_path: Path, key: str

@@ -20,6 +20,8 @@ from bnncli.errors import WriteError
 from bnncli.figures import render
 from bnncli.figures.fits import EDGE_TEXT, LABELS, draw_prior_precision
 
+pytestmark = pytest.mark.core
+
 CURVE = [(0.1, 0.9), (1.0, 0.5), (4.0, 0.31), (10.0, 0.3), (30.0, 0.32), (100.0, 0.6)]
 
 
@@ -154,10 +156,7 @@ def test_inclusions_of_several_networks_are_pooled_over_layers_in_their_own_colo
     from bnncli.figures import posteriors
 
     edges = [0.0, 0.5, 1.0]
-    layers = [
-        {"layer": "0", "edges": edges, "counts": [3, 1]},
-        {"layer": "1", "edges": edges, "counts": [1, 5]},
-    ]
+    layers = [{"layer": "0", "edges": edges, "counts": [3, 1]}, {"layer": "1", "edges": edges, "counts": [1, 5]}]
     scores = {"density": [1.0, 0.1, 0.0], "accuracy": [0.9, 0.8, 0.1], "nll": [0.3, 0.4, 2.0], "ece": [0.1, 0.1, 0.0]}
     one = posteriors.draw_density({"a": scores}, {"a": layers}, medians={"a": 0.1}, split="test").axes
     assert [patch.get_label() for patch in one[3].patches] == ["layer 0", "layer 1"]

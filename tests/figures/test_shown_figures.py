@@ -26,6 +26,8 @@ from bnncli.figures.predictions import ReliabilityDiagrams
 from bnncli.figures.style import DARK, Shown, figure_file
 from bnncli.figures.svg import inline_svg
 
+pytestmark = pytest.mark.core
+
 FIGURES = {figure.name: figure for figure in shown_figures()}
 FILES = {type(figure).__module__ for figure in FIGURES.values()}
 named = pytest.mark.parametrize("figure", FIGURES.values(), ids=list(FIGURES))
@@ -89,7 +91,7 @@ def test_an_own_style_of_matplotlib_changes_nothing() -> None:
         assert inline_svg(figure) == plain
 
 
-@pytest.mark.parametrize("form", long_but(list(FIGURE_FORMATS), "svg"))
+@pytest.mark.parametrize("form", long_but(list(FIGURE_FORMATS), "svg", mark=pytest.mark.nightly))
 def test_files_say_what_they_show_and_are_the_same_again(form: str) -> None:
     figure = FIGURES["scores-test"]
     content = figure_file(figure, form)

@@ -39,7 +39,7 @@ def quantities(theta: Tensor) -> Tensor:
     return torch.cat([torch.stack([a * a, b * b, a * b], dim=-1), logits.sigmoid()], dim=-1)
 
 
-@pytest.mark.parametrize("sampler", ["hmc", pytest.param("nuts", marks=pytest.mark.long)])
+@pytest.mark.parametrize("sampler", ["hmc", pytest.param("nuts", marks=pytest.mark.nightly)])
 def test_two_weights_have_the_moments_of_quadrature(sampler: str) -> None:
     target = two_weights(8)
     line = torch.linspace(-9, 9, 301, dtype=torch.float64)

@@ -1,18 +1,24 @@
-"""Importance diagnostics against weights whose tail and mean are known, and Gaussian targets in closed form."""
+"""The ELBO and importance weights against closed forms."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from problems.heads import by_sign, head_target
 from problems.seeds import seeded
 
 from bnncli.covariances.diag import Diag
-from bnncli.inference import elbo
-from bnncli.inference.elbo import diagnose_importance, diagnose_weights, k_threshold, network_draws
+from bnncli.covariances.full import Full
+from bnncli.flows.radial import Radial
+from bnncli.inference import elbo as importance
+from bnncli.inference.elbo import diagnose_importance, diagnose_weights, elbo, k_threshold, measure_gain, network_draws
+from bnncli.inference.laplace import fit_gaussian
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
+from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 
@@ -113,7 +119,7 @@ def test_the_posterior_itself_has_equal_weights_and_the_evidence_without_error()
 def test_draws_double_until_the_standard_error_suffices_or_the_cap_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     # Standard deviation 1.4 around an ELBO of -0.6 nats: 1 % needs more draws than are allowed.
     assert diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded()).num_draws == 8192
-    monkeypatch.setattr(elbo, "WANTED_SHARE", 0.06)
+    monkeypatch.setattr(importance, "WANTED_SHARE", 0.06)
     found = diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded())
     assert found.num_draws in (1024, 2048)
     assert found.elbo is not None
@@ -128,7 +134,7 @@ def test_no_draws_are_added_where_the_weights_spread_beyond_use() -> None:
     assert found.num_draws == 512
     assert found.log_weight_sd == pytest.approx((16**2 - 1) * math.sqrt(LAYOUT.num_params / 2), rel=0.2)
     assert found.elbo_error is not None
-    assert found.elbo_error > elbo.WANTED_NATS
+    assert found.elbo_error > importance.WANTED_NATS
 
 
 def test_a_first_look_ends_where_the_weights_are_far_and_else_the_usual_number_is_drawn() -> None:
@@ -157,3 +163,80 @@ def test_a_network_whose_passes_take_long_gets_fewer_draws_and_no_more() -> None
     assert [network_draws(*size) for size in sizes] == [512, 452, 71, 64]
     found = diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded(), first_draws=32, enough_draws=71)
     assert found.num_draws == 71
+
+
+make_target = partial(head_target, HeadLayout(1, 1), 12, labels=by_sign, prior=0.3)
+
+
+def log_evidence_on_a_grid(target: LastLayerTarget, gaussian: Gaussian) -> float:
+    axis = torch.linspace(-12, 12, 401, dtype=torch.float64)
+    theta = gaussian.mean + gaussian.covariance.unwhiten(torch.cartesian_prod(axis, axis))
+    cell = 2 * math.log(24 / 400) + gaussian.covariance.log_det_scale()
+    return float(target.log_joint(theta).logsumexp(dim=0)) + cell
+
+
+class QuadraticTarget:
+    """log p(D, theta) = constant - (theta - m)^T A (theta - m) / 2: its posterior is Gaussian, its evidence known."""
+
+    def __init__(self, mean: torch.Tensor, precision: torch.Tensor, constant: float) -> None:
+        self.mean, self.precision, self.constant = mean, precision, constant
+
+    @property
+    def log_evidence(self) -> float:
+        log_det = float(torch.linalg.slogdet(self.precision)[1])
+        return self.constant + 0.5 * (len(self.mean) * math.log(2 * math.pi) - log_det)
+
+    def log_joint(self, theta: torch.Tensor) -> torch.Tensor:
+        gap = theta.double() - self.mean
+        return self.constant - 0.5 * ((gap @ self.precision) * gap).sum(dim=1)
+
+
+def quadratic_target() -> tuple[QuadraticTarget, Gaussian]:
+    """A Gaussian posterior over five parameters, as target and as posterior."""
+    factor = torch.randn(5, 5, generator=seeded(), dtype=torch.float64)
+    precision = factor @ factor.T + torch.eye(5, dtype=torch.float64)
+    mean = torch.randn(5, generator=seeded(1), dtype=torch.float64)
+    scale = torch.linalg.cholesky(torch.linalg.inv(precision))
+    return QuadraticTarget(mean, precision, -7.25), Gaussian(mean, Full(scale), HeadLayout(1, 4), Prior(1.0))
+
+
+def test_elbo_of_a_gaussian_posterior_is_its_log_evidence_at_every_draw() -> None:
+    target, posterior = quadratic_target()
+    estimate = elbo(target, posterior, generator=seeded(), num_samples=200)  # type: ignore[arg-type]
+    assert estimate.value == pytest.approx(target.log_evidence, abs=1e-6)
+    assert estimate.log_weight_sd < 1e-6
+
+
+def test_elbo_is_below_the_evidence_by_the_kl_divergence() -> None:
+    target = make_target()
+    gaussian = fit_gaussian(target, start=torch.zeros(2)).gaussian
+    log_evidence = log_evidence_on_a_grid(target, gaussian)
+    estimate = elbo(target, gaussian, generator=seeded(), num_samples=20_000)
+    importance = float(estimate.log_weights.logsumexp(dim=0)) - math.log(20_000)
+    assert estimate.value < log_evidence - 4 * estimate.standard_error
+    assert importance == pytest.approx(log_evidence, abs=0.05)
+
+
+def test_standard_error_covers_the_truth() -> None:
+    target = make_target()
+    gaussian = fit_gaussian(target, start=torch.zeros(2)).gaussian
+    reference = elbo(target, gaussian, generator=seeded(99), num_samples=200_000).value
+    scores = []
+    for seed in range(30):
+        estimate = elbo(target, gaussian, generator=seeded(seed), num_samples=200)
+        assert estimate.standard_error == pytest.approx(estimate.log_weight_sd / 200**0.5)
+        scores.append((estimate.value - reference) / estimate.standard_error)
+    assert 0.6 < torch.tensor(scores).square().mean() ** 0.5 < 1.5
+
+
+def test_gain_is_paired_and_agrees_with_separate_estimates() -> None:
+    target = make_target()
+    before = fit_gaussian(target, start=torch.zeros(2)).gaussian
+    layer = Radial(HeadLayout(1, 1), seeded()).requires_grad_(False)
+    after = Flow(before, (layer,), "radial", "whitened")
+    found = measure_gain(target, before, after, generator=seeded(), num_samples=4000)
+    gain, error = found.value, found.standard_error
+    first, second = (elbo(target, q, generator=seeded(1), num_samples=4000) for q in (before, after))
+    separate = math.hypot(first.standard_error, second.standard_error)
+    assert error < separate
+    assert abs(gain - (second.value - first.value)) < 4 * math.hypot(error, separate)

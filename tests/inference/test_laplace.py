@@ -9,11 +9,12 @@ import torch
 from problems.heads import LAYOUTS, by_noisy_sign, every_layout, head_target
 
 from bnncli import registry
-from bnncli.errors import UsageError
 from bnncli.inference.laplace import MOST_MODEL_ERROR, fit_gaussian, laplace_evidence
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+
+pytestmark = pytest.mark.core
 
 make_target = partial(head_target, num_examples=40, labels=by_noisy_sign, prior=0.5)
 every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))
@@ -181,27 +182,3 @@ def test_beside_the_mode_only_the_exact_hessian_gives_an_evidence(structure: str
     fit = fit_gaussian(target, start=near, structure=structure, center="checkpoint")
     assert (fit.log_marginal_likelihood is None) == (structure != "full")
     assert (fit.no_evidence is None) == (structure == "full")
-
-
-@every_structure
-def test_all_structures_share_the_mode(structure: str) -> None:
-    fit = fit_gaussian(make_target(LAYOUTS[0]), start=start(LAYOUTS[0]), structure=structure)
-    reference = fit_gaussian(make_target(LAYOUTS[0]), start=start(LAYOUTS[0]))
-    assert torch.equal(fit.gaussian.mean, reference.gaussian.mean)
-    assert all(name.startswith(f"hessian.{structure}") for name in fit.hessian)
-
-
-def test_a_known_hessian_saves_steps_and_gives_the_same_fit() -> None:
-    target = make_target(LAYOUTS[0])
-    first = fit_gaussian(target, start=start(LAYOUTS[0]))
-    again = fit_gaussian(target, start=first.gaussian.mean, mode_hessian=first.hessian)
-    assert again.mode is not None
-    assert again.mode.num_iterations == 0
-    assert again.log_marginal_likelihood == pytest.approx(first.log_marginal_likelihood, abs=1e-6)
-
-
-def test_unknown_structure_and_center_are_refused() -> None:
-    with pytest.raises(UsageError, match="expected one of block, diag, full, kron"):
-        fit_gaussian(make_target(LAYOUTS[0]), start=start(LAYOUTS[0]), structure="low-rank")
-    with pytest.raises(ValueError, match="expected one of mode, checkpoint"):
-        fit_gaussian(make_target(LAYOUTS[0]), start=start(LAYOUTS[0]), center="mean")

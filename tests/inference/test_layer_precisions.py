@@ -1,4 +1,4 @@
-"""One prior precision a layer: the marginal likelihood against brute force, and its maximum against a general optimiser's."""
+"""One prior precision a layer, and the effective number of parameters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from bnncli.curvature import ggn
-from bnncli.inference import prior_variants
-from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.laplace import fit_gaussian, num_effective
 from bnncli.inference.prior_variants import choose_layer_precisions, safe_update
 from bnncli.parameters.prior import Prior
+from bnncli.targets.curvature_choice import CurvatureChoice
 
 LAYERS = {"0": slice(0, 25), "2": slice(25, 43)}
 
@@ -79,27 +79,13 @@ def test_so_are_those_of_layers_that_the_data_say_little_of(scale: float) -> Non
     torch.testing.assert_close(found.log(), torch.as_tensor(best.x), rtol=0, atol=5e-3)
 
 
-def test_the_evidence_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evidence_never_falls() -> None:
     """From far away, where the quick update overshoots."""
-    monkeypatch.setattr(prior_variants, "_MOST_UPDATES", 1)
     target = tiny_target(examples=120)
     for precision in (1e-3, 0.1, 10.0, 1e4):
         under = target.with_prior(Prior(precision))
         start = fit_gaussian(under, start=target.layout.trained(), structure="full", center="checkpoint")
         assert choose_layer_precisions(under, start, "full").gain >= 0
-
-
-def test_safe_updates_alone_find_the_largest_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every quick one would lower it."""
-    monkeypatch.setattr(prior_variants, "quick_update", lambda *_: torch.full((2,), 16.0, dtype=torch.float64))
-    target = tiny_target(examples=120, prior=Prior(1.0))
-    start = fit_gaussian(target, start=target.layout.trained(), structure="diag", center="checkpoint")
-    found = choose_layer_precisions(target, start, "diag").precisions
-    monkeypatch.undo()
-    best = choose_layer_precisions(target, start, "diag").precisions
-    assert [math.log(one) for one in found.values()] == pytest.approx(
-        [math.log(one) for one in best.values()], abs=0.02
-    )
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0])
@@ -122,3 +108,45 @@ def test_the_safe_update_raises_the_evidence_from_anywhere(scale: float) -> None
         covariance = torch.linalg.inv(hessian + logs.exp().repeat_interleave(sizes.long()).diag())
         new = safe_update(sizes, of_layers(theta.square()), of_layers(covariance.diagonal()))
         assert evidence(new) > evidence(logs)
+
+
+PRIORS = {"one": Prior(2.0), "bias": Prior(2.0, 0.5)}
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("structure", ["full", "block", "diag", "kron", "ekfac", "low-rank"])
+def test_it_is_the_trace_that_the_prior_leaves(structure: str, prior: str) -> None:
+    target = tiny_target(examples=120, prior=PRIORS[prior], choice=CurvatureChoice(rank=10))
+    fit = fit_gaussian(target, start=target.layout.trained(), structure=structure, center="checkpoint")
+    root = fit.gaussian.covariance.unwhiten(torch.eye(target.layout.num_params, dtype=torch.float64))
+    shares = PRIORS[prior].diagonal(target.layout) * root.square().sum(dim=0)
+    found = num_effective(target.with_prior(Prior(7.0)), fit)
+    assert found == pytest.approx(target.layout.num_params - float(shares.sum()), abs=1e-4)
+    assert 0 < found < target.layout.num_params
+
+
+def test_it_is_that_of_the_curvature_under_a_precision_for_each_layer() -> None:
+    target = tiny_target(examples=120)
+    target = target.with_prior(Prior.of_parts((1.0, 2.0, 30.0, 4.0), target.layout))
+    theta = target.layout.trained()
+    dense = ggn(target, theta, "full")["hessian.full"]
+    wanted = torch.linalg.solve(dense + target.prior.diagonal(target.layout).diag(), dense).trace()
+    for structure in ("full", "block"):
+        fit = fit_gaussian(target, start=theta, structure=structure, center="checkpoint")
+        found = num_effective(target, fit)
+        assert (found == pytest.approx(float(wanted), abs=1e-6)) == (structure == "full")
+
+
+def test_of_a_subnetwork_it_counts_those_that_vary() -> None:
+    target = tiny_target(examples=120, choice=CurvatureChoice(size=6))
+    fit = fit_gaussian(target, start=target.layout.trained(), structure="subnetwork", center="checkpoint")
+    places = fit.gaussian.covariance.varying
+    dense = ggn(target, target.layout.trained(), "full")["hessian.full"][places][:, places]
+    wanted = torch.linalg.solve(dense + target.prior.diagonal(target.layout)[places].diag(), dense).trace()
+    assert num_effective(target, fit) == pytest.approx(float(wanted), abs=1e-8)
+
+
+def test_a_prior_times_a_factor_multiplies_each_precision() -> None:
+    layout = tiny_target().layout
+    for prior in (*PRIORS.values(), Prior.of_parts((1.0, 2.0, 30.0, 4.0), layout)):
+        torch.testing.assert_close(prior.times(3.0).diagonal(layout), 3 * prior.diagonal(layout))

@@ -13,12 +13,10 @@ from problems.oracles import negative_log_likelihood
 from problems.seeds import antithetic
 
 from bnncli import registry
-from bnncli.curvature import ggn
 from bnncli.errors import UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.memory import NUM_DRAWS
-from bnncli.inference.mode import covariance_at
-from bnncli.inference.prior_search import TOLERANCES, PriorSearch, _parabola_vertex, lagrange_weights, search
+from bnncli.inference.prior_search import TOLERANCES, PriorSearch, search
 from bnncli.parameters.layouts import HeadLayout
 from bnncli.parameters.prior import Prior
 from bnncli.targets.last_layer import HeldOutFeatures, LastLayerTarget
@@ -83,14 +81,6 @@ def test_val_search_finds_the_lowest_validation_nll(layout: HeadLayout) -> None:
     assert dict(found.curve)[found.best] == pytest.approx(loss(math.log(found.best)), abs=1e-5)
 
 
-def test_curve_is_sorted_and_best_is_its_lowest() -> None:
-    found = search(make_target(LAYOUTS[0]), start=torch.zeros(15), generator=seeded(), criterion="marglik")
-    assert [key for key, _ in found.curve] == sorted(key for key, _ in found.curve)
-    assert found.best == min(found.curve, key=lambda pair: pair[1])[0]
-    assert found.curve[0][0] == pytest.approx(1e-2)
-    assert found.curve[-1][0] == pytest.approx(1e5)
-
-
 @functools.cache
 def mode_and_hessian(layout: HeadLayout, precision: float) -> tuple[torch.Tensor, torch.Tensor]:
     """From scratch: scipy's minimum, and there a dense Hessian by autograd."""
@@ -152,76 +142,18 @@ def test_interpolation_keeps_to_its_tolerance_and_the_choice(criterion: str, lay
         assert value == pytest.approx(expected, abs=2 * TOLERANCES[criterion]), precision
 
 
-def test_interpolation_saves_hessians(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = []
-    for tolerance in (0.0, 1e-2):
-        calls = []
-
-        def counted(*words: object, calls: list[int] = calls, **keywords: object) -> object:
-            calls.append(1)
-            return covariance_at(*words, **keywords)
-
-        monkeypatch.setattr("bnncli.inference.prior_search.covariance_at", counted)
-        search_both("val", LAYOUTS[0], tolerance=tolerance)
-        counts.append(len(calls))
-    assert counts[0] > 12
-    assert counts[1] <= 10  # the grid, and one to whiten the modes with
-
-
 @every_structure
-def test_at_the_checkpoint_one_hessian_serves_the_whole_curve(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_checkpoint_the_curve_is_that_of_fits_from_scratch(structure: str) -> None:
     target, start = make_target(LAYOUTS[0]), torch.ones(15, dtype=torch.float64)
     features, labels = make_data(LAYOUTS[0], 400)
-    calls = []
-
-    def counted(*words: object, before: object = None) -> object:
-        calls.extend([1] if before is None and torch.equal(words[1], start) else [])  # not the evidence's, at the mode
-        return ggn(*words, before=before)
-
-    monkeypatch.setattr("bnncli.inference.mode.ggn", counted)
     common = {"start": start, "structure": structure, "center": "checkpoint"}
     found = search(target, generator=seeded(), held_out=target.held_out(features, labels), **common)
-    assert len(calls) == 1
     noise = antithetic(NUM_DRAWS, 15, 7)
     for precision, value in found.curve:
         fit = fit_gaussian(target.with_prior(Prior(precision)), **common)
         assert value == pytest.approx(
             predictive_nll(features, labels, fit.gaussian.from_noise(noise)[0], LAYOUTS[0]), rel=1e-12
         )
-
-
-@pytest.mark.parametrize(("structure", "most_full"), [("kron", 0), ("kron", 2048), ("diag", 0)])
-@pytest.mark.parametrize("center", ["mode", "checkpoint"])
-@pytest.mark.parametrize("criterion", ["val", "marglik"])
-def test_a_search_finds_the_eigenvectors_of_the_features_once(
-    structure: str, most_full: int, center: str, criterion: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes, plain = [], torch.linalg.eigh
-
-    def counted(matrix: torch.Tensor) -> object:
-        sizes.append(len(matrix))
-        return plain(matrix)
-
-    monkeypatch.setattr(torch.linalg, "eigh", counted)
-    monkeypatch.setattr("bnncli.inference.mode.MAX_FULL_PRECONDITIONER", most_full)
-    search_both(criterion, LAYOUTS[0], structure=structure, center=center)
-    assert sizes.count(5) == (0 if (structure, center, criterion) == ("diag", "checkpoint", "val") else 1)
-
-
-def test_biases_with_a_precision_of_their_own_take_eigenvectors_once_a_candidate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sizes, plain = [], torch.linalg.eigh
-
-    def counted(matrix: torch.Tensor) -> object:
-        sizes.append(len(matrix))
-        return plain(matrix)
-
-    target = make_target(LAYOUTS[0]).with_prior(Prior(1.0, 0.3))
-    monkeypatch.setattr(torch.linalg, "eigh", counted)
-    monkeypatch.setattr("bnncli.inference.mode.MAX_FULL_PRECONDITIONER", 0)
-    found = search(target, start=torch.zeros(15), generator=seeded(), structure="kron", criterion="marglik")
-    assert sizes.count(5) <= len(found.curve) + 2  # again where the search ends, once at most for the mode and its fit
 
 
 @every_structure
@@ -233,13 +165,6 @@ def test_the_marginal_likelihood_is_the_targets_own_wherever_the_gaussian_is_cen
     assert (beside.best, beside.curve) == (mode.best, mode.curve)
     assert torch.equal(beside.fit.gaussian.mean, start)
     assert beside.fit.gaussian.prior.weight_precision == mode.best
-
-
-def test_lagrange_weights_reproduce_a_cubic() -> None:
-    nodes = [-1.0, 0.3, 2.0, 2.5]
-    weights = lagrange_weights(nodes, 1.1)
-    values = [x**3 - 2 * x + 4 for x in nodes]
-    assert sum(w * v for w, v in zip(weights, values, strict=True)) == pytest.approx(1.1**3 - 2 * 1.1 + 4)
 
 
 @every_structure
@@ -258,20 +183,10 @@ def test_the_fit_of_the_search_is_that_of_the_best_precision_alone(structure: st
 @pytest.mark.parametrize(("bounds", "best"), [((1e3, 1e5), 1e3), ((1e-5, 1e-3), 1e-3), ((2.0, 2.0), 2.0)])
 def test_a_best_at_the_end_of_the_grid_is_told(bounds: tuple[float, float], best: float) -> None:
     found = search(
-        make_target(LAYOUTS[0]),
-        start=torch.zeros(15),
-        generator=seeded(),
-        criterion="marglik",
-        bounds=bounds,
+        make_target(LAYOUTS[0]), start=torch.zeros(15), generator=seeded(), criterion="marglik", bounds=bounds
     )
     assert found.at_edge
     assert found.best == pytest.approx(best)
-
-
-def test_a_parabola_gives_its_vertex() -> None:
-    values = {x: 3 * (x - 0.7) ** 2 + 1 for x in (-1.0, 0.5, 1.5)}
-    assert _parabola_vertex(values, 0.5) == pytest.approx(0.7)
-    assert _parabola_vertex(values, -1.0) == -1.0
 
 
 def test_val_without_validation_data_is_refused() -> None:

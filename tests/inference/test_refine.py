@@ -1,27 +1,34 @@
-"""Refinement: the ELBO it starts from, what it gains, what bounds it."""
+"""Refinement: the ELBO it starts from, what it gains, what bounds it, of heads and networks."""
+
+from __future__ import annotations
 
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from problems.heads import by_sign, gaussian_at_mode, head_target
 from problems.long_run import long_but
 from problems.seeds import seeded
+from torch import Tensor, nn
 
 from bnncli import registry
-from bnncli.errors import Interrupted, NumericError, UsageError
+from bnncli.covariances.diag import Diag
+from bnncli.covariances.full import Full
+from bnncli.errors import NumericError
 from bnncli.flows import SPACES, build_layers
 from bnncli.inference.elbo import elbo, measure_gain
 from bnncli.inference.refine import Objective, RefineFit, fit_flow
 from bnncli.parameters.layouts import HeadLayout
+from bnncli.parameters.module import ModuleLayout, ModuleNetwork
 from bnncli.parameters.prior import Prior
 from bnncli.posteriors.flow import Flow
+from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.training.loop import Steps
+from bnncli.targets.network import NetworkTarget
 
-every_flow = pytest.mark.parametrize("kind", registry.names("flows"))
 every_flow_and_space = pytest.mark.parametrize(
     ("kind", "space"),
     [(kind, space) for kind in registry.names("flows") for space in registry.load_class("flows", kind).spaces],
@@ -141,18 +148,6 @@ def test_minibatches_with_an_uneven_last_one_train_too() -> None:
     assert gain > 4 * error
 
 
-def test_a_seed_gives_the_same_bits() -> None:
-    target = make_target(LAYOUTS[0])
-    base = gaussian_at_mode(target)
-    first, second, other = (
-        fit_flow(target, base, generator=seeded(seed), epochs=2, batch_size=8) for seed in (3, 3, 4)
-    )
-    names = first.posterior.to_tensors()[0]
-    assert all(torch.equal(part, second.posterior.to_tensors()[0][name]) for name, part in names.items())
-    assert torch.equal(first.history, second.history)
-    assert not torch.equal(first.history, other.history)
-
-
 def test_a_learning_rate_that_diverges_is_named() -> None:
     target = make_target(LAYOUTS[0])
     with pytest.raises(NumericError, match="ELBO is not finite in epoch") as caught:
@@ -167,76 +162,6 @@ def test_a_learning_rate_that_diverges_is_named() -> None:
         )
     assert caught.value.hint is not None
     assert "\0learning_rate\0 below 1e+30" in caught.value.hint
-
-
-def test_unknown_flow_and_space_are_refused() -> None:
-    target = make_target(LAYOUTS[0])
-    with pytest.raises(UsageError, match=r"expected one of .*planar, radial"):
-        fit_flow(target, gaussian_at_mode(target), generator=seeded(), flow="spiral")
-    with pytest.raises(UsageError, match="\0space\0: radial layers support whitened or weight space; got 'raw'"):
-        fit_flow(target, gaussian_at_mode(target), generator=seeded(), space="raw")
-
-
-@pytest.mark.parametrize(("batch_size", "epochs"), [(8, 25), (25, 60)])
-def test_a_resumed_fit_is_the_uninterrupted_one_bit_for_bit(batch_size: int, epochs: int) -> None:
-    target = make_target(LAYOUTS[0], num_examples=25)
-    base = gaussian_at_mode(target, "diag")
-    states = []
-
-    def fit(state: dict[str, torch.Tensor] | None) -> RefineFit:
-        return fit_flow(
-            target,
-            base,
-            generator=seeded(),
-            flow="affine",
-            epochs=epochs,
-            batch_size=batch_size,
-            num_draws=2,
-            state=state,
-            save=lambda state, is_last: states.append(dict(state)),
-        )
-
-    whole, saved = fit(None), states[1]
-    resumed = fit(saved)
-    assert 0 < len(saved["history.elbo"]) < epochs
-    assert torch.equal(whole.history, resumed.history)
-    for name, part in whole.posterior.to_tensors()[0].items():
-        assert torch.equal(part, resumed.posterior.to_tensors()[0][name]), name
-
-
-def test_an_interrupted_fit_saves_the_last_round() -> None:
-    target = make_target(LAYOUTS[0])
-    base = gaussian_at_mode(target, "diag")
-    saved = []
-    with pytest.raises(Interrupted):
-        fit_flow(
-            target,
-            base,
-            generator=seeded(),
-            epochs=90,
-            batch_size=24,
-            save=lambda state, is_last: saved.append((len(state["history.elbo"]), is_last)),
-            progress=StopAfter(60),
-        )
-    assert saved == [(25, False), (50, False), (50, True)]
-
-
-class StopAfter:
-    """A signal that comes after some steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.left = steps
-
-    def task(self, name: str, total: int) -> "StopAfter":
-        return self
-
-    def warn(self, text: str) -> None:
-        """Nothing is expected."""
-
-    def advance(self, amount: int = 1, note: str = "") -> None:
-        self.left -= amount
-        if self.left < 0:
-            raise Interrupted(15, "stopped")
 
 
 def test_training_ends_early_when_the_elbo_stands_still() -> None:
@@ -292,31 +217,92 @@ def test_path_gradients_have_the_plain_ones_as_expectation_and_vanish_at_the_pos
         torch.testing.assert_close(one, other, rtol=0, atol=0.03 * (1 + float(other.abs().max())))
 
 
-@pytest.mark.parametrize("batch_size", [8, 25])
-def test_steps_found_by_a_counter_on_the_device_are_the_same(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
-    target = make_target(LAYOUTS[0], num_examples=25)
-    base = gaussian_at_mode(target, "diag")
+N = 30
 
-    def fit() -> RefineFit:
-        return fit_flow(target, base, generator=seeded(), flow="affine", epochs=12, batch_size=batch_size, num_draws=2)
 
-    plain = fit()
-    counted = []
+class TwoWeights(nn.Module):
+    """The logit of the second class is b tanh(a x)."""
 
-    class Counted:
-        """In the place of a graph."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor(0.9))
 
-        is_refused = False
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.b * torch.tanh(self.a * inputs)
 
-        def __init__(self, steps: Steps) -> None:
-            self.steps = steps
 
-        def __call__(self) -> None:
-            counted.append(self.steps._laid_out_step())
+def network_target(module: nn.Module, num_inputs: int, num_outputs: int) -> NetworkTarget:
+    inputs = torch.randn(N, num_inputs, generator=seeded(1), dtype=torch.float64)
+    labels = (inputs[:, 0] + 0.5 * torch.randn(N, generator=seeded(2)) > 0).long()
+    layout = ModuleLayout.of(ModuleNetwork(module.eval()), num_outputs=num_outputs, input_shape=(num_inputs,))
+    return NetworkTarget(inputs, labels, layout, Prior(0.5))
 
-    monkeypatch.setattr(Steps, "_graph_of_now", lambda self: Counted(self))
-    captured = fit()
-    assert len(counted) == 12 * (25 // batch_size)
-    assert torch.equal(plain.history, captured.history)
-    for name, part in plain.posterior.to_tensors()[0].items():
-        assert torch.equal(part, captured.posterior.to_tensors()[0][name]), name
+
+def around(target: NetworkTarget, variance: float = 0.3) -> Gaussian:
+    center = target.layout.trained()
+    return Gaussian(center, Diag(torch.full_like(center, variance)), target.layout, target.prior)
+
+
+@pytest.mark.parametrize("flow", ["radial", "affine"])
+def test_a_linear_network_is_refined_as_the_last_layer(flow: str) -> None:
+    target = network_target(nn.Linear(3, 2), 3, 2)
+    last = LastLayerTarget(target.inputs, target.labels, HeadLayout(2, 3), target.prior)
+    base = around(target)
+    settings = {"scale": "low-rank", "rank": 2} if flow == "affine" else {}
+    plan: dict[str, Any] = {"flow": flow, "epochs": 8, "batch_size": 8, "num_draws": 3, "learning_rate": 0.02}
+    fits = [
+        fit_flow(one, Gaussian(base.mean, base.covariance, one.layout), generator=seeded(), settings=settings, **plan)
+        for one in (target, last)
+    ]
+    torch.testing.assert_close(fits[0].history, fits[1].history)
+    theta = base.sample(10, seeded(3)).double()
+    torch.testing.assert_close(fits[0].posterior.log_density(theta), fits[1].posterior.log_density(theta))
+    assert fits[0].history[-1] > fits[0].history[0] + 1
+
+
+def test_two_weights_are_refined_to_what_quadrature_says() -> None:
+    target = network_target(TwoWeights(), 1, 1)
+    base = around(target)
+    fit = fit_flow(
+        target, base, generator=seeded(), flow="planar", length=4, epochs=60, batch_size=N, num_draws=16, learning_rate=0.05
+    )  # fmt: skip
+    axis = torch.linspace(-9, 9, 241, dtype=torch.float64)
+    theta = torch.cartesian_prod(axis, axis)
+    cell = 2 * math.log(float(axis[1] - axis[0]))
+    log_q, log_p = fit.posterior.log_density(theta), target.log_joint(theta)
+    q = (log_q + cell).exp()
+    assert float(q.sum()) == pytest.approx(1, abs=1e-3)
+    value = float((q * (log_p - log_q)).sum())
+    found = elbo(target, fit.posterior, generator=seeded(4), num_samples=2000)
+    assert found.value == pytest.approx(value, abs=5 * found.standard_error)
+    evidence = float((log_p + cell).logsumexp(0))
+    before = elbo(target, base, generator=seeded(4), num_samples=2000).value
+    assert before < value - 0.5 < evidence - 0.5
+
+
+@pytest.mark.parametrize("is_minibatch", [False, True])
+def test_the_gradient_is_that_of_finite_differences(is_minibatch: bool) -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    target = network_target(module, 2, 2)
+    size = target.layout.num_params
+    root = torch.randn(size, size, generator=seeded(5), dtype=torch.float64).tril(-1) * 0.1
+    base = Gaussian(target.layout.trained(), Full(root + 0.3 * torch.eye(size)), target.layout)
+    (layer,) = build_layers("planar", target.layout, seeded(), length=1)
+    noise = base.noise(3, seeded(6))
+    examples = target.examples(torch.arange(10)) if is_minibatch else ()
+    objective = Objective.of(target, base, "whitened")
+
+    def value() -> Tensor:
+        return objective.estimate((layer,), noise, *examples).sum()
+
+    value().backward()
+    for parameter in layer.parameters():
+        step = 1e-5 * torch.randn(parameter.shape, generator=seeded(7), dtype=torch.float64)
+        with torch.no_grad():
+            parameter += step
+            above = float(value())
+            parameter -= 2 * step
+            below = float(value())
+            parameter += step
+        assert parameter.grad is not None
+        assert (above - below) / 2 == pytest.approx(float((parameter.grad * step).sum()), rel=1e-5)

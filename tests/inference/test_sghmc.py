@@ -1,25 +1,36 @@
-"""SGHMC and SGLD: the stationary moments of Gaussians with their known bias, a posterior by importance weights, resuming to the same bits."""
+"""SGHMC and SGLD: stationary moments, how far apart draws are, and refits."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from problems.heads import by_noisy_sign, gaussian_at_mode, head_target
+from problems.heads import LAYOUTS, at_random, by_noisy_sign, draw_examples, gaussian_at_mode, head_target
 from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli.covariances.full import Full
-from bnncli.errors import Interrupted, NumericError
-from bnncli.inference.dynamics import MemoryDraws, WhiteCoordinates
-from bnncli.inference.sghmc import SghmcPlan, inflation, largest_curvature, mean_square, preconditioner, sample_sghmc
+from bnncli.errors import NumericError
+from bnncli.evaluation.convergence import RankLaw
+from bnncli.inference import simulation as sghmc_refit
+from bnncli.inference.dynamics import SomeDraws, WhiteCoordinates
+from bnncli.inference.sghmc import (
+    SghmcPlan,
+    SghmcRun,
+    inflation,
+    largest_curvature,
+    mean_square,
+    num_apart,
+    planned,
+    preconditioner,
+    sample_sghmc,
+)
+from bnncli.inference.simulation import GaussianRefit, Problem, SghmcRefit, quantities, ranks_of
 from bnncli.parameters.layouts import HeadLayout
-from bnncli.parameters.prior import Prior
+from bnncli.parameters.prior import Prior, initial_theta
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.progress import SilentProgress
 from bnncli.targets.last_layer import LastLayerTarget
 
 N = 12
@@ -156,40 +167,194 @@ def test_a_preconditioner_that_stands_still_keeps_the_gaussian() -> None:
     assert_variances(draws, torch.tensor([0.25, 0.25, 1.0], dtype=torch.float64) * 1.02)
 
 
-class Stopping(SilentProgress):
-    """A signal comes in this step."""
-
-    def __init__(self, step: int) -> None:
-        self.left = step
-
-    def task(self, name: str, total: int) -> Any:
-        return self
-
-    def advance(self, count: int = 1, note: str = "") -> None:
-        self.left -= count
-        if self.left <= 0:
-            raise Interrupted(15, "as asked")
-
-
-def test_a_resumed_run_has_the_same_draws() -> None:
-    target = head_target(HeadLayout(3, 4), 40, dtype=torch.float32)
-    plan = SghmcPlan(12, 2, 2, 3, 7, 0.1, 0.3)
-    zeros = torch.zeros(3, 15)
-    whole = sample_sghmc(target, plan, start=zeros, generator=seeded())
-    store, states = MemoryDraws(), []
-    with pytest.raises(Interrupted):
-        sample_sghmc(
-            target, plan, start=zeros, generator=seeded(), store=store,
-            save=lambda state, is_last: states.append(state), progress=Stopping(45),
-        )  # fmt: skip
-    store._kept = store._kept[: len(states[-1]["num_steps"])]
-    again = sample_sghmc(target, plan, start=zeros + 9, generator=seeded(8), store=store, state=states[-1])
-    assert torch.equal(again.draws, whole.draws)
-    assert torch.equal(again.history, whole.history)
-
-
 def test_chains_that_fly_away_are_told_with_the_option_that_helps() -> None:
     plan = replace(PLAN, learning_rate=50.0)
     with pytest.raises(NumericError, match="diverged") as caught:
         draws_of(gaussian_target(), plan, 3, start=1.0)
     assert "learning_rate" in str(caught.value.hint)
+
+
+NUM_EXAMPLES = 100
+RATE_PLAN = SghmcPlan(1000, 1, 700, 300, NUM_EXAMPLES, 17.0, 0.2, is_cyclical=False)
+
+
+def left_after(num_epochs: int, decay: float, reach: float, num_batches: int = 1) -> float:
+    """What is left of where a chain was in a direction, by the motion of position and momentum itself."""
+    motion = torch.tensor([[1 - reach, 1 - decay], [-reach, 1 - decay]], dtype=torch.float64)
+    return float(torch.linalg.eigvals(motion).abs().max() ** (num_epochs * num_batches))
+
+
+@pytest.mark.parametrize(("decay", "curvature"), [(0.2, 1.0), (0.2, 0.02), (1.0, 1.0), (0.05, 0.004)])
+def test_draws_are_apart_where_a_tenth_is_left(decay: float, curvature: float) -> None:
+    plan = SghmcPlan(1000, 1, 700, 300, NUM_EXAMPLES, 17.0, decay, is_cyclical=False)
+    found, in_turn = num_apart(plan, curvature, NUM_EXAMPLES)
+    spacing = 700 // found
+    assert in_turn == 1
+    assert (
+        left_after(spacing, decay, 0.17 * curvature)
+        <= 0.1
+        < left_after(700 // (found + 1) - 1, decay, 0.17 * curvature)
+    )
+
+
+def test_an_epoch_of_more_steps_forgets_more() -> None:
+    plan = SghmcPlan(1000, 1, 700, 300, NUM_EXAMPLES // 4, 17.0, 0.2, is_cyclical=False)
+    assert num_apart(plan, 1.0, NUM_EXAMPLES)[0] == pytest.approx(
+        4 * num_apart(RATE_PLAN, 1.0, NUM_EXAMPLES)[0], rel=0.2
+    )
+
+
+def test_draws_are_of_those_that_the_plan_keeps() -> None:
+    """Of 700 epochs the last 600."""
+    plan = SghmcPlan(1000, 1, 200, 300, NUM_EXAMPLES, 17.0, 0.2, is_cyclical=False)
+    assert num_apart(RATE_PLAN, 1.0, NUM_EXAMPLES)[0] == 700 // 21
+    assert num_apart(plan, 1.0, NUM_EXAMPLES)[0] == 600 // 21
+
+
+@pytest.mark.parametrize("curvature", [0.0, 1e-4])
+def test_of_chains_that_do_not_forget_one_draw_is_kept(curvature: float) -> None:
+    assert num_apart(RATE_PLAN, curvature, NUM_EXAMPLES) == (1, 1)
+
+
+def test_the_end_of_a_cycle_forgets_less_than_its_start_and_short_cycles_are_taken_in_turn() -> None:
+    cyclical = SghmcPlan(1000, 4, 50, 0, NUM_EXAMPLES, 17.0, 1.0)
+    steady = SghmcPlan(1000, 4, 50, 0, NUM_EXAMPLES, 17.0, 1.0, is_cyclical=False)
+    assert 1 <= num_apart(cyclical, 1.0, NUM_EXAMPLES)[0] < num_apart(steady, 1.0, NUM_EXAMPLES)[0]
+    rate = math.log(10) / 0.17 / 0.5 / 10  # of cycles of 10 epochs one forgets a tenth of the way in e-foldings
+    short = SghmcPlan(1000, 100, 1, 5, NUM_EXAMPLES, 17.0, 1.0)
+    found, in_turn = num_apart(short, rate / 3, NUM_EXAMPLES)
+    assert found == 1
+    assert in_turn in (3, 4)
+    assert num_apart(short, 0.0, NUM_EXAMPLES) == (1, 100)
+
+
+WHOLE = 10**9
+REFIT_PLAN = SghmcPlan(20, 1, 1, 10, WHOLE, 1.0, 0.2, temperature=0.0, is_cyclical=False)
+
+
+def targets_of(layout: HeadLayout, num: int = 3) -> list[LastLayerTarget]:
+    """The same features; the first has labels that are nearly all alike, so that their stiffness differs."""
+    features, _ = draw_examples(layout, 30, at_random)
+    sets = torch.randint(layout.num_classes, (num, 30), generator=seeded(1))
+    sets[0, 3:] = 0
+    return [LastLayerTarget(features, labels, layout, Prior(0.1)) for labels in sets]
+
+
+CASES = {
+    "base": SghmcRefit(REFIT_PLAN, 2, from_initialisation=True, base=GaussianRefit()),
+    "none": SghmcRefit(REFIT_PLAN, 2, from_initialisation=True),
+    "given": SghmcRefit(replace(REFIT_PLAN, learning_rate=0.3), 2, is_given=True, from_initialisation=True),
+    "rmsprop": SghmcRefit(replace(REFIT_PLAN, is_preconditioned=True), 2, from_initialisation=True),
+    "cyclical": SghmcRefit(
+        replace(REFIT_PLAN, num_cycles=2, num_exploring=5, is_cyclical=True),
+        2,
+        from_initialisation=True,
+        base=GaussianRefit("diag"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_noise_each_chain_goes_as_it_would_alone(case: str) -> None:
+    refit, targets, num_draws = CASES[case], targets_of(LAYOUTS[0]), 4
+    found = refit(targets, num_draws, seeded(5))
+    generator, bases = (
+        seeded(5),
+        GaussianRefit(refit.base.structure).gaussians(targets, seeded()) if refit.base else None,
+    )
+    starts = initial_theta(targets[0].layout, 4 * 3, int(torch.randint(2**31, (1,), generator=generator)))
+    for index, target in enumerate(targets):
+        start = starts.view(3, 4, -1)[index]
+        whitening = None if bases is None else WhiteCoordinates.of(bases[index], "cpu", torch.float64)
+        chosen = planned(
+            target,
+            lambda rate: replace(refit.plan, learning_rate=rate, batch_size=30),
+            places=[start[0]] if bases is None else [start[0], bases[index].mean],
+            learning_rate=0.3 if refit.is_given else None,
+            whitening=whitening,
+            squares=generator,
+            generator=generator,
+        )  # fmt: skip
+        alone = sample_sghmc(
+            target, chosen.plan, start=start, generator=seeded(), square=chosen.square, whitening=whitening
+        ).draws
+        # nothing is known to forget in so short a time: one draw of each of four chains
+        torch.testing.assert_close(found[index].float(), alone[:, -1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_draws", "base", "expected"),
+    [(9, "full", (2, 5)), (9, "diag", (9, 1)), (40, "full", (7, 6)), (2, "full", (2, 1))],
+)
+def test_there_are_as_many_chains_as_give_draws_that_are_apart(
+    num_draws: int, base: str, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """135 epochs have time for six draws that forget one another."""
+    shapes = []
+
+    def sampled(*words: object, **given: object) -> SghmcRun:
+        drawn = sample_sghmc(*words, **given)  # type: ignore[arg-type]
+        shapes.append(drawn.draws.shape[:2])
+        return drawn
+
+    monkeypatch.setattr(sghmc_refit, "sample_sghmc", sampled)
+    plan = replace(REFIT_PLAN, epochs=145, num_draws=27, temperature=1.0)
+    targets = targets_of(LAYOUTS[0])
+    draws = SghmcRefit(plan, 2, base=GaussianRefit(base))(targets, num_draws, seeded())
+    assert shapes == [(3 * expected[0], expected[1])]
+    assert draws.shape == (3, num_draws, 15)
+    assert len(torch.unique(draws.flatten(0, 1), dim=0)) == 3 * num_draws
+
+
+def ranks_are_doubted(refit: SghmcRefit, num: int) -> bool:
+    """Of truths from the prior of a head of three classes and five features on 100 examples."""
+    layout, prior, generator = HeadLayout(3, 5), Prior(0.5), seeded(3)
+    problem = Problem(draw_examples(layout, 100, at_random, dtype=torch.float32)[0], layout, prior)
+    thetas = (
+        torch.randn(num, layout.num_params, generator=generator, dtype=torch.float64) / prior.diagonal(layout).sqrt()
+    )
+    ranked = quantities(layout, torch.randn(9, 5, generator=generator), seeded(4))
+    ranks = ranks_of(problem, thetas, refit, ranked=ranked, num_draws=60, generator=generator)
+    law = RankLaw(num, 60)
+    return min(law.p_value(one) for one in ranks.numpy()) <= 0.002 / len(ranked)
+
+
+WARM = SghmcPlan(1000, 1, 200, 300, WHOLE, 1.0, 0.2, is_cyclical=False)  # as fit-sghmc has it by default
+
+
+def test_chains_that_are_too_cold_are_found() -> None:
+    plan = replace(WARM, epochs=60, num_exploring=20, num_draws=40, temperature=0.1)
+    assert ranks_are_doubted(SghmcRefit(plan, 4, base=GaussianRefit()), 15)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "refit",
+    [
+        SghmcRefit(replace(WARM, learning_rate=3.4), 4, is_given=True, base=GaussianRefit()),
+        SghmcRefit(replace(WARM, momentum_decay=0.05), 4),
+    ],
+    ids=["short steps", "no preconditioner"],
+)
+def test_chains_at_the_posteriors_temperature_pass(refit: SghmcRefit) -> None:
+    """By default the 5 % that the length of steps may add, along all whitened directions, would show in the log joint."""
+    assert not ranks_are_doubted(refit, 200)
+
+
+def test_a_store_keeps_the_draws_of_each_chain_whose_turn_it_is() -> None:
+    draws, places = torch.randn(3, 5, 2, generator=seeded()), torch.tensor([[0, 1, 0], [4, 2, 3]])
+    store = SomeDraws(places)
+    for turn in range(5):
+        store.append(draws[:, turn])
+    torch.testing.assert_close(store.draws(), draws.gather(1, places.T.unsqueeze(2).expand(-1, -1, 2)))
+
+
+def test_draws_are_kept_from_all_over_a_cycle() -> None:
+    """As often early as late, where a cycle's draws are not all alike."""
+    plan = SghmcPlan(100, 4, 10, 5, 100, 1.0, 0.2)
+    places = sghmc_refit._kept_places(plan, 500, 3, 2, seeded())
+    assert places.shape == (6, 500)
+    assert (places.diff(dim=0)[[0, 1, 3, 4]] >= 3).all()
+    counts = torch.bincount(places.flatten(), minlength=40).view(4, 10)
+    assert (counts[[0, 2]] == 0).all()
+    assert (counts[[1, 3]] - 150).abs().max() < 4 * (150 * 0.7) ** 0.5

@@ -51,16 +51,6 @@ def test_a_member_that_is_best_everywhere_has_the_weight_and_complementary_ones_
     assert torch.isfinite(stacking_weights(torch.tensor([[-2000.0, -1.0], [-1.0, -2000.0]]))).all()
 
 
-def test_folds_are_of_even_sizes_and_classes() -> None:
-    labels = torch.tensor([0] * 50 + [1] * 23 + [2] * 4)
-    folds = stratified_folds(labels, 5, seeded())
-    sizes = torch.bincount(folds.long())
-    assert sizes.max() - sizes.min() <= 1
-    of_first = torch.bincount(folds[labels == 0].long(), minlength=5)
-    assert of_first.max() - of_first.min() <= 1
-    assert not torch.equal(folds, stratified_folds(labels, 5, seeded(1)))
-
-
 def problem(rows: int = 300) -> tuple[Tensor, Tensor]:
     features = torch.randn(rows, 4, generator=seeded(), dtype=torch.float64)
     noise = torch.randn(rows, 3, generator=seeded(1), dtype=torch.float64)

@@ -275,12 +275,6 @@ def test_conditioning_restricts_the_density_to_logits_that_sum_to_zero() -> None
     torch.testing.assert_close(condition_on_zero_sum(mean, covariance), expected)
 
 
-def test_conditioning_two_independent_logits_gives_the_published_variance() -> None:
-    a, b = 2.0, 0.5
-    variance = condition_on_zero_sum(torch.zeros(1, 2).double(), torch.tensor([[[a, 0], [0, b]]]).double())[1]
-    np.testing.assert_allclose(4 * variance, [[4 * a * b / (a + b)] * 2])
-
-
 def test_shrinking_acts_on_large_variances_alone_and_makes_them_tend_to_equal_probabilities() -> None:
     mean = torch.tensor([[2.0, 0.0, -1.0, -1.0]]).double()
     small, large = torch.full((1, 4), 0.3).double(), torch.full((1, 4), 1e8).double()

@@ -1,18 +1,41 @@
-"""Steps of a latent binary fit that treat the weights of all layers as one vector, against layers one by one and autograd."""
+"""Latent binary networks as one vector, as graphs, apart from one another, and of scaled inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import pretend_cuda
 import pytest
 import torch
+from problems.outputs import Told
 from problems.seeds import seeded
+from problems.threads import in_threads
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from bnncli.latent.factors import Factors, Moments, initial_factors
-from bnncli.latent.fit import EstimatorSettings, Inputs, LatentLearner, Minibatch, Plan, differentiate, workspace_of
+from bnncli.latent import fit as apart
+from bnncli.latent import fit as scaling
+from bnncli.latent.factors import Factors, Moments, initial_factors, initial_model, num_params
+from bnncli.latent.fit import (
+    EstimatorSettings,
+    History,
+    Inputs,
+    LatentLearner,
+    Minibatch,
+    Plan,
+    Scaling,
+    differentiate,
+    fit_apart,
+    fit_latent,
+    fit_tensors,
+    groups_of,
+    joined,
+    joined_history,
+    nll_of_repeats,
+    workspace_of,
+)
 from bnncli.latent.model import (
     LatentModel,
     SpikeAndSlab,
@@ -21,10 +44,14 @@ from bnncli.latent.model import (
     factor_gradients,
     weight_divergence,
 )
-from bnncli.parameters import layouts
+from bnncli.parameters import layouts as layouts
 from bnncli.parameters.layouts import NetworkLayout
+from bnncli.posteriors.latent_binary import LatentBinary
+from bnncli.progress import SILENT, Progress
+from bnncli.system.workers import Team
 from bnncli.targets.blocks import FeatureBlocks
 from bnncli.training.loop import Course, State, train
+from bnncli.training.shared_out import Seat
 
 SMALL = NetworkLayout((4, 3, 5, 2))
 
@@ -137,32 +164,6 @@ def test_a_prior_that_differs_by_layer_is_told_layer_by_layer(name: str) -> None
     assert other.layers(like.float())[2].precision.dtype == torch.float32
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations on tensors."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("estimator", "most"), [("lrt", 45), ("concrete", 20)])
-def test_a_layer_more_costs_the_operations_of_its_activations_alone(estimator: str, most: int) -> None:
-    """Products, noise and views; what is done to all weights and biases is done once."""
-    counts = []
-    for num_layers in (2, 6):
-        layout = NetworkLayout((4,) * (num_layers + 1))
-        model = LatentModel(layout, factors_of(layout), prior_of(num_layers))
-        batch = Minibatch(torch.ones(7, 4, dtype=torch.float64), torch.arange(7) % 4, 0.2)
-        space = workspace_of(model)
-        for _ in range(2):
-            with Operations() as operations:
-                differentiate(model, batch, EstimatorSettings(estimator), seeded(7), space)
-        counts.append(operations.count)
-    assert (counts[1] - counts[0]) / 4 <= most
-
-
 def test_one_update_for_one_rate_is_that_of_two() -> None:
     features = torch.randn(20, 4, generator=seeded(3))
     states = []
@@ -178,3 +179,223 @@ def test_one_update_for_one_rate_is_that_of_two() -> None:
     assert states[0].keys() == states[1].keys()
     for name, part in states[0].items():
         assert torch.equal(part, states[1][name]), name
+
+
+LAYOUT = NetworkLayout((3, 2))
+
+
+def fit_on(device: str, progress: Progress = SILENT, **choices: Any) -> dict[str, torch.Tensor]:
+    """The state after three epochs of six batches, the last of them short."""
+    features = torch.randn(46, 3, generator=torch.Generator().manual_seed(0)).to(device)
+    labels = torch.arange(46) % 2
+    factors = initial_factors(LAYOUT, 2, torch.Generator().manual_seed(1), device=torch.device(device))
+    model = LatentModel(LAYOUT, factors, SpikeAndSlab.constant(1).to(torch.device(device)))
+    plan = Plan(epochs=3, batch_size=8, learning_rate=0.01, schedule="cosine", **choices)
+    states: list[State] = []
+    fit_latent(
+        model, features, labels, plan, generator=torch.Generator(device).manual_seed(2), progress=progress,
+        save=lambda state, is_last: states.append(state),
+    )  # fmt: skip
+    assert len(states) == 3
+    return {name: part.cpu() for name, part in states[-1].items()}
+
+
+@pytest.mark.parametrize(
+    ("choices", "captures", "replays"),
+    [
+        ({}, 1, 2 + 5 + 5),  # three ordinary steps of five whole batches first, and the last batch of each epoch
+        ({"hyper_prior": True, "early_epochs": 1}, 2, 2 + 2 + 5),  # anew for the prior that was learnt
+    ],
+)
+def test_whole_batches_replay_one_graph_as_long_as_the_prior_is_the_same(
+    choices: dict[str, Any], captures: int, replays: int
+) -> None:
+    plain = fit_on("cpu", **choices)
+    with pretend_cuda.pretend() as gpu:
+        graphed = fit_on("cuda:0", **choices)
+    assert gpu.problems() == []
+    assert (gpu.num_captures, gpu.num_replays) == (captures, replays)
+    for name, part in plain.items():
+        assert torch.equal(part, graphed[name]), name
+
+
+@pytest.mark.parametrize("failure", [{"capture_error": RuntimeError("not permitted")}, {"captures_nothing": True}])
+def test_a_capture_that_fails_is_tried_once_and_draws_as_if_it_had_not_been(failure: dict[str, Any]) -> None:
+    plain, progress = fit_on("cpu"), Told()
+    with pretend_cuda.pretend(**failure) as gpu:
+        graphed = fit_on("cuda:0", progress)
+    assert gpu.num_captures == len(progress.lines) == 1
+    for name, part in plain.items():
+        assert torch.equal(part, graphed[name]), name
+
+
+PAIR_LAYOUT, NUM_REPEATS, CPU = NetworkLayout((4, 3, 2)), 5, torch.device("cpu")
+
+
+def start(estimator: str) -> LatentModel:
+    generator = seeded(1)
+    factors = initial_factors(PAIR_LAYOUT, NUM_REPEATS, generator)
+    flows = [initial_model(n, NUM_REPEATS, generator, hidden=(5,)) for _, n in PAIR_LAYOUT.shapes if estimator == "mnf"]
+    prior = SpikeAndSlab.constant(2)
+    sds = torch.linspace(0.5, 1.5, NUM_REPEATS, dtype=torch.float64).unsqueeze(1).expand(-1, 2)
+    return LatentModel(PAIR_LAYOUT, factors, SpikeAndSlab(prior.inclusion, prior.slab_mean, sds), tuple(flows))
+
+
+def plan(estimator: str) -> Plan:
+    learnt = {"hyper_prior": True, "early_epochs": 2} if estimator == "concrete" else {}
+    return Plan(3, 10, 0.01, settings=EstimatorSettings(estimator), **learnt)  # type: ignore[arg-type]
+
+
+def fitted(model: LatentModel, first: int, estimator: str, **report: object) -> tuple[LatentModel, History]:
+    features, labels = torch.randn(25, 4, generator=seeded(2)), torch.arange(25) % 2
+    return fit_latent(model, features, labels, plan(estimator), generator=seeded(10 + first), **report)  # type: ignore[arg-type]
+
+
+def fitted_apart(team: Team, estimator: str) -> tuple[LatentModel, History]:
+    def fit(model: LatentModel, first: int, seat: Seat) -> Mapping[str, Tensor]:
+        return fit_tensors(*fitted(model, first, estimator, save=seat.save, progress=seat))
+
+    parts = fit_apart(team, start(estimator), fit, what="fit", num_steps=9, progress=SILENT)
+    return joined(start(estimator), parts, has_learnt_prior=estimator == "concrete"), joined_history(parts)
+
+
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups have room for the weights of two networks."""
+    monkeypatch.setitem(apart.GROUP_WEIGHTS, "cpu", 2 * PAIR_LAYOUT.num_weights + 1)
+
+
+@pytest.mark.parametrize("estimator", ["lrt", "mnf", "concrete"])
+@pytest.mark.usefixtures("pairs")
+def test_each_group_becomes_what_it_would_alone_whoever_fits_it(estimator: str) -> None:
+    groups = groups_of(PAIR_LAYOUT, NUM_REPEATS, CPU)
+    assert [part.stop - part.start for part in groups] == [1, 2, 2]
+    alone = [fitted(start(estimator).of_repeats(rows), rows.start, estimator) for rows in groups]
+    for size in (1, 2):
+        for found in in_threads(size, lambda team: fitted_apart(team, estimator)):
+            assert isinstance(found, tuple), found
+            model, history = found
+            assert model.num_repeats == NUM_REPEATS
+            for rows, (own, own_history) in zip(groups, alone, strict=True):
+                part = model.of_repeats(rows)
+                for (name, one), (_, other) in zip(part.tensors(), own.tensors(), strict=True):
+                    assert torch.equal(one, other), name
+                for name, one in part.prior.tensors().items():
+                    assert torch.equal(one, own.prior.tensors()[name]), name
+                assert torch.equal(history.bound()[:, rows], own_history.bound())
+
+
+@pytest.mark.usefixtures("pairs")
+def test_a_group_shares_nothing_with_the_start_it_was_cut_from() -> None:
+    whole = start("mnf")
+    before = {name: tensor.clone() for name, tensor in whole.tensors()}
+    part = whole.of_repeats(slice(1, 3))
+    for (name, tensor), (_, own) in zip(whole.tensors(), part.tensors(), strict=True):
+        is_shared = tensor.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        assert is_shared == name.endswith("mask"), name
+    fitted(part, 1, "mnf")
+    for name, tensor in whole.tensors():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_the_best_repeat_alone_is_what_it_is_among_the_others() -> None:
+    model = start("mnf")
+    whole = LatentBinary(model, tuple(model.multiplier_means(seeded(3), 10)), best=2)
+    alone = whole.of_best()
+    assert (alone.model.num_repeats, alone.best) == (1, 0)
+    for name in ("center", "mean_theta", "inclusion"):
+        torch.testing.assert_close(getattr(alone, name), getattr(whole, name))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_repeats", "expected"),
+    [
+        ((784, 400, 600, 10), 4, [1, 1, 1, 1]),
+        ((2048, 10), 4, [2, 2]),
+        ((2048, 10), 10, [2, 3, 2, 3]),
+        ((84, 10), 10, [10]),
+        ((20, 1), 1, [1]),
+    ],
+)
+def test_groups_follow_from_sizes_alone(sizes: tuple[int, ...], num_repeats: int, expected: list[int]) -> None:
+    groups = groups_of(NetworkLayout(sizes), num_repeats, CPU)
+    assert [part.stop - part.start for part in groups] == expected
+    assert [part.start for part in groups] == [sum(expected[:i]) for i in range(len(expected))]
+
+
+@pytest.mark.parametrize("block_bytes", [8, 8 * 3 * 7, 2**26])
+def test_moments_are_those_of_numpy_however_large_the_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+    monkeypatch.setattr(scaling, "_BLOCK_BYTES", block_bytes)
+    features = torch.randn(40, 3, generator=seeded(0)) * torch.tensor([1.0, 30.0, 0.01]) + 1000
+    found = Scaling.of(features, CPU)
+    doubled = features.double().numpy()
+    np.testing.assert_allclose(found.shift.numpy(), doubled.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(found.scale.numpy(), doubled.std(axis=0), rtol=1e-6)
+
+
+def test_a_column_that_never_varies_is_only_shifted() -> None:
+    features = torch.full((7919, 2), 0.1)
+    features[::2, 1] = 0.3
+    found = Scaling.of(features, CPU)
+    assert found.scale[0] == 1
+    assert found(features).abs()[:, 0].max() < 1e-6
+
+
+def test_a_column_that_varies_by_less_than_float32_resolves_does_not_blow_up() -> None:
+    features = torch.zeros(700, 2)
+    features[0] = torch.tensor([1e-42, 1e-44])
+    found = Scaling.of(features, CPU)
+    assert found.scale.tolist() == [1, 1]
+    assert bool(found(features).isfinite().all())
+
+
+def test_a_posterior_of_scaled_inputs_is_one_for_inputs_as_they_are() -> None:
+    features = 100 + 3 * torch.randn(50, 6, generator=seeded(2))
+    features[:, 4] = 250.5
+    own, model = Scaling.of(features, CPU), _start()
+    posterior = LatentBinary(model, shift=own.shift, scale=own.scale)
+    theta = model.layout.join(*model.draw_weights(torch.arange(4) % 2, seeded(7)))
+    found = posterior.layout.logits(features, posterior.sample(4, seeded(7)))
+    torch.testing.assert_close(found, model.layout.logits(own(features), theta), rtol=1e-4, atol=1e-4)
+
+
+def _start() -> LatentModel:
+    layout = NetworkLayout((6, 5, 3))
+    return LatentModel(layout, initial_factors(layout, 2, seeded(1)), SpikeAndSlab.constant(2))
+
+
+def test_a_fit_scales_its_batches_as_if_they_had_been_scaled_before() -> None:
+    features = 3 + 2 * torch.randn(50, 6, generator=seeded(2))
+    labels = torch.randint(0, 3, (50,), generator=seeded(3))
+    own, plan = Scaling.of(features, CPU), Plan(epochs=2, batch_size=20, learning_rate=0.01)
+    one, _ = fit_latent(_start(), features, labels, plan, generator=seeded(4), scaling=own)
+    other, _ = fit_latent(_start(), own(features), labels, plan, generator=seeded(4))
+    plain, _ = fit_latent(_start(), features, labels, plan, generator=seeded(4))
+    assert torch.equal(one.factors.mean, other.factors.mean)
+    assert not torch.equal(one.factors.mean, plain.factors.mean)
+    losses = [nll_of_repeats(one, features, labels, seeded(5), scaling=own)]
+    losses.append(nll_of_repeats(one, own(features), labels, seeded(5)))
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("rows", [slice(1, 4), torch.tensor([3, 0, 2])], ids=["slice", "index"])
+def test_rows_are_taken_in_single_precision(rows: slice | torch.Tensor) -> None:
+    features = torch.randn(5, 2, generator=seeded(6)).half()
+    own = Scaling(torch.ones(2), torch.full((2,), 2.0))
+    found = Inputs(FeatureBlocks(features, CPU), own).gather(rows)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, (features[rows].float() - 1) / 2)
+
+
+def test_the_nll_of_blocks_is_that_of_all_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = torch.randn(50, 6, generator=seeded(2))
+    labels = torch.randint(0, 3, (50,), generator=seeded(3))
+    whole = nll_of_repeats(_start(), features, labels, seeded(5))
+    monkeypatch.setattr(scaling, "_ROWS", {"cpu": 7, "cuda": 7})
+    torch.testing.assert_close(nll_of_repeats(_start(), features, labels, seeded(5)), whole)
+
+
+@pytest.mark.parametrize("hidden", [(4,), (7, 3)])
+def test_the_parameters_of_a_multiplier_are_counted(hidden: tuple[int, ...]) -> None:
+    model = initial_model(9, 1, seeded(0), length=3, hidden=hidden)
+    assert num_params(9, length=3, hidden=hidden) == sum(part.numel() for part in model.parameters())

@@ -1,4 +1,4 @@
-"""What a user hands to the tool, of any kind: one line with a code of its own, never a traceback or a wait without end."""
+"""The user's code and files: what misbehaves is named, whatever it does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 from problems.command_line import Cli
 
 from bnncli.data.labels import MAX_CLASSES
+from bnncli.errors import DataError, MissingInput
 from bnncli.models.checkpoints import load_checkpoint
+from bnncli.system import input_files as json_files
 from bnncli.system.user_code import load_factory
 
 NETWORK = """
@@ -148,3 +150,35 @@ def test_a_file_is_run_as_it_stands_whatever_python_has_compiled(
         os.utime(path, (1e9, 1e9))  # as where both were written within a second
         assert load_factory(f"{path}:make", option="model")() == answer
     del sys.modules["as_it_stands"]
+
+
+def test_an_object_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"ä": [1, null]}', encoding="utf-8")
+    assert json_files.read_object(tmp_path / "a.json") == {"ä": [1, None]}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b'{"a": ', "not a complete JSON file"),
+        (b"\xff\xfe{", "not a complete JSON file"),
+        (b"[" * 100_000, "not a complete JSON file"),
+        (b"[1]", "expected a JSON object, got list"),
+    ],
+)
+def test_what_is_no_object_is_told_of(tmp_path: Path, raw: bytes, message: str) -> None:
+    (tmp_path / "a.json").write_bytes(raw)
+    with pytest.raises(DataError, match=message):
+        json_files.read_object(tmp_path / "a.json")
+
+
+def test_a_large_file_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_files, "MAX_BYTES", 8)
+    (tmp_path / "a.json").write_bytes(b'{"a": 12}')
+    with pytest.raises(DataError, match="expected a small JSON file"):
+        json_files.read_object(tmp_path / "a.json")
+
+
+def test_a_missing_file_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(MissingInput):
+        json_files.read_object(tmp_path / "a.json")

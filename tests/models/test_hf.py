@@ -32,6 +32,8 @@ from bnncli.artifacts.features import read_features
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
 from bnncli.models import Asked, SavedModel, open_model
 
+pytestmark = pytest.mark.libraries
+
 transformers = library("transformers")
 
 

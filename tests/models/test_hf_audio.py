@@ -27,6 +27,8 @@ from bnncli.models.features import Extracted, collect, extract, unpadded
 from bnncli.models.head_search import find_head
 from bnncli.session.network import FeatureStore
 
+pytestmark = pytest.mark.libraries
+
 transformers = library("transformers")
 QUICK = ("Wav2Vec2", "AST", "Whisper")
 

@@ -18,6 +18,8 @@ from problems.sounds import write_clips
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
 
+pytestmark = pytest.mark.libraries
+
 transformers = library("transformers")
 
 EXPORT = ("export", "run", "--posterior", "laplace", "--integrator", "probit")

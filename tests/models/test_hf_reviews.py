@@ -15,6 +15,8 @@ from problems.optional_libraries import library
 
 from bnncli.artifacts.features import read_features
 
+pytestmark = pytest.mark.libraries
+
 transformers = library("transformers")
 
 

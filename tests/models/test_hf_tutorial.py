@@ -13,6 +13,8 @@ import torch
 from problems.documented import DOCS, blocks_of, run_block
 from problems.hf_folders import tokenizer, transformers
 
+pytestmark = pytest.mark.libraries
+
 POSITIVE, NEGATIVE, OTHER = ["good", "fine"], ["bad", "awful"], ["film", "plot", "the", "a", "is", "and"]
 CLASSES = ["negative", "positive"]
 

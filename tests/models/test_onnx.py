@@ -19,6 +19,8 @@ from bnncli.models import Asked
 from bnncli.models.head_search import find_head
 from bnncli.models.kinds.onnx import open_model
 
+pytestmark = pytest.mark.libraries
+
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 helper, numpy_helper = onnx.helper, onnx.numpy_helper

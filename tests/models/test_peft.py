@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.models import Asked, open_model
 
+pytestmark = pytest.mark.libraries
+
 transformers, peft = library("transformers"), library("peft")
 NUM_LABELS = 4
 

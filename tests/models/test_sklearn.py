@@ -23,6 +23,8 @@ from bnncli.models import Asked
 from bnncli.models.kinds.sklearn import open_model
 from bnncli.models.sklearn_arrays import Estimator, arrays_of
 
+pytestmark = pytest.mark.libraries
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(3, 2, size=(90, 4))
 THREE = np.array(["cat", "dog", "eel"])[np.argmax((X - 3) @ RNG.normal(size=(4, 3)) + RNG.normal(size=(90, 3)), axis=1)]

@@ -20,6 +20,8 @@ from problems.optional_libraries import library
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.models import Asked, open_model
 
+pytestmark = pytest.mark.libraries
+
 NAMES = ("cat", "dog", "eel")
 
 
@@ -191,7 +193,7 @@ def test_names_of_labels_are_taken_by_their_numbers(tmp_path: Path) -> None:
         assert open_model(f"timm:{folder}", Asked()).classes == expected
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     ["mobilenetv3_small_050", "tf_efficientnet_lite0", "convnext_atto", "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224",

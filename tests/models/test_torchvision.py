@@ -19,6 +19,8 @@ from bnncli.artifacts.features import read_features
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.models import Asked, open_model
 
+pytestmark = pytest.mark.libraries
+
 SMALL = "shufflenet_v2_x0_5"
 
 
@@ -148,7 +150,7 @@ def test_a_torchvision_for_another_torch_is_told_in_one_line(monkeypatch: pytest
     assert f"matches torch {torch.__version__}" in str(error.value.hint)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("has_auxiliary", [True, False])
 @pytest.mark.parametrize(("name", "is_normalised"), [("googlenet", False), ("googlenet", True), ("inception_v3", True)])
 def test_auxiliary_heads_are_as_the_checkpoint_has_them(
@@ -164,18 +166,10 @@ def test_auxiliary_heads_are_as_the_checkpoint_has_them(
     check_equal(logits_of_ours(spec, network.state_dict(), IMAGES, transform_input=str(is_normalised)), expected)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
-    [
-        "resnet18",
-        "squeezenet1_1",
-        "mobilenet_v3_small",
-        "efficientnet_b0",
-        "densenet121",
-        "vit_b_32",
-        "mnasnet0_5",
-    ],
+    ["resnet18", "squeezenet1_1", "mobilenet_v3_small", "efficientnet_b0", "densenet121", "vit_b_32", "mnasnet0_5"],
 )
 def test_logits_are_torchvisions(name: str, models: Any) -> None:
     torch.manual_seed(3)

@@ -379,14 +379,6 @@ def test_ekfac_is_the_blocks_diagonal_in_the_factors_eigenbasis(name: str) -> No
         torch.testing.assert_close(parts["hessian.ekfac.rest"], kron["hessian.kron.rest"])
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_ekfac_is_nearer_to_the_blocks_than_kron(name: str) -> None:
-    target = make_target(name)
-    block = dense(target, hessian_of(target, "block"), "block")
-    kron, ekfac = (dense(target, hessian_of(target, structure), structure) for structure in ("kron", "ekfac"))
-    assert (ekfac - block).norm() < (kron - block).norm()
-
-
 def in_matrix_order(matrix: Matrix) -> Tensor:
     """Where the entries of (K, F) lie in theta, row by row."""
     places = [torch.arange(part.place.start, part.place.stop).view(matrix.num_outputs, -1) for part in matrix.parts]
@@ -526,15 +518,6 @@ def test_the_factor_of_many_inputs_is_their_mean_square() -> None:
         basis, values = parts[f"hessian.kron.{name}.features"], parts[f"hessian.kron.{name}.values"].sum(dim=0)
         found, expected = basis @ values.diag() @ basis.T, rows.T @ rows
         torch.testing.assert_close(found / found.trace(), expected / expected.trace())
-
-
-@every_layered
-def test_twice_the_data_or_the_scale_is_twice_the_hessian(structure: str) -> None:
-    plain = make_target("sequence")
-    twice = replace(plain, inputs=plain.inputs.repeat(2, 1, 1), labels=plain.labels.repeat(2))
-    once = dense(plain, hessian_of(plain, structure), structure)
-    for target in (twice, replace(plain, likelihood_scale=2.0)):
-        torch.testing.assert_close(dense(target, hessian_of(target, structure), structure), 2 * once)
 
 
 @every_layered

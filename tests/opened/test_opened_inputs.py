@@ -315,17 +315,6 @@ def test_a_loaded_predictor_gives_the_same_and_looks_at_no_file(images: Path) ->
         opened(np.full((2, 6), np.nan, np.float32))
 
 
-def test_a_call_makes_no_loader_and_moves_no_network_that_is_in_place(
-    images: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, x = bnncli.open("ckpt.pt"), make_images()["test"]["x"]
-    loaded = run.predictor(integrator="mc")
-    first = loaded(x)
-    monkeypatch.setattr("bnncli.data.loader._loader", None)
-    monkeypatch.setattr(torch.nn.Module, "to", None)
-    assert np.array_equal(loaded(x).probs, first.probs)
-
-
 def test_batches_of_a_loader_are_predicted_one_after_another(images: Path) -> None:
     run, x = bnncli.open("ckpt.pt"), torch.from_numpy(make_images()["test"]["x"])
     loaded = run.predictor(integrator="probit")

@@ -1,29 +1,36 @@
-"""Commands that are recorded and shown: made of options, and of a record only as one of our own that accepts its values."""
+"""Options on the command line and from Python."""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+import typer
 from forged import forge
 from problems.command_line import Cli
 from recorded_lines import LINES
+from typer.core import TyperCommand
+from typer.main import get_command
 
 from bnncli.artifacts.freshness import UNKNOWN_MAKER
 from bnncli.artifacts.resume import write_state
 from bnncli.cli.build import parser
 from bnncli.cli.commands import own_commands
-from bnncli.cli.options import _from_text, option_fields
+from bnncli.cli.options import QuickCommand, _from_text, option_fields
+from bnncli.commands.extract_features import ExtractFeaturesOptions
 from bnncli.commands.fit_laplace import FitLaplaceOptions
 from bnncli.errors import Interrupted, UsageError
 from bnncli.options.command import CommandLine, CommonOptions, RecordOptions, RunOptions, WriteOptions, own_command
-from bnncli.options.declaration import choices_of, flag_of, made
-from bnncli.session import produce
+from bnncli.options.declaration import choices_of, flag_of, made, spelled
+from bnncli.options.shared import parse_until, unmet
+from bnncli.session import produce as resumable
 
 MAKERS = {one.name: one.groups for one in own_commands() if RecordOptions in one.groups}
 LEFT_OUT = {spec.name for group in (CommonOptions, RunOptions) for spec in fields(group)} | {"force", "dry_run"}
@@ -202,7 +209,7 @@ def test_the_command_that_continues_a_fit_is_one_that_runs(
         if len(saved) == 2:
             raise Interrupted(15, "interrupted")
 
-    monkeypatch.setattr(produce, "write_state", save_once)
+    monkeypatch.setattr(resumable, "write_state", save_once)
     words = ("--epochs", 80, "--patience", 0, "--save-every", 0, "--elbo-draws", 8, "--name", "cut")
     done = cli("refine", *words, "--", small_run)
     assert done.code == 143
@@ -230,3 +237,120 @@ def test_a_command_is_made_of_its_options() -> None:
     line = CommandLine.of("fit-laplace", "-c", FitLaplaceOptions(structure="kron"), WriteOptions(force=True))
     assert line.words() == ["bnncli", "fit-laplace", "./-c", "--structure", "kron", "--force"]
     assert line.having("structure", "-x").having("force", False).words()[3:] == ["--structure=-x"]
+
+
+MEANT = {"hint": "use a larger \0prior_precision\0", "texts": ["add \0assert_\0", 3], "n": None}
+
+
+def test_a_field_is_spelled_as_an_option() -> None:
+    assert spelled(MEANT) == {"hint": "use a larger --prior-precision", "texts": ["add --assert", 3], "n": None}
+
+
+def test_a_field_is_spelled_as_whoever_reads_it_writes_it() -> None:
+    assert spelled(MEANT, "{}=".format) == {
+        "hint": "use a larger prior_precision=",
+        "texts": ["add assert_=", 3],
+        "n": None,
+    }
+
+
+def test_a_wrong_model_lists_networks_saved_models_and_factories() -> None:
+    with pytest.raises(UsageError, match=r"expected one of flatten, lenet5.*hf:DIR.*file\.py:factory; got 'lenet'$"):
+        ExtractFeaturesOptions(model="lenet", data=["train=npz:t.npz"])
+
+
+def test_conditions_are_parsed_and_written_back() -> None:
+    found = parse_until(" rhat <= 1.01,ess>=4e2 , ess-tail>=150.5", "--until")
+    assert [str(condition) for condition in found] == ["rhat<=1.01", "ess>=400", "ess-tail>=150.5"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "rhat", "rhat<1.01", "rhat>=1.01", "ess<=400", "ess>=", "ess>=400,", "ess>=1,ess>=2", "acc>=1", "ess>=-1"],
+)
+def test_anything_else_is_refused_with_the_grammar(text: str) -> None:
+    with pytest.raises(UsageError, match="expected rhat<=NUMBER, ess>=NUMBER, ess-tail>=NUMBER"):
+        parse_until(text, "--until")
+
+
+@pytest.mark.parametrize("text", ["rhat<=1", "rhat<=0.5", "ess>=0", "ess>=1e999"])
+def test_bounds_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="must be above"):
+        parse_until(text, "--until")
+
+
+def test_bounds_are_inclusive_and_undefined_values_meet_none() -> None:
+    conditions = parse_until("rhat<=1.01,ess>=400", "--until")
+    assert unmet(conditions, {"rhat": 1.01, "ess": 400.0}) == []
+    assert unmet(conditions, {"rhat": 1.011, "ess": 401.0}) == [conditions[0]]
+    assert unmet(conditions, {"rhat": 1.0, "ess": 399.9}) == [conditions[1]]
+    assert unmet(conditions, {"rhat": None, "ess": None}) == list(conditions)
+
+
+INTEGERS = ["0", "7", "-3", "007", "1_000", "+4", " 5", "1.0", "1e3", "x", "", "9" * 18, "9" * 40, "٣"]
+FLOATS = [
+    "0",
+    "0.5",
+    "-2.50",
+    "1e-3",
+    "1E5",
+    "1e+5",
+    ".5",
+    "5.",
+    "nan",
+    "inf",
+    "1_0.5",
+    "0x1",
+    "",
+    "1e400",
+    "12345678.90123456789",
+]
+TEXTS = ["", "a b", "-", "é", "1"]
+
+
+def read(cls: type[TyperCommand], hint: Any, words: list[str]) -> Any:
+    """What a command of this class reads, or its complaint."""
+    app = typer.Typer()
+
+    def command(value=None):  # type: ignore[no-untyped-def]
+        return value
+
+    command.__annotations__ = {"value": Annotated[hint, typer.Option()]}
+    app.command(cls=cls)(command)
+    try:
+        return get_command(app)(args=words, standalone_mode=False)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(
+    ("hint", "texts"),
+    [(int, INTEGERS), (float, FLOATS), (str, TEXTS), (Path, ["a", "a/../b", "/"]), (int | None, INTEGERS)],
+)
+def test_one_value_is_what_typer_makes_of_it(hint: Any, texts: list[str]) -> None:
+    for words in [[], *(["--value", text] for text in texts)]:
+        quick, own = read(QuickCommand, hint, words), read(TyperCommand, hint, words)
+        assert (type(quick), repr(quick)) == (type(own), repr(own)), words
+
+
+def test_several_values_are_what_typer_makes_of_them() -> None:
+    for hint, texts in (
+        (list[str], ["a", ""]),
+        (list[Path], ["a", "b/"]),
+        (list[int], ["1", "x"]),
+        (list[float], ["1", "2e3"]),
+    ):
+        for count in range(len(texts) + 1):
+            words = [word for text in texts[:count] for word in ("--value", text)]
+            assert read(QuickCommand, hint, words) == read(TyperCommand, hint, words), (hint, words)
+
+
+def test_plain_values_are_read_without_pydantic() -> None:
+    code = (
+        "import sys; from bnncli.cli.build import parser\n"
+        "found = parser()(args='hmc a.pt --chains 8 --name n --force --target-accept 0.5'.split(), standalone_mode=False)\n"
+        "assert found[1]['chains'] == 8 and found[1]['target_accept'] == 0.5, found\n"
+        "print('pydantic' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("False", "")

@@ -23,7 +23,7 @@ def contents(out: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_side_by_side_results_are_byte_for_byte_those_of_one_after_the_other(
     data: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +55,7 @@ def is_gone(process: int) -> bool:
         return True
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("what", "code", "said"),
     [

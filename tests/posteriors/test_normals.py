@@ -91,18 +91,12 @@ def test_parts_of_the_noise_are_together_what_one_call_makes(
     assert torch.equal(sample_from_noise(q, num_samples, seeded()), q.from_noise(whole)[0].float())
 
 
-def test_the_elbo_makes_its_noise_in_parts_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_elbo_of_blocks_of_draws_has_the_bits_of_one_block() -> None:
     features = torch.randn(30, 7, generator=seeded(1), dtype=torch.float64)
     target = LastLayerTarget(features, (features[:, 0] > 0).long(), HeadLayout(1, 7, has_bias=False), Prior(1.0))
-    q, sizes = gaussian(7), []
+    q = gaussian(7)
     expected = log_weights(target, q, q.noise(500, seeded()))
-    monkeypatch.setattr(posteriors, "_AT_ONCE", 64 * 7)
-    plain = Gaussian.noise
-    monkeypatch.setattr(
-        Gaussian, "noise", lambda self, size, generator: sizes.append(size) or plain(self, size, generator)
-    )
     assert torch.equal(elbo(target, q, generator=seeded(), num_samples=500).log_weights, expected)
-    assert sizes == [64] * 7 + [52]
 
 
 def test_large_draws_need_few_at_once() -> None:

@@ -1,4 +1,4 @@
-"""What the long run has and the default suite has not: cases that cost much and differ little from those that stay."""
+"""Parameters that the default run leaves out: slow cases that differ little from those it keeps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 
-def long_but(names: Iterable[Any], *kept: Any) -> list[Any]:
-    """Parameters of a test: all names, those but the kept ones in the long run alone."""
+def long_but(names: Iterable[Any], *kept: Any, mark: pytest.MarkDecorator = pytest.mark.long) -> list[Any]:
+    """Return all names as parameters of a test, with `mark` on all but the kept ones."""
     found = list(names)
     assert set(kept) < set(found)
-    return [name if name in kept else pytest.param(name, marks=pytest.mark.long) for name in found]
+    return [name if name in kept else pytest.param(name, marks=mark) for name in found]

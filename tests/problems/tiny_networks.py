@@ -14,12 +14,7 @@ from problems.seeds import seeded
 
 
 def tiny_target(
-    outputs: int = 3,
-    *,
-    examples: int = 25,
-    prior: Prior | None = None,
-    choice: CurvatureChoice = USUAL,
-    seed: int = 0,
+    outputs: int = 3, *, examples: int = 25, prior: Prior | None = None, choice: CurvatureChoice = USUAL, seed: int = 0
 ) -> NetworkTarget:
     """Tanh layers 4-5-outputs on random inputs, float64; labels depend on the inputs."""
     with torch.random.fork_rng():

@@ -19,8 +19,6 @@ from bnncli.session.inputs import load_split
 from bnncli.session.posteriors import Fitted, Report, posterior_request, produce_posterior
 from bnncli.session.run import Result, Run
 
-STAGES = Path(__file__).parents[2] / "bnncli" / "commands"
-
 
 class Halving:
     """Half the network's weights, as a posterior."""
@@ -89,8 +87,3 @@ def test_a_fit_has_the_name_that_was_given_if_it_is_free(small_run: Path) -> Non
     assert Path(Halving(small_run, "other").produce().outputs[0]["path"]).name == "other.safetensors"
     with pytest.raises(UsageError, match="reserved for the trained network"):
         Halving(small_run, "map").produce()
-
-
-def test_no_fit_publishes_its_posterior_by_itself() -> None:
-    writing = {path for path in STAGES.rglob("*.py") if "write_posterior" in path.read_text()}
-    assert writing == {STAGES / "extract_features/trained_map.py"}  # the network as trained, which is no fit

@@ -120,6 +120,7 @@ def test_what_was_judged_is_not_judged_again_until_it_is_another(
     assert asked[0] == "laplace"
 
 
+@pytest.mark.long
 def test_a_single_val_example_has_no_standard_error(cli: Cli, tmp_path: Path) -> None:
     arrays = separable(60, 4, scale=3.0)
     arrays |= {f"{kind}_val": arrays[f"{kind}_val"][:1] for kind in ("features", "labels")}
@@ -288,6 +289,7 @@ def test_a_stale_recommendation_is_refused_where_no_posterior_is_named(cli: Cli,
     assert cli("predict", run, "--split", "test", "--posterior", "map").code == 0
 
 
+@pytest.mark.long
 def test_what_is_asserted_of_no_posterior_is_asserted_of_the_one_that_auto_recommends(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
     (chosen,) = [row for row in auto(cli, run)["rows"] if row["is_recommended"]]
@@ -307,6 +309,7 @@ def test_what_is_asserted_of_no_posterior_is_asserted_of_the_one_that_auto_recom
     assert {check["posterior"] for check in named} == {"map"}
 
 
+@pytest.mark.long
 def test_what_is_detected_out_of_distribution_is_said_until_the_outliers_change(cli: Cli, tmp_path: Path) -> None:
     arrays = separable(2000, 4, scale=6.0)
     arrays["features_far"] = 2 * np.random.default_rng(9).normal(size=(300, 4)).astype(np.float32)
@@ -442,6 +445,7 @@ def networks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_checkpoints_of_the_same_network_trained_apart_are_tried_as_an_ensemble(cli: Cli, networks: Path) -> None:
     found = auto(cli, Path("net-0.pt"), "--budget", "60s")
     (rung,) = [rung for rung in found["rungs"] if rung["name"] == "fit-ensemble"]
@@ -468,6 +472,7 @@ def test_checkpoints_of_the_same_network_trained_apart_are_tried_as_an_ensemble(
     assert auto(cli, Path("net-0.pt"))["action"] in ("up_to_date", "replaced")
 
 
+@pytest.mark.long
 def test_an_ensemble_of_other_siblings_replaces_that_of_auto(cli: Cli, networks: Path) -> None:
     for place, away in enumerate(("net-2.pt", "net-1.pt", "net-2.pt")):
         Path(away).rename("away")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kills import kill_midway, state_of
 from problems.arrays import make_arrays
 from problems.command_line import Cli, new_run
 
@@ -234,28 +233,6 @@ def test_options_that_do_not_go_together_are_refused(
 ) -> None:
     done = cli(words[0], small_run, *words[1:])
     assert (done.code, said in done.stderr) == (2, True), done.stderr
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("fit-sghmc", "--chains", "2", "--epochs", "1000", "--batch-size", "40"),
-        ("fit-swag", "--epochs", "1000", "--batch-size", "40"),
-        ("fit-vi", "--epochs", "2000", "--patience", "0", "--estimator", "reparam", "--elbo-draws", "8"),
-    ],
-    ids=lambda words: words[0],
-)
-@pytest.mark.long
-def test_a_killed_fit_resumes_to_the_bits_of_an_uninterrupted_one(
-    cli: Cli, small_run: Path, words: tuple[str, ...]
-) -> None:
-    command, *plan = words
-    kill_midway(small_run, "cut", command, *plan)
-    again = cli(command, small_run, *plan, "--name", "cut", "--resume", "--json")
-    whole = cli(command, small_run, *plan, "--name", "whole", "--json")
-    assert "resuming" in again.stderr
-    assert again.json["outputs"][0]["content_digest"] == whole.json["outputs"][0]["content_digest"]
-    assert not state_of(small_run, "cut").exists()
 
 
 @pytest.mark.long

@@ -18,7 +18,6 @@ from bnncli.artifacts.posteriors import read_decision
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.evaluation.decisions import SetRule, ShiftRule
 
-LAPLACE = ("--posterior", "laplace", "--integrator", "mc")
 ALL = ("--sets", "lac", "--coverage", 0.8, "--risk", 0.2, "--false-alarm", 0.1, "--shift-level", 0.05)
 
 
@@ -365,7 +364,7 @@ def test_raps_is_tuned_on_rows_that_it_does_not_calibrate_on(cli: Cli, run: Path
     assert (found["metrics"]["num_examples"], found["fitted"]["penalty"], found["fitted"]["seed"]) == (200, 0.2, None)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_report_has_what_the_rules_guarantee_and_what_came_of_it(cli: Cli, run: Path) -> None:
     assert cli("evaluate", run, "--posterior", "laplace", "--bootstrap", 50).code == 0
     page = run.with_name("small.bnn") / "report.html"

@@ -183,6 +183,7 @@ def draw_blanks(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     return drawn
 
 
+@pytest.mark.long
 def test_plot_makes_a_figure_of_each_kind_and_lists_it(
     cli: Cli, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

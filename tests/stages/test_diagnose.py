@@ -180,6 +180,7 @@ def test_the_command_of_the_verdict_runs(cli: Cli, small_run: Path) -> None:
     assert cli(*words[1:]).code == 0
 
 
+@pytest.mark.long
 def test_the_recommendation_of_auto_is_quoted(cli: Cli, small_run: Path) -> None:
     sentence = cli("auto", small_run, "--json").json["metrics"]["sentence"]
     verdict = cli("diagnose", small_run, "--json").json["verdict"]
@@ -322,11 +323,3 @@ def test_without_val_the_predictions_are_not_judged(cli: Cli, small_run: Path) -
     document = cli("diagnose", small_run, "--json").json
     assert document["posteriors"]["map"]["val_nll"] == {"value": None, "reason": "no labelled val split"}
     assert "no labelled val split" in document["verdict"]["sentence"]
-
-
-def test_a_damaged_posterior_is_65(cli: Cli, small_run: Path) -> None:
-    path = folder_of(small_run) / "posteriors/hmc.nc"
-    with h5py.File(path, "r+") as file:
-        file["posterior/head_weight"][0, 0, 0, 0] += 1
-    done = cli("diagnose", small_run, "--posterior", "hmc")
-    assert (done.code, "Traceback" in done.stderr) == (65, False)

@@ -105,16 +105,6 @@ def test_scores_of_features_have_a_file_with_the_features_as_inputs(
     assert document["rows"] == [row for row in everything["rows"] if row["posterior"] == "features"]
 
 
-def test_the_same_request_again_is_up_to_date(cli: Cli, everything: dict[str, Any], scored_run: Path) -> None:
-    again = cli("evaluate", scored_run, "--score", "all", "--bootstrap", 50, "--json").json
-    assert {output["role"] for output in again["outputs"]} >= {"metrics.features", "metrics.laplace.mc"}
-    assert again["action"] == "up_to_date"
-    assert again["rows"] == everything["rows"]
-    other = cli("evaluate", scored_run, "--score", "all", "--bootstrap", 50, "--neighbors", 3)
-    assert other.code == 73
-    assert "neighbors: existing=50, requested=3" in other.stderr
-
-
 def test_the_table_shows_the_scores_that_were_asked_for(cli: Cli, everything: dict[str, Any], scored_run: Path) -> None:
     done = cli("evaluate", scored_run, "--score", "all", "--bootstrap", 50, "--metric", "auroc")
     header = done.stdout.splitlines()[0] if done.stdout else ""

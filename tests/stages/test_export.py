@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ import pytest
 import torch
 from problems.arrays import make_arrays
 from problems.command_line import Cli, new_run
+from problems.installed import installed_parts
 from problems.label_sets import label_arrays
 from problems.transforms import WordLengths
 from problems.words_model import write_weights
 from torch import Tensor
 
-from bnncli import registry
 from bnncli.artifacts.files import read_header
 from bnncli.artifacts.posteriors import read_decision
 from bnncli.artifacts.predictions import PredictionFile, read_predictions
-from bnncli.commands.export import build
+from bnncli.commands.export import build as measures
 from bnncli.evaluation.decisions import AcceptanceRule, OutlierRule, SetRule
 from bnncli.export import steps
 
@@ -112,6 +113,7 @@ def test_fewer_examples_than_features(cli: Cli, tmp_path: Path) -> None:
     assert check_every_integrator(cli, run, "laplace") == 6
 
 
+@pytest.mark.long
 def test_a_program_takes_batches_of_any_size(cli: Cli, small_run: Path) -> None:
     done = cli("export", small_run, "--posterior", "laplace", "--format", "pt2", "--head-only", *WHOLE)
     assert done.code == 0
@@ -124,6 +126,7 @@ def test_a_program_takes_batches_of_any_size(cli: Cli, small_run: Path) -> None:
         assert torch.allclose(few["probs"], program(features)["probs"][:count], atol=1e-6)
 
 
+@pytest.mark.long
 def test_the_file_of_tensors_needs_no_bnncli(cli: Cli, small_run: Path, tmp_path: Path) -> None:
     words = ("--posterior", "laplace", "--integrator", "bridge", "--out", tmp_path / "head.safetensors")
     assert cli("export", small_run, *words, *TORCH).code == 0
@@ -174,6 +177,7 @@ def checkpoint(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 ASKED = ("export", "ckpt.pt", "--posterior", "laplace", "--integrator", "probit", "--format", "pt2")
 
 
+@pytest.mark.long
 def test_a_whole_network_takes_the_images_as_they_are_stored(cli: Cli, checkpoint: Path) -> None:
     done = cli(*ASKED, "--trust-code", "--json")
     assert done.code == 0, done.stderr
@@ -198,6 +202,7 @@ def make():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sized", [(), ("--resize", "8", "--crop", "6")], ids=["as stored", "resized"])
 def test_a_head_that_is_a_convolution_and_images_that_are_resized_outside(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sized: tuple[str, ...]
@@ -224,13 +229,18 @@ def test_a_head_that_is_a_convolution_and_images_that_are_resized_outside(
     assert program(torch.zeros(5, *shape, dtype=dtype))["probs"].shape == (5, 3)
 
 
+@pytest.fixture
+def words_kind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """`--model words:FILE`, as a distribution adds it."""
+    with installed_parts(tmp_path_factory.mktemp("theirs"), "models", {"words": "problems.words_model"}):
+        yield
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_several_inputs_keep_their_names_and_texts_may_have_any_length(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    cli: Cli, tmp_path: Path, words_kind: None, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    added, found = {"words": registry._Installed("problems.words_model", "tests")}, registry._installed
-    monkeypatch.setattr(registry, "_installed", lambda family: added if family == "models" else found(family))
     write_weights(Path("weights.safetensors"))
     texts = [f"{'a' * (row % 7 + 1)} {'b' * (row % 3 + 1)}" for row in range(60)]
     rows = ["text,label", *(f"{text},{row % 3}" for row, text in enumerate(texts))]
@@ -261,6 +271,7 @@ def test_code_of_the_network_is_not_run_without_trust(cli: Cli, checkpoint: Path
     assert cli(*ASKED, "--head-only", "--trust-code").code == 2
 
 
+@pytest.mark.long
 def test_numbers_stored_as_float16_take_half_the_place(cli: Cli, checkpoint: Path) -> None:
     sizes, errors = {}, {}
     for dtype in ("float32", "float16"):
@@ -337,6 +348,7 @@ def test_a_file_is_not_named_as_one_of_another_format(cli: Cli, small_run: Path,
     assert (other.code, "or another --out to keep both" in other.stderr) == (73, True)
 
 
+@pytest.mark.long
 def test_an_export_of_another_posterior_is_stale(cli: Cli, small_run: Path) -> None:
     words = ("export", small_run, "--posterior", "laplace", "--format", "pt2", "--integrator", "probit", "--head-only")
     assert cli(*words).code == 0
@@ -356,6 +368,7 @@ def test_somebody_elses_module_is_not_replaced(cli: Cli, small_run: Path, tmp_pa
     assert cli("export", small_run, *words[:-1], tmp_path / "head.py").code == 2
 
 
+@pytest.mark.long
 def test_a_file_that_is_not_at_par_is_not_written(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(v: steps.Values) -> steps.Values:
         return {"logits": v["mean"] / (1 + 0.39 * v["variance"]).sqrt()}
@@ -403,7 +416,7 @@ def test_a_run_without_val_is_judged_on_another_labelled_split(cli: Cli, tmp_pat
 
 def test_batches_that_take_too_long_are_not_timed(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for most in (20.0, 0.0):
-        monkeypatch.setattr(build, "_MOST_SECONDS", most)
+        monkeypatch.setattr(measures, "_MOST_SECONDS", most)
         done = cli("export", small_run, "--posterior", "map", *TORCH, "--json", "--force")
         times = done.json["metrics"]["milliseconds"]["torch"]
         assert [size for size, one in times.items() if one] == (["1", "32", "1024"] if most else ["1"])

@@ -1,20 +1,27 @@
-"""extract-features, interrupted and continued: the same features, to the bit, and nothing left behind."""
+"""extract-features: resuming, texts, and shifted copies of splits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from problems.command_line import Cli, Invocation
+from problems.installed import installed_parts
+from problems.transforms import Halved, WordLengths
+from problems.words_model import CLASSES, MeanOfWords, write_weights
 from torch import nn
 
-from bnncli.artifacts import resume
-from bnncli.artifacts.features import CHECK_ROWS, read_features
+from bnncli.artifacts.features import CHECK_ROWS, FeatureFile, read_features
 from bnncli.artifacts.files import read_header
-from bnncli.errors import Interrupted, WriteError
+from bnncli.commands.extract_features.splits import input_notes
+from bnncli.data import Preprocess, Shift, load_split
+from bnncli.errors import Interrupted
+from bnncli.numerics.random import stream_seed
 from bnncli.session.network import FeatureStore
 
 NETWORK = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))\n"
@@ -97,24 +104,6 @@ def test_a_run_continues_to_the_same_bytes_wherever_it_was_interrupted(
     assert statistics() == statistics(Path("whole.bnn"))
 
 
-def test_what_is_many_goes_through_a_file_and_is_the_same(extract: Extract, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert extract("--run-dir", "whole.bnn").code == 0
-    init, taken = resume.RecordFile.__init__, []
-
-    def small(self: resume.RecordFile, *args: object, **options: object) -> None:
-        init(self, *args, **{**options, "buffer_bytes": 1000})  # type: ignore[arg-type]
-
-    monkeypatch.setattr(resume.RecordFile, "__init__", small)
-    collect = FeatureStore.collect
-    monkeypatch.setattr(
-        FeatureStore, "collect", lambda self, batches: taken.append(found := collect(self, batches)) or found
-    )
-    assert extract().code == 0
-    assert digests() == digests(Path("whole.bnn"))
-    assert [type(found.features.numpy().base) for found in taken] != [None, None]
-    assert left_behind() == []
-
-
 def test_a_short_run_keeps_nothing_when_it_is_interrupted_without_a_state(extract: Extract, cut: Cut) -> None:
     cut(0)
     assert extract().code == 143
@@ -157,24 +146,6 @@ def test_features_that_were_harmed_meanwhile_are_not_continued(extract: Extract,
     assert "rm " in refused.stderr
 
 
-def test_a_full_disk_leaves_what_the_next_run_continues_from(extract: Extract, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, left = FeatureStore._state, [3]
-
-    def full(self: FeatureStore) -> object:
-        left[0] -= 1
-        if left[0] == 0:
-            raise WriteError("no space left")
-        return plain(self)
-
-    monkeypatch.setattr(FeatureStore, "_state", full)
-    failed = extract("--save-every", 0)
-    assert (failed.code, "--resume" in failed.stderr) == (74, True)
-    monkeypatch.setattr(FeatureStore, "_state", plain)
-    done = extract("--resume")
-    assert done.code == 0
-    assert "resuming after 200 rows of train" in done.stderr
-
-
 def test_logits_are_kept_of_the_rows_that_the_file_has_them_of(
     extract: Extract, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,3 +156,216 @@ def test_logits_are_kept_of_the_rows_that_the_file_has_them_of(
     )
     assert extract().code == 0
     assert [len(one.logits) for one in found] == [CHECK_ROWS] * 2
+
+
+TEXTS = ["a bb ccc", "dddd", "eeeee f", "a b c d e", "one two three four five six"] * 3
+LABELS = ["short", "long", " odd"] * 5
+
+
+@pytest.fixture(autouse=True)
+def words_kind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """`--model words:FILE`, as a distribution adds it."""
+    with installed_parts(tmp_path_factory.mktemp("theirs"), "models", {"words": "problems.words_model"}):
+        yield
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> list[object]:
+    weights = write_weights(tmp_path / "weights.safetensors")
+    with open(tmp_path / "train.csv", "w", newline="") as stream:
+        csv.writer(stream).writerows([("text", "label"), *zip(TEXTS, LABELS, strict=True)])
+    records = [{"text": text, "label": row % 3} for row, text in enumerate(TEXTS[:3])]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = [f"--data=train=csv:{tmp_path / 'train.csv'}", f"--data=test=jsonl:{tmp_path / 'test.jsonl'}"]
+    return ["extract-features", tmp_path / "reviews", f"--model=words:{weights}", *data]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_features_are_those_of_the_models_own_inference(
+    cli: Cli, run: list[object], tmp_path: Path, num_workers: int
+) -> None:
+    done = cli(*run, "--num-workers", num_workers, "--batch-size", 4)
+    assert done.code == 0, done.stderr
+    assert "train: 6 of 15 texts were longer than 4 tokens and were truncated" in done.stderr
+    assert "texts were" not in done.stderr.replace("train: 6 of 15 texts were", "")
+    found = read_features(tmp_path / "reviews.bnn/features/train.h5")
+    inputs = {name: torch.from_numpy(array) for name, array in dict(WordLengths()(TEXTS).inputs).items()}
+    np.testing.assert_allclose(found.features[:], MeanOfWords().pooled(**inputs).detach(), rtol=1e-6)
+    np.testing.assert_allclose(found.check_logits[:], MeanOfWords()(**inputs).detach(), atol=1e-5)
+    assert found.labels is not None
+    assert found.labels[:].tolist() == [0, 1, 2] * 5
+    assert found.classes == list(CLASSES)
+    assert (found.num_truncated, read_features(tmp_path / "reviews.bnn/features/test.h5").num_truncated) == (6, 0)
+
+
+def test_the_same_data_are_up_to_date_and_other_data_are_not(cli: Cli, run: list[object], tmp_path: Path) -> None:
+    assert cli(*run).code == 0
+    assert "up to date" in cli(*run, "--num-workers", 1).stderr
+    with open(tmp_path / "train.csv", "a") as stream:
+        stream.write("one more,long\r\n")
+    done = cli(*run)
+    assert done.code == 0, done.stderr
+    assert "train: 6 of 16 texts" in done.stderr
+    assert len(read_features(tmp_path / "reviews.bnn/features/train.h5").features) == 16
+
+
+def test_data_without_texts_store_no_number_of_them(cli: Cli, tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((4, 2), np.float32), y=[0, 1, 0, 1])
+    assert (
+        cli("extract-features", tmp_path / "flat", "--model=flatten", f"--data=train=npz:{tmp_path / 'a.npz'}").code
+        == 0
+    )
+    assert "num_truncated" not in read_header(tmp_path / "flat.bnn/features/train.h5").meta
+
+
+@pytest.mark.parametrize("dtype", ["float64", "uint8"])
+def test_real_numbers_are_taken_as_they_are_and_that_is_said(tmp_path: Path, dtype: str) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((2, 4, 4), dtype))
+    split = load_split(f"npz:{tmp_path / 'a.npz'}", preprocess=Preprocess(transform=Halved()))
+    zeros = np.zeros((2, 1))
+    content = FeatureFile("far", zeros, None, zeros[:, 0], [], None, None, None, is_ood=True)
+    said = ["far: the inputs are floats and are used unchanged: the model's preprocessing expects images"]
+    assert input_notes(split, content) == (said if dtype == "float64" else [])
+
+
+def test_classes_that_the_model_does_not_have_are_refused(cli: Cli, run: list[object], tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text(path.read_text().replace("short", "brief"))
+    done = cli(*run)
+    assert done.code == 65
+    assert "split 'train' has the classes 'brief', 'long', 'odd'; the model has 'Short', 'Long', 'Odd'" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["images", "npz"])
+def test_images_are_no_data_for_a_model_of_texts(cli: Cli, run: list[object], tmp_path: Path, kind: str) -> None:
+    from PIL import Image
+
+    (tmp_path / "pictures").mkdir()
+    Image.new("L", (4, 4)).save(tmp_path / "pictures/0.png")
+    np.savez(tmp_path / "pictures.npz", x=np.zeros((2, 4, 4), np.uint8))
+    place = tmp_path / ("pictures" if kind == "images" else "pictures.npz")
+    done = cli(*run[:3], f"--data=test={kind}:{place}")
+    assert done.code == (2 if kind == "images" else 65)
+    assert "the model takes texts" in done.stderr
+
+
+def test_a_network_that_reads_padding_is_warned_of(
+    cli: Cli, run: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "padding" not in cli(*run, "--run-dir", tmp_path / "other.bnn").stderr
+    pooled = lambda self, input_ids, attention_mask: self.embedding(input_ids)[:, -1]  # noqa: E731
+    monkeypatch.setattr(MeanOfWords, "pooled", pooled)
+    done = cli(*run, "--json")
+    assert any("train: padding changes" in text for text in done.json["warnings"])
+
+
+@pytest.mark.usefixtures("pictures_are_names")
+def test_a_report_shows_the_least_certain_texts_as_texts(cli: Cli, run: list[object], tmp_path: Path) -> None:
+    from problems.pages import read_page
+
+    reviews = tmp_path / "reviews"
+    for words in (run, ["fit-laplace", reviews, "--prior-precision", 1], ["predict", reviews], ["report", reviews]):
+        done = cli(*words)
+        assert done.code == 0, done.stderr
+    section = read_page(tmp_path / "reviews.bnn" / "report.html").one("inputs")
+    assert {quote.text for quote in section.all("q")} == set(TEXTS[:3])
+    assert not section.all("img")
+
+
+SIZE = 6
+SHIFTED_NETWORK = """
+import torch
+def make():
+    hidden = torch.nn.Linear(36, 5)
+    return torch.nn.Sequential(torch.nn.Flatten(), hidden, torch.nn.Tanh(), torch.nn.Linear(5, 3))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A network and images, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    for name, count in (("train", 40), ("test", 12)):
+        pixels = random.integers(256, size=(count, SIZE, SIZE), dtype=np.uint8)
+        np.savez(f"{name}.npz", x=pixels, y=np.arange(count) % 3)
+    torch.manual_seed(0)
+    shapes = {"1.weight": (5, 36), "1.bias": (5,), "3.weight": (3, 5), "3.bias": (3,)}
+    torch.save({name: torch.randn(shape) / 3 for name, shape in shapes.items()}, "net.pt")
+    Path("net.py").write_text(SHIFTED_NETWORK)
+    return tmp_path
+
+
+def extract_copies(cli: Cli, *words: str, code: int = 0) -> Invocation:
+    run = cli("extract-features", "net.pt", "--model", "net.py:make", *words)
+    assert run.code == code, run.stderr
+    return run
+
+
+def features(name: str) -> np.ndarray:
+    return read_features(Path("net.pt.bnn/features") / f"{name}.h5").features
+
+
+def expected(images: np.ndarray) -> np.ndarray:
+    """Features of images, by hand."""
+    state = {name: tensor.numpy() for name, tensor in torch.load("net.pt").items()}
+    return np.tanh(images.reshape(len(images), -1) / np.float32(255) @ state["1.weight"].T + state["1.bias"])
+
+
+def test_a_rotated_copy_stands_beside_its_split(folder: Path, cli: Cli) -> None:
+    extract_copies(cli, "--data", "train=npz:train.npz", "--data", "test=npz:test.npz")
+    run = extract_copies(cli, "--data", "rot90=npz:test.npz", "--rotate", "90")
+    images = np.load("test.npz")["x"]
+    assert np.allclose(features("rot90"), expected(np.rot90(images, axes=(1, 2))), atol=1e-5)
+    assert np.allclose(features("test"), expected(images), atol=1e-5)
+    assert "share" not in run.stderr
+    header = read_features(Path("net.pt.bnn/features/rot90.h5")).header
+    assert header is not None
+    assert header.provenance["params"]["rotate"] == 90.0
+    for command in (("fit-laplace", "net.pt", "--prior-precision", "5"), ("predict", "net.pt"), ("status", "net.pt")):
+        assert cli(*command).code == 0
+
+
+def test_noise_is_that_of_the_seed_and_the_row(folder: Path, cli: Cli) -> None:
+    words = ("--data", "noisy=npz:test.npz", "--corrupt", "gaussian-noise:3", "--seed", "5", "--batch-size", "5")
+    extract_copies(cli, *words)
+    shift = Shift(corrupt="gaussian-noise:3", seed=stream_seed(5, "extract-features/corrupt"))
+    images = np.stack([shift.apply(image, row) for row, image in enumerate(np.load("test.npz")["x"])])
+    assert np.allclose(features("noisy"), expected(images), atol=1e-5)
+
+
+def test_the_same_is_up_to_date_and_another_shift_is_not(folder: Path, cli: Cli) -> None:
+    words = ("--data", "shifted=npz:test.npz", "--rotate", "30")
+    extract_copies(cli, *words)
+    assert "up to date" in extract_copies(cli, *words).stderr
+    assert "up to date" in extract_copies(cli, *words, "--seed", "9").stderr
+    for other in (("--rotate", "40"), ("--rotate", "30", "--corrupt", "jpeg:1"), ()):
+        run = cli("extract-features", "net.pt", "--model", "net.py:make", *words[:2], *other)
+        assert run.code != 0
+        assert "--force" in run.stderr
+
+
+def test_rotated_training_images_share_rows_with_those_of_training(folder: Path, cli: Cli) -> None:
+    extract_copies(cli, "--data", "train=npz:train.npz")
+    run = extract_copies(cli, "--data", "turned=npz:train.npz", "--rotate", "30")
+    assert "share 40 rows" in run.stderr
+
+
+def test_posteriors_over_all_layers_see_the_shifted_images(folder: Path, cli: Cli) -> None:
+    extract_copies(cli, "--data", "train=npz:train.npz")
+    extract_copies(cli, "--data", "noisy=npz:test.npz", "--rotate", "20", "--corrupt", "impulse-noise:4", "--seed", "3")
+    run = cli(
+        "fit-laplace", "net.pt", "--layers", "all", "--trust-code", "--prior-precision", "5", "--structure", "diag"
+    )
+    assert run.code == 0, run.stderr
+    # The logits of what is read again must be those that were stored.
+    run = cli(
+        "predict", "net.pt", "--posterior", "laplace-all", "--split", "noisy", "--integrator", "mc", "--trust-code"
+    )
+    assert run.code == 0, run.stderr
+
+
+def test_what_is_ready_cannot_be_rotated(folder: Path, cli: Cli) -> None:
+    run = cli("extract-features", "other", "--from-npz", "f.npz", "--rotate", "0")
+    assert run.code == 2
+    assert "--rotate needs a network" in run.stderr

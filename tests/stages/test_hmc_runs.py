@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kills import kill_midway
 from problems.command_line import Cli
 
 from bnncli.artifacts import resume
@@ -57,8 +56,8 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def counted(self: ResumableDraws, tensors: Any, *, is_last: bool = False) -> None:
         offer(self, tensors, is_last=is_last)
         counts["left"] -= not is_last
-        if counts["left"] == 0:
-            signals._received.append(signal.SIGTERM)
+        if counts["left"] == 0 and not is_last:
+            signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(ResumableDraws, "offer", counted)
     yield lambda number: counts.update(left=number)
@@ -114,14 +113,6 @@ def joined(words: list[Any]) -> str:
     return " ".join([str(word) for word in words] + ([] if "--resume" in words else ["--resume"]))
 
 
-def test_a_killed_run_continues_to_the_same_bits(cli: Cli, small_run: Path) -> None:
-    kill_midway(small_run, "cut", "hmc", *SMALL, saves=25)
-    done = cli("hmc", small_run, *SMALL, "--name", "cut", "--resume", "--json")
-    assert "resuming after 25 transitions" in done.stderr
-    assert digest_of(done) == digest_of(cli("hmc", small_run, *SMALL, "--name", "whole", "--json"))
-    assert hidden_files(small_run) == []
-
-
 def test_a_run_that_cannot_write_its_draws_continues_once_it_can(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,10 +159,11 @@ def test_a_disk_that_is_full_when_the_draws_are_published_keeps_the_state_and_sa
         (MemoryError(), 69, "error: out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory"), 69, "error: the device failed: CUDA out of memory"),
         (RuntimeError("of the writer"), 1, "error: RuntimeError: of the writer"),
+        (SystemExit(3), 1, "error: RuntimeError: the record writer stopped with SystemExit(3)"),
     ],
 )
 def test_whatever_ends_the_writer_of_draws_is_told_once(
-    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, code: int, line: str
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException, code: int, line: str
 ) -> None:
     plain, left = resume._Writer._write, iter(range(3, -1, -1))
 
@@ -184,7 +176,7 @@ def test_whatever_ends_the_writer_of_draws_is_told_once(
     monkeypatch.setattr(hmc, "DrawFile", partial(resume.DrawFile, buffer_bytes=1))
     done = cli("hmc", small_run, *SMALL, "--name", "cut")
     assert (done.code, done.stderr.count(line)) == (code, 1), done.stderr
-    assert done.stderr.count("Traceback") == done.stderr.count("in fail_at_the_fourth") == (code == 1)
+    assert ("Traceback" in done.stderr) == done.stderr.count("in fail_at_the_fourth") == (code == 1)
     assert hidden_files(small_run) == []
     assert "draws" not in [thread.name for thread in threading.enumerate()]
 

@@ -67,15 +67,6 @@ def test_product_rule_and_sobol_points_agree(size: int, scale: float, monkeypatc
     assert (product.probs - sobol.probs).abs().max() < 4 * sobol.error
 
 
-@pytest.mark.parametrize("scale", [0.3, 3.0, pytest.param(30.0, marks=pytest.mark.long)])
-def test_twice_the_nodes_change_nothing(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    mean, covariance = matrix([2.0, 0.0, -1.0]), random_covariance(3, scale=scale, seed=1)
-    first = exact_probs(mean, covariance)
-    counts = _exact._grid_counts
-    monkeypatch.setattr(_exact, "_grid_counts", lambda root: [2 * count for count in counts(root)])
-    torch.testing.assert_close(exact_probs(mean, covariance).probs, first.probs, rtol=0, atol=3e-14)
-
-
 def test_exact_probabilities_know_when_two_of_many_logits_matter() -> None:
     # All but one logit are equal and certain: K - 1 classes share 1 - p, and log(K - 1) shifts the binary logit.
     mean, covariance = torch.zeros(6, dtype=torch.float64), torch.zeros(6, 6, dtype=torch.float64)

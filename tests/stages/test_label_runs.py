@@ -221,7 +221,7 @@ def test_the_table_of_classes_that_exclude_each_other_has_their_recall() -> None
     assert [row[3:] for row in table.rows] == [["a", "2", "0.5000"], ["b", "0", "-"]]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_figures_are_those_that_labels_have(cli: Cli, run: Path) -> None:
     assert cli("evaluate", run, "--bootstrap", 20, "--plot", run.with_name("figures")).code == 0
     names = {path.stem for path in run.with_name("figures").iterdir()}
@@ -238,7 +238,7 @@ def test_rare_labels_are_named(cli: Cli, tmp_path: Path) -> None:
     assert "split test: no example has label 0: means over labels omit their undefined scores" in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_diagnose_judges_posteriors_of_labels(cli: Cli, run: Path) -> None:
     done = cli("diagnose", run, "--json")
     assert done.code == 0, done.stderr

@@ -1,19 +1,31 @@
-"""Splits that are added to a run later: predicted under the run's classes, and refused only where they contradict it."""
+"""Splits that are added later, and splits that belong together."""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import shlex
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
+from kills import run_killed_at, start
 from PIL import Image
 from problems.command_line import Cli
 
 from bnncli.artifacts.features import read_features
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.freshness import leave_note, note_path, request_digest
+from bnncli.artifacts.hdf5 import write_hdf5
 from bnncli.artifacts.predictions import read_predictions
+from bnncli.artifacts.provenance import Source, params_hash
+from bnncli.commands.extract_features import splits as one_split
+from bnncli.numerics.digests import canonical_json
 
 Arrays = dict[str, np.ndarray]
 NAMES = ("cat", "dog", "owl")
@@ -304,3 +316,379 @@ def test_train_refuses_splits_of_other_classes(cli: Cli, folder: Path) -> None:
     done = cli("train", "new.safetensors", *network, *specs, "--epochs", 1)
     assert (done.code, "only 'train' has 'owl'; only 'val' has 'fox'" in done.stderr) == (65, True), done.stderr
     assert not Path("new.safetensors").exists()
+
+
+SET_NETWORK = """
+import torch
+def make():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(5, 4), torch.nn.Linear(4, 3))
+"""
+SPLITS = ("train", "val", "test", "far")
+
+
+def extraction(*names: str) -> list[str]:
+    flags = {"far": "--ood"}
+    specs = [word for name in names for word in (flags.get(name, "--data"), f"{name}=npz:{name}.npz")]
+    return ["extract-features", "net.pt", "--model", "net.py:make", *specs]
+
+
+@pytest.fixture(scope="module")
+def made_together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network and a run of it, fitted and predicted; the split `far` was added by a later command."""
+    from bnncli.cli.execute import run_command_line
+
+    set_folder, generator = tmp_path_factory.mktemp("sets"), np.random.default_rng(0)
+    torch.manual_seed(0)
+    shapes = {"1.weight": (4, 5), "1.bias": (4,), "2.weight": (3, 4), "2.bias": (3,)}
+    torch.save({name: torch.randn(shape) for name, shape in shapes.items()}, set_folder / "net.pt")
+    (set_folder / "net.py").write_text(SET_NETWORK)
+    for name in SPLITS:
+        labels = generator.integers(3, size=40)
+        rows = (generator.normal(size=(40, 5)) + np.eye(3, 5)[labels]).astype(np.float32)
+        np.savez(set_folder / f"{name}.npz", x=rows, y=labels)
+    fit = ["fit-laplace", "net.pt", "--prior-precision", "val"]
+    with contextlib.chdir(set_folder):
+        for words in (extraction("train", "val", "test"), extraction("far"), fit, ["predict", "net.pt"]):
+            assert run_command_line([*words, "-q"], io.StringIO()) == 0
+    return set_folder
+
+
+@pytest.fixture
+def set_folder(made_together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(made_together, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def means(set_folder: Path) -> dict[str, Any]:
+    """The --mean that each split was made with."""
+    paths = (set_folder / "net.pt.bnn" / "features").glob("[!.]*.h5")
+    return {path.stem: read_header(path).provenance["params"]["mean"] for path in paths}
+
+
+def kill_after(set_folder: Path, count: int) -> None:
+    """A command that makes all splits anew with another mean, killed after so many files have taken their names."""
+    words = [*extraction(*SPLITS), "--mean", "0.5", "--force", "-q", "--threads", "1"]
+    process = start(run_killed_at, words, "bnncli.artifacts.atomic", "_take_name", count)
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def follow_hints(cli: Cli) -> None:
+    """Run what predict says, until it works."""
+    for _ in range(6):
+        done = cli("predict", "net.pt", "--json")
+        if done.code == 0:
+            return
+        assert done.code == 65
+        assert cli(*shlex.split(done.json["error"]["hint"])[1:]).code == 0
+    pytest.fail("the hints do not mend the run")
+
+
+# Before the first name the notes are written, one a split; the map is the first of the files.
+@pytest.mark.parametrize("count", [4 + 1, 4 + 3])
+def test_splits_of_an_interrupted_command_are_refused_until_the_command_named_is_run(
+    cli: Cli, set_folder: Path, count: int
+) -> None:
+    kill_after(set_folder, count)
+    assert list(means(set_folder).values()).count("0.5") == count - 5
+    for words in (("fit-laplace", "--name", "x"), ("predict",), ("evaluate",), ("diagnose",)):
+        done = cli(words[0], "net.pt", *words[1:], "--json")
+        assert (done.code, done.json["error"]["code"]) == (65, "stale_input"), words
+    entries = cli("status", "net.pt", "--json").json["artifacts"]
+    stale = {one["name"] for one in entries if one["state"] == "stale" and one["name"].startswith("features/")}
+    assert stale
+    if count > 5:
+        hint = cli("predict", "net.pt", "--json").json["error"]["hint"]
+        assert ("--mean 0.5" in hint, hint.endswith(" --force")) == (True, True)
+        assert {one["remake"] for one in entries if one["name"] in stale} == {hint}
+    follow_hints(cli)
+    assert len(set(means(set_folder).values())) == 1
+    assert (
+        cli("fit-laplace", "net.pt", "--prior-precision", "val").code
+        == cli("predict", "net.pt").code
+        == cli("evaluate", "net.pt").code
+        == 0
+    )
+    assert cli("status", "net.pt", "--check").code == 0
+
+
+def test_a_command_killed_before_the_splits_are_complete_changes_nothing(cli: Cli, set_folder: Path) -> None:
+    words = [*extraction(*SPLITS), "--mean", "0.5", "--force", "-q", "--threads", "1"]
+    process = start(run_killed_at, words, "bnncli.commands.extract_features.splits", "write_features", 3)
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    assert set(means(set_folder).values()) == {None}
+    assert cli("predict", "net.pt", "--json").json["action"] == "up_to_date"
+    assert cli("status", "net.pt", "--check").code == 0
+
+
+def test_a_split_that_fails_leaves_all_as_they_were(
+    cli: Cli, set_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, left = one_split.write_features, [2]
+
+    def fail(*words: Any, **names: Any) -> str:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        return write(*words, **names)
+
+    monkeypatch.setattr(one_split, "write_features", fail)
+    assert cli(*extraction(*SPLITS), "--mean", "0.5", "--force").code == 74
+    assert set(means(set_folder).values()) == {None}
+    assert not list(set_folder.rglob(".*.tmp"))
+    assert cli("status", "net.pt", "--check").code == 0
+
+
+def test_splits_that_were_mixed_by_hand_are_refused(cli: Cli, set_folder: Path) -> None:
+    elsewhere = ("--run-dir", set_folder / "elsewhere")
+    assert cli(*extraction("test"), "--mean", "0.5", *elsewhere).code == 0
+    shutil.copy(set_folder / "elsewhere/features/test.h5", set_folder / "net.pt.bnn/features/test.h5")
+    for words in (("fit-laplace", "--name", "x"), ("predict", "--split", "test"), ("predict", "--split", "val")):
+        done = cli(words[0], "net.pt", *words[1:], "--json")
+        assert (done.code, done.json["error"]["code"]) == (65, "stale_input"), words
+        assert "used --mean" in done.json["error"]["message"]
+    allowed = cli("predict", "net.pt", "--split", "val", "--allow-stale", "--json")
+    assert allowed.code == 0
+    assert any("are inconsistent" in text for text in allowed.json["warnings"])
+
+
+def test_a_split_that_was_extracted_later_with_the_same_options_belongs(cli: Cli, set_folder: Path) -> None:
+    np.savez(set_folder / "more.npz", x=np.load(set_folder / "far.npz")["x"][:7])
+    assert cli(*extraction("more")).code == 0
+    assert cli("predict", "net.pt").code == 0
+    assert cli("evaluate", "net.pt", "--bootstrap", 20).code == 0
+    assert cli("status", "net.pt", "--check").code == 0
+
+
+def test_no_note_is_left_where_all_went_well(cli: Cli, set_folder: Path) -> None:
+    assert cli(*extraction(*SPLITS), "--mean", "0.5", "--force").code == 0
+    assert not [name for name in SPLITS if note_path(set_folder / f"net.pt.bnn/features/{name}.h5").exists()]
+    assert set(means(set_folder).values()) == {"0.5"}
+
+
+def features(run: Path, split: str = "new") -> Path:
+    return run.with_name(run.name + ".bnn") / "features" / f"{split}.h5"
+
+
+def batch(folder: Path, *, rows: int = 20, seed: int = 1) -> None:
+    """The day's data: another seed is another day."""
+    generator = np.random.default_rng(seed)
+    np.savez(folder / "batch.npz", x=generator.normal(size=(rows, 3)).astype(np.float32))
+
+
+def extract(cli: Cli, run: Path, *words: object, spec: str = "batch.npz") -> Any:
+    new = f"new=npz:{run.with_name(spec)}"
+    return cli("extract-features", run, "--model", "flatten", "--data", new, *words, "--json")
+
+
+@pytest.fixture(scope="module")
+def made_anew(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without a network, fitted and predicted, with a split `new` that is unlabelled."""
+    from bnncli.cli.execute import run_command_line
+
+    folder = tmp_path_factory.mktemp("daily")
+    run, generator = folder / "daily", np.random.default_rng(0)
+    labels = generator.integers(3, size=60)
+    rows = (generator.normal(size=(60, 3)) + 2 * np.eye(3)[labels]).astype(np.float32)
+    np.savez(folder / "train.npz", x=rows, y=labels)
+    batch(folder)
+    data = [word for split in ("new=npz:batch", "train=npz:train") for word in ("--data", f"{split}.npz")]
+    with contextlib.chdir(folder):
+        for words in (
+            ["extract-features", run, "--model", "flatten", *data],
+            ["fit-laplace", run, "--prior-precision", 1],
+            ["predict", run, "--table", folder / "t.csv"],
+        ):
+            assert run_command_line([str(word) for word in words], io.StringIO()) == 0
+    return folder
+
+
+@pytest.fixture
+def run(made_anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run that a test may change."""
+    shutil.copytree(made_anew, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)  # the recorded command names its data from there
+    return tmp_path / "daily"
+
+
+@pytest.mark.parametrize("rows", [20, 31, 7])
+def test_the_next_batch_replaces_the_last_whatever_its_size(cli: Cli, run: Path, rows: int) -> None:
+    batch(run.parent, rows=rows, seed=2)
+    done = extract(cli, run)
+    assert (done.code, done.json["action"]) == (0, "replaced")
+    assert "data.new has changed" in done.stderr
+    assert cli("predict", run).code == 0
+    assert cli("status", run, "--check").code == 0
+    assert not note_path(features(run)).exists()
+
+
+def test_the_rows_asked_for_are_a_parameter(cli: Cli, run: Path) -> None:
+    done = extract(cli, run, spec="batch.npz@5")
+    assert (done.code, done.json["error"]["code"]) == (73, "exists")
+    assert "first_rows: existing=none, requested=5" in done.json["error"]["message"]
+
+
+@pytest.mark.parametrize("spec", ["batch.npz", "batch.npz@5"])
+def test_features_of_a_version_that_counted_rows_as_a_parameter_are_up_to_date(cli: Cli, run: Path, spec: str) -> None:
+    assert extract(cli, run, "--force", spec=spec).code == 0
+    path = features(run)
+    header = read_header(path)
+    with h5py.File(path) as file:
+        arrays = {name: file[name][()] for name in ("features", "sample_id")}
+        texts = {"classes": file["classes"].asstr()[()].tolist(), "preprocess": file["preprocess"].asstr()[()]}
+    params = {name: value for name, value in header.provenance["params"].items() if name != "first_rows"}
+    params["num_examples"] = len(arrays["features"])
+    provenance = {**header.provenance, "params": params, "params_hash": params_hash(params)}
+    write_hdf5(path, arrays, texts, kind="features", meta=header.meta, provenance=provenance, may_replace=True)
+    assert extract(cli, run, spec=spec).json["action"] == "up_to_date"
+
+
+def refuse(cli: Cli, run: Path) -> Any:
+    """A request for new data with other options, which is refused."""
+    batch(run.parent, rows=25, seed=2)
+    done = extract(cli, run, "--dtype", "float16")
+    assert done.code == 73
+    return done
+
+
+def test_after_a_refusal_of_newer_data_nothing_is_made_of_the_older(cli: Cli, run: Path) -> None:
+    table = run.with_name("t.csv")
+    before = table.read_bytes()
+    refuse(cli, run)
+    done = cli("predict", run, "--table", table, "--json")
+    assert (done.code, done.json["error"]["code"], table.read_bytes()) == (65, "stale_input", before)
+    assert "the last extract-features, for other data, failed (" in done.json["error"]["message"]
+    assert "dtype: existing='float32', requested='float16'" in done.json["error"]["message"]
+    assert cli("evaluate", run).code == 65
+    stale = {one["name"] for one in cli("status", run, "--json").json["artifacts"] if one["state"] == "stale"}
+    assert stale == {"features/new.h5", "predictions/laplace.mc/new.h5"}
+    assert cli("status", run, "--check").code == 3
+    allowed = cli("predict", run, "--table", table, "--allow-stale", "--json")
+    assert allowed.code == 0
+    assert any("using it anyway" in text for text in allowed.json["warnings"])
+    assert cli("predict", run, "--split", "train").code == 0
+
+
+@pytest.mark.parametrize("way", ["force", "old request", "hint"])
+def test_a_refusal_is_settled_by_force_or_by_asking_as_before(cli: Cli, run: Path, way: str) -> None:
+    old = run.with_name("batch.npz").read_bytes()
+    refuse(cli, run)
+    if way == "force":
+        assert extract(cli, run, "--dtype", "float16", "--force").code == 0
+    elif way == "old request":
+        run.with_name("batch.npz").write_bytes(old)
+        assert extract(cli, run).json["action"] == "up_to_date"
+    else:
+        hint = cli("predict", run, "--json").json["error"]["hint"]
+        assert cli(*shlex.split(hint)[1:]).code == 0
+    assert not note_path(features(run)).exists()
+    assert cli("predict", run).code == 0
+
+
+def test_a_refusal_of_the_same_data_does_not_make_the_features_stale(cli: Cli, run: Path) -> None:
+    assert extract(cli, run, "--dtype", "float16").code == 73
+    assert cli("predict", run).code == 0
+    assert cli("status", run, "--check").code == 0
+
+
+BAD = {"labels": {"x": np.ones((4, 3), np.float32), "y": np.full(4, 0.5)}, "no such array": {"z": np.ones(3)}}
+
+
+@pytest.mark.parametrize("kind", [*BAD, "missing", "garbage"])
+def test_data_that_cannot_be_read_change_nothing(cli: Cli, run: Path, kind: str) -> None:
+    path = run.with_name("batch.npz")
+    if kind in BAD:
+        np.savez(path, **BAD[kind])
+    elif kind == "garbage":
+        path.write_bytes(b"<html>")
+    else:
+        path.unlink()
+    assert extract(cli, run).code in (65, 66)
+    assert not note_path(features(run)).exists()
+    assert cli("predict", run).code == 0
+    assert cli("status", run, "--check").code == 0
+
+
+def test_newer_data_that_are_refused_while_they_are_worked_on_make_the_features_stale(cli: Cli, run: Path) -> None:
+    np.savez(run.with_name("batch.npz"), x=np.full((4, 3), np.nan, np.float32))
+    assert extract(cli, run).code == 65
+    done = cli("predict", run, "--json")
+    assert (done.code, done.json["error"]["code"]) == (65, "stale_input")
+    batch(run.parent, rows=9, seed=3)
+    assert extract(cli, run).json["action"] == "replaced"
+    assert cli("predict", run).code == 0
+
+
+def test_a_file_name_with_a_typo_changes_nothing(cli: Cli, run: Path) -> None:
+    data = ("--data", f"train=npz:{run.with_name('trian.npz')}")
+    assert cli("extract-features", run, "--model", "flatten", *data).code == 66
+    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
+    table = run.with_name("again.csv")
+    assert cli("predict", run, "--posterior", "laplace", "--data", f"again=npz:{run.with_name('batch.npz')}", "--table", table).code == 0  # fmt: skip
+
+
+def test_a_dry_run_or_a_wrong_option_leaves_no_note(cli: Cli, run: Path) -> None:
+    batch(run.parent, rows=25, seed=2)
+    assert extract(cli, run, "--dtype", "float16", "--dry-run").code == 73
+    assert extract(cli, run, "--hold-out", "val=none:3").code == 2
+    assert not note_path(features(run)).exists()
+
+
+def test_a_split_behind_one_that_fails_is_noted_too(cli: Cli, run: Path) -> None:
+    batch(run.parent, rows=25, seed=2)
+    train = f"train=npz:{run.with_name('train.npz')}@30"
+    assert extract(cli, run, "--data", train).code == 73
+    assert note_path(features(run)).exists()
+    assert cli("predict", run).code == 65
+
+
+def test_a_killed_extraction_leaves_the_note(cli: Cli, run: Path) -> None:
+    batch(run.parent, rows=25, seed=2)
+    words = ["extract-features", run, "--model", "flatten", "--data", f"new=npz:{run.with_name('batch.npz')}"]
+    process = start(
+        run_killed_at, [str(word) for word in words], "bnncli.commands.extract_features.splits", "write_features"
+    )
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    killed = cli("predict", run, "--json")
+    assert (killed.code, killed.json["error"]["code"]) == (65, "stale_input")
+    assert extract(cli, run).json["action"] == "replaced"
+    assert cli("predict", run).code == 0
+
+
+def test_a_note_about_the_request_that_was_published_says_nothing(cli: Cli, run: Path) -> None:
+    header = read_header(features(run))
+    digests = {one["role"]: one["content_digest"] for one in header.inputs}
+    sources = [Source(role, Path("x"), digest) for role, digest in digests.items()]
+    own = request_digest(header.provenance["params"], sources)
+    leave_note(features(run), reason="killed", request=own)
+    assert cli("predict", run).code == 0
+    leave_note(features(run), reason="killed", request=None)
+    assert cli("predict", run).code == 65
+    note_path(features(run)).write_text("{")
+    assert cli("predict", run).code == 65
+    note_path(features(run)).write_text(canonical_json([1]))
+    assert cli("predict", run).code == 65
+    assert extract(cli, run).json["action"] == "up_to_date"
+    assert cli("predict", run).code == 0
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_broken_file_of_ready_features_changes_nothing(cli: Cli, small_run: Path, is_readable: bool) -> None:
+    path = small_run.with_name("features.npz")
+    with np.load(path) as file:
+        arrays = dict(file)
+    if is_readable:
+        np.savez(path, features_test=np.full_like(arrays["features_test"], np.nan))
+    else:
+        path.write_bytes(b"")
+    assert cli("extract-features", small_run, "--from-npz", path).code == 65
+    assert cli("predict", small_run).code == 0
+
+
+def test_the_whole_run_can_still_be_copied(cli: Cli, run: Path, tmp_path: Path) -> None:
+    refuse(cli, run)
+    shutil.copytree(run.with_name("daily.bnn"), tmp_path / "copy.bnn")
+    assert cli("predict", tmp_path / "copy").code == 65

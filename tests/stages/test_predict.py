@@ -26,7 +26,7 @@ from bnncli.registry import load_class, names
 from bnncli.session import inputs as run_inputs
 from bnncli.session.inputs import open_posterior
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.core, pytest.mark.gpu]
 
 
 def read(run: Path, name: str, split: str = "test") -> PredictionFile:

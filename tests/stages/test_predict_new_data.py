@@ -238,7 +238,7 @@ def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
     assert arrivals.ready({"a.png"}) == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
 def test_kills_at_any_time_lose_no_file_and_do_none_twice(folder: Path, name: str) -> None:
     random = np.random.default_rng(0)

@@ -1,21 +1,31 @@
-"""The table of predict: what stands in it, against the prediction files; merged classes; where it may be written."""
+"""Tables of predictions, names of their rows, and features that are kept."""
 
 from __future__ import annotations
 
+import io
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
-from problems.command_line import Cli
+from PIL import Image
+from problems.command_line import Cli, Invocation, new_run
+from problems.image_runs import draw, make_run, rows
 from problems.outputs import table_rows
 from scipy import stats
 
-from bnncli.artifacts.outputs import TableBlock, as_it_was, write_table
+from bnncli import data
+from bnncli.artifacts import hdf5
+from bnncli.artifacts.features import encoded_names, read_features
+from bnncli.artifacts.files import read_header
+from bnncli.artifacts.outputs import TableBlock, as_it_was, is_table, write_table
 from bnncli.artifacts.predictions import read_predictions
 from bnncli.commands.predict import table as predict_table
 from bnncli.commands.predict.table import parse_merges
-from bnncli.errors import UsageError
+from bnncli.errors import DataError, UsageError
 
 BRIDGE = ("--posterior", "laplace", "--integrator", "bridge", "--integrator", "mc")
 CLASSES = ["cat", "dog", "9", "car; red"]
@@ -215,3 +225,310 @@ def test_a_dry_run_plans_the_table_and_an_output_is_no_table(cli: Cli, small_run
     done = cli("predict", small_run, *words, "--dry-run", "--json")
     assert (done.json["outputs"][-1]["planned"], path.exists()) == ("compute", False)
     assert cli("predict", small_run, *words, "--out", path).code == 2
+
+
+NEW = Path("net.pt.bnn/features/new.h5")
+DATA = ("--data", "new=npz:test.npz")
+KEPT = ("--table", "kept.csv", "--keep-features")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, request: pytest.FixtureRequest) -> Path:
+    """A run of a network on images of 4 x 4, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    make_run(cli, *getattr(request, "param", ()))
+    return tmp_path
+
+
+def predict(cli: Cli, *words: object, code: int = 0) -> Invocation:
+    done = cli("predict", "net.pt", "--posterior", "laplace", "--samples", 20, *words)
+    assert done.code == code, done.stderr
+    return done
+
+
+def kept(name: str) -> list[str]:
+    """Rows of a table, in one order."""
+    return sorted(str(row) for row in rows(name))
+
+
+HALVES = ("--dtype", "float16", "--mean", "0.5")
+
+
+@pytest.mark.parametrize("folder", [(), HALVES], indirect=True, ids=["float32", "float16"])
+def test_the_table_is_that_without_keeping_and_that_of_the_split(
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bnncli.commands.predict.new_data.BLOCK", 256)  # and so another one of 300
+    predict(cli, *DATA, "--table", "streamed.csv")
+    done = predict(cli, *DATA, *KEPT, "--json").json
+    assert [output["role"] for output in done["outputs"]] == ["features.new", "table"]
+    predict(cli, "--split", "new", "--table", "split.csv")
+    assert kept("kept.csv") == kept("streamed.csv") == kept("split.csv")
+
+
+@pytest.mark.parametrize("folder", [(), HALVES], indirect=True, ids=["float32", "float16"])
+def test_the_split_is_the_one_that_extract_features_writes(folder: Path, cli: Cli) -> None:
+    predict(cli, *DATA, *KEPT)
+    by_predict = read_header(NEW)
+    options = HALVES if by_predict.provenance["params"]["mean"] else ()
+    extract = ("extract-features", "net.pt", "--model", "mlp", *options, *DATA)
+    assert cli(*extract, "--json").json["action"] == "up_to_date"
+    NEW.unlink()
+    assert cli(*extract).code == 0
+    by_extract = read_header(NEW)
+    assert by_predict.content_digest == by_extract.content_digest
+    for name in ("params", "params_hash", "checkpoint", "inputs", "source"):
+        assert by_predict.provenance.get(name) == by_extract.provenance.get(name), name
+    assert sorted(by_predict.provenance["command"]) == sorted(by_extract.provenance["command"])
+
+
+def test_features_that_are_there_are_not_made_again(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    predict(cli, *DATA, *KEPT)
+    before = NEW.read_bytes()
+    monkeypatch.setattr("bnncli.session.network.Network.features", None)
+    assert f"{NEW}: up to date" in predict(cli, *DATA, *KEPT).stderr
+    assert NEW.read_bytes() == before
+
+
+def test_a_posterior_over_all_layers_takes_the_split_afterwards(folder: Path, cli: Cli) -> None:
+    fit = ("fit-laplace", "net.pt", "--layers", "all", "--structure", "diag", "--prior-precision", 5, "--name", "whole")
+    assert cli(*fit).code == 0
+    whole = ("predict", "net.pt", "--posterior", "whole", "--samples", 20)
+    assert cli(*whole, *DATA, *KEPT).code == 0
+    assert cli(*whole, "--split", "new", "--table", "split.csv").code == 0
+    assert [row["predicted"] for row in rows("kept.csv")] == [row["predicted"] for row in rows("split.csv")]
+    assert cli("evaluate", "net.pt", "--split", "new", "--bootstrap", 0).code == 0
+
+
+def test_data_of_other_classes_are_kept_without_their_labels(folder: Path, cli: Cli) -> None:
+    np.savez("odd.npz", x=np.zeros((2, 4, 4), np.uint8), y=np.array([0, 3]))
+    refused = predict(cli, "--data", "new=npz:odd.npz", *KEPT, code=65)
+    assert "pass data with other classes as --ood" in refused.stderr
+    assert not NEW.exists()
+    predict(cli, "--ood", "new=npz:odd.npz", "--table", "streamed.csv")
+    predict(cli, "--ood", "new=npz:odd.npz", *KEPT)
+    assert {row["label"] for row in rows("kept.csv")} == {""}
+    assert kept("kept.csv") == kept("streamed.csv")
+    assert read_header(NEW).meta["is_ood"]
+
+
+def test_a_split_of_other_data_is_never_replaced(folder: Path, cli: Cli) -> None:
+    before = Path("net.pt.bnn/features/train.h5").read_bytes()
+    for more in ((), ("--force",), ("--dry-run",)):
+        done = predict(cli, "--data", "train=npz:test.npz", *KEPT, *more, code=73)
+        assert "the run already has a split 'train' with other data" in done.stderr
+        assert "give the new data another name" in done.stderr
+    assert Path("net.pt.bnn/features/train.h5").read_bytes() == before
+    assert not Path("kept.csv").exists()
+    assert not list(Path("net.pt.bnn/features").glob(".*newer-request*"))
+
+
+def test_a_dry_run_says_what_is_kept_and_keeps_nothing(folder: Path, cli: Cli) -> None:
+    done = predict(cli, *DATA, *KEPT, "--dry-run")
+    assert f"compute: {NEW}" in done.stdout
+    assert "write: kept.csv (300 of new)" in done.stdout
+    assert not NEW.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--keep-features",), "--keep-features applies to new data: add --data SPLIT=SPEC"),
+        (("--data", "new=-", *KEPT), "cannot read stdin again"),
+        (("--follow", "in", *KEPT), "use extract-features --data SPLIT=images:in"),
+        (
+            ("--ood", "new=npz:test.npz", "--follow", "in", "--table", "t.csv"),
+            "--ood and --follow are mutually exclusive",
+        ),
+        (("--ood", "new=py:code.py:make", *KEPT), "--ood: 'py:code.py:make' is code"),
+        (("--ood", "new=npz:test.npz", *DATA, *KEPT), "--ood: two splits have the same name"),
+    ],
+)
+def test_what_cannot_be_a_split_is_refused(folder: Path, cli: Cli, words: tuple[str, ...], message: str) -> None:
+    assert message in " ".join(predict(cli, *words, code=2).stderr.split())
+    assert not NEW.exists()
+
+
+def test_image_files_keep_their_names_and_code_is_run_where_it_is_trusted(folder: Path, cli: Cli) -> None:
+    Path("net.py").write_text(
+        "from bnncli.networks.mlp import build\ndef make():\n    return build(inputs=16, hidden=(6,), classes=3)\n"
+    )
+    shutil.copy("net.pt", "own.pt")
+    named = ("--model", "net.py:make", "--data", "train=npz:train.npz")
+    assert cli("extract-features", "own.pt", *named).code == 0
+    for seed in range(3):
+        draw(Path("seen") / f"{seed}.png", seed)
+    asked = ("predict", "own.pt", "--posterior", "map", "--data", "new=images:seen", *KEPT)
+    refused = cli(*asked)
+    assert (refused.code, "--trust-code" in refused.stderr) == (77, True)
+    assert cli(*asked, "--trust-code").code == 0
+    assert cli("predict", "own.pt", "--posterior", "map", "--split", "new", "--table", "split.csv").code == 0
+    assert kept("split.csv") == kept("kept.csv")
+    assert [row["name"] for row in rows("kept.csv")] == ["0.png", "1.png", "2.png"]
+
+
+@pytest.mark.parametrize("task", ["multiclass", "binary", "multilabel"])
+def test_raw_inputs_and_labels_of_every_kind_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, task: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    for name, count in (("train", 40), ("new", 9)):
+        x = random.normal(size=(count, 3)).astype(np.float32)
+        np.savez(f"{name}.npz", x=x, y=(x > 0).astype(np.uint8) if task == "multilabel" else (x[:, 0] > 0).astype(int))
+    raw = ("extract-features", "raw", "--model", "flatten", "--task", task)
+    assert cli(*raw, "--data", "train=npz:train.npz").code == 0
+    assert cli("fit-laplace", "raw", "--prior-precision", 1).code == 0
+    one = ("predict", "raw", "--posterior", "laplace", "--samples", 20)
+    assert cli(*one, "--data", "new=npz:new.npz", *KEPT).code == 0
+    assert cli(*one, "--split", "new", "--table", "split.csv").code == 0
+    assert kept("kept.csv") == kept("split.csv")
+    assert cli(*raw, "--data", "new=npz:new.npz", "--json").json["action"] == "up_to_date"
+
+
+Arrays = dict[str, np.ndarray]
+ODD = ['a, "b".png', "ü 猫.png", "two\nlines.png", os.fsdecode(b"not-utf8-\xff.png"), "=1+1;.png"]
+
+
+def draw_images(folder: Path, names: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for place, name in enumerate(names):
+        pixels = np.full((3, 3), (40 * place + len(folder.name)) % 256, np.uint8)
+        Image.fromarray(pixels).save(folder / name, format="png")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without a network on images: class folders for train, a flat folder with odd names for new."""
+    from bnncli.cli.execute import run_command_line
+
+    tmp_path = tmp_path_factory.mktemp("names")
+    for name in ("cat", "dog; big", "owl"):
+        draw_images(tmp_path / "train" / name, [f"{number}.png" for number in range(4)])
+    draw_images(tmp_path / "new", ODD)
+    np.savez(tmp_path / "rows.npz", x=np.random.default_rng(0).random((6, 9), dtype=np.float32))
+    specs = {"train": f"images:{tmp_path}/train", "new": f"images:{tmp_path}/new", "rows": f"npz:{tmp_path}/rows.npz"}
+    words = [word for split, spec in specs.items() for word in ("--data", f"{split}={spec}")]
+    run = str(tmp_path / "run")
+    first = ["extract-features", run, "--model", "flatten", *words, "--hold-out", "val=train:3"]
+    for argv in (first, ["fit-laplace", run, "--prior-precision", "1"]):
+        assert run_command_line(argv, io.StringIO()) == 0
+    return tmp_path
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of the run that a test may change."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "run"
+
+
+def test_the_names_of_image_files_stand_in_the_table(cli: Cli, run: Path) -> None:
+    assert cli("predict", run, "--table", run.with_name("t.csv"), "--split", "new", "--split", "val").code == 0
+    rows = table_rows(run.with_name("t.csv"))
+    new = [row["name"] for row in rows if row["split"] == "new"]
+    names = [name.encode("utf-8", "backslashreplace").decode() for name in sorted(ODD)]
+    assert new == [f"'{name}" if name[0] in "=+-@" else name for name in names]  # no formulas
+    files = sorted(str(path.relative_to(run.with_name("train"))) for path in run.with_name("train").rglob("*.png"))
+    val = [row for row in rows if row["split"] == "val"]
+    assert len(val) == 3
+    assert [row["name"] for row in val] == [files[int(row["sample_id"])] for row in val]
+    assert {row["name"].split("/")[0] for row in val} == {row["label"] for row in val}
+    assert is_table(run.with_name("t.csv"))
+
+
+def test_a_split_without_names_has_empty_ones_beside_others_and_no_column_alone(cli: Cli, run: Path) -> None:
+    assert cli("predict", run, "--table", run.with_name("t.csv")).code == 0
+    assert {row["name"] for row in table_rows(run.with_name("t.csv")) if row["split"] == "rows"} == {""}
+    assert cli("predict", run, "--table", run.with_name("t.csv"), "--split", "rows").code == 0
+    assert "name" not in table_rows(run.with_name("t.csv"))[0]
+
+
+def test_every_class_has_its_probability_in_both_kinds_of_table(cli: Cli, run: Path) -> None:
+    words = ("predict", run, "--probabilities", "--merge", "some=cat,owl", "--raw-text", "--table")
+    assert cli(*words, run.with_name("t.csv")).code == cli(*words, run.with_name("t.npz")).code == 0
+    rows = table_rows(run.with_name("t.csv"))
+    texts = np.array([[row[f"p_{name}"] for name in ("cat", "dog; big", "owl")] for row in rows], dtype=np.float32)
+    with np.load(run.with_name("t.npz"), allow_pickle=False) as file:
+        table = dict(file)
+    assert np.array_equal(table["probabilities"], texts)
+    assert table["name"].tolist() == [row["name"] for row in rows]
+    stored = [read_predictions(run.with_name("run.bnn") / f"predictions/laplace.mc/{split}.h5").probs
+              for split in dict.fromkeys(row["split"] for row in rows)]  # fmt: skip
+    assert np.array_equal(texts, np.concatenate(stored))
+    np.testing.assert_allclose([float(row["some"]) for row in rows], texts[:, 0] + texts[:, 2], rtol=1e-6)
+
+
+def test_probabilities_need_a_table_and_their_columns_are_taken(cli: Cli, run: Path) -> None:
+    assert "add --table FILE" in cli("predict", run, "--probabilities").stderr
+    words = ("predict", run, "--table", run.with_name("t.csv"), "--merge", "p_cat=owl,cat")
+    assert "already has a column 'p_cat'" in cli(*words, "--probabilities").stderr
+    assert cli(*words).code == 0
+
+
+def test_wide_tables_are_written_some_rows_at_a_time(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("predict", run, "--probabilities", "--table")
+    assert cli(*words, run.with_name("a.csv")).code == 0
+    monkeypatch.setattr("bnncli.artifacts.outputs._CELLS", 40)
+    assert cli(*words, run.with_name("b.csv")).code == 0
+    assert run.with_name("a.csv").read_bytes() == run.with_name("b.csv").read_bytes()
+
+
+@pytest.mark.parametrize("limit", [hdf5.IN_MEMORY_LIMIT, 0])
+def test_names_are_texts_for_other_readers_and_whole(
+    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(hdf5, "IN_MEMORY_LIMIT", limit)
+    words = ("extract-features", run, "--model", "flatten", "--data", f"new=images:{run.with_name('new')}", "--force")
+    assert cli(*words).code == 0
+    path = run.with_name("run.bnn") / "features" / "new.h5"
+    with h5py.File(path) as file:
+        assert h5py.check_string_dtype(file["sample_name"].dtype).encoding == "utf-8"
+        stored = file["sample_name"].asstr()[()].tolist()
+        offset = file["sample_name"].id.get_offset()
+    split = read_features(path, is_full_check=True)
+    assert split.names is not None
+    assert [name.decode() for name in split.names.tolist()] == stored
+    assert encoded_names(sorted(ODD)).tolist() == split.names.tolist()  # type: ignore[union-attr]
+    assert cli("verify", path).code == 0
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+    assert cli("verify", path).code == 65
+
+
+def test_features_without_names_are_read_as_ever(cli: Cli, small_run: Path) -> None:
+    assert read_features(small_run.with_name("small.bnn") / "features/test.h5").names is None
+    golden = Path(__file__).parents[2] / "fixtures/schema/1.0/features.h5"
+    shutil.copy(golden, small_run.with_name("golden.h5"))
+    assert read_features(small_run.with_name("golden.h5"), is_full_check=True).names is None
+
+
+def test_the_order_digest_of_images_is_what_it_was(tmp_path: Path) -> None:
+    draw_images(tmp_path / "images", ["b.png", "a.png"])
+    assert data.load_split(f"images:{tmp_path}/images").names == ["a.png", "b.png"]
+    expected = "bnn-sha256/1:fb2bdd588a7f465bedeba3c38c5d9e26dd38a14eafa6b00b444869b897dfa9e2"  # before names were kept
+    assert data.load_split(f"images:{tmp_path}/images").content_digest() == expected
+
+
+def test_names_of_ready_features_travel_too(cli: Cli, arrays: Arrays, tmp_path: Path) -> None:
+    names = np.array([f"row {number}" for number in range(120)])
+    run = new_run(cli, tmp_path / "run", {**arrays, "names_test": names}, "--hold-out", "more=test:7")
+    assert cli("predict", run, "--table", tmp_path / "t.csv", "--split", "more", "--split", "test").code == 0
+    rows = table_rows(tmp_path / "t.csv")
+    assert [row["name"] for row in rows] == [f"row {row['sample_id']}" for row in rows]
+    np.savez(tmp_path / "b.npz", **arrays, names_test=np.arange(120))
+    done = cli("extract-features", tmp_path / "other", "--from-npz", tmp_path / "b.npz")
+    assert (done.code, "expected strings of shape (120,)" in done.stderr) == (65, True)
+
+
+def test_a_dataset_of_yours_may_name_its_examples(tmp_path: Path) -> None:
+    code = (
+        "import torch\nclass Rows:\n    names = ['x', 'y']\n    def __len__(self):\n        return {count}\n"
+        "    def __getitem__(self, i):\n        return torch.ones(3)\n"
+    )
+    (tmp_path / "two_rows.py").write_text(code.format(count=2))
+    assert data.load_split(f"py:{tmp_path}/two_rows.py:Rows").names == ["x", "y"]
+    (tmp_path / "three_rows.py").write_text(code.format(count=3))
+    with pytest.raises(DataError, match="has 2 names, but there are 3 examples"):
+        data.load_split(f"py:{tmp_path}/three_rows.py:Rows")

@@ -154,14 +154,6 @@ def test_prune_keeps_inputs_and_artifacts_even_with_force(
     assert path.read_bytes() == content
 
 
-def test_convert_keeps_artifacts_even_with_force(cli: Cli, latent_run: Path, tmp_path: Path) -> None:
-    torch.save({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, tmp_path / "a.pt")
-    path = posterior_file(latent_run, "lbbnn")
-    content = path.read_bytes()
-    assert cli("convert", tmp_path / "a.pt", path, "--force").code == 73
-    assert path.read_bytes() == content
-
-
 def test_prune_says_what_accuracy_is_lost_and_how_to_keep_it(cli: Cli, latent_run: Path) -> None:
     done = cli("prune", latent_run, "--rule", "density", "--density", "0", "--json")
     metrics = done.json["metrics"]

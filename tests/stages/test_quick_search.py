@@ -1,16 +1,21 @@
-"""fit-laplace with a structure that is dear to search by: the prior precision is that of a quicker one, and it says so."""
+"""Searches for a prior precision that take a part of the data or a rougher structure."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from problems.arrays import make_arrays
 from problems.command_line import Cli, new_run
 
 from bnncli.artifacts.posteriors import read_posterior
-from bnncli.inference import memory, prior_search
+from bnncli.commands.fit_laplace import last_layer as structure
+from bnncli.inference import memory
+from bnncli.inference import prior_search as prior_precision
+from bnncli.inference import prior_search as search_rows
 from bnncli.parameters.layouts import HeadLayout
 
 
@@ -54,9 +59,9 @@ def test_a_search_of_a_part_says_so_and_the_fit_is_of_all(
     words = ("fit-laplace", run, "--structure", "full", "--center", center, "--json")
     whole = cli(*words, "--name", "whole").json["metrics"]
     assert "prior_precision_val_examples" not in whole
-    monkeypatch.setattr(prior_search, "_MODE_WORK", {"cpu": 18 * 50})
-    monkeypatch.setattr(prior_search, "_VAL_WORK", {"cpu": 18 * 128 * 100})
-    monkeypatch.setattr(prior_search, "_LEAST_VAL", 10)
+    monkeypatch.setattr(search_rows, "_MODE_WORK", {"cpu": 18 * 50})
+    monkeypatch.setattr(search_rows, "_VAL_WORK", {"cpu": 18 * 128 * 100})
+    monkeypatch.setattr(search_rows, "_LEAST_VAL", 10)
     done = cli(*words, "--name", "part")
     metrics = done.json["metrics"]
     assert metrics["prior_precision_val_examples"] == 100
@@ -110,7 +115,7 @@ def test_a_search_by_all_examples_leaves_out_what_is_far_from_the_checkpoints_ow
     run = new_run(cli, tmp_path / "run", arrays())
     words = ("fit-laplace", run, "--structure", "kron", "--json")
     whole = cli(*words, "--name", "whole").json["metrics"]
-    monkeypatch.setattr(prior_search, "_BRIEF_SHARE", 1e-9)
+    monkeypatch.setattr(search_rows, "_BRIEF_SHARE", 1e-9)
     done = cli(*words, "--name", "brief")
     assert "searching for the prior precision around the checkpoint's own" in done.stderr
     brief = done.json["metrics"]
@@ -124,9 +129,9 @@ def test_folds_of_a_part_are_searched_and_their_modes_are_of_all(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(cli, tmp_path / "run", arrays())
-    monkeypatch.setattr(prior_search, "_MODE_WORK", {"cpu": 18 * 150})
-    monkeypatch.setattr(prior_search, "_VAL_WORK", {"cpu": 18 * 128 * 100})
-    monkeypatch.setattr(prior_search, "_LEAST_VAL", 10)
+    monkeypatch.setattr(search_rows, "_MODE_WORK", {"cpu": 18 * 150})
+    monkeypatch.setattr(search_rows, "_VAL_WORK", {"cpu": 18 * 128 * 100})
+    monkeypatch.setattr(search_rows, "_LEAST_VAL", 10)
     words = ("fit-laplace", run, "--structure", "full", "--fit-on", "train+val", "--prior-mean", "checkpoint")
     done = cli(*words, "--name", "part", "--json")
     metrics = done.json["metrics"]
@@ -138,3 +143,34 @@ def test_folds_of_a_part_are_searched_and_their_modes_are_of_all(
     assert torch.equal(part["folds.rows"], given["folds.rows"])
     for name in ("mean", "folds.theta"):
         torch.testing.assert_close(part[name], given[name], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "problem", [make_arrays(), make_arrays(seed=3, num_classes=5, num_features=20)], ids=["3", "5"]
+)
+def test_the_choice_is_that_of_a_search_by_the_closest_structure(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: dict[str, Any]
+) -> None:
+    run = new_run(cli, tmp_path / "run", problem)
+    plain = cli("fit-laplace", run, "--json").json["metrics"]
+    searched: list[tuple[str, int]] = []
+    search = prior_precision.search
+
+    def counted(*given: Any, **named: Any) -> Any:
+        found = search(*given, **named)
+        searched.append((named["structure"], len(found.curve)))
+        return found
+
+    monkeypatch.setattr(structure, "QUICK_SECONDS", 0.0)  # as if all searches were long
+    monkeypatch.setattr(structure, "_DEARER", 0.0)
+    monkeypatch.setattr("bnncli.commands.fit_laplace.last_layer.search", counted)
+    found = cli("fit-laplace", run, "--name", "rough", "--json").json["metrics"]
+    assert searched[0][0] != "full"
+    assert found["structure"] == plain["structure"]
+    assert found["prior_precision"] == pytest.approx(plain["prior_precision"], rel=0.1)
+    assert found["val"]["laplace"]["nll"] == pytest.approx(plain["val"]["laplace"]["nll"], rel=1e-3)
+    if found["structure"] == searched[0][0] or found["prior_precision_for"] == "plug-in":  # of which it says all
+        assert len(searched) == 1
+    else:  # around the rough one's, and not all over again
+        assert [name for name, _ in searched[1:]] == [found["structure"]]
+        assert searched[1][1] < len(plain["prior_precision_curve"])

@@ -56,7 +56,7 @@ def test_trained_gaussians_are_tried_with_their_own_plans(cli: Cli, small_run: P
     assert not done.json["verdict"]["is_calibrated"]  # four epochs are too few
 
 
-@pytest.mark.parametrize("preconditioner", long_but(["base", "rmsprop", "none"], "base"))
+@pytest.mark.parametrize("preconditioner", long_but(["base", "rmsprop", "none"], "base", mark=pytest.mark.nightly))
 def test_chains_of_stochastic_gradients_are_tried_as_hot_as_they_were(
     cli: Cli, small_run: Path, preconditioner: str
 ) -> None:

@@ -1,7 +1,8 @@
-"""What fit-laplace says of its predictive on val: the numbers of predict, and a warning where plainer ones are better."""
+"""What fits report of val: predictions, temperatures and integrators."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ from problems.arrays import make_arrays, make_wide_arrays
 from problems.command_line import Cli, new_run
 from sklearn.linear_model import LogisticRegression
 
+from bnncli.artifacts.files import read_header
 from bnncli.artifacts.predictions import read_predictions
+from bnncli.cli.execute import run_command_line
+from bnncli.commands import hmc as work
 from bnncli.evaluation.recommendation import score
 from bnncli.integrators import load_integrator, mc
+from bnncli.session import val_report
 
 
 def predictions(run: Path, variant: str) -> Any:
@@ -133,6 +138,7 @@ def test_the_prior_is_that_of_the_mode_alone_where_that_predicts_best(cli: Cli, 
     assert fits[found["prior_precision"]] < fits[100 * found["prior_precision"]]
 
 
+@pytest.mark.long
 def test_the_steps_of_a_gain_add_up(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "run", make_arrays())
     found = cli("fit-laplace", run, "--json").json["metrics"]
@@ -168,3 +174,242 @@ def test_without_a_network_or_labels_on_val_what_cannot_be_compared_is_left_out(
     run = new_run(cli, tmp_path / "two" / "run", unlabelled)
     metrics = cli("fit-laplace", run, "--prior-precision", "3", "--json").json["metrics"]
     assert (metrics["val"], metrics["val_excess"], metrics["recommended_integrator"]) == (None, None, None)
+
+
+SMALL = ("--chains", 4, "--warmup", 30, "--draws", 30)
+
+
+def test_numbers_on_val_are_those_of_predict(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "run", make_arrays())
+    done = cli("hmc", run, *SMALL, "--prior-precision", 3, "--json")
+    found = done.json["metrics"]["val"]
+    words = ("--integrator", "mc", "--integrator", "plug-in")
+    assert cli("predict", run, "--split", "val", *words).code == 0
+    for key, variant in {"network": "map.plug-in", "hmc": "hmc.mc", "plug-in": "hmc.plug-in"}.items():
+        content = read_predictions(run.with_name("run.bnn") / "predictions" / variant / "val.h5")
+        expected = score(key, np.asarray(content.probs), np.asarray(content.labels))
+        assert found[key]["nll"] == pytest.approx(expected.nll, rel=1e-6), key
+        assert found[key]["ece"] == pytest.approx(expected.ece, abs=1e-6), key
+    assert found["hmc"]["samples"] == 120
+    fit = cli("fit-temperature", run, "--json").json["metrics"]
+    assert found["temperature"]["temperature"] == pytest.approx(fit["temperature"], rel=1e-6)
+    assert "val NLL and ECE: " in done.stderr
+    assert "predicts val worse" not in done.stderr
+
+
+@pytest.mark.long
+def test_draws_that_predict_worse_than_the_network_are_warned_of(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "run", make_wide_arrays())
+    words = ("hmc", run, *SMALL, "--prior-precision")
+    done = cli(*words, 1e-3, "--json").json
+    excess = done["metrics"]["val_excess"]["temperature"]
+    assert excess["is_worse"]
+    assert excess["value"] > 2 * excess["standard_error"] > 0
+    (text,) = [text for text in done["warnings"] if "predicts val worse" in text]
+    assert f"bnncli fit-temperature {run}" in text
+    again = cli(*words, 1e-3, "--json").json
+    assert (again["action"], text in again["warnings"]) == ("up_to_date", True)
+
+
+def test_more_draws_than_memory_is_meant_for_are_thinned(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(cli, tmp_path / "run", make_arrays())
+    words = ("hmc", run, *SMALL, "--prior-precision", 3, "--json")
+    whole = cli(*words).json["metrics"]["val"]["hmc"]
+    num_params = sum(make_arrays()[f"head_{part}"].size for part in ("weight", "bias"))
+    monkeypatch.setattr(work, "_MOST_PREDICTING", 70 * num_params)
+    found = cli(*words, "--name", "thinned").json["metrics"]["val"]["hmc"]
+    assert found["samples"] == 60
+    assert found["nll"] == pytest.approx(whole["nll"], rel=0.1)
+
+
+@pytest.mark.parametrize("without", ["labels_val", "head"])
+def test_what_is_not_there_is_not_compared(cli: Cli, tmp_path: Path, without: str) -> None:
+    arrays = {name: part for name, part in make_arrays().items() if not name.startswith(without)}
+    run = new_run(cli, tmp_path / "run", arrays)
+    metrics = cli("hmc", run, *SMALL, "--prior-precision", 3, "--json").json["metrics"]
+    if without == "labels_val":
+        assert "val" not in metrics
+    else:
+        assert set(metrics["val"]) == {"hmc", "plug-in", "plug-in-temperature"}
+
+
+QUICK = ("--epochs", 30, "--elbo-draws", 16)
+
+
+def make_run(cli: Cli, folder: Path, arrays: dict[str, np.ndarray], precision: float) -> Path:
+    run = new_run(cli, folder / "run", arrays)
+    words = ("--structure", "diag", "--prior-precision", precision)
+    assert cli("fit-laplace", run, *words).code == 0
+    return run
+
+
+def test_numbers_on_val_are_those_of_predict_and_of_fit_temperature(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(cli, tmp_path, make_arrays(), 3.0)
+    done = cli("refine", run, *QUICK, "--json")
+    found = done.json["metrics"]["val"]
+    assert set(found) == {"network", "temperature", "base", "refine"}
+    assert cli("predict", run, "--split", "val").code == 0
+    for key, variant in {"network": "map.plug-in", "base": "laplace.mc", "refine": "refine.mc"}.items():
+        content = read_predictions(run.with_name("run.bnn") / "predictions" / variant / "val.h5")
+        expected = score(key, np.asarray(content.probs), np.asarray(content.labels))
+        assert found[key]["nll"] == pytest.approx(expected.nll, rel=1e-6), key
+        assert found[key]["ece"] == pytest.approx(expected.ece, abs=1e-6), key
+    fit = cli("fit-temperature", run, "--json").json["metrics"]
+    assert found["temperature"]["temperature"] == pytest.approx(fit["temperature"], rel=1e-6)
+    header = read_header(run.with_name("run.bnn") / "posteriors" / "refine.safetensors")
+    assert header.meta["metrics"]["val"] == found
+    assert "val NLL and ECE: " in done.stderr
+    assert f"{found['refine']['nll']:.4f}" in done.stderr
+
+
+def test_a_refinement_that_helped_and_is_worse_than_the_network_is_warned_of(cli: Cli, tmp_path: Path) -> None:
+    arrays = make_wide_arrays()
+    for part in ("head_weight", "head_bias"):
+        arrays[part] *= 0.4  # of one that is surer 400 examples do not show how often it is wrong
+    run = make_run(cli, tmp_path, arrays, 1e-3)
+    done = cli("refine", run, *QUICK, "--json").json
+    assert done["metrics"]["verdict"] == "helped"
+    excess = done["metrics"]["val_excess"]["network"]
+    assert excess["is_worse"]
+    assert excess["value"] > 2 * excess["standard_error"] > 0
+    (text,) = [text for text in done["warnings"] if "predicts val worse" in text]
+    for key in ("refine", "network"):
+        assert f"{done['metrics']['val'][key]['nll']:.4f}" in text
+    assert f"bnncli predict {run} --posterior map" in text or f"bnncli fit-temperature {run}" in text
+    again = cli("refine", run, *QUICK, "--json").json
+    assert again["action"] == "up_to_date"
+    assert text in again["warnings"]
+
+
+def test_a_refinement_as_good_as_the_network_is_not_warned_of(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(cli, tmp_path, make_arrays(), 3.0)
+    done = cli("refine", run, *QUICK, "--json").json
+    assert not [text for text in done["warnings"] if "predicts val worse" in text]
+
+
+@pytest.mark.parametrize("without", ["labels_val", "head"])
+def test_a_refinement_is_compared_with_what_is_there(cli: Cli, tmp_path: Path, without: str) -> None:
+    arrays = {name: part for name, part in make_arrays().items() if not name.startswith(without)}
+    run = make_run(cli, tmp_path, arrays, 3.0)
+    metrics = cli("refine", run, *QUICK, "--json").json["metrics"]
+    if without == "labels_val":
+        assert (metrics["val"], metrics["val_excess"]) == (None, None)
+    else:
+        assert set(metrics["val"]) == {"base", "refine"}
+    naive = cli("refine", run, *QUICK, "--base", "prior", "--name", "naive", "--json")
+    assert naive.code == 0, naive.stderr
+    assert "base" not in (naive.json["metrics"]["val"] or {})
+
+
+MODEL = ("--model", "mlp", "--model-arg", "inputs=6", "--model-arg", "hidden=8", "--model-arg", "classes=3")
+SIZES = {"train": 150, "val": 150}
+WEAK, STRONG = ("--prior-precision", 1e-4), ("--prior-precision", 1e4)
+BRIEF = ("--chains", 4, "--warmup", 4, "--draws", 8)
+# A prior under which each is worse than the network: one that pulls the weights to zero, or that says nothing of them.
+FITS: dict[str, tuple[object, ...]] = {
+    "laplace": ("fit-laplace", "--structure", "diag", *WEAK),
+    "refine": ("refine", "--base", "weak", "--epochs", 1, "--elbo-draws", 4),
+    "hmc": ("hmc", *STRONG, *BRIEF),
+    "vi": ("fit-vi", "--epochs", 40, *STRONG),
+    "swag": ("fit-swag", "--warmup", 10, "--epochs", 10, *STRONG),
+    "sghmc": (
+        "fit-sghmc",
+        "--sampler",
+        "sghmc",
+        "--epochs",
+        40,
+        "--exploration",
+        0.5,
+        "--chains",
+        2,
+        "--draws",
+        20,
+        *STRONG,
+    ),
+}
+
+
+def make_network(folder: Path, epochs: int) -> Path:
+    """A network trained on three clouds, and its features."""
+    rng = np.random.default_rng(0)
+    words: list[object] = []
+    for name, size in SIZES.items():
+        y = rng.integers(0, 3, size)
+        x = (rng.normal(size=(size, 6)) + 2 * np.eye(6)[y]).astype(np.float32)
+        np.savez(folder / f"{name}.npz", x=x, y=y)
+        words += ["--data", f"{name}=npz:{folder / name}.npz"]
+    network = folder / "net.safetensors"
+    run("train", network, *MODEL, *words[:2], "--epochs", epochs, "--learning-rate", 0.01)
+    run("extract-features", network, *MODEL, *words)
+    return network
+
+
+def run(*words: object) -> None:
+    assert run_command_line([str(word) for word in words], io.StringIO()) == 0
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that is not sure enough, so that one temperature makes it far better, and a Gaussian under a weak prior."""
+    network = make_network(tmp_path_factory.mktemp("network"), 30)
+    run("fit-laplace", network, "--layers", "all", "--structure", "diag", *WEAK, "--name", "weak")
+    return network
+
+
+@pytest.mark.parametrize("method", FITS)
+def test_one_that_predicts_worse_than_what_is_simpler_is_warned_of(cli: Cli, network: Path, method: str) -> None:
+    command, *words = FITS[method]
+    done = cli(command, network, "--layers", "all", *words, "--json")
+    assert done.code == 0, done.stderr
+    found, excess = done.json["metrics"]["val"], done.json["metrics"]["val_excess"]
+    assert {"network", "temperature"} <= set(excess)
+    assert excess["temperature"]["is_worse"]
+    assert excess["temperature"]["value"] == pytest.approx(found[method]["nll"] - found["temperature"]["nll"])
+    (text,) = [text for text in done.json["warnings"] if "predicts val worse" in text]
+    assert f"bnncli fit-temperature {network}" in text
+    used = found[method]["integrator"]
+    words = ("--posterior", f"{method}-all", "--split", "val", "--integrator", used)
+    assert cli("predict", network, *words).code == 0
+    folder = network.with_name(f"{network.name}.bnn") / "predictions"
+    content = read_predictions(folder / f"{method}-all.{used}/val.h5")
+    expected = score(method, np.asarray(content.probs), np.asarray(content.labels))
+    assert found[method]["nll"] == pytest.approx(expected.nll, rel=1e-5)
+
+
+def test_passes_that_take_long_are_of_some_examples_and_it_is_said(
+    cli: Cli, network: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, *words = FITS["vi"]
+    line = (command, network, "--layers", "all", *words, "--json", "--name")
+    every = cli(*line, "every").json
+    monkeypatch.setitem(val_report._MOST_NUMBERS, "cpu", 1)
+    done = cli(*line, "some")
+    metrics = done.json["metrics"]
+    assert (
+        "measuring val scores on 100 of the 150 val examples, drawn at random, because each takes 200 passes of the network"
+        in done.stderr
+    )
+    assert (every["metrics"]["val_num_examples"], metrics["val_num_examples"]) == (150, 100)
+    assert metrics["val"]["vi"]["nll"] != every["metrics"]["val"]["vi"]["nll"]
+    for name, one in every["metrics"]["val"].items():
+        assert metrics["val"][name]["nll"] == pytest.approx(one["nll"], abs=4 * one["standard_error"])
+    again = cli(*line, "again").json["metrics"]
+    assert again["val"] == metrics["val"]
+
+
+def test_one_that_may_predict_worse_is_told_of_without_a_warning(cli: Cli, tmp_path: Path) -> None:
+    network = make_network(tmp_path, 100)
+    words = ("fit-laplace", network, "--layers", "all", "--structure", "diag", "--json", "--prior-precision")
+    done = cli(*words, 2.5, "--name", "wide")
+    metrics = done.json["metrics"]
+    own, gaps = metrics["val"]["laplace"]["nll"], metrics["val_excess"]
+    assert not any(gap["is_worse"] for gap in gaps.values())
+    assert own > 1.01 * metrics["val"]["network"]["nll"]
+    assert (
+        f"wide has a higher NLL on val than a simpler choice: {own:.4f} (logit-mc, 256 draws), against " in done.stderr
+    )
+    assert f"(worse by {gaps['network']['value']:.4f} +- {gaps['network']['standard_error']:.4f})" in done.stderr
+    assert "the difference is not significant with 150 examples" in done.stderr
+    assert "higher NLL" not in cli(*words, 1e4, "--name", "narrow").stderr

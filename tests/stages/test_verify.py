@@ -1,13 +1,19 @@
-"""verify on posteriors of every kind: what a command published is valid, and a layout that does not fit is told."""
+"""verify, and records of checkpoints."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from problems.command_line import Cli
 
+from bnncli.artifacts.features import read_features
+from bnncli.artifacts.files import read_header
 from bnncli.artifacts.posteriors import read_posterior, write_posterior
+from bnncli.models import checkpoints as load
 
 
 @pytest.mark.parametrize("hidden", [(), ("--hidden", "4")], ids=["head", "hidden"])
@@ -39,3 +45,105 @@ def test_the_checkpoint_of_a_run_is_told_from_a_damaged_artifact(cli: Cli, small
     small_run.write_bytes(b"a checkpoint")
     done = cli("verify", small_run)
     assert (done.code, f"bnncli verify {small_run}.bnn" in done.stderr) == (65, True)
+
+
+STATE = {"weight": torch.arange(12.0).reshape(3, 4) / 7, "bias": torch.zeros(3)}
+WORDS = ("net.pt", "--model", "net.py:make", "--data", "train=npz:data.npz")
+TRAIN = Path("net.pt.bnn/features/train.h5")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data and a checkpoint in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    np.savez("data.npz", x=rng.random((20, 4), dtype=np.float32), y=rng.integers(3, size=20))
+    Path("net.py").write_text("from torch import nn\n\ndef make():\n    return nn.Linear(4, 3)\n")
+    torch.save({"state_dict": {f"module.{name}": value for name, value in STATE.items()}}, "net.pt")
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The checkpoints that are parsed from now on."""
+    found: list[Path] = []
+    whole = load.select_state
+    monkeypatch.setattr(load, "select_state", lambda *given: found.append(Path()) or whole(*given))
+    return found
+
+
+def test_what_is_made_with_the_record_is_what_was_made_with_the_file(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("extract-features", *WORDS).code == 0
+    first = read_header(TRAIN)
+    assert first.provenance["checkpoint"]["stripped_prefixes"] == ["module."]
+    parses = parsed(monkeypatch)
+    assert "up to date" in cli("extract-features", *WORDS).stderr
+    assert not parses
+    shutil.move("net.pt.bnn", "moved.bnn")
+    shutil.copy("net.pt", "moved.pt")
+    assert cli("extract-features", "moved.pt", "--run-dir", "moved.bnn", *WORDS[1:], "--force").code == 0
+    assert len(parses) == 1
+    again = read_header(Path("moved.bnn/features/train.h5"))
+    assert again.content_digest == first.content_digest
+    assert again.provenance["checkpoint"] == first.provenance["checkpoint"] | {"path": "moved.pt"}
+
+
+def test_another_file_with_the_same_weights_is_parsed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("extract-features", *WORDS).code == 0
+    torch.save(STATE, "net.pt")
+    parses = parsed(monkeypatch)
+    assert "up to date" in cli("extract-features", *WORDS).stderr
+    torch.save({name: value + 1 for name, value in STATE.items()}, "net.pt")
+    assert "the checkpoint has changed" in cli("extract-features", *WORDS).stderr
+    assert len(parses) == 2
+
+
+def test_a_warning_about_the_checkpoint_is_said_each_time(cli: Cli) -> None:
+    torch.save({"state_dict_ema": STATE, "state_dict": {name: value + 1 for name, value in STATE.items()}}, "net.pt")
+    for _ in range(2):
+        done = cli("extract-features", *WORDS)
+        assert "using the averaged weights 'state_dict_ema'" in done.stderr
+    assert "up to date" in done.stderr
+
+
+def test_features_of_another_revision_do_not_speak_for_the_checkpoint(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("extract-features", *WORDS).code == 0
+    monkeypatch.setattr("bnncli.session.revisions.EXTRACT_FEATURES", 99)
+    parses = parsed(monkeypatch)
+    assert cli("extract-features", *WORDS, "--dry-run").code == 0
+    assert len(parses) == 1
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_an_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("extract-features", *WORDS).code == 0
+    before = read_features(TRAIN).head_weight
+    whole = load.load_checkpoint
+
+    def replaced(path: Path, **options: object) -> load.Checkpoint:
+        torch.save({name: value + 1 for name, value in STATE.items()}, path)
+        return whole(path)
+
+    monkeypatch.setattr("bnncli.session.network.load_checkpoint", replaced)
+    done = cli("extract-features", *WORDS, "--force")
+    assert (done.code, "was replaced while this command ran" in done.stderr) == (65, True), done.stderr
+    np.testing.assert_array_equal(read_features(TRAIN).head_weight, before)
+
+
+def test_a_checkpoint_and_a_network_that_are_both_gone(cli: Cli) -> None:
+    Path("net.pt").unlink()
+    words = ("net.pt", "--model", "absent.py:make", *WORDS[3:])
+    for more in ((), ("--model-arg", "odd")):
+        assert "no file 'net.pt'" in cli("extract-features", *words, *more).stderr
+
+
+def test_what_is_there_refuses_before_a_network_that_is_gone_is_missed(cli: Cli) -> None:
+    assert cli("extract-features", *WORDS).code == 0
+    torch.save(STATE, "net.pt")
+    words = ("net.pt", "--model", "absent.py:make", *WORDS[3:])
+    assert "already exists with other options" in cli("extract-features", *words).stderr
+    gone = cli("extract-features", *words, "--force").stderr
+    assert "replacing it (--force)" in gone
+    assert "no file 'absent.py'" in gone
+    assert cli("extract-features", *words, "--force", "--dry-run").code == 0
+    odd = cli("extract-features", *words, "--force", "--model-arg", "odd")
+    assert (odd.code, "expected KEY=VALUE" in odd.stderr) == (2, True), odd.stderr

@@ -25,6 +25,8 @@ from bnncli.artifacts.atomic import (
 )
 from bnncli.errors import OutputExists, WriteError
 
+pytestmark = pytest.mark.core
+
 OLD, NEW = b"old content", b"new content"
 DEAD_PID = 2**22 + 7  # above the kernel's largest pid
 

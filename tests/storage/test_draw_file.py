@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -102,60 +100,6 @@ def test_the_writer_waits_for_a_copy_before_it_reads_it(tmp_path: Path) -> None:
     store.remove()
 
 
-@pytest.mark.parametrize(
-    ("number", "error"), [(errno.ENOSPC, WriteError), (errno.EIO, WriteError), (errno.EACCES, OutputExists)]
-)
-def test_what_the_writer_fails_with_is_raised_by_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
-) -> None:
-    count = iter(range(100))
-
-    def fail_at_the_third() -> None:
-        if next(count) == 2:
-            raise OSError(number, os.strerror(number))
-
-    slow_writer(monkeypatch, fail_at_the_third)
-    store, expected = open_file(tmp_path, buffer_bytes=1), records(3)
-    for record in expected[:2]:
-        store.append(record)
-    store.flush()
-    with pytest.raises(error, match=os.strerror(number)):
-        all(store.append(record) is None for record in 10 * expected)
-    with pytest.raises(error, match=os.strerror(number)):
-        store.flush()  # so that no state counts draws behind the hole
-    store.close()
-    assert store.path.stat().st_size == 2 * 60
-    store.remove()
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("failure", [MemoryError(), RuntimeError("of the writer"), KeyboardInterrupt(), SystemExit(3)])
-def test_an_error_of_the_writer_that_is_no_disks_is_raised_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
-) -> None:
-    def fail() -> None:
-        raise failure
-
-    slow_writer(monkeypatch, fail)
-    store, done = open_file(tmp_path, buffer_bytes=1), list[BaseException]()
-
-    def chains() -> None:
-        try:
-            for record in records(9):
-                store.append(record)
-        except BaseException as error:
-            done.append(error)
-
-    thread = threading.Thread(target=chains, daemon=True)
-    thread.start()
-    thread.join(timeout=5)
-    (told,) = done  # and no wait without end
-    assert (told if isinstance(failure, Exception) else told.__cause__) is failure
-    assert isinstance(told, Exception)
-    assert "fail" in [frame.name for frame in traceback.extract_tb(failure.__traceback__)]
-    store.remove()
-
-
 def test_nothing_is_written_before_the_first_flush_and_then_an_old_state_goes(tmp_path: Path) -> None:
     state = tmp_path / ".hmc.resume.safetensors"
     state.write_bytes(b"old")
@@ -165,32 +109,6 @@ def test_nothing_is_written_before_the_first_flush_and_then_an_old_state_goes(tm
     store.flush()
     assert not state.exists()
     store.remove()
-
-
-def test_what_came_after_the_state_is_dropped(tmp_path: Path) -> None:
-    first, expected = open_file(tmp_path), records(6)
-    for record in expected[:4]:
-        first.append(record)
-    first.flush()
-    second = open_file(tmp_path)
-    second.continue_from(3, digest_of(expected[:3]))
-    for record in expected[4:]:
-        second.append(record)
-    assert torch.equal(second.draws(), torch.stack([*expected[:3], *expected[4:]], dim=1))
-    first.remove()
-    second.remove()
-
-
-def test_a_file_shorter_than_its_state_is_refused(tmp_path: Path) -> None:
-    first, second = open_file(tmp_path), open_file(tmp_path)
-    with pytest.raises(DataError, match="are missing"):
-        second.continue_from(1, b"")
-    first.append(records(1)[0])
-    first.flush()
-    with pytest.raises(DataError, match="are truncated"):
-        second.continue_from(2, b"")
-    first.remove()
-    second.remove()
 
 
 def test_draws_that_were_changed_are_refused_and_the_digest_goes_on(

@@ -17,6 +17,8 @@ from bnncli.errors import DataError
 from bnncli.numerics import digests
 from bnncli.numerics.digests import canonical_json, json_sha256
 
+pytestmark = pytest.mark.core
+
 HERE = Path("here")
 
 

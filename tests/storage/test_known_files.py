@@ -1,7 +1,8 @@
-"""What one command remembers of its checks: each file is checked once, and again as soon as it changes."""
+"""Files that are checked: once a command, to their seal, and wherever the run folder lies."""
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections import Counter
@@ -15,22 +16,23 @@ import numpy as np
 import pytest
 from problems.command_line import Cli
 
-from bnncli.artifacts import files, hdf5, headers, posteriors
-from bnncli.artifacts import known_files as caches
+from bnncli.artifacts import files as metrics
+from bnncli.artifacts import hdf5, headers, known_files, posteriors
 from bnncli.artifacts.files import read_header
-from bnncli.artifacts.hdf5 import open_hdf5, write_hdf5
+from bnncli.artifacts.hdf5 import MARK, SKIP_BYTES, is_sealed, make_seal, open_hdf5, write_hdf5
 from bnncli.artifacts.known_files import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
+from bnncli.artifacts.run_folder import RunFolder
 from bnncli.cli import execute
-from bnncli.errors import BnnError, DataError, Untrusted
+from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 
 
 @pytest.fixture(autouse=True)
 def each_command_is_by_itself(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As a user's are: what the suite remembers from one to the next is forgotten."""
     monkeypatch.setattr(execute, "checks_remembered", checks_remembered)
-    token = caches._KNOWN.set(None)
+    token = known_files._KNOWN.set(None)
     yield
-    caches._KNOWN.reset(token)
+    known_files._KNOWN.reset(token)
 
 
 @pytest.fixture
@@ -44,8 +46,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         check(path, file)
 
     monkeypatch.setattr(hdf5, "check_objects", count)
-    monkeypatch.setattr(caches, "STEP_NS", -(1 << 62))
-    monkeypatch.setattr(caches, "_SECOND_NS", 1 << 62)
+    monkeypatch.setattr(known_files, "STEP_NS", -(1 << 62))
+    monkeypatch.setattr(known_files, "_SECOND_NS", 1 << 62)
     return found
 
 
@@ -95,7 +97,7 @@ def test_a_command_reads_each_header_once(
         return check_header(path, *fields)
 
     check_header = headers.check_header
-    for module in (hdf5, files, posteriors):
+    for module in (hdf5, metrics, posteriors):
         monkeypatch.setattr(module, "check_header", count)
     assert cli(words[0], small_run).code == 0
     assert len(read) > 5
@@ -211,6 +213,144 @@ def test_what_is_remembered_ends_with_the_command(path: Path) -> None:
 
 @pytest.mark.usefixtures("command")
 def test_a_file_just_written_is_checked_every_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches, "STEP_NS", 1 << 62)
+    monkeypatch.setattr(known_files, "STEP_NS", 1 << 62)
     look(path)
     assert not is_checked(state_of(path.stat()))
+
+
+CONTENT = bytes(range(256)) * 1024
+BLOCK = (1000, SKIP_BYTES + 5)
+SEALED = CONTENT + make_seal(io.BytesIO(CONTENT), [BLOCK, (200_000, 10)])
+
+
+@pytest.fixture
+def sealed_path(tmp_path: Path) -> Path:
+    return tmp_path / "file"
+
+
+def test_a_sealed_file_is_whole(sealed_path: Path) -> None:
+    sealed_path.write_bytes(SEALED)
+    assert is_sealed(sealed_path)
+
+
+def test_a_file_without_a_seal_is_not_sealed(sealed_path: Path) -> None:
+    sealed_path.write_bytes(CONTENT)
+    assert not is_sealed(sealed_path)
+
+
+@pytest.mark.parametrize("offset", [0, 999, 1000 + SKIP_BYTES + 5, 200_005, len(CONTENT) - 1])
+def test_any_changed_byte_of_the_structure_is_seen(sealed_path: Path, offset: int) -> None:
+    changed = bytearray(SEALED)
+    changed[offset] ^= 1
+    sealed_path.write_bytes(changed)
+    with pytest.raises(DataError, match="does not match its seal"):
+        is_sealed(sealed_path)
+
+
+def test_large_arrays_are_left_to_the_content_digest(sealed_path: Path) -> None:
+    changed = bytearray(SEALED)
+    changed[BLOCK[0]] ^= 1
+    changed[sum(BLOCK) - 1] ^= 1
+    sealed_path.write_bytes(changed)
+    assert is_sealed(sealed_path)
+
+
+def test_every_changed_byte_of_the_seal_itself_is_seen(sealed_path: Path) -> None:
+    for offset in range(len(CONTENT), len(SEALED)):
+        changed = bytearray(SEALED)
+        changed[offset] ^= 1
+        sealed_path.write_bytes(changed)
+        if offset < len(CONTENT) + len(MARK):
+            assert not is_sealed(sealed_path)
+        else:
+            with pytest.raises(DataError, match="seal"):
+                is_sealed(sealed_path)
+
+
+@pytest.mark.parametrize(
+    "line", [b"[[5,6]", b"[[9,1],[5,1]]", b"[[0,999999999999999999]]", b"[1]", b"[[01,2],]", b"[[-5,6]]"]
+)
+def test_a_forged_list_of_blocks_is_damage_and_not_a_crash(sealed_path: Path, line: bytes) -> None:
+    sealed_path.write_bytes(CONTENT + MARK + b"0" * 64 + b" " + line + b"\n")
+    with pytest.raises(DataError, match="seal"):
+        is_sealed(sealed_path)
+
+
+def test_bytes_after_the_seal_are_seen(sealed_path: Path) -> None:
+    sealed_path.write_bytes(SEALED + b"\n")
+    with pytest.raises(DataError, match="seal"):
+        is_sealed(sealed_path)
+
+
+def folder(path: Path | str, run_dir: str | None = None) -> RunFolder:
+    return RunFolder.of(Path(path), run_dir)
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a b'c.pt", "a\nb", "-x.pt", "é.pt", os.fsdecode(b"\xff.pt"), ".hidden"])
+def test_the_run_folder_is_the_full_file_name_with_a_suffix(tmp_path: Path, name: str) -> None:
+    assert folder(tmp_path / name).root == tmp_path / (name + ".bnn")
+
+
+def test_two_formats_of_one_checkpoint_have_two_folders() -> None:
+    assert folder("a.pt").root != folder("a.safetensors").root
+
+
+def test_a_name_too_long_for_the_suffix_gets_a_short_one(tmp_path: Path) -> None:
+    root = folder(tmp_path / ("x" * 253)).root
+    root.mkdir()
+    assert root != folder(tmp_path / ("x" * 252 + "y")).root
+    assert root.name.endswith(".bnn")
+    assert folder(tmp_path / ("x" * 251)).root.name == "x" * 251 + ".bnn"
+
+
+def test_a_linked_checkpoint_has_its_folder_beside_the_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.pt").write_bytes(b"")
+    (tmp_path / "link.pt").symlink_to(tmp_path / "real" / "a.pt")
+    assert folder(tmp_path / "link.pt").root == tmp_path / "link.pt.bnn"
+
+
+def test_run_dir_is_the_folder_itself(tmp_path: Path) -> None:
+    assert folder("a.pt", str(tmp_path)).features("test") == tmp_path / "features" / "test.h5"
+
+
+def test_a_folder_or_an_artifact_is_not_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(MissingInput, match="is a folder"):
+        folder(tmp_path)
+    with pytest.raises(MissingInput, match="is inside a run folder"):
+        folder(tmp_path / "a.pt.bnn" / "posteriors" / "map.safetensors")
+
+
+def test_every_artifact_has_its_own_lock(tmp_path: Path) -> None:
+    run = folder(tmp_path / "a.pt")
+    targets = [run.posterior("refine"), run.posterior("hmc", suffix=".nc"), run.predictions("refine.mc", "test")]
+    targets += [run.predictions("refine.mc", "val"), run.metrics("refine.mc"), run.features("test")]
+    assert len({run.lock(target) for target in targets}) == len(targets)
+    assert all(run.lock(target).parent == run.root / ".locks" for target in targets)
+
+
+def test_two_runs_that_write_one_file_share_its_lock(tmp_path: Path) -> None:
+    out = tmp_path / "out" / "x.safetensors"
+    one, other = (
+        folder(tmp_path / "a.pt").lock(out),
+        folder(tmp_path / "b.pt").lock(tmp_path / "a" / ".." / "out" / out.name),
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("name", ["../x", "", "a/b", ".x", "x" * 101, "a b"])
+def test_names_that_are_not_file_names_are_refused(tmp_path: Path, name: str) -> None:
+    run = folder(tmp_path / "a.pt")
+    with pytest.raises(UsageError, match="got"):
+        run.features(name)
+
+
+def test_a_missing_posterior_names_those_there_and_the_command(small_run: Path) -> None:
+    run = folder(small_run)
+    with pytest.raises(MissingInput, match="available: map, laplace, refine, hmc") as caught:
+        run.find_posterior("diagonal", flag="--base", maker="bnncli fit-laplace x")
+    assert caught.value.hint == "bnncli fit-laplace x"
+    with pytest.raises(MissingInput, match="laplaze") as near:
+        run.find_posterior("laplaze", flag="--base", maker="bnncli fit-laplace x")
+    assert near.value.hint == "did you mean 'laplace'?"
+    assert run.find_posterior("hmc", flag="--base", maker="").name == "hmc.nc"

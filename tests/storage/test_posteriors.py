@@ -21,6 +21,8 @@ from bnncli.errors import DAMAGED_HINT, DataError
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.parameters.prior import Prior
 
+pytestmark = pytest.mark.core
+
 TENSORS = {"mean": torch.arange(6, dtype=torch.float64), "half": torch.ones(2, 3).half(), "n": torch.tensor([3])}
 META = {"type": "point", "note": "é"}
 
@@ -137,30 +139,6 @@ def test_a_header_whose_prior_is_none_is_refused(tmp_path: Path, meta: dict[str,
         read_posterior(tmp_path / "x")
 
 
-def test_a_truncated_file_is_refused_at_every_length(path: Path) -> None:
-    content = path.read_bytes()
-    for length in range(0, len(content), 37):
-        path.write_bytes(content[:length])
-        with pytest.raises(DataError, match=r"truncated|not safetensors"):
-            read_posterior(path)
-
-
-def test_one_flipped_byte_of_the_data_is_a_wrong_digest(path: Path) -> None:
-    content = path.read_bytes()
-    for offset in range(1, 70, 3):
-        path.write_bytes(content[:-offset] + bytes([content[-offset] ^ 64]) + content[len(content) - offset + 1 :])
-        with pytest.raises(DataError, match="does not match its digest"):
-            read_posterior(path)
-
-
-def test_one_flipped_byte_of_the_header_is_seen_even_in_the_provenance(path: Path) -> None:
-    content = path.read_bytes()
-    for offset in range(0, len(content) - 70, 7):
-        path.write_bytes(content[:offset] + bytes([content[offset] ^ 2]) + content[offset + 1 :])
-        with pytest.raises(DataError, match=r"header|truncated|damaged|digest|artifact"):
-            read_posterior(path)
-
-
 def test_a_name_that_stands_twice_is_refused(path: Path) -> None:
     header, body = header_of(path)
     text = json.dumps(header)
@@ -200,4 +178,12 @@ def test_a_header_length_beyond_the_file_is_refused_before_it_is_read(path: Path
 def test_bytes_after_the_last_tensor_are_refused(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(DataError, match="truncated"):
+        read_posterior(path)
+
+
+def test_a_changed_letter_of_the_recorded_command_is_seen(path: Path) -> None:
+    content = path.read_bytes()
+    assert content.count(b'\\"x\\"') == 1
+    path.write_bytes(content.replace(b'\\"x\\"', b'\\"y\\"'))
+    with pytest.raises(DataError, match="its header does not match its digest"):
         read_posterior(path)

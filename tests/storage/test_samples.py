@@ -14,6 +14,8 @@ from bnncli.artifacts.provenance import build_provenance
 from bnncli.artifacts.samples import SampleFile, read_samples, write_samples
 from bnncli.errors import DataError
 
+pytestmark = pytest.mark.core
+
 C, T, K, D = 3, 30, 3, 3  # equal sizes: only the dimension scales tell which axis is which
 
 

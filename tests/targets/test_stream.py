@@ -134,12 +134,6 @@ def test_probabilities_that_the_device_refuses_are_made_again(monkeypatch: pytes
     torch.testing.assert_close(target.hessian_vector_product(vectors[0], vectors), kept, rtol=1e-5, atol=1e-4)
 
 
-def test_another_prior_costs_no_pass_over_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = stored(tmp_path / "train.h5", "float32")
-    monkeypatch.setattr(FeatureBlocks, "map", None)
-    assert target.with_prior(Prior(3.0)).label_statistic is target.label_statistic
-
-
 def column_sums(blocks: FeatureBlocks, largest: int) -> Tensor:
     """Sums of the columns on a device that has no memory for more than `largest` rows."""
 

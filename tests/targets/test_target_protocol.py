@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +19,6 @@ from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.refine import fit_flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.target import Target
-
-ROOM = Path(__file__).parents[2] / "bnncli" / "inference"
 
 
 def banana() -> Target:
@@ -125,57 +121,3 @@ def test_refining_on_it_brings_the_elbo_near_the_evidence(batch_size: int) -> No
     assert gain.verdict == "helped"
     gap, before = log_evidence() - gain.after.value, log_evidence() - gain.before.value
     assert -4 * gain.after.standard_error < gap < 0.5 * before
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dynamics",
-        "elbo",
-        "hmc",
-        "importance",
-        "nuts",
-        "objective",
-        "refine",
-        "trajectory_graph",
-        "mode",
-        "laplace",
-        "local_covariance",
-        "prior_candidates",
-        "prior_criterion",
-        "logit_losses",
-        "prior_precision",
-        "structure_choice",
-    ],
-)
-def test_they_know_a_target_by_its_protocol_alone(name: str) -> None:
-    tree = ast.parse((ROOM / f"{name}.py").read_text())
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    known = {module for module in modules if str(module).startswith(("bnncli.targets", "bnncli.parameters"))}
-    protocols = {f"bnncli.{name}" for name in ("targets.own_gradient", "targets.target", "theta.layout", "theta.prior")}
-    assert known <= protocols
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "features"]
-
-
-@pytest.mark.parametrize("room", ["inference", "flows", "covariances", "integrators", "evaluation"])
-def test_what_knows_the_last_layer_is_named(room: str) -> None:
-    # The span of the features, how chains agree on held-out labels, and each layer of several and the directions of a subspace, which lie as a head does.
-    own = {
-        "_layers",
-        "_subspace",
-        "_row_space",
-        "row_space_lift",
-        "local_draws",
-        "row_space_draws",
-        "predictive_convergence",
-        "latent_refit",
-        "stacking",
-        "combined_score",
-        "leave_one_out",
-        "refits",
-        "sghmc_refit",
-        "simulations",
-    }
-    for path in (ROOM.parent / room).glob("*.py"):
-        modules = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
-        assert path.stem in own or not modules & {"bnncli.targets.last_layer", "bnncli.parameters.layouts"}, path

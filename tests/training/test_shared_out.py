@@ -1,4 +1,4 @@
-"""Trainings that workers share out: all have all results, one error ends all, and the first has the states of all."""
+"""Trainings that workers share out."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from bnncli.errors import BnnError, Exit, Interrupted, NumericError
 from bnncli.system import signals
 from bnncli.system.workers import Team
+from bnncli.training.optimizers import join_memory
 from bnncli.training.shared_out import Seat, Stored, by_number, numbered, share_out
 
 NUM, EPOCHS = 5, 3
@@ -171,3 +172,21 @@ def test_an_interruption_travels_to_other_processes_as_it_is() -> None:
 def test_numbered_tensors_come_back() -> None:
     one = {3: {"a/b": torch.ones(2)}, 12: {"a": torch.zeros(1)}}
     assert by_number(numbered(one)) == one
+
+
+def test_a_step_on_the_whole_is_a_step_on_every_part() -> None:
+    generator = torch.Generator().manual_seed(0)
+    joined = [torch.randn(*shape, generator=generator) for shape in ((2, 3), (4,), (1, 2, 2))]
+    apart = [tensor.clone() for tensor in joined]
+    gradients = [torch.randn(tensor.shape, generator=generator) for tensor in joined]
+    whole = join_memory(joined)
+    assert all(torch.equal(one, other) for one, other in zip(joined, apart, strict=True))
+    optimizers = [torch.optim.Adam(parts, lr=0.1, fused=True) for parts in ([whole], apart)]
+    for factor in (1.0, -3.0):
+        for one, other, gradient in zip(joined, apart, gradients, strict=True):
+            assert one.grad is not None
+            one.grad.copy_(factor * gradient)
+            other.grad = factor * gradient
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(joined, apart, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -189,16 +188,3 @@ def test_a_flow_learns_the_same_from_features_that_travel(batch_size: int, num_c
         learnt = refined("cuda:0", batch_size, is_streamed=True).history
     assert (gpu.problems(), gpu.num_captures) == ([], num_captures)
     assert torch.equal(learnt, refined("cpu", batch_size).history)
-
-
-@pytest.mark.parametrize("batch_size", [16, 60])
-def test_the_graph_goes_when_the_flow_is_fitted(batch_size: int) -> None:
-    """Its memory is wanted by what is said of the fit, which no collection of cycles comes before."""
-    gc.disable()
-    try:
-        with pretend_cuda.pretend() as gpu:
-            fit = refined("cuda:0", batch_size)
-            assert (gpu.num_captures, gpu.num_live_graphs) == (1, 0)
-        assert all(parameter.grad is None for layer in fit.posterior.layers for parameter in layer.parameters())
-    finally:
-        gc.enable()

@@ -17,7 +17,6 @@ import pytest
 from problems.command_line import Cli
 from problems.grids import Stage, jobs_of, stage, write_grid
 
-from bnncli.commands import grid
 from bnncli.commands.grid import GridOptions
 from bnncli.commands.grid.running import Ended, Journal, Running, Seen, seen_by, stop
 from bnncli.errors import DeviceError, UsageError
@@ -212,8 +211,7 @@ def test_lines_that_do_not_end_are_killed_after_a_while(stage: Stage) -> None:
     assert (ended.exit, ended.state) == (137, "failed")
 
 
-def test_a_second_grid_of_the_same_file_is_75(cli: Cli, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grid, "_WAIT", 0)
+def test_a_second_grid_of_the_same_file_is_75(cli: Cli, stage: Stage) -> None:
     path = write_grid(stage.folder, TWO)
     assert cli("grid", path.name).code == 0
     with open("grid.toml.grid/.lock", "r+") as held:

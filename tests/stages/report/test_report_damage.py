@@ -29,7 +29,7 @@ def damage(path: Path, how: str) -> None:
     [
         ("posteriors/laplace.safetensors", "cut"),
         *(
-            pytest.param(name, how, marks=pytest.mark.long)
+            pytest.param(name, how, marks=pytest.mark.nightly)
             for name, how in (
                 ("posteriors/laplace.safetensors", "flipped"),
                 ("posteriors/hmc.nc", "cut"),
@@ -61,7 +61,7 @@ def test_a_damaged_artifact_is_left_out_and_told_with_a_command_that_mends_it(
     assert "leaving out" not in cli("report", small_run).stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_is_left_of_predictions_is_shown(cli: Cli, small_run: Path) -> None:
     folder = small_run.with_name("small.bnn")
     damage(folder / "predictions/laplace.mc/test.h5", "flipped")

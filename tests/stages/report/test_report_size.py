@@ -62,7 +62,7 @@ def crowded(small_run: Path) -> Path:
     return small_run
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_crowded_run_has_a_page_below_the_size_with_its_verdict(
     cli: Cli, crowded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,10 +15,7 @@ from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, ReadErr
 from bnncli.figures.pages import Markup, Missing, TableCell, commands, element, joined, paragraph, with_classes
 from bnncli.session.run import Table
 
-HEAD = [
-    {"name": "head.weight", "offset": 0, "shape": [3, 4]},
-    {"name": "head.bias", "offset": 12, "shape": [3]},
-]
+HEAD = [{"name": "head.weight", "offset": 0, "shape": [3, 4]}, {"name": "head.bias", "offset": 12, "shape": [3]}]
 
 
 @pytest.mark.parametrize(

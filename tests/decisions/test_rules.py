@@ -1,0 +1,354 @@
+"""Rules of decision: acceptance, levels, outliers, prediction sets and shift."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+
+from bnncli.evaluation import decisions as shift
+from bnncli.evaluation.decisions import (
+    SMALLEST_P,
+    SetRule,
+    SetScore,
+    ShiftRule,
+    choose_regularisation,
+    covering_rank,
+    distance_p_value,
+    doubts,
+    excluding_rank,
+    fit_acceptance,
+    fit_outliers,
+    fit_thresholds,
+    label_ranks,
+    largest_gap,
+    least_accepted,
+    least_for_coverage,
+    least_for_rate,
+    set_scores,
+)
+
+SIZES = (1, 8, 9, 10, 19, 99, 100, 999)
+LEVELS = (0.5, 0.7, 0.9, 0.93, 0.95, 0.99)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_covering_rank_is_the_smallest_whose_mean_coverage_is_enough(level: float) -> None:
+    for size in SIZES:
+        enough = [k for k in range(1, size + 1) if Fraction(k, size + 1) >= Fraction(str(level))]
+        assert covering_rank(size, level) == (enough[0] if enough else None)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_excluding_rank_is_the_largest_whose_mean_rate_is_small_enough(level: float) -> None:
+    rate = float(str(round(1 - level, 2)))
+    for size in SIZES:
+        few = [k for k in range(1, size + 1) if Fraction(k, size + 1) <= Fraction(str(rate))]
+        assert excluding_rank(size, rate) == (few[-1] if few else None)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ranks_with_a_confidence_are_quantiles_of_the_beta_law(level: float) -> None:
+    for size in SIZES:
+        ranks = np.arange(1, size + 1)
+        laws = stats.beta(ranks, size + 1 - ranks)
+        enough = ranks[laws.sf(level) >= 0.95]
+        assert covering_rank(size, level, 0.95) == (enough[0] if len(enough) else None)
+        few = ranks[laws.cdf(1 - level) >= 0.95]
+        assert excluding_rank(size, 1 - level, 0.95) == (few[-1] if len(few) else None)
+
+
+@pytest.mark.parametrize("confidence", [None, 0.5, 0.9, 0.95, 0.999])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_least_number_is_the_first_that_has_a_rank(level: float, confidence: float | None) -> None:
+    least = least_for_coverage(level, confidence)
+    assert covering_rank(least, level, confidence) is not None
+    assert covering_rank(least - 1, level, confidence) is None
+    least = least_for_rate(round(1 - level, 2), confidence)
+    assert excluding_rank(least, round(1 - level, 2), confidence) is not None
+    assert excluding_rank(least - 1, round(1 - level, 2), confidence) is None
+
+
+REPEATS = 400
+
+
+def drawn(generator: np.random.Generator, count: int, kind: str) -> tuple[NDArray, NDArray]:
+    """Confidences and whether the prediction is right: by what it says, by half of that, or alike everywhere and just too seldom."""
+    doubt = np.clip(10.0 ** -generator.gamma(2.0, 0.8, size=count), 1e-7, 0.9)
+    wrong = {"calibrated": doubt, "overconfident": np.minimum(1, 2 * doubt), "flat": np.full(count, 0.0205)}
+    return 1 - doubt, generator.random(count) >= wrong[kind]
+
+
+def true_risks(kind: str) -> NDArray:
+    """The share of wrong ones among what each threshold accepts, of a million examples."""
+    if kind == "flat":
+        return np.full(len(doubts()), 0.0205)
+    confidence, is_right = drawn(np.random.default_rng(99), 1_000_000, kind)
+    doubt = 1 - confidence
+    accepted = np.searchsorted(np.sort(doubt), doubts(), side="right")
+    return np.searchsorted(np.sort(doubt[~is_right]), doubts(), side="right") / np.maximum(accepted, 1)
+
+
+@pytest.mark.parametrize("kind", ["calibrated", "overconfident", "flat"])
+@pytest.mark.parametrize("certainty", [0.95, 0.8])
+def test_the_risk_is_exceeded_no_more_often_than_is_said(kind: str, certainty: float) -> None:
+    generator, risks = np.random.default_rng(4), dict(zip(doubts().tolist(), true_risks(kind), strict=True))
+    exceeded = 0
+    for _ in range(REPEATS):
+        rule = fit_acceptance(*drawn(generator, 1500, kind), 0.02, certainty)
+        exceeded += rule.most_doubt is not None and risks[rule.most_doubt] > 0.02
+    allowed = 1 - certainty
+    assert exceeded / REPEATS <= allowed + 3 * (allowed * (1 - allowed) / REPEATS) ** 0.5
+
+
+def test_more_is_accepted_than_where_every_threshold_has_the_same_level() -> None:
+    """Handing levels on is what the procedure is for."""
+    generator, handed, alone = np.random.default_rng(5), [], []
+    for _ in range(50):
+        confidence, is_right = drawn(generator, 2000, "calibrated")
+        rule = fit_acceptance(confidence, is_right, 0.05, 0.95)
+        handed.append(rule.accepts(confidence).mean())
+        doubt = 1 - confidence
+        accepted = np.array([(doubt <= most).sum() for most in doubts()])
+        errors = np.array([((doubt <= most) & ~is_right).sum() for most in doubts()])
+        passed = np.flatnonzero(stats.binom.cdf(errors, accepted, 0.05) <= 0.05 / len(doubts()))
+        alone.append(accepted[passed[-1]] / 2000)
+    assert np.mean(handed) > np.mean(alone) + 0.02
+
+
+def test_the_test_is_the_exact_binomial_one() -> None:
+    confidence, is_right = drawn(np.random.default_rng(6), 3000, "calibrated")
+    rule = fit_acceptance(confidence, is_right, 0.05, 0.9)
+    accepted = rule.accepts(confidence)
+    assert rule.num_accepted == accepted.sum()
+    assert rule.num_wrong == (~is_right[accepted]).sum()
+    assert rule.p_value == pytest.approx(stats.binom.cdf(rule.num_wrong, rule.num_accepted, 0.05), rel=1e-9)
+    assert rule.p_value <= rule.level <= 0.1
+
+
+def test_what_cannot_be_shown_accepts_nothing() -> None:
+    confidence = np.linspace(0.5, 1, 500)
+    rule = fit_acceptance(confidence, np.arange(500) % 3 > 0, 0.02, 0.95)
+    assert rule.most_doubt is None
+    assert not rule.accepts(confidence).any()
+
+
+def test_the_least_number_is_the_first_that_can_show_it() -> None:
+    least = least_accepted(0.02, 0.95)
+    accepted = [fit_acceptance(np.ones(count), np.ones(count), 0.02, 0.95).most_doubt for count in (least - 1, least)]
+    assert accepted[0] is None or accepted[0] < 1  # levels are handed on from stricter thresholds
+    assert accepted[1] == 1.0
+
+
+def test_false_alarms_are_as_often_as_is_said() -> None:
+    """Of 59 scores the third smallest: a rate of Beta(3, 57), 0.05 on average."""
+    generator = np.random.default_rng(7)
+    rates = [stats.norm.cdf(fit_outliers(generator.normal(size=59), 0.05).threshold) for _ in range(400)]
+    law = stats.beta(3, 57)
+    assert abs(np.mean(rates) - 0.05) < 3.3 * law.std() / 20
+    assert stats.kstest(rates, law.cdf).pvalue > 0.001
+
+
+def test_with_a_confidence_most_calibration_sets_keep_the_rate() -> None:
+    generator = np.random.default_rng(8)
+    rates = [stats.norm.cdf(fit_outliers(generator.normal(size=200), 0.05, 0.9).threshold) for _ in range(1000)]
+    assert np.mean(np.array(rates) <= 0.05) > 0.85
+    assert np.mean(rates) > 0.02  # and no lower than it must be
+
+
+def test_an_outlier_is_what_has_a_small_conformal_p_value() -> None:
+    generator = np.random.default_rng(9)
+    scores, others = generator.integers(0, 30, size=99), generator.integers(0, 30, size=500)
+    p_values = (1 + (scores[:, None] <= others).sum(axis=0)) / 100
+    assert fit_outliers(scores, 0.1).is_outlier(others).tolist() == (p_values <= 0.1).tolist()
+
+
+def test_too_few_scores_are_refused() -> None:
+    with pytest.raises(ValueError, match="18 examples are too few for a false-alarm rate"):
+        fit_outliers(np.arange(18.0), 0.05)
+
+
+STORED = json.loads(Path(__file__).with_name("torchcp-sets.json").read_text())["sets"]
+NUM_SPLITS = 100
+
+
+def drawn_probabilities(
+    generator: np.random.Generator, count: int, num_classes: int = 5
+) -> tuple[NDArray, NDArray[np.int64], NDArray]:
+    """Calibrated probabilities (N, K), labels and uniform numbers."""
+    weights = generator.integers(1, 100, size=(count, num_classes)).astype(float) ** 4
+    probs = weights / weights.sum(axis=1, keepdims=True)
+    labels = (probs.cumsum(axis=1) < generator.random((count, 1))).sum(axis=1).clip(0, num_classes - 1)
+    return probs, labels, generator.random(count)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_sets_are_those_of_torchcp(name: str) -> None:
+    scheme, coverage, whose, how = name.split()
+    generator = np.random.default_rng(0)
+    (probs, labels, uniform), (others, _, theirs) = (
+        drawn_probabilities(generator, 200),
+        drawn_probabilities(generator, 40),
+    )
+    regularised = {"penalty": 0.1, "free_ranks": 2} if scheme == "raps" else {}
+    is_randomized = how == "randomized"
+    score = SetScore(scheme, 0 if is_randomized else None, **regularised)
+    own = score.of_labels(probs, labels, uniform if is_randomized else None)
+    thresholds = fit_thresholds(own, labels if whose == "by-class" else None, float(coverage), num_classes=5)
+    sets = SetRule(score, thresholds).sets(others, theirs if is_randomized else None)
+    assert ["".join(map(str, row)) for row in sets.astype(int)] == STORED[name]
+
+
+@pytest.mark.parametrize(
+    "score", [SetScore("lac"), SetScore("aps", 0), SetScore("raps", 0, 0.1, 2)], ids=lambda score: score.scheme
+)
+def test_coverage_over_random_splits_has_the_exact_beta_law(score: SetScore) -> None:
+    """Of 49 examples the 45th score covers 0.9 on average; fewer or more by one would be five standard errors away."""
+    generator, size = np.random.default_rng(1), 49
+    probs, labels, uniform = drawn_probabilities(generator, 40_000)
+    own = score.of_labels(probs, labels, None if score.seed is None else uniform)
+    found = []
+    for _ in range(NUM_SPLITS):
+        is_inside = np.zeros(len(own), dtype=bool)
+        is_inside[generator.permutation(len(own))[:size]] = True
+        threshold = fit_thresholds(own[is_inside], None, 0.9, num_classes=5)[0]
+        found.append(np.mean(own[~is_inside] <= threshold))
+    law = stats.beta(45, 5)
+    assert abs(np.mean(found) - 0.9) < 3.3 * law.std() / NUM_SPLITS**0.5
+    assert stats.kstest(found, law.cdf).pvalue > 0.001
+
+
+def test_every_class_has_the_coverage_where_each_has_a_threshold() -> None:
+    generator = np.random.default_rng(2)
+    probs, labels, _ = drawn_probabilities(generator, 60_000)
+    labels = np.where((labels == 0) & (generator.random(len(labels)) < 0.5), 1, labels)  # no longer calibrated
+    own, found = SetScore("lac").of_labels(probs, labels), []
+    for _ in range(NUM_SPLITS):
+        chosen = generator.permutation(len(own))[:1000]
+        thresholds = fit_thresholds(own[chosen], labels[chosen], 0.9, num_classes=5)
+        found.append([np.mean(own[labels == k] <= thresholds[k]) for k in range(5)])
+    assert (
+        np.abs(np.mean(found, axis=0) - 0.9).max() < 0.008
+    )  # at most 1 / (n + 1) above, n about 150, and four standard errors
+    common = fit_thresholds(own, None, 0.9, num_classes=5)[0]
+    assert np.mean(own[labels == 1] <= common) < 0.88
+
+
+def test_ties_only_raise_the_coverage() -> None:
+    own = np.repeat([0.0, 0.5, 1.0], [30, 60, 9])
+    assert fit_thresholds(own, None, 0.9, num_classes=2)[0] == 0.5
+    assert fit_thresholds(own, None, 0.91, num_classes=2)[0] == 1.0
+
+
+def test_the_score_of_a_class_is_what_comes_before_it_and_its_share() -> None:
+    probs, uniform = np.array([[0.2, 0.5, 0.3], [0.4, 0.4, 0.2]]), np.array([0.5, 0.25])
+    whole = SetScore("aps").of_classes(probs)
+    assert whole == pytest.approx(np.array([[1.0, 0.5, 0.8], [0.4, 0.8, 1.0]]))
+    assert SetScore("aps", 0).of_classes(probs, uniform) == pytest.approx(
+        np.array([[0.9, 0.25, 0.65], [0.1, 0.5, 0.85]])
+    )
+    raps = SetScore("raps", None, penalty=0.1, free_ranks=1).of_classes(probs)
+    assert raps == pytest.approx(whole + np.array([[0.2, 0.0, 0.1], [0.0, 0.1, 0.2]]))
+    assert label_ranks(probs, np.array([0, 1])).tolist() == [3, 2]
+    with pytest.raises(ValueError, match="expected one uniform number per example"):
+        SetScore("aps", 0).of_classes(probs)
+
+
+def test_regularisation_is_chosen_for_the_smallest_sets() -> None:
+    probs, labels, uniform = drawn_probabilities(np.random.default_rng(3), 400, num_classes=30)
+    chosen = choose_regularisation(probs, labels, 0.9, seed=0, uniform=uniform)
+    assert chosen.free_ranks == np.sort(label_ranks(probs, labels))[361 - 1]
+
+    def size(score: SetScore) -> float:
+        own = score.of_labels(probs, labels, uniform)
+        return float(
+            SetRule(score, fit_thresholds(own, None, 0.9, num_classes=30)).sets(probs, uniform).sum(axis=1).mean()
+        )
+
+    others = [SetScore("raps", 0, penalty, chosen.free_ranks) for penalty in (0.001, 0.01, 0.1, 0.2, 0.5)]
+    assert size(chosen) == min(map(size, others))
+
+
+def test_sets_may_be_filled_by_the_most_probable_class() -> None:
+    probs = np.array([[0.6, 0.4], [0.9, 0.1], [0.45, 0.55]])
+    plain, filled = (SetRule(SetScore("lac"), np.array([0.2]), is_filled).sets(probs) for is_filled in (False, True))
+    assert plain.tolist() == [[False, False], [True, False], [False, False]]
+    assert filled.tolist() == [[True, False], [True, False], [False, True]]
+
+
+def test_too_few_examples_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 examples are too few for coverage"):
+        fit_thresholds(np.arange(8.0), None, 0.9, num_classes=2)
+
+
+def test_the_worst_class_is_that_of_least_coverage_among_those_that_are_there() -> None:
+    """Of 5 classes 3 have examples, in no order; resampled weights leave classes out, and count examples several times."""
+    generator = np.random.default_rng(6)
+    probs, _, _ = drawn_probabilities(generator, 60)
+    labels = generator.choice([1, 4, 2], size=60, p=[0.1, 0.3, 0.6])
+    rule = SetRule(SetScore("lac"), np.array([0.6]))
+    covered = rule.sets(probs, None)[np.arange(60), labels]
+    weights = generator.multinomial(60, np.full(60, 1 / 60), size=50)
+    weights[0], weights[1, labels == 1] = 1, 0
+    groups = set_scores(rule, probs, labels, None, {})
+    (group,) = [one for one in groups if one.members[0].name == "worst_class_coverage"]
+    assert group.statistic is not None
+    found = group.statistic(weights)
+    assert found.shape == (50, 1)
+    for row, value in zip(weights, found[:, 0], strict=True):
+        there = [k for k in (1, 2, 4) if row[labels == k].sum()]
+        assert value == pytest.approx(min(np.average(covered[labels == k], weights=row[labels == k]) for k in there))
+    assert 0 < found[0, 0] < covered.mean()
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 6), (4, 4), (3, 7), (6, 5), (8, 2)])
+def test_p_values_are_the_share_of_all_orders(n: int, m: int) -> None:
+    orders = [np.isin(np.arange(n + m), chosen) for chosen in combinations(range(n + m), n)]
+    gaps = np.array([largest_gap(np.flatnonzero(one), np.flatnonzero(~one)) for one in orders])
+    for gap in np.unique(gaps):
+        assert distance_p_value(int(gap), n, m) == pytest.approx(np.mean(gaps >= gap), abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "m"), [(50, 50), (200, 37), (1000, 3000)])
+def test_p_values_are_those_of_scipy(n: int, m: int) -> None:
+    generator = np.random.default_rng(10)
+    for by in (0.0, 0.1, 0.2):
+        one, other = generator.normal(size=n), generator.normal(by, size=m)
+        expected = stats.ks_2samp(one, other, method="exact")
+        assert largest_gap(one, other) / (n * m) == pytest.approx(expected.statistic, abs=1e-12)
+        found = distance_p_value(largest_gap(one, other), n, m)
+        assert found == pytest.approx(max(expected.pvalue, SMALLEST_P), abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 10, 400])
+@pytest.mark.parametrize("digits", [1, 9])
+def test_the_level_holds_for_batches_of_any_size_and_with_ties(
+    monkeypatch: pytest.MonkeyPatch, size: int, digits: int
+) -> None:
+    monkeypatch.setattr(shift, "distance_p_value", cache(distance_p_value))  # of the few gaps that there are
+    generator, level, repeats = np.random.default_rng(11), 0.1, 2000
+    alarms = 0
+    for _ in range(repeats):
+        scores = np.round(generator.random(100 + size), digits)
+        rule = ShiftRule(np.sort(scores[:100]), level)
+        p_value = rule.p_value(scores[100:])
+        assert p_value is not None
+        alarms += p_value <= level
+    assert alarms / repeats <= level + 3 * (level * (1 - level) / repeats) ** 0.5
+    assert size != 400 or digits == 1 or alarms / repeats > 0.07  # and hardly less
+
+
+def test_a_shift_is_seen() -> None:
+    generator = np.random.default_rng(12)
+    rule = ShiftRule(np.sort(generator.random(1000)), 0.01)
+    assert rule.p_value(generator.random(1000) ** 1.3) < 1e-4
+    assert rule.p_value(np.zeros(5000)) == SMALLEST_P
+    assert rule.p_value(rule.scores) == 1.0
+    assert rule.p_value(np.zeros(0)) is None
