@@ -179,11 +179,7 @@ def convergence(draws: NDArray, *, device: torch.device | None = None, progress:
     """
     if draws.ndim != 3:
         raise DataError(f"draws: expected shape (C, T, P), got {draws.shape}")
-
-    def quantities(block: slice, where: torch.device) -> Tensor:
-        return torch.from_numpy(np.array(draws[:, :, block])).to(where)
-
-    return convergence_of(quantities, draws.shape, device=device, progress=progress)
+    return convergence_of(_reader(draws), draws.shape, device=device, progress=progress)
 
 
 def convergence_of(
@@ -238,15 +234,16 @@ def parameter_statistics(draws: NDArray, *, device: torch.device | None = None) 
     """
     if draws.shape[1] < MIN_DRAWS or 0 in draws.shape:
         return None
-
-    def quantities(block: slice, where: torch.device) -> Tensor:
-        return torch.from_numpy(np.array(draws[:, :, block])).to(where)
-
-    looks = [look for _, look in _looks(quantities, draws.shape, device or torch.device("cpu"))]
+    looks = [look for _, look in _looks(_reader(draws), draws.shape, device or torch.device("cpu"))]
     if any(look.stuck for look in looks):
         return None
     parts = [one for look in looks for one in look.statistics]
     return RankStatistics(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def _reader(draws: NDArray) -> Callable[[slice, torch.device], Tensor]:
+    # np.array reads a memory-mapped block, and makes it writable as torch wants it.
+    return lambda block, where: torch.from_numpy(np.array(draws[:, :, block])).to(where)
 
 
 class _Look(NamedTuple):

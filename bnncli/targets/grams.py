@@ -168,7 +168,7 @@ def _tile_weights(size: int, kind: str) -> int:
 
 
 def _packed_slices(features: Tensor) -> Iterator[slice]:
-    """Slices of examples for the packed route."""
+    """Return slices of examples for the packed route."""
     return slices(0, features.shape[0], _packed_rows(features.shape[1], features.device.type))
 
 
