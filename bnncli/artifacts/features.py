@@ -245,7 +245,7 @@ class SplitClasses(NamedTuple):
 
     @property
     def is_numbered(self) -> bool:
-        """Whether the names are 0, 1, 2, ...: the data named no classes."""
+        """Return whether the names are 0, 1, 2, ...: the data named no classes."""
         return self.names == [str(index) for index in range(len(self.names))]
 
 

@@ -64,7 +64,7 @@ class PredictionFile:
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether classes are mutually exclusive; for a file, from its header."""
+        """Return whether classes are mutually exclusive; for a file, from its header."""
         return self.header is None or has_exclusive_classes(recorded_name(self.header.meta))
 
 

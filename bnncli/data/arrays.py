@@ -55,7 +55,7 @@ class ArrayDataset:
 
     @property
     def is_labeled(self) -> bool:
-        """Whether there are labels."""
+        """Return whether there are labels."""
         return self.labels is not None
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class NamedArrays:
 
     @property
     def is_labeled(self) -> bool:
-        """Whether there are labels."""
+        """Return whether there are labels."""
         return self.labels is not None
 
     def __len__(self) -> int:
@@ -388,7 +388,7 @@ class FeatureDataset:
 
     @property
     def is_labeled(self) -> bool:
-        """Whether there are labels."""
+        """Return whether there are labels."""
         return self.labels is not None
 
     @property

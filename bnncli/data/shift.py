@@ -43,7 +43,7 @@ class Shift:
 
     @property
     def is_random(self) -> bool:
-        """Whether the seed matters."""
+        """Return whether the seed matters."""
         return self.corrupt is not None and CORRUPTIONS[parse_corruption(self.corrupt)[0]].is_random
 
     def apply(self, image: np.ndarray, row: int) -> np.ndarray:

@@ -213,7 +213,7 @@ class WaveDataset:
 
     @property
     def is_labeled(self) -> bool:
-        """Whether there are labels."""
+        """Return whether there are labels."""
         return self.labels is not None
 
     def __len__(self) -> int:

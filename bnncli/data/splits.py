@@ -59,7 +59,7 @@ class KnownDataset:
 
     @property
     def is_labeled(self) -> bool:
-        """Whether there are labels."""
+        """Return whether there are labels."""
         return "labels" in self.told
 
     @cached_property
@@ -74,7 +74,7 @@ class KnownDataset:
 
     @property
     def is_sized(self) -> bool:
-        """Whether images are resized when read."""
+        """Return whether images are resized when read."""
         return bool(self.told["is_sized"])
 
     @property
@@ -219,7 +219,7 @@ class Dataset(Protocol):
 
     @property
     def is_labeled(self) -> bool:
-        """Whether `read` returns labels."""
+        """Return whether `read` returns labels."""
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -227,7 +227,7 @@ class Dataset(Protocol):
 
     @property
     def is_sized(self) -> bool:
-        """Whether `read` resizes and crops images."""
+        """Return whether `read` resizes and crops images."""
 
     @property
     def names(self) -> tuple[str, ...] | None:

@@ -421,7 +421,7 @@ class StoredTable(Protocol):
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """What each column holds, one of the constants above."""
+        """Return the content of each column, one of the constants above."""
 
     @property
     def class_names(self) -> Mapping[str, tuple[str, ...]]:
@@ -484,7 +484,7 @@ class TableDataset:
 
     @property
     def is_labeled(self) -> bool:
-        """Whether the rows have labels."""
+        """Return whether the rows have labels."""
         return self.labels is not None
 
     def __len__(self) -> int:
@@ -543,7 +543,7 @@ class TableDataset:
 
     @property
     def _has_names(self) -> bool:
-        """Whether the network takes the columns by name: several list columns, or token ids."""
+        """Return whether the network takes the columns by name: several list columns, or token ids."""
         inputs = self.roles.inputs
         is_lists = all(self.table.columns[name] == LIST for name in inputs)
         return is_lists and (len(inputs) > 1 or inputs == (TOKEN_IDS,))

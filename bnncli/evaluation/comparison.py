@@ -509,7 +509,7 @@ class Agreement(NamedTuple):
 
     @property
     def is_within(self) -> bool:
-        """Whether the estimates agree."""
+        """Return whether the estimates agree."""
         return self.distance <= self.allowed
 
 

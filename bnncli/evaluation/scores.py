@@ -135,7 +135,7 @@ class Score:
 
     @property
     def is_paired(self) -> bool:
-        """Whether two posteriors can be compared in the score example by example."""
+        """Return whether two posteriors can be compared in the score example by example."""
         return self.of_split is not None or self.of_two_splits is not None or self.computed_by is not None
 
 

@@ -522,7 +522,7 @@ class _Effort:
 
     @property
     def is_over(self) -> bool:
-        """Whether the budget is spent."""
+        """Return whether the budget is spent."""
         return self.spent >= self.most
 
     def spend(self, passes: int) -> None:

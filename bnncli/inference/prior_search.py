@@ -258,7 +258,7 @@ class Candidates:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether the structure is the whole Hessian, so that no whitening is better for the next mode."""
+        """Return whether the structure is the whole Hessian, so that no whitening is better for the next mode."""
         return self.target.curvature(self.structure).is_exact
 
     def _keep(self, found: LocalCovariance | None) -> None:

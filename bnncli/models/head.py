@@ -148,7 +148,7 @@ class HeadForm:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the network's output is a function of features times head rather than equal to it."""
+        """Return whether the network's output is a function of features times head rather than equal to it."""
         return self.link != "none" or self.reduce_range is not None
 
     def on_link_scale(self, logits: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:

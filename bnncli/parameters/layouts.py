@@ -69,7 +69,7 @@ class MatrixLayout(ParamLayout, Protocol):
 
     @property
     def has_bias(self) -> bool:
-        """Whether there is a bias column: F = D + 1."""
+        """Return whether there is a bias column: F = D + 1."""
 
     def augment(self, theta: Tensor) -> Tensor:
         """Return the matrix (..., K, F) of theta (..., P)."""
@@ -96,7 +96,7 @@ class ClassifierLayout(ParamLayout, Protocol):
 
     @property
     def takes_any_length(self) -> bool:
-        """Whether inputs may have another length than D."""
+        """Return whether inputs may have another length than D."""
 
     @property
     def likelihood_name(self) -> str | None:

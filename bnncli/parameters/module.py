@@ -130,7 +130,7 @@ class ModuleNetwork:
 
     @cached_property
     def _convolves(self) -> bool:
-        """Whether it has convolutions, which are slow on a CPU with many weights at once."""
+        """Return whether it has convolutions, which are slow on a CPU with many weights at once."""
         kinds = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
         return any(isinstance(module, kinds) for module in self.module.modules())
 
@@ -342,7 +342,7 @@ class ModuleLayout:
 
     @property
     def takes_any_length(self) -> bool:
-        """Whether inputs may have another length: texts."""
+        """Return whether inputs may have another length: texts."""
         return self.network is not None and self.network.takes_tokens and bool(self.network.names)
 
     @property

@@ -74,7 +74,7 @@ class Prior:
 
     @property
     def is_isotropic(self) -> bool:
-        """Whether all of theta has the same precision."""
+        """Return whether all of theta has the same precision."""
         return self.part_precisions is None and self.bias_precision in (None, self.weight_precision)
 
     def with_weight_precision(self, value: float) -> Prior:

@@ -307,7 +307,7 @@ class LastLayerTarget:
 
     @property
     def is_resident(self) -> bool:
-        """Whether the features are on the compute device rather than copied in blocks."""
+        """Return whether the features are on the compute device rather than copied in blocks."""
         return self.features.device == self.device
 
     @cached_property

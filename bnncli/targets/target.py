@@ -149,11 +149,11 @@ class WholeTarget(LogJoint, Protocol):
 
     @property
     def is_resident(self) -> bool:
-        """Whether all data of a gradient is on the device, so that a step can be captured as a graph."""
+        """Return whether all data of a gradient is on the device, so that a step can be captured as a graph."""
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a step on data on the device can be captured at all; False if it runs user code."""
+        """Return whether a step on data on the device can be captured at all; False if it runs user code."""
 
     def log_joint(self, theta: Tensor) -> Tensor:
         """Return log likelihood plus log prior, (S,), nats, for theta (S, P); differentiable."""
@@ -194,7 +194,7 @@ class CurvedTarget(Target, Protocol):
 
     @property
     def is_concave(self) -> bool:
-        """Whether the log joint is concave under every prior, so that all starts lead to one mode."""
+        """Return whether the log joint is concave under every prior, so that all starts lead to one mode."""
 
     @property
     def rough_structure(self) -> str:

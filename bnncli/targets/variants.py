@@ -69,7 +69,7 @@ class ManyLabels:
 
     @property
     def is_resident(self) -> bool:
-        """Whether the features are on the device."""
+        """Return whether the features are on the device."""
         return self.targets[0].is_resident
 
     @cached_property

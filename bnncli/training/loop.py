@@ -60,7 +60,7 @@ class Course:
 
     @property
     def is_early(self) -> bool:
-        """Whether the objective plateaued."""
+        """Return whether the objective plateaued."""
         return self.annealing_start is not None
 
     @property
@@ -189,7 +189,7 @@ class Learner(Protocol):
 
     @property
     def constants(self) -> object:
-        """What an update reads besides parameters and batch; if it changes, a captured step is invalid."""
+        """Return the values that an update reads besides parameters and batch; if it changes, a captured step is invalid."""
 
     def rates(self, epoch: int) -> Sequence[float]:
         """Return the learning rate of each optimizer group in an epoch, before any schedule."""

@@ -42,7 +42,7 @@ class AudioDataset:
 
     @property
     def is_labeled(self) -> bool:
-        """Whether there are class folders."""
+        """Return whether there are class folders."""
         return self.labels is not None
 
     def __len__(self) -> int:

@@ -77,12 +77,12 @@ class ShardDataset:
 
     @property
     def is_labeled(self) -> bool:
-        """Whether examples have labels."""
+        """Return whether examples have labels."""
         return self.labels is not None
 
     @property
     def is_sized(self) -> bool:
-        """Whether images are resized and cropped when read."""
+        """Return whether images are resized and cropped when read."""
         return self.kind == "image"
 
     @property
